@@ -1,0 +1,86 @@
+"""What is computed when ranks meet: one reduction over the ranks' pieces, always in rank order.
+
+The order is what makes bits equal: ((x0 + x1) + x2) + ... for every element, whichever rank computes
+it, in whichever strategy. Half precision is summed in fp32 and rounded once, so the error does not
+grow with the number of ranks; averages of integers are summed in int64 and truncated toward zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+_BINARY: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+_ROUNDS = ("sum", "avg", "product")
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """`op` over pieces of `dtype`."""
+
+    op: str
+    binary: Callable[..., torch.Tensor]
+    dtype: torch.dtype
+    within: torch.dtype  # dtype of the running result
+
+    def __call__(
+        self, pieces: Sequence[torch.Tensor], out: torch.Tensor, scratch: torch.Tensor, in_place: bool
+    ) -> None:
+        """out = op over pieces, in their order.
+
+        pieces: one a rank, each [n] of `dtype`. out: [n]. scratch: [>= n] of `within`.
+        in_place: `out` may hold the running result: it is no piece but perhaps the first or second.
+        """
+        if len(pieces) == 1:
+            if out.data_ptr() != pieces[0].data_ptr():
+                out.copy_(pieces[0])
+            return
+        if self.within is self.dtype:
+            result = out if in_place else scratch[: out.numel()]
+            self.binary(pieces[0], pieces[1], out=result)
+            rest = pieces[2:]
+        else:
+            result = scratch[: out.numel()]
+            result.copy_(pieces[0])
+            rest = pieces[1:]
+        for piece in rest:
+            self.binary(result, piece, out=result)
+        if self.op == "avg":
+            if result.dtype.is_floating_point or result.dtype.is_complex:
+                result.div_(len(pieces))
+            else:
+                result.div_(len(pieces), rounding_mode="trunc")
+        if result is not out:
+            out.copy_(result)
+
+
+def reduction(op: str, dtype: torch.dtype) -> Reduction:
+    """The reduction `op` (sum, avg, product, min, max, band, bor, bxor) over `dtype`.
+
+    Raises ValueError where torch itself has no such operation on that dtype, before anything is sent.
+    """
+    if op not in _BINARY:
+        raise ValueError(f"the shm backend cannot reduce with {op!r}; it knows {', '.join(_BINARY)}")
+    floating = dtype.is_floating_point or dtype.is_complex
+    if op.startswith("b") and floating:
+        raise ValueError(f"{op} works on integers, not on {dtype}")
+    if op in ("min", "max") and dtype.is_complex:
+        raise ValueError(f"complex numbers have no order: {op} of {dtype} does not exist")
+    within = dtype
+    if op in _ROUNDS and dtype in _HALVES:
+        within = torch.float32
+    elif op == "avg" and not floating:
+        within = torch.int64
+    return Reduction(op, _BINARY[op], dtype, within)

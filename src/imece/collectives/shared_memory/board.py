@@ -1,0 +1,236 @@
+"""The board: one segment a rank and group, in which the rank writes and all others read.
+
+Layout of a segment (word = int64, line = 8 words = 64 bytes, so that ranks never share a line):
+
+    line 0        CLOCK   how many steps of collectives this rank has done; it only grows
+                  BELL, SLEEPERS   the word it sleeps on, and how many of its threads do
+                  FAILED, CLOSED   it gave up / it left in order
+                  FREED   arenas it has given back: mappings of them may be dropped
+                  DETAIL  number of the collective that the text at TEXT belongs to
+    line 1, 2     the descriptor of its collective, for even and odd numbers:
+                  fingerprint, bytes offered, (fd, serial, offset) of a tensor in shared memory
+    then          TEXT, JSON: why it failed, or what it sent, for the error messages of the others
+    then          two lines for each other rank: a channel of point-to-point messages (see p2p)
+    then          SLOTS slots, through which tensors in ordinary memory travel
+    then          a ring of pieces for each other rank, for messages (pages that are never used cost nothing)
+
+Two descriptors are enough: a rank that writes number n + 2 has seen everybody enter n + 1, so nobody
+reads number n any more. Four slots are enough by the same argument; it stands at `Engine.next_slot`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from imece.collectives.shared_memory import arena, futex, segment
+from imece.collectives.shared_memory.segment import Segment
+from imece.errors import CollectiveError, UserError
+from imece.world import host_id
+
+CLOCK, BELL, SLEEPERS, FAILED, CLOSED, FREED, DETAIL = range(7)
+DESCRIPTORS = 8  # word; + 8 * (number & 1)
+FINGERPRINT, OFFERED, FD, SERIAL, OFFSET = range(5)
+
+_TEXT_BYTE = 256
+_TEXT_BYTES = 4096 - _TEXT_BYTE
+_CHANNELS_BYTE = 4096
+CHANNEL_WORDS = 16
+
+SLOTS = 4
+SLOT_BYTES = 512 * 1024
+RING_SLOTS = 4  # pieces of messages to one rank that may be under way
+RING_HEADER_BYTES = 64
+RING_PIECE_BYTES = 128 * 1024
+RING_BYTES = RING_SLOTS * (RING_HEADER_BYTES + RING_PIECE_BYTES)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One rank of the group, as it introduced itself through the store."""
+
+    rank: int  # in the group
+    pid: int
+    fd: int
+    serial: int
+    host: str
+
+
+class Board:
+    """This rank's view of everybody's segments in one group."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        slots_byte = -(-(_CHANNELS_BYTE + world_size * CHANNEL_WORDS * 8) // 4096) * 4096
+        rings_byte = slots_byte + SLOTS * SLOT_BYTES
+        own = segment.create(rings_byte + world_size * RING_BYTES, "a group of the shm backend")
+        self.peers = _meet(store, own, rank, world_size, timeout)
+        self._segments = [
+            own if peer.rank == rank else segment.attach(peer.pid, peer.fd, peer.serial) for peer in self.peers
+        ]
+        self.words = [memoryview(each.memory.numpy()).cast("B").cast("q") for each in self._segments]
+        self.mine = self.words[rank]
+        self.others = [other for other in range(world_size) if other != rank]
+        self.slots = [
+            [each.memory.narrow(0, slots_byte + at * SLOT_BYTES, SLOT_BYTES) for each in self._segments]
+            for at in range(SLOTS)
+        ]  # [slot][rank] -> uint8[SLOT_BYTES]
+        self._rings_byte = rings_byte
+        self._bells = [each.address + BELL * 8 for each in self._segments]
+        self._rings = 0
+        self.sleepers = 0  # threads of this process
+        self._counting = threading.Lock()
+        self._attached: dict[tuple[int, int], Segment] = {}  # (rank, serial) -> another rank's arena
+        self._freed = [0] * world_size
+        self._pidfds = {peer.rank: os.pidfd_open(peer.pid) for peer in self.peers if peer.rank != rank}
+        self._watch = select.poll()
+        for fd in self._pidfds.values():
+            self._watch.register(fd, select.POLLIN)
+
+    # Writing one's own line.
+
+    def publish(self, word: int, value: int) -> None:
+        """Store a word after everything that was written before it, and wake who sleeps."""
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        self.mine[word] = value
+        for other in self.others:
+            if self.words[other][SLEEPERS]:
+                self.ring(other)
+
+    def publish_to(self, other: int, word: int, value: int) -> None:
+        """The same for a word that only `other` waits for."""
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        self.mine[word] = value
+        if self.words[other][SLEEPERS]:
+            self.ring(other)
+
+    def ring(self, other: int) -> None:
+        """Wake a rank. Each ring leaves another value, so that none is mistaken for an older one."""
+        self._rings += 1
+        self.words[other][BELL] = (self._rings * self.world_size + self.rank) & 0x7FFFFFFF
+        futex.wake(self._bells[other])
+
+    def bell(self) -> int:
+        """What the own bell shows: read it before looking at the condition to wait for."""
+        return self.mine[BELL]
+
+    def sleep(self, seen: int, limit_s: float) -> None:
+        """Sleep until somebody rings after `seen` was read, `limit_s` at most."""
+        self._count_sleeper(1)
+        try:
+            futex.wait(self._bells[self.rank], seen, limit_s)
+        finally:
+            self._count_sleeper(-1)
+
+    def _count_sleeper(self, change: int) -> None:
+        with self._counting:  # the main thread and the worker may both be here
+            self.sleepers += change
+            self.mine[SLEEPERS] = self.sleepers
+
+    # What went wrong.
+
+    def write_text(self, word: int, value: int, text: str) -> None:
+        """Leave a text for the others and announce it in `word` (FAILED or DETAIL)."""
+        data = json.dumps(text).encode()[: _TEXT_BYTES - 8]
+        at = _TEXT_BYTE
+        self._segments[self.rank].map[4096 + at : 4096 + at + 8] = len(data).to_bytes(8, "little")
+        self._segments[self.rank].map[4096 + at + 8 : 4096 + at + 8 + len(data)] = data
+        self.publish(word, value)
+
+    def read_text(self, rank: int) -> str:
+        """The text that a rank left, "" where it is damaged."""
+        mapped = self._segments[rank].map
+        at = 4096 + _TEXT_BYTE
+        nbytes = int.from_bytes(mapped[at : at + 8], "little")
+        try:
+            return str(json.loads(mapped[at + 8 : at + 8 + min(nbytes, _TEXT_BYTES - 8)]))
+        except ValueError:
+            return ""
+
+    def dead(self) -> list[int]:
+        """Ranks whose process has ended, whatever the reason."""
+        gone = {fd for fd, _ in self._watch.poll(0)}
+        return [rank for rank, fd in self._pidfds.items() if fd in gone] if gone else []
+
+    # The others' tensors.
+
+    def memory(self, rank: int, fd: int, serial: int) -> torch.Tensor:
+        """Payload of an arena of another rank as uint8[nbytes], mapped on first use."""
+        freed = self.words[rank][FREED]
+        if freed != self._freed[rank]:
+            self._freed[rank] = freed
+            self._attached = {key: kept for key, kept in self._attached.items() if key[0] != rank}
+        found = self._attached.get((rank, serial))
+        if found is None:
+            found = segment.attach(self.peers[rank].pid, fd, serial, populate=True)
+            self._attached[rank, serial] = found
+        return found.memory
+
+    def announce_freed(self) -> None:
+        """Tell the others when arenas of this process are gone, so that they let go of them too."""
+        if self.mine[FREED] != arena.ARENAS.freed:
+            self.mine[FREED] = arena.ARENAS.freed
+
+    def close(self) -> None:
+        """Leave in order. Memory is unmapped when the last tensor on it is gone."""
+        self.publish(CLOSED, 1)
+        for fd in self._pidfds.values():
+            os.close(fd)
+        self._pidfds.clear()
+        self._watch = select.poll()
+        self._segments[self.rank].close()
+        self._attached.clear()
+
+    def message_ring(self, source: int, target: int) -> torch.Tensor:
+        """Through which messages from `source` to `target` travel, uint8[RING_BYTES] in the source's segment."""
+        return self._segments[source].memory.narrow(0, self._rings_byte + target * RING_BYTES, RING_BYTES)
+
+    def channel_word(self, other: int) -> int:
+        """First word of the channel line that concerns `other`."""
+        return _CHANNELS_BYTE // 8 + other * CHANNEL_WORDS
+
+
+def _meet(
+    store: dist.Store, own: Segment, rank: int, world_size: int, timeout: timedelta
+) -> list[Peer]:
+    """Everybody introduces itself through the store, as JSON.
+
+    Raises UserError where the ranks are not on one host, CollectiveError where one does not come.
+    """
+    me = {"pid": os.getpid(), "fd": own.fd, "serial": own.serial, "host": host_id()}
+    store.set(f"shm/{rank}", json.dumps(me))
+    peers = []
+    for other in range(world_size):
+        text = _get(store, f"shm/{other}", timeout, lambda other=other: f"rank {other} of {world_size}")  # type: ignore[misc]
+        peers.append(Peer(rank=other, **json.loads(text)))
+    hosts = {peer.host: peer.rank for peer in peers}
+    if len(hosts) > 1:
+        raise UserError(
+            "the shm backend joins ranks of one host, and these are on "
+            + ", ".join(f"{host} (rank {first})" for host, first in hosts.items())
+            + ": use backend='gloo' between hosts"
+        )
+    return peers
+
+
+def _get(store: dist.Store, key: str, timeout: timedelta, who: Callable[[], str]) -> bytes:
+    started = time.monotonic()
+    try:
+        store.wait([key], timeout)
+    except (dist.DistStoreError, RuntimeError) as error:
+        raise CollectiveError(
+            f"{who()} did not join the group within {time.monotonic() - started:.0f} s: {error}"
+        ) from None
+    return bytes(store.get(key))

@@ -1,0 +1,178 @@
+"""The collectives of one group, as generators over the board.
+
+Every rank runs the same collectives in the same order, so one counter a rank says it all: CLOCK. A
+step is "do my part, tick, wait until everybody's clock has come as far". Three ways lead through a
+collective, and all ranks take the same one because they decide from what all have seen:
+
+- small: the data travels with the announcement, one step in all;
+- direct: the tensors lie in shared memory, so each rank works on the others' memory in place;
+- staged: ordinary tensors travel in pieces through slots that stay in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from imece.collectives.fingerprint import explain
+from imece.collectives.shared_memory import futex
+from imece.collectives.shared_memory.arena import ARENAS
+from imece.collectives.shared_memory.board import (
+    CLOCK,
+    DESCRIPTORS,
+    DETAIL,
+    FD,
+    FREED,
+    FINGERPRINT,
+    OFFERED,
+    OFFSET,
+    SERIAL,
+    SLOT_BYTES,
+    SLOTS,
+    Board,
+)
+from imece.collectives.shared_memory.waiting import Steps
+from imece.errors import MismatchError
+
+
+class Engine:
+    """Runs on one thread at a time; `Group` sees to that."""
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self.rank = board.rank
+        self.world_size = board.world_size
+        self.number = 0  # collectives entered
+        self.clock = 0
+        self.shape: tuple[int, ...] = ()  # of the tensor under way, for messages
+        self.label = ""
+        self._piece = 0
+        self._freed = 0
+        self._views: dict[object, list[torch.Tensor]] = {}
+        self._scratches: dict[torch.dtype, torch.Tensor] = {}
+
+    def missing(self) -> list[int]:
+        """Ranks that are behind this one."""
+        return [other for other in self.board.others if self.board.words[other][CLOCK] < self.clock]
+
+    # One step.
+
+    def enter(self, fingerprint: int, offered: torch.Tensor | None = None) -> None:
+        """Announce the next collective; `offered` (flat) is what others may read in place."""
+        self.number += 1
+        mine, at = self.board.mine, DESCRIPTORS + 8 * (self.number & 1)
+        mine[at + FINGERPRINT] = fingerprint
+        if offered is not None:
+            nbytes = offered.numel() * offered.itemsize
+            location = ARENAS.locate(offered.data_ptr(), nbytes)
+            mine[at + OFFERED] = nbytes
+            mine[at + FD] = -1
+            if location is not None:
+                mine[at + FD] = location.fd
+                mine[at + SERIAL] = location.serial
+                mine[at + OFFSET] = location.offset_bytes
+            self.board.announce_freed()
+        self.tick()
+
+    def tick(self) -> None:
+        self.clock += 1
+        self.board.publish(CLOCK, self.clock)
+
+    def everybody(self, clock: int) -> Steps:
+        """Wait until all ranks have come to `clock`."""
+        for other in self.board.others:
+            words = self.board.words[other]
+            while words[CLOCK] < clock:
+                yield
+        if futex.NEEDS_FENCE:
+            futex.fence()
+
+    def entered(self, fingerprint: int) -> Steps:
+        """Wait until all ranks have announced this collective, and see that it is the same one."""
+        yield from self.everybody(self.clock)
+        at = DESCRIPTORS + 8 * (self.number & 1) + FINGERPRINT
+        for other in self.board.others:
+            if self.board.words[other][at] != fingerprint:
+                yield from self._differ(at)
+
+    def _differ(self, at: int) -> Steps:
+        """The ranks are in different collectives: exchange the details, raise MismatchError on every rank."""
+        own = f"{'x'.join(map(str, self.shape))}|{self.label}"
+        self.board.write_text(DETAIL, self.number, own)
+        for other in self.board.others:
+            while self.board.words[other][DETAIL] < self.number:
+                yield
+        everybody = range(self.world_size)
+        texts = {rank: own if rank == self.rank else self.board.read_text(rank) for rank in everybody}
+        shapes = {rank: _shape(text.partition("|")[0]) for rank, text in texts.items()}
+        message = explain(
+            self.number,
+            {rank: self.board.words[rank][at] for rank in everybody},
+            {rank: text.partition("|")[2] for rank, text in texts.items()},
+            shapes,
+        )
+        raise MismatchError(message or f"collective number {self.number} differs between ranks")
+
+    # Slots and views.
+
+    def next_slot(self) -> int:
+        """The slot for the next piece, the same number on all ranks.
+
+        Four of them in turn, and no step that asks whether one is free. A rank writes piece q after it
+        has finished piece q - 2. For that it saw everybody announce at least q - 2 (or the step after),
+        which each rank does only after it has finished q - 4: the slot's last readers are gone.
+        """
+        self._piece += 1
+        return self._piece % SLOTS
+
+    def slot_views(self, slot: int, start: int, stop: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Bytes [start, stop) of one slot of each rank, as `dtype`; kept, since the same come again."""
+        key = (slot, start, stop, dtype)
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) > 512:
+                self._views.clear()
+            found = self._views[key] = [each[start:stop].view(dtype) for each in self.board.slots[slot]]
+        return found
+
+    def scratch(self, dtype: torch.dtype) -> torch.Tensor:
+        """Room for the running result of one piece, [SLOT_BYTES] of `dtype`."""
+        found = self._scratches.get(dtype)
+        if found is None:
+            found = self._scratches[dtype] = torch.empty(SLOT_BYTES, dtype=dtype)
+        return found
+
+    def in_place(self, ranks: Iterable[int]) -> list[torch.Tensor] | None:
+        """What `ranks` offer as uint8 tensors where it lies; None unless all of it is in shared memory."""
+        freed = sum(words[FREED] for words in self.board.words)
+        if freed != self._freed:  # views of memory that its owner has given back would keep it alive
+            self._freed = freed
+            self._views.clear()
+        at = DESCRIPTORS + 8 * (self.number & 1)
+        found = []
+        for rank in ranks:
+            words = self.board.words[rank]
+            if words[at + FD] < 0:
+                return None
+            found.append((rank, words[at + FD], words[at + SERIAL], words[at + OFFSET], words[at + OFFERED]))
+        key = tuple(found)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) > 512:
+                self._views.clear()
+            views = self._views[key] = [
+                self.board.memory(rank, fd, serial)[offset : offset + nbytes] for rank, fd, serial, offset, nbytes in found
+            ]
+        return views
+
+    def barrier(self, fingerprint: int) -> Steps:
+        """Nobody goes on before everybody is here."""
+        self.enter(fingerprint)
+        yield from self.entered(fingerprint)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    """The inverse of "2x3x4"; () for anything else."""
+    parts = text.split("x")
+    return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else ()

@@ -1,0 +1,150 @@
+"""Broadcast, all-gather, gather, scatter, all-to-all: each rank offers bytes and reads what it wants.
+
+One path for all: they differ only in who offers what and who reads which part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from imece.collectives.shared_memory.board import DESCRIPTORS, OFFERED, SLOT_BYTES
+from imece.collectives.shared_memory.engine import Engine
+from imece.collectives.shared_memory.waiting import Steps
+from imece.errors import MismatchError
+
+SMALL_BYTES = 32 * 1024  # up to here the bytes travel with the announcement
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Bytes [start, start + target.numel()) of what `rank` offers, wanted in `target` (uint8, flat)."""
+
+    rank: int
+    start: int
+    target: torch.Tensor
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as uint8[nbytes], sharing its memory."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def exchange(
+    engine: Engine,
+    fingerprint: int,
+    offered: torch.Tensor | None,
+    reads: Sequence[Read],
+    publishers: Sequence[int],
+    largest_bytes: int,
+) -> Steps:
+    """Offer `offered` (uint8, flat) if this rank is one of `publishers`, and do `reads`.
+
+    largest_bytes: an upper bound of what any publisher offers, the same on all ranks.
+    """
+    offered = offered if engine.rank in publishers else None
+    if largest_bytes <= SMALL_BYTES:
+        slot = engine.next_slot()
+        if offered is not None:
+            engine.slot_views(slot, 0, offered.numel(), torch.uint8)[engine.rank].copy_(offered)
+        engine.enter(fingerprint)
+        yield from engine.entered(fingerprint)
+        _copy_out(engine, slot, 0, SLOT_BYTES, _own_reads(engine, offered, reads))
+        return
+    engine.enter(fingerprint, offered)
+    yield from engine.entered(fingerprint)
+    others = _own_reads(engine, offered, reads)
+    in_place = engine.in_place(publishers)
+    if in_place is None:
+        yield from _staged(engine, offered, others, publishers)
+        return
+    memory = dict(zip(publishers, in_place, strict=True))
+    for read in others:
+        read.target.copy_(memory[read.rank][read.start : read.start + read.target.numel()])
+    engine.tick()
+    yield from engine.everybody(engine.clock)  # till then the others read this rank's tensor
+
+
+def _own_reads(
+    engine: Engine, offered: torch.Tensor | None, reads: Sequence[Read]
+) -> list[Read]:
+    """Do the reads from the own offer, return the others, beginning with the next rank.
+
+    Beginning at different ranks keeps all ranks from reading the same memory at the same time.
+    """
+    others = []
+    for read in reads:
+        if read.rank != engine.rank:
+            others.append(read)
+        elif offered is not None:
+            source = offered[read.start : read.start + read.target.numel()]
+            if source.data_ptr() != read.target.data_ptr():
+                read.target.copy_(source)
+    return sorted(others, key=lambda read: (read.rank - engine.rank) % engine.world_size)
+
+
+def _staged(
+    engine: Engine, offered: torch.Tensor | None, reads: Sequence[Read], publishers: Sequence[int]
+) -> Steps:
+    """Piece by piece through the slots, the next piece being sent while this one is read."""
+    at = DESCRIPTORS + 8 * (engine.number & 1) + OFFERED
+    count = -(-max(engine.board.words[rank][at] for rank in publishers) // SLOT_BYTES)
+    base, slot = engine.clock, engine.next_slot()
+
+    def send(piece: int, into: int) -> None:
+        if offered is not None:
+            part = offered[piece * SLOT_BYTES : (piece + 1) * SLOT_BYTES]
+            engine.slot_views(into, 0, part.numel(), torch.uint8)[engine.rank].copy_(part)
+
+    send(0, slot)
+    engine.tick()
+    for piece in range(count):
+        following = slot
+        if piece + 1 < count:
+            following = engine.next_slot()
+            send(piece + 1, following)
+        engine.tick()
+        yield from engine.everybody(base + 1 + piece)  # all have sent this piece
+        _copy_out(engine, slot, piece * SLOT_BYTES, (piece + 1) * SLOT_BYTES, reads)
+        slot = following
+
+
+def _copy_out(engine: Engine, slot: int, start: int, stop: int, reads: Sequence[Read]) -> None:
+    """What `reads` want of bytes [start, stop), which lie in `slot`."""
+    for read in reads:
+        first, last = max(start, read.start), min(stop, read.start + read.target.numel())
+        if first < last:
+            source = engine.slot_views(slot, first - start, last - start, torch.uint8)[read.rank]
+            read.target[first - read.start : last - read.start].copy_(source)
+
+
+def all_to_all(
+    engine: Engine,
+    fingerprint: int,
+    target: torch.Tensor,
+    source: torch.Tensor,
+    wanted: Sequence[int],
+    given: Sequence[int],
+) -> Steps:
+    """Bytes `given[r]` of `source` go to rank r; `wanted[r]` bytes come from rank r into `target`.
+
+    What each rank gives is exchanged first, so splits that do not fit are an error that names both sides.
+    """
+    world_size = engine.world_size
+    table = torch.empty(world_size, world_size, dtype=torch.int64)  # [from, to], bytes
+    own = torch.tensor(given, dtype=torch.int64)
+    rows = [Read(rank, 0, as_bytes(table[rank])) for rank in range(world_size)]
+    yield from exchange(engine, fingerprint, as_bytes(own), rows, range(world_size), own.numel() * 8)
+    for rank in range(world_size):
+        if int(table[rank, engine.rank]) != wanted[rank]:
+            raise MismatchError(
+                f"all_to_all number {engine.number} differs between ranks: rank {rank} sends "
+                f"{int(table[rank, engine.rank])} bytes to rank {engine.rank}, which expects {wanted[rank]}"
+            )
+    starts = (table.cumsum(1) - table)[:, engine.rank].tolist()
+    parts = target.split(list(wanted))
+    reads = [Read(rank, int(starts[rank]), parts[rank]) for rank in range(world_size)]
+    largest = int(table.sum(1).max())
+    yield from exchange(engine, fingerprint, source, reads, range(world_size), largest)

@@ -1,0 +1,58 @@
+"""Tensors that are not on the CPU, in a group that was made for "cpu:shm,cuda:nccl"."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+class OtherDevices:
+    """Groups of the other backends, made when the first tensor of their device comes.
+
+    torch stops asking for backends as soon as one returns a whole ProcessGroup, as ours must. The
+    backends that the user asked for are in torch's table, under the group's name.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout = timeout
+        self._groups: dict[str, dist.ProcessGroup] = {}
+
+    def group(self, tensor: torch.Tensor, owner: dist.ProcessGroup) -> dist.ProcessGroup | None:
+        """The group for this tensor's device; None for the CPU. ValueError if there is no backend for it."""
+        device = tensor.device.type
+        if device == "cpu":
+            return None
+        found = self._groups.get(device)
+        if found is None:
+            found = self._groups[device] = self._make(device, owner)
+        return found
+
+    def _make(self, device: str, owner: dist.ProcessGroup) -> dist.ProcessGroup:
+        asked = distributed_c10d._world.pg_backend_config.get(owner, "cpu:shm")
+        backends = dict(part.split(":") for part in asked.split(",") if ":" in part)
+        backend = backends.get(device)
+        if backend != "nccl" or not dist.is_nccl_available():
+            raise ValueError(
+                f"this group has no backend for {device} tensors: it was made with {asked!r}; "
+                f"use init_process_group('cpu:shm,{device}:nccl')"
+            )
+        store = dist.PrefixStore(f"{device}/", self._store)
+        group = dist.ProcessGroup(store, self._rank, self._world_size)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        nccl = dist.ProcessGroupNCCL(store, self._rank, self._world_size, options)
+        group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.NCCL, nccl)
+        return group
+
+    def shutdown(self) -> None:
+        """End the groups that were made."""
+        for group in self._groups.values():
+            group.shutdown()
+        self._groups.clear()

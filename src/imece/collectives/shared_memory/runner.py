@@ -1,0 +1,211 @@
+"""Who drives the operations of a group: the caller's own thread, or a worker for asynchronous ones.
+
+A synchronous call runs on the thread that makes it: no hand-over, which would cost more than a small
+message. Asynchronous collectives queue for the worker, which runs them in order; messages all
+progress together beside them. Collectives of one group never overlap: `_turn` is held by who runs one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from imece.collectives.shared_memory.board import FAILED, Board
+from imece.collectives.shared_memory.engine import Engine
+from imece.collectives.shared_memory.messages import Messages
+from imece.collectives.shared_memory.waiting import Operation, Patience
+from imece.errors import CollectiveError
+
+Finish = Callable[[BaseException | None], None]
+
+
+class Runner:
+    """Drives the operations of one group."""
+
+    def __init__(self, board: Board, engine: Engine, messages: Messages, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._board = board
+        self._engine = engine
+        self._messages = messages
+        self._turn = threading.Lock()
+        self._changed = threading.Condition()
+        self._collectives: deque[tuple[Operation, Finish]] = deque()
+        self._current: tuple[Operation, Finish] | None = None
+        self._underway: list[tuple[Operation, Finish]] = []  # messages
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._error: BaseException | None = None
+
+    # The caller's thread.
+
+    def run(self, operation: Operation, timeout_s: float | None = None) -> None:
+        """Run a collective to its end, after all asynchronous ones that were started before it."""
+        if self._collectives or self._current is not None:
+            self._run_after_others(operation)
+            return
+        self.check()
+        with self._turn:
+            self._drive((operation,), self._timeout(timeout_s))
+
+    def run_messages(self, operations: Sequence[Operation], timeout_s: float | None = None) -> None:
+        """Run messages together, to the end of all of them."""
+        self.check()
+        self._drive(operations, self._timeout(timeout_s))
+
+    def check(self) -> None:
+        """Raise if the group has failed before: no call on it can succeed any more."""
+        if self._error is not None:
+            raise CollectiveError(f"this group cannot be used any more, since: {self._error}") from self._error
+        if self._closed:
+            raise CollectiveError("this group has been destroyed")
+
+    def _timeout(self, timeout_s: float | None) -> float:
+        return timeout_s if timeout_s else self.timeout_s
+
+    def _drive(self, operations: Sequence[Operation], timeout_s: float) -> None:
+        patience: Patience | None = None
+        left = list(operations)
+        moved = (self._engine.clock, self._messages.moved)
+        with self._failing():
+            while True:
+                left = [operation for operation in left if not _ended(operation)]
+                if not left:
+                    return
+                if patience is None:
+                    patience = Patience(self._board, timeout_s, hot=True)
+                elif moved != (now := (self._engine.clock, self._messages.moved)):
+                    moved = now
+                    patience.progress()
+                patience.wait(left)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What goes wrong here goes wrong for all: tell them, so that they need not find out by waiting."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """The group is of no use any more, here and at all others."""
+        if self._error is None:
+            self._error = error
+            self._board.write_text(FAILED, 1, f"{type(error).__name__}: {error}")
+
+    # The worker.
+
+    def submit(self, operation: Operation, finish: Finish, *, message: bool = False) -> None:
+        """Run `operation` on the worker; it calls `finish(error or None)` at its end."""
+        self.check()
+        with self._changed:
+            if message:
+                self._underway.append((operation, finish))
+            else:
+                self._collectives.append((operation, finish))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="imece-shm", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        if self._board.sleepers:
+            self._board.ring(self._board.rank)
+
+    def close(self) -> None:
+        """End the worker; what is still under way is given up."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._board.ring(self._board.rank)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    def _run_after_others(self, operation: Operation) -> None:
+        done = threading.Event()
+        errors: list[BaseException] = []
+
+        def finish(error: BaseException | None) -> None:
+            if error is not None:
+                errors.append(error)
+            done.set()
+
+        self.submit(operation, finish)
+        done.wait()
+        if errors:
+            raise errors[0]
+
+    def _work(self) -> None:
+        torch.set_grad_enabled(False)  # of this thread: parameters are written to in place
+        while True:
+            with self._changed:
+                while not (self._collectives or self._underway or self._current or self._closed):
+                    self._changed.wait()
+                if self._closed:
+                    self._give_up(CollectiveError("this group has been destroyed"))
+                    return
+            try:
+                with self._failing():
+                    self._work_until_idle()
+            except BaseException as error:  # noqa: B036, BLE001 - whoever waits for the work gets it
+                self._give_up(error)
+
+    def _work_until_idle(self) -> None:
+        patience = Patience(self._board, self.timeout_s, hot=False)
+        while not self._closed:
+            moved = (self._engine.clock, self._messages.moved)
+            self._step_collective()
+            self._step_messages()
+            underway = [operation for operation, _ in list(self._underway)]
+            if self._current is not None:
+                underway.append(self._current[0])
+            if not underway and not self._collectives:
+                return
+            if moved != (self._engine.clock, self._messages.moved):
+                patience.progress()
+            else:
+                patience.wait(underway)
+
+    def _step_collective(self) -> None:
+        while self._current is not None or (self._collectives and self._turn.acquire(blocking=False)):
+            if self._current is None:
+                with self._changed:
+                    self._current = self._collectives.popleft()
+            operation, finish = self._current
+            if not _ended(operation):
+                return
+            self._current = None
+            self._turn.release()
+            finish(None)
+
+    def _step_messages(self) -> None:
+        with self._changed:
+            underway = list(self._underway)
+        ended = [each for each in underway if _ended(each[0])]
+        if ended:
+            with self._changed:
+                self._underway = [each for each in self._underway if each not in ended]
+            for _, finish in ended:
+                finish(None)
+
+    def _give_up(self, error: BaseException) -> None:
+        with self._changed:
+            left = [*self._underway, *self._collectives]
+            if self._current is not None:
+                left.append(self._current)
+                self._turn.release()
+            self._underway, self._current = [], None
+            self._collectives.clear()
+        for _, finish in left:
+            finish(error)
+
+
+def _ended(operation: Operation) -> bool:
+    """Let an operation go on as far as it can; True when it is over."""
+    try:
+        next(operation.steps)
+    except StopIteration:
+        return True
+    return False

@@ -1,0 +1,118 @@
+"""How a rank waits: briefly hot, then asleep, always looking out for the dead.
+
+Every operation is a generator that yields when it cannot go on yet. Whoever drives it (the caller's
+thread, or the worker for asynchronous work) lets a `Patience` pass the time in between.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+from imece.collectives.fingerprint import describe, rank_words
+from imece.collectives.shared_memory import futex
+from imece.collectives.shared_memory.board import CLOSED, FAILED, Board
+from imece.errors import CollectiveError, CollectiveTimeoutError, MismatchError, PeerLostError
+
+Steps = Generator[None, None, None]
+
+_HOT_POLLS = 40  # about 10 us: the other rank is on its own core and nearly there
+_YIELD_POLLS = 240  # then about 100 us in which any other process may have the core
+_FIRST_SLEEP_S = 0.0005
+_LONGEST_SLEEP_S = 0.02
+_LOOK_EVERY_S = 0.02
+
+_KINDS = {kind.__name__: kind for kind in (MismatchError, PeerLostError, CollectiveTimeoutError)}
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """One collective or message under way."""
+
+    steps: Steps
+    fingerprint: int
+    number: Callable[[], int]  # of the collective in its group; of the message in its channel
+    missing: Callable[[], Sequence[int]]  # ranks it waits for now
+
+    def __str__(self) -> str:
+        return f"{describe(self.fingerprint)}, number {self.number()}"
+
+
+class Patience:
+    """Passes the time while one thread waits; raises when waiting has become pointless."""
+
+    def __init__(self, board: Board, timeout_s: float, *, hot: bool) -> None:
+        self._board = board
+        self._timeout_s = timeout_s
+        # With more ranks than cores the one we wait for may need this very core.
+        crowded = board.world_size > len(os.sched_getaffinity(0))
+        self._hot = 0 if crowded or not hot else _HOT_POLLS
+        self._yields = _YIELD_POLLS if hot else 0
+        self.progress()
+
+    def progress(self) -> None:
+        """Something moved: start over with the short waits."""
+        self._polls = 0
+        self._sleep_s = _FIRST_SLEEP_S
+        self._since = self._looked = 0.0
+        self._seen = self._board.bell()
+        self._suspects: set[int] = set()
+
+    def wait(self, operations: Sequence[Operation]) -> None:
+        """Wait a little. Raises CollectiveError (one of its kinds) when `operations` cannot end any more."""
+        self._polls += 1
+        if self._polls <= self._hot:
+            return
+        if self._polls <= self._yields:
+            futex.let_others_run()
+            self._seen = self._board.bell()
+            return
+        self._board.sleep(self._seen, self._sleep_s)
+        self._sleep_s = min(2 * self._sleep_s, _LONGEST_SLEEP_S)
+        self._seen = self._board.bell()
+        now = time.monotonic()
+        self._since = self._since or now
+        if now - self._looked >= _LOOK_EVERY_S:
+            self._looked = now
+            self._look(operations, now - self._since)
+
+    def _look(self, operations: Sequence[Operation], waited_s: float) -> None:
+        board = self._board
+        for other in board.others:
+            if board.words[other][FAILED]:
+                raise_text(board.read_text(other))
+        dead = set(board.dead())
+        for operation in operations:
+            for other in operation.missing():
+                if other in dead or board.words[other][CLOSED]:
+                    # It may have done its part as its last act: give our own poll one more chance.
+                    if other in self._suspects:
+                        raise PeerLostError(_gone(board, other, operation, other in dead))
+                    self._suspects.add(other)
+            if waited_s > self._timeout_s:
+                raise CollectiveTimeoutError(_late(board, operation, waited_s))
+
+
+def raise_text(text: str) -> None:
+    """Raise what another rank wrote about its failure ("Kind: message")."""
+    kind, _, message = text.partition(": ")
+    raise _KINDS.get(kind, CollectiveError)(message or text or "another rank failed")
+
+
+def _gone(board: Board, other: int, operation: Operation, dead: bool) -> str:
+    how = "is dead" if dead else "has left the group"
+    return (
+        f"rank {other} (pid {board.peers[other].pid}) {how}, and rank {board.rank} waits for it in {operation}. "
+        "Its own output says why; the launcher names signals and exit statuses"
+    )
+
+
+def _late(board: Board, operation: Operation, waited_s: float) -> str:
+    missing = list(operation.missing())
+    pids = ", ".join(str(board.peers[other].pid) for other in missing)
+    return (
+        f"rank {board.rank} waited {waited_s:.0f} s for {rank_words(missing) if missing else 'the others'} in "
+        f"{operation}. Alive but not there (pid {pids}): see what it does with `imece doctor --attach`"
+    )

@@ -1,0 +1,94 @@
+"""The handle of an operation, as torch.distributed and torch's C++ code expect it."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from imece.errors import CollectiveTimeoutError
+
+
+class ShmWork(dist.Work):
+    """What an operation of the shm backend returns. `result` is what its future gives."""
+
+    def __init__(self, result: Any, *, done: bool) -> None:
+        super().__init__()
+        self._result = result
+        self._done = done
+        self._error: BaseException | None = None
+        self._event: threading.Event | None = None if done else threading.Event()
+        self._future: torch.futures.Future[Any] | None = None
+        self._lock = threading.Lock()
+        self.source = -1
+
+    def giving(self, result: Any) -> ShmWork:
+        """The same work with another result: that of all operations of which it is the last."""
+        self._result = result
+        return self
+
+    def finish(self, error: BaseException | None) -> None:
+        """Called once, by the worker, at the end of the operation."""
+        with self._lock:
+            self._error = error
+            self._done = True
+            future = self._future
+        if self._event is not None:
+            self._event.set()
+        if future is not None:
+            self._settle(future)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the operation is over; raise what it ended with."""
+        if not self._done and self._event is not None:
+            seconds = timeout.total_seconds() if timeout else 0.0
+            if not self._event.wait(seconds if seconds > 0 else None):
+                raise CollectiveTimeoutError(f"the operation did not end within {seconds:.3f} s")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """The same as wait: there is no stream to synchronise with."""
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future with the result, settled at the end of the operation."""
+        with self._lock:
+            future = self._future
+            if future is None:
+                future = self._future = torch.futures.Future()
+                if self._done:
+                    self._settle(future)
+        return future
+
+    def is_completed(self) -> bool:
+        """True once the operation is over, well or badly."""
+        return self._done
+
+    def is_success(self) -> bool:
+        """True once the operation is over and went well."""
+        return self._done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What the operation ended with, None if it went well or goes on."""
+        return self._error
+
+    def result(self) -> Any:
+        """The tensors of the operation."""
+        return self._result
+
+    def source_rank(self) -> int:
+        """The sender, for a receive from any rank."""
+        return self.source
+
+    _source_rank = source_rank
+
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
+        if self._error is None:
+            future.set_result(self._result)
+        else:
+            future.set_exception(self._error)  # type: ignore[arg-type]
