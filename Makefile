@@ -1,0 +1,65 @@
+# `make` alone lists the targets. Everything runs from .venv, which `make setup` creates.
+
+PYTHON3 ?= python3
+# More options for pip, for instance PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+PIP_FLAGS ?=
+# More options for pytest, for instance ARGS="-k mesh -x"
+ARGS ?=
+# `make test-gpu PYTHON=python3` uses a Python that already has a CUDA build of torch.
+PYTHON ?= .venv/bin/python
+
+VENV_PYTHON := .venv/bin/python
+SETUP_STAMP := .venv/.imece-setup
+BENCH_STAMP := .venv/.imece-bench
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test test-all test-gpu lint format bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(SETUP_STAMP)  ## create or refresh .venv (Python 3.11 or newer is all it needs)
+
+$(SETUP_STAMP): pyproject.toml constraints.txt
+	@$(PYTHON3) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "imece: needs Python 3.11 or newer; name one: make setup PYTHON3=python3.11" >&2; exit 1; }
+	@$(VENV_PYTHON) -m pip --version >/dev/null 2>&1 || $(PYTHON3) -m venv --clear .venv
+	$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
+		-c constraints.txt -e '.[dev]'
+	@touch $@
+
+test: setup  ## the tests that need no GPU and are not slow
+	$(VENV_PYTHON) -m pytest -m "not gpu and not slow" $(ARGS)
+
+test-all: setup  ## the slow tests too
+	$(VENV_PYTHON) -m pytest -m "not gpu" $(ARGS)
+
+test-gpu:  ## the tests on CUDA devices; fails where there is none
+	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+		{ echo "imece: $(PYTHON) sees no CUDA device (or has no torch); name another with PYTHON=" >&2; exit 1; }
+	$(PYTHON) -m pytest -m gpu $(ARGS)
+
+lint: setup  ## ruff and strict mypy
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+
+format: setup  ## let ruff format and mend what it can
+	.venv/bin/ruff check --fix
+	.venv/bin/ruff format
+
+# MPICH is one of the things to compare with; where it cannot be installed, its column stays empty.
+$(BENCH_STAMP): $(SETUP_STAMP)
+	$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
+		-c constraints.txt mpi4py mpich || echo "imece: no MPICH here; the comparison goes on without it"
+	@touch $@
+
+bench: setup $(BENCH_STAMP)  ## measure the collectives; figures go to build/bench/
+	@mkdir -p build/bench
+	$(VENV_PYTHON) -m imece bench collectives \
+		--json build/bench/collectives.json --plot build/bench/collectives.png
+	$(VENV_PYTHON) -m imece bench hosts --json build/bench/hosts.json
+
+clean:  ## remove what was built, .venv excepted
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

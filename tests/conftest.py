@@ -1,0 +1,115 @@
+"""For all tests: which can run here, and whether a test left something behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import psutil
+import pytest
+import torch
+
+_SHM = Path("/dev/shm")
+_GRACE_S = 3.0  # a process that was just killed needs a moment to go
+# Children carry this mark, and so do theirs: it finds processes whose parent has died as well.
+_MARK = "IMECE_TEST_RUN"
+os.environ[_MARK] = uuid.uuid4().hex
+
+# Two cores that others use too: a deadline for a single example would only measure their load.
+hypothesis.settings.register_profile("imece", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("imece")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` or `hosts` are skipped, with the reason, where they cannot run."""
+    reasons = {"gpu": _why_no_gpu, "hosts": _why_no_hosts}
+    for name, why in reasons.items():
+        marked = [item for item in items if item.get_closest_marker(name)]
+        reason = why() if marked else None
+        for item in marked if reason else []:
+            item.add_marker(pytest.mark.skip(reason=reason or ""))
+
+
+def _why_no_gpu() -> str | None:
+    return None if torch.cuda.is_available() else "no CUDA device"
+
+
+def _why_no_hosts() -> str | None:
+    """Network namespaces and rate-limited links need root, iproute2 and a kernel that allows them."""
+    if os.geteuid() != 0:
+        return "making network namespaces needs root"
+    missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
+    if missing:
+        return f"no {', '.join(missing)} (package iproute2 or util-linux)"
+    probe = subprocess.run(
+        ["unshare", "--net", "true"], capture_output=True, text=True, check=False, timeout=30
+    )
+    return None if probe.returncode == 0 else f"no network namespaces: {probe.stderr.strip()}"
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """After each test: no process that it started lives or waits to be reaped, no new name in /dev/shm."""
+    processes, names = _processes(), _shm_names()
+    yield
+    deadline = time.monotonic() + _GRACE_S
+    while (left := _processes() - processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, "processes left behind: " + "; ".join(map(_describe, left))
+    shm_left = {name for name in _shm_names() - names if not _used_by_others(name)}
+    assert not shm_left, f"left in /dev/shm: {', '.join(sorted(shm_left))}"
+
+
+def _processes() -> set[psutil.Process]:
+    """Living processes of this test run, zombie children included; this process itself is not."""
+    found = set(psutil.Process().children(recursive=True))
+    mark = f"{_MARK}={os.environ[_MARK]}".encode()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark in environ.read_bytes().split(b"\0"):
+                found.add(psutil.Process(int(environ.parent.name)))
+        except (OSError, psutil.NoSuchProcess):
+            continue  # ended meanwhile, or another user's
+    return {process for process in found if not _is_helper_of_python(process)}
+
+
+def _is_helper_of_python(process: psutil.Process) -> bool:
+    """multiprocessing keeps one tracker and one fork server for as long as this process lives."""
+    try:
+        command = " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+    return "multiprocessing.resource_tracker" in command or "multiprocessing.forkserver" in command
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"pid {process.pid} ({process.status()}) {' '.join(process.cmdline())}"
+    except psutil.Error:
+        return f"pid {process.pid}"
+
+
+def _shm_names() -> set[str]:
+    return set(os.listdir(_SHM)) if _SHM.is_dir() else set()
+
+
+def _used_by_others(name: str) -> bool:
+    """Whether a process outside this test run has it mapped or open: then it is that one's, not ours."""
+    path = str(_SHM / name)
+    for process in Path("/proc").glob("[0-9]*"):
+        if int(process.name) == os.getpid():
+            continue
+        try:
+            if path in (process / "maps").read_text(errors="replace"):
+                return True
+            if any(os.readlink(fd) == path for fd in (process / "fd").iterdir()):
+                return True
+        except OSError:
+            continue  # ended meanwhile, or another user's
+    return False

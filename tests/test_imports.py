@@ -1,0 +1,177 @@
+"""Imports point one way only: the table below is the order of the house, and every import is held to it.
+
+A room is a module or folder directly in src/imece. Imports inside functions and for type checking count,
+and so do importlib.import_module and __import__ with a constant name.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parent.parent / "src"
+
+_BASE = {"errors"}
+_RANKS = _BASE | {"layout", "world", "axes", "store", "status", "device", "mesh"}
+_ENGINE = _RANKS | {"collectives", "data_parallel", "model_parallel"}
+_TRAIN = _ENGINE | {"data", "models", "checkpoint", "membership", "observe"}
+
+# Room -> what it may import besides itself. A dotted entry allows that one module and what is in it.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "layout": _BASE,
+    "world": _BASE,
+    "axes": _BASE,
+    "store": _BASE | {"world"},
+    "status": _BASE | {"store"},
+    "device": _BASE | {"world"},
+    "mesh": _RANKS,
+    "collectives": _RANKS,
+    "data_parallel": _RANKS | {"collectives"},
+    "model_parallel": _RANKS | {"collectives", "data_parallel"},
+    "data": _BASE,  # of ranks it knows two numbers, and these are arguments
+    "models": _BASE,
+    "observe": _RANKS | {"collectives"},
+    "checkpoint": _ENGINE,
+    "membership": _ENGINE | {"checkpoint"},
+    "train": _TRAIN,
+    "launch": _BASE | {"world", "store", "status", "membership"},  # outside the ranks: never the engine
+    "plan": _BASE | {"layout", "models", "train.config"},  # before the ranks: never the engine
+}
+# What a person meets, and what measures it: these gather the rest, and no room may import them.
+FREE = {"__init__", "__main__", "cli", "bench"}
+
+
+def violations(src: Path, may_import: dict[str, set[str]]) -> list[str]:
+    """One line for each import that `may_import` does not allow. AssertionError if there is no file."""
+    files = sorted((src / "imece").rglob("*.py"))
+    assert files, f"no Python file below {src / 'imece'}"
+    found = []
+    for file in files:
+        parts = file.relative_to(src).with_suffix("").parts  # ("imece", "collectives", "ops")
+        room = parts[1]
+        if room in FREE:
+            continue
+        where = file.relative_to(src)
+        if room not in may_import:
+            found.append(f"{where}: the room {room} has no line in MAY_IMPORT")
+            continue
+        allowed = may_import[room] | {room}
+        for line, target in imports(ast.parse(file.read_text(), str(file)), parts, src):
+            if not any(target == f"imece.{name}" or target.startswith(f"imece.{name}.") for name in allowed):
+                found.append(f"{where}:{line}: {room} may not import {target}")
+    return found
+
+
+def imports(tree: ast.Module, parts: tuple[str, ...], src: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import of imece in one file; `parts` are the file's own path in src."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = parts[: len(parts) - node.level] if node.level else ()
+            module = ".".join([*package, *([node.module] if node.module else [])])
+            names = [_module_or_member(module, alias.name, src) for alias in node.names]
+        elif isinstance(node, ast.Call) and _is_import_call(node.func) and node.args:
+            first = node.args[0]
+            names = [first.value] if isinstance(first, ast.Constant) and isinstance(first.value, str) else []
+        else:
+            continue
+        yield from ((node.lineno, name) for name in names if name.split(".")[0] == "imece")
+
+
+def _module_or_member(module: str, name: str, src: Path) -> str:
+    """`from imece import mesh` imports imece.mesh; `from imece import init` imports imece itself."""
+    path = src.joinpath(*module.split("."), name)
+    return f"{module}.{name}" if path.is_dir() or path.with_suffix(".py").is_file() else module
+
+
+def _is_import_call(function: ast.expr) -> bool:
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return name in ("import_module", "__import__")
+
+
+def test_the_order_has_no_circle() -> None:
+    done: set[str] = set()
+    while left := set(MAY_IMPORT) - done:
+        ready = {room for room in left if {n.split(".")[0] for n in MAY_IMPORT[room]} - {room} <= done}
+        assert ready, f"each of these may import another of them: {sorted(left)}"
+        done |= ready
+
+
+def test_imports_point_one_way() -> None:
+    found = violations(SRC, MAY_IMPORT)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "expected"),
+    [
+        ("world.py", "from imece.mesh import Mesh", "world may not import imece.mesh"),
+        (
+            "mesh.py",
+            "def f():\n    import imece.collectives.ops",
+            "mesh may not import imece.collectives.ops",
+        ),
+        ("mesh.py", "from .collectives import ops", "mesh may not import imece.collectives.ops"),
+        (
+            "collectives/ops.py",
+            "from ..data_parallel import shard",
+            "collectives may not import imece.data_parallel",
+        ),
+        ("collectives/ops.py", "from imece import init", "collectives may not import imece"),
+        ("collectives/ops.py", "import imece", "collectives may not import imece"),
+        ("launch/run.py", "from imece import collectives", "launch may not import imece.collectives"),
+        (
+            "launch/run.py",
+            "import importlib\nimportlib.import_module('imece.mesh')",
+            "launch may not import imece.mesh",
+        ),
+        ("launch/run.py", "from imece.cli.main import main", "launch may not import imece.cli.main"),
+        ("plan/memory.py", "from imece.train.loop import run", "plan may not import imece.train.loop"),
+        ("attic.py", "x = 1", "the room attic has no line in MAY_IMPORT"),
+    ],
+)
+def test_a_planted_violation_is_found(tmp_path: Path, file: str, line: str, expected: str) -> None:
+    _plant(tmp_path, file, line)
+    found = violations(tmp_path, MAY_IMPORT)
+    assert len(found) == 1
+    assert found[0].endswith(expected) or expected in found[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("mesh.py", "from imece import world\nfrom .errors import UserError\nimport torch, imece.world"),
+        (
+            "collectives/ops.py",
+            "from . import wire\nfrom ..mesh import current\nfrom imece.collectives import wire",
+        ),
+        ("plan/memory.py", "from imece.train.config import Config"),
+        ("cli/main.py", "import imece\nfrom imece.data_parallel import shard"),
+        ("__init__.py", "from imece.mesh import init"),
+    ],
+)
+def test_what_the_order_allows_is_let_through(tmp_path: Path, file: str, line: str) -> None:
+    _plant(tmp_path, file, line)
+    assert violations(tmp_path, MAY_IMPORT) == []
+
+
+def test_an_empty_tree_is_a_failure(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="no Python file"):
+        violations(tmp_path, MAY_IMPORT)
+
+
+def _plant(src: Path, file: str, text: str) -> None:
+    """A small copy of the house's shape, with `text` in one file of it."""
+    empty = ["errors", "world", "mesh", "collectives/__init__", "collectives/ops", "collectives/wire"]
+    for name in [*empty, "data_parallel/__init__", "data_parallel/shard", "train/config", "train/loop"]:
+        path = src / "imece" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    target = src / "imece" / file
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(text)
