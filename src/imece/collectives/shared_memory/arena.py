@@ -92,6 +92,10 @@ class Arenas:
         offset = address - self._starts[at]
         return Location(owner.fd, owner.serial, offset) if offset + nbytes <= owner.nbytes else None
 
+    def memory(self, serial: int) -> torch.Tensor:
+        """Payload of one of the arenas, uint8[nbytes]."""
+        return next(each.segment.memory for each in self._arenas if each.segment.serial == serial)
+
     def _find(self, nbytes: int) -> tuple[_Arena, int]:
         for arena in self._arenas:
             start = arena.take(nbytes)

@@ -54,6 +54,11 @@ RING_PIECE_BYTES = 128 * 1024
 RING_BYTES = RING_SLOTS * (RING_HEADER_BYTES + RING_PIECE_BYTES)
 
 
+def words_of(memory: torch.Tensor) -> memoryview:
+    """Shared bytes (uint8, a multiple of 8) as words, each read and written by one instruction."""
+    return memoryview(memory.numpy()).cast("B").cast("q")  # type: ignore[arg-type]  # numpy's stubs lack Buffer
+
+
 @dataclass(frozen=True)
 class Peer:
     """One rank of the group, as it introduced itself through the store."""
@@ -76,9 +81,10 @@ class Board:
         own = segment.create(rings_byte + world_size * RING_BYTES, "a group of the shm backend")
         self.peers = _meet(store, own, rank, world_size, timeout)
         self._segments = [
-            own if peer.rank == rank else segment.attach(peer.pid, peer.fd, peer.serial) for peer in self.peers
+            own if peer.rank == rank else segment.attach(peer.pid, peer.fd, peer.serial)
+            for peer in self.peers
         ]
-        self.words = [memoryview(each.memory.numpy()).cast("B").cast("q") for each in self._segments]
+        self.words = [words_of(each.memory) for each in self._segments]
         self.mine = self.words[rank]
         self.others = [other for other in range(world_size) if other != rank]
         self.slots = [
@@ -86,6 +92,7 @@ class Board:
             for at in range(SLOTS)
         ]  # [slot][rank] -> uint8[SLOT_BYTES]
         self._rings_byte = rings_byte
+        self.crowded = world_size > len(os.sched_getaffinity(0))  # more ranks than cores
         self._bells = [each.address + BELL * 8 for each in self._segments]
         self._rings = 0
         self.sleepers = 0  # threads of this process
@@ -167,7 +174,9 @@ class Board:
     # The others' tensors.
 
     def memory(self, rank: int, fd: int, serial: int) -> torch.Tensor:
-        """Payload of an arena of another rank as uint8[nbytes], mapped on first use."""
+        """Payload of an arena of a rank as uint8[nbytes], mapped on first use."""
+        if rank == self.rank:
+            return arena.ARENAS.memory(serial)
         freed = self.words[rank][FREED]
         if freed != self._freed[rank]:
             self._freed[rank] = freed
@@ -194,7 +203,7 @@ class Board:
         self._attached.clear()
 
     def message_ring(self, source: int, target: int) -> torch.Tensor:
-        """Through which messages from `source` to `target` travel, uint8[RING_BYTES] in the source's segment."""
+        """Through which messages from `source` to `target` travel, uint8[RING_BYTES]."""
         return self._segments[source].memory.narrow(0, self._rings_byte + target * RING_BYTES, RING_BYTES)
 
     def channel_word(self, other: int) -> int:
@@ -202,9 +211,7 @@ class Board:
         return _CHANNELS_BYTE // 8 + other * CHANNEL_WORDS
 
 
-def _meet(
-    store: dist.Store, own: Segment, rank: int, world_size: int, timeout: timedelta
-) -> list[Peer]:
+def _meet(store: dist.Store, own: Segment, rank: int, world_size: int, timeout: timedelta) -> list[Peer]:
     """Everybody introduces itself through the store, as JSON.
 
     Raises UserError where the ranks are not on one host, CollectiveError where one does not come.

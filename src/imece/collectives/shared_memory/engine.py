@@ -11,7 +11,8 @@ collective, and all ranks take the same one because they decide from what all ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,8 +24,8 @@ from imece.collectives.shared_memory.board import (
     DESCRIPTORS,
     DETAIL,
     FD,
-    FREED,
     FINGERPRINT,
+    FREED,
     OFFERED,
     OFFSET,
     SERIAL,
@@ -34,6 +35,9 @@ from imece.collectives.shared_memory.board import (
 )
 from imece.collectives.shared_memory.waiting import Steps
 from imece.errors import MismatchError
+
+_KEPT = 1024  # lists of views
+T = TypeVar("T")
 
 
 class Engine:
@@ -49,7 +53,7 @@ class Engine:
         self.label = ""
         self._piece = 0
         self._freed = 0
-        self._views: dict[object, list[torch.Tensor]] = {}
+        self._views: dict[Hashable, list[Any]] = {}
         self._scratches: dict[torch.dtype, torch.Tensor] = {}
 
     def missing(self) -> list[int]:
@@ -129,12 +133,7 @@ class Engine:
     def slot_views(self, slot: int, start: int, stop: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Bytes [start, stop) of one slot of each rank, as `dtype`; kept, since the same come again."""
         key = (slot, start, stop, dtype)
-        found = self._views.get(key)
-        if found is None:
-            if len(self._views) > 512:
-                self._views.clear()
-            found = self._views[key] = [each[start:stop].view(dtype) for each in self.board.slots[slot]]
-        return found
+        return self.kept(key, lambda: [each[start:stop].view(dtype) for each in self.board.slots[slot]])
 
     def scratch(self, dtype: torch.dtype) -> torch.Tensor:
         """Room for the running result of one piece, [SLOT_BYTES] of `dtype`."""
@@ -156,15 +155,25 @@ class Engine:
             if words[at + FD] < 0:
                 return None
             found.append((rank, words[at + FD], words[at + SERIAL], words[at + OFFSET], words[at + OFFERED]))
-        key = tuple(found)
-        views = self._views.get(key)
-        if views is None:
-            if len(self._views) > 512:
+        return self.kept(
+            tuple(found),
+            lambda: [
+                self.board.memory(rank, fd, serial)[offset : offset + nbytes]
+                for rank, fd, serial, offset, nbytes in found
+            ],
+        )
+
+    def kept(self, key: Hashable, make: Callable[[], list[T]]) -> list[T]:
+        """make(), or what it gave last time: steps of a training run use the same memory again and again.
+
+        Making views of a few pieces costs as much as summing 100 KiB.
+        """
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) >= _KEPT:
                 self._views.clear()
-            views = self._views[key] = [
-                self.board.memory(rank, fd, serial)[offset : offset + nbytes] for rank, fd, serial, offset, nbytes in found
-            ]
-        return views
+            found = self._views[key] = make()
+        return found
 
     def barrier(self, fingerprint: int) -> Steps:
         """Nobody goes on before everybody is here."""

@@ -67,9 +67,7 @@ def exchange(
     yield from engine.everybody(engine.clock)  # till then the others read this rank's tensor
 
 
-def _own_reads(
-    engine: Engine, offered: torch.Tensor | None, reads: Sequence[Read]
-) -> list[Read]:
+def _own_reads(engine: Engine, offered: torch.Tensor | None, reads: Sequence[Read]) -> list[Read]:
     """Do the reads from the own offer, return the others, beginning with the next rank.
 
     Beginning at different ranks keeps all ranks from reading the same memory at the same time.

@@ -19,7 +19,13 @@ import torch
 from imece.collectives.fingerprint import describe_tensor
 from imece.collectives.shared_memory import futex
 from imece.collectives.shared_memory.arena import ARENAS
-from imece.collectives.shared_memory.board import RING_HEADER_BYTES, RING_PIECE_BYTES, RING_SLOTS, Board
+from imece.collectives.shared_memory.board import (
+    RING_HEADER_BYTES,
+    RING_PIECE_BYTES,
+    RING_SLOTS,
+    Board,
+    words_of,
+)
 from imece.collectives.shared_memory.waiting import Steps
 from imece.errors import MismatchError
 
@@ -56,9 +62,11 @@ class _Pieces:
 
     def __init__(self, ring: torch.Tensor) -> None:
         stride = RING_HEADER_BYTES + RING_PIECE_BYTES
-        words = memoryview(ring.numpy()).cast("B").cast("q")
+        words = words_of(ring)
         self.headers = [words[at * stride // 8 : at * stride // 8 + 8] for at in range(RING_SLOTS)]
-        self.payloads = [ring.narrow(0, at * stride + RING_HEADER_BYTES, RING_PIECE_BYTES) for at in range(RING_SLOTS)]
+        self.payloads = [
+            ring.narrow(0, at * stride + RING_HEADER_BYTES, RING_PIECE_BYTES) for at in range(RING_SLOTS)
+        ]
 
 
 @dataclass(eq=False, slots=True)
@@ -90,7 +98,7 @@ class Messages:
         self.moved = 0  # pieces so far, to see progress by
 
     def send(self, target: int, data: torch.Tensor, fingerprint: int, tag: int) -> Steps:
-        """Send `data` (uint8, flat) to rank `target`. Messages to one rank leave in the order of these calls."""
+        """Send `data` (uint8, flat) to rank `target`; messages to one rank leave in the order of calls."""
         with self._lock:
             box = self._out.get(target)
             if box is None:
@@ -116,7 +124,12 @@ class Messages:
                 yield
             at = box.written % RING_SLOTS
             header = box.pieces.headers[at]
-            header[_TAG], header[_FINGERPRINT], header[_TOTAL], header[_START] = tag, fingerprint, total, start
+            header[_TAG], header[_FINGERPRINT], header[_TOTAL], header[_START] = (
+                tag,
+                fingerprint,
+                total,
+                start,
+            )
             header[_FD] = -1
             nbytes = total - start
             if location is not None:

@@ -16,7 +16,7 @@ from imece.collectives.shared_memory.engine import Engine
 from imece.collectives.shared_memory.waiting import Steps
 
 SMALL_BYTES = 16 * 1024  # up to here every rank sums everything: cheaper than a second step
-CHUNK_BYTES = 128 * 1024  # of one tensor; the chunks of all ranks together stay in the cache
+CHUNK_BYTES = 256 * 1024  # of one tensor; the chunks of all ranks together stay in the cache
 _ALIGN = 64  # elements, so that two ranks do not write into one cache line
 
 Row = tuple[int, int]  # start, stop in elements of the flat tensor
@@ -70,7 +70,18 @@ def _reduce(
     if offered is None:
         yield from _staged(engine, tensor, rows, how, output, readers)
         return
-    _direct(engine, [each.view(tensor.dtype) for each in offered], rows[engine.rank], how, output, readers)
+    row = rows[engine.rank]
+    place = tuple(each.data_ptr() for each in offered)
+    if readers:
+        key = (place, row, tuple(readers), tensor.dtype)
+        chunks = engine.kept(key, lambda: _chunks(offered, row, output, readers))
+    else:  # the output is the caller's: a view of it that is kept would keep its memory too
+        chunks = _chunks(offered, row, output, readers)
+    scratch = engine.scratch(how.within)
+    for pieces, out, in_place, copies in chunks:
+        how(pieces, out, scratch, in_place)
+        for copy in copies:
+            copy.copy_(out)
     engine.tick()
     yield from engine.everybody(engine.clock)  # till then the others read and write this rank's tensor
 
@@ -96,28 +107,25 @@ def _small(
         how([slot[start:stop] for slot in slots], output, engine.scratch(how.within), in_place=True)
 
 
-def _direct(
-    engine: Engine,
-    tensors: Sequence[torch.Tensor],
-    row: Row,
-    how: Reduction,
-    output: torch.Tensor,
-    readers: Sequence[int],
-) -> None:
-    """Sum the own row straight from all tensors, chunk by chunk, and write it where it is wanted."""
+def _chunks(
+    offered: Sequence[torch.Tensor], row: Row, output: torch.Tensor, readers: Sequence[int]
+) -> list[tuple[list[torch.Tensor], torch.Tensor, bool, list[torch.Tensor]]]:
+    """The own row of all tensors, in chunks that fit the cache.
+
+    Of each: the pieces to sum, where to, whether the running result may lie there, further copies.
+    """
     start, stop = row
     if start == stop:
-        return
-    chunk = max(_ALIGN, CHUNK_BYTES // tensors[0].itemsize)
-    pieces = [tensor[start:stop].split(chunk) for tensor in tensors]
+        return []
+    chunk = max(_ALIGN, CHUNK_BYTES // output.itemsize)
+    pieces = [each.view(output.dtype)[start:stop].split(chunk) for each in offered]
     targets = [pieces[reader] for reader in readers] if readers else [output.split(chunk)]
-    scratch = engine.scratch(how.within)
     # The running result may lie in the first target unless a later addend is overwritten by that.
     in_place = targets[0][0].data_ptr() not in [each[0].data_ptr() for each in pieces[2:]]
-    for at, out in enumerate(targets[0]):
-        how([each[at] for each in pieces], out, scratch, in_place)
-        for target in targets[1:]:
-            target[at].copy_(out)
+    return [
+        ([each[at] for each in pieces], out, in_place, [target[at] for target in targets[1:]])
+        for at, out in enumerate(targets[0])
+    ]
 
 
 def _staged(

@@ -6,7 +6,6 @@ thread, or the worker for asynchronous work) lets a `Patience` pass the time in 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -47,8 +46,7 @@ class Patience:
         self._board = board
         self._timeout_s = timeout_s
         # With more ranks than cores the one we wait for may need this very core.
-        crowded = board.world_size > len(os.sched_getaffinity(0))
-        self._hot = 0 if crowded or not hot else _HOT_POLLS
+        self._hot = 0 if board.crowded or not hot else _HOT_POLLS
         self._yields = _YIELD_POLLS if hot else 0
         self.progress()
 
@@ -104,8 +102,8 @@ def raise_text(text: str) -> None:
 def _gone(board: Board, other: int, operation: Operation, dead: bool) -> str:
     how = "is dead" if dead else "has left the group"
     return (
-        f"rank {other} (pid {board.peers[other].pid}) {how}, and rank {board.rank} waits for it in {operation}. "
-        "Its own output says why; the launcher names signals and exit statuses"
+        f"rank {other} (pid {board.peers[other].pid}) {how}, and rank {board.rank} waits for it in "
+        f"{operation}. Its own output says why; the launcher names signals and exit statuses"
     )
 
 
@@ -113,6 +111,6 @@ def _late(board: Board, operation: Operation, waited_s: float) -> str:
     missing = list(operation.missing())
     pids = ", ".join(str(board.peers[other].pid) for other in missing)
     return (
-        f"rank {board.rank} waited {waited_s:.0f} s for {rank_words(missing) if missing else 'the others'} in "
-        f"{operation}. Alive but not there (pid {pids}): see what it does with `imece doctor --attach`"
+        f"rank {board.rank} waited {waited_s:.0f} s for {rank_words(missing) if missing else 'the others'} "
+        f"in {operation}. Alive but not there (pid {pids}): see what it does with `imece doctor --attach`"
     )

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from imece.errors import CollectiveTimeoutError
 
+_DONE_LOCK = threading.Lock()  # for work that was over before anybody saw it; nothing contends for that
+
 
 class ShmWork(dist.Work):
     """What an operation of the shm backend returns. `result` is what its future gives."""
@@ -22,7 +24,7 @@ class ShmWork(dist.Work):
         self._error: BaseException | None = None
         self._event: threading.Event | None = None if done else threading.Event()
         self._future: torch.futures.Future[Any] | None = None
-        self._lock = threading.Lock()
+        self._lock = _DONE_LOCK if done else threading.Lock()
         self.source = -1
 
     def giving(self, result: Any) -> ShmWork:
@@ -91,4 +93,4 @@ class ShmWork(dist.Work):
         if self._error is None:
             future.set_result(self._result)
         else:
-            future.set_exception(self._error)  # type: ignore[arg-type]
+            future.set_exception(self._error)

@@ -1,0 +1,179 @@
+"""What every call of the "shm" group stands on: its engine, its names, and the way of an operation.
+
+torch takes a ProcessGroup written in Python as it is, and then asks no other backend; with
+"cpu:shm,cuda:nccl" tensors on other devices therefore go on from here to a group of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import GroupName
+
+from imece.collectives import recorder
+from imece.collectives.fingerprint import unpack
+from imece.collectives.shared_memory.arithmetic import Reduction, reduction
+from imece.collectives.shared_memory.board import Board
+from imece.collectives.shared_memory.engine import Engine
+from imece.collectives.shared_memory.messages import Messages
+from imece.collectives.shared_memory.other_devices import OtherDevices
+from imece.collectives.shared_memory.runner import Runner
+from imece.collectives.shared_memory.tensors import nothing
+from imece.collectives.shared_memory.waiting import Operation, Steps
+from imece.collectives.shared_memory.work import ShmWork
+
+Tensor = torch.Tensor
+_fields = functools.lru_cache(maxsize=4096)(unpack)
+
+_OP_NAMES = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.PRODUCT: "product",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.BAND: "band",
+    dist.ReduceOp.BOR: "bor",
+    dist.ReduceOp.BXOR: "bxor",
+}
+
+
+class GroupBase(dist.ProcessGroup):
+    """One rank's end of a group; `SharedMemoryGroup` adds what torch calls."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub lacks this form
+        self._name = self._desc = "undefined"
+        self._board = Board(store, rank, size, timeout)
+        self._engine = Engine(self._board)
+        self._messages = Messages(self._board)
+        self._runner = Runner(self._board, self._engine, self._messages, timeout.total_seconds())
+        self._others = OtherDevices(store, rank, size, timeout)
+        self._reductions: dict[tuple[str, torch.dtype], Reduction] = {}
+        engine = self._engine
+        self._number = lambda: engine.number
+        self._members = list(range(size))
+        self._close = weakref.finalize(self, _close, self._runner, self._board)
+
+    # What torch asks of a group.
+
+    def getBackendName(self) -> str:
+        """The name in torch's tables."""
+        return "shm"
+
+    # torch's own accessors of these two read them from a backend in C++, which this group does not have.
+
+    @property
+    def group_name(self) -> GroupName:
+        """The unique name under which torch's functional collectives find this group."""
+        return GroupName(self._name)
+
+    @property
+    def group_desc(self) -> str:
+        """What torch calls the group in its logs."""
+        return self._desc
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def getGroupName(self) -> str:
+        """group_name, for torch's C++ side."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """group_desc, for torch's C++ side."""
+        return self._desc
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to set: collectives are counted from the beginning."""
+
+    def shutdown(self) -> None:
+        """Leave the group; torch's destroy_process_group calls this."""
+        self._others.shutdown()
+        self._close()
+
+    def abort(self) -> None:
+        """Give up what is under way and leave."""
+        self.shutdown()
+
+    # Inside.
+
+    def _how(self, opts: Any, tensor: Tensor) -> tuple[Reduction, str]:
+        op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+        name = _OP_NAMES.get(getattr(op, "op", op))
+        if name is None:
+            raise ValueError(f"the shm backend does not know the reduction {op}")
+        return self._reduction(name, tensor.dtype), name
+
+    def _reduction(self, op: str, dtype: torch.dtype) -> Reduction:
+        found = self._reductions.get((op, dtype))
+        if found is None:
+            found = self._reductions[op, dtype] = reduction(op, dtype)
+        return found
+
+    def _operation(self, fingerprint: int, steps: Steps) -> Operation:
+        return Operation(steps, fingerprint, self._number, self._engine.missing)
+
+    def _collective(
+        self,
+        fingerprint: int,
+        steps: Steps,
+        tensor: Tensor | None,
+        opts: Any,
+        result: Any,
+        back: Callable[[], None] = nothing,
+    ) -> dist.Work:
+        """Run the collective here, or hand it to the worker; `back` runs at its end."""
+        shape = tuple(tensor.shape) if tensor is not None else ()
+        dtype = tensor.dtype if tensor is not None else None
+        operation = self._operation(fingerprint, self._noted(fingerprint, dtype, shape, steps, back))
+        if getattr(opts, "asyncOp", True):
+            work = ShmWork(result, done=False)
+            self._runner.submit(operation, work.finish)
+            return work
+        timeout = getattr(opts, "timeout", None)
+        self._runner.run(
+            operation, timeout.total_seconds() if timeout and timeout.total_seconds() > 0 else None
+        )
+        return ShmWork(result, done=True)
+
+    def _noted(
+        self,
+        fingerprint: int,
+        dtype: torch.dtype | None,
+        shape: tuple[int, ...],
+        steps: Steps,
+        back: Callable[[], None],
+    ) -> Steps:
+        """`steps`, noted in the recorder from the moment it is their turn, and then `back`."""
+        fields = _fields(fingerprint)
+        if fields.op not in ("send", "recv"):  # messages run beside a collective, whose note this is
+            self._engine.shape, self._engine.label = shape, ""
+        token = recorder.enter(fields.op, self._name, dtype, shape, fields.reduce_op, fields.root)
+        try:
+            yield from steps
+        except BaseException:
+            recorder.fail(token)
+            raise
+        back()
+        recorder.leave(token)
+
+    def _all_of(self, works: Sequence[dist.Work], result: Any) -> dist.Work:
+        """One handle for several operations, which run in order: the last one's end is the end of all."""
+        if not works:
+            return ShmWork(result, done=True)
+        last = works[-1]
+        return last.giving(result) if isinstance(last, ShmWork) else last
+
+
+def _close(runner: Runner, board: Board) -> None:
+    runner.close()
+    board.close()

@@ -1,0 +1,58 @@
+"""Tensors as the engine wants them: flat, contiguous, on the CPU; and the checks of what torch passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+Tensor = torch.Tensor
+
+
+def nothing() -> None:
+    """What is left to do where nothing is."""
+
+
+def flattened(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """The tensor as one contiguous dimension, and what brings the result back if that is a copy."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor.view(-1), nothing
+    copy = tensor.contiguous()
+
+    def back() -> None:
+        tensor.copy_(copy)
+
+    return copy.view(-1), back
+
+
+def named(group: dist.ProcessGroup, name: str, older_name: str) -> Callable[..., dist.Work]:
+    """torch 2.13 renamed a few methods; older versions know the other name only."""
+    found: Callable[..., dist.Work] = getattr(group, name, None) or getattr(group, older_name)
+    return found
+
+
+def text(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def same_size(parts: Sequence[Tensor], whole: Tensor, op: str) -> None:
+    for rank, part in enumerate(parts):
+        if part.numel() != whole.numel() or part.dtype != whole.dtype:
+            raise ValueError(
+                f"{op}: tensor {rank} of the list is {text(part)} and the other side {text(whole)}"
+            )
+
+
+def split_bytes(tensor: Tensor, splits: list[int], world_size: int) -> list[int]:
+    """Bytes for each rank; `splits` counts rows of the first dimension."""
+    if not splits:
+        if tensor.dim() and tensor.shape[0] % world_size:
+            raise ValueError(f"all_to_all: {tensor.shape[0]} rows cannot be divided among {world_size} ranks")
+        return [tensor.numel() * tensor.itemsize // world_size] * world_size
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if len(splits) != world_size or sum(splits) != rows:
+        raise ValueError(f"all_to_all: splits {splits} for {world_size} ranks and {rows} rows")
+    row_bytes = tensor.numel() * tensor.itemsize // rows if rows else 0
+    return [each * row_bytes for each in splits]
