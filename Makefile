@@ -1,7 +1,7 @@
 # `make` alone lists the targets. Everything runs from .venv, which `make setup` creates.
 
 PYTHON3 ?= python3
-# More options for pip, for instance PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# More options for pip, for instance PIP_FLAGS=--prefer-binary
 PIP_FLAGS ?=
 # More options for pytest, for instance ARGS="-k mesh -x"
 ARGS ?=
@@ -62,4 +62,4 @@ bench: setup $(BENCH_STAMP)  ## measure the collectives; figures go to build/ben
 
 clean:  ## remove what was built, .venv excepted
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
