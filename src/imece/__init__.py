@@ -1,0 +1,25 @@
+"""Data-parallel training for PyTorch: `imece.init()`, collectives, and the backend "shm" for one host's CPUs.
+
+Importing imece registers "shm" with torch.distributed.
+"""
+
+from imece import errors
+from imece.collectives import shared_memory
+from imece.collectives.shared_memory import shared_empty
+from imece.launch.spawn import spawn
+from imece.mesh import Mesh, init
+from imece.world import World
+
+__version__ = "0.1.0"
+
+shared_memory.register()
+
+__all__ = [
+    "Mesh",
+    "World",
+    "__version__",
+    "errors",
+    "init",
+    "shared_empty",
+    "spawn",
+]

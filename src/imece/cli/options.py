@@ -1,0 +1,92 @@
+"""Frozen dataclass -> command line, with every mistake told in one line.
+
+tyro does the parsing and the help. Its errors are boxes of several lines; here they become one
+`UserError`, which the command line prints as "imece: ..." before it exits with status 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import re
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import tyro
+
+from imece.errors import UserError
+
+Config = TypeVar("Config")
+
+_BOX = "│╭╮╰╯─ "  # with these taken away a rule is an empty line
+_ASCII_RULE = re.compile(r"^\s*-{8,}\s*$", re.MULTILINE)
+
+
+def parse(config_class: type[Config], argv: Sequence[str], prog: str, description: str) -> Config:
+    """The `config_class` (a dataclass) that `argv` describes.
+
+    `prog` is the command as typed ("imece bench"), `description` the text above the options in --help.
+    --help prints and raises SystemExit(0). Raises UserError, in one line, for anything that cannot be
+    parsed and for a ValueError that the dataclass' own __post_init__ raises.
+    """
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(config_class, args=list(argv), prog=prog, description=description)
+    except SystemExit as leaving:
+        if leaving.code in (0, None):
+            raise
+        message = _box_body(_ASCII_RULE.sub("─", complaint.getvalue()))
+    except (ValueError, TypeError) as error:
+        message = str(error)
+    raise UserError(_with_hint(one_line(message), argv, config_class, prog)) from None
+
+
+def one_line(text: str) -> str:
+    """`text` without line breaks, runs of spaces or control characters: safe to print as one line."""
+    joined = " ".join(text.split())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in joined)
+
+
+def option_names(config_class: type[object]) -> list[str]:
+    """The long options of a dataclass, as typed: "--out-dir" for the field out_dir."""
+    if not dataclasses.is_dataclass(config_class):
+        raise TypeError(f"{config_class.__name__} is not a dataclass")
+    return ["--" + field.name.replace("_", "-") for field in dataclasses.fields(config_class)]
+
+
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """The one of `names` that `word` probably meant, or None if none is near."""
+    found = difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def _box_body(box: str) -> str:
+    """What tyro says below the title of its box and above the next rule."""
+    title, *lines = [line.strip(_BOX) for line in box.splitlines() if line.strip()] or [""]
+    body: list[str] = []
+    for text in lines:
+        if text:
+            body.append(text)
+        elif body:
+            break
+    return " ".join(body) or title
+
+
+def _with_hint(message: str, argv: Sequence[str], config_class: type[object], prog: str) -> str:
+    """`message` with the nearest option to one that does not exist, or where to find the options."""
+    own_check = f"Error parsing {config_class.__name__}: "
+    if message.startswith(own_check):
+        return message.removeprefix(own_check)
+    message = message.removeprefix("Error parsing ")
+    message = message.replace("invalid literal for int() with base 10:", "not a whole number:")
+    names = [*option_names(config_class), "--help"]
+    for word in argv:
+        typed = word.split("=", 1)[0].replace("_", "-")
+        if typed.startswith("--") and typed.replace("--no-", "--", 1) not in names:
+            meant = nearest(typed, names)
+            if meant is not None:
+                return f"{message}; did you mean {meant}?"
+    return f"{message} (see {prog} --help)"

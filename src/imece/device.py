@@ -1,0 +1,76 @@
+"""Which device this rank computes on, and which torch.distributed backends move its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from imece.errors import UserError
+from imece.world import World
+
+
+@dataclass(frozen=True)
+class Backends:
+    """Names of torch.distributed backends, as init_process_group takes them."""
+
+    world: str
+    """For groups that may span hosts."""
+    host: str
+    """For groups of which each stays on one host."""
+    own: str
+    """The one that moves tensors of this mesh's device: shm, gloo or nccl."""
+
+
+def choose_device(asked: str | torch.device | None, world: World) -> torch.device:
+    """This rank's device, made torch's current one if it is a GPU."""
+    try:
+        device = torch.device(asked if asked is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    except RuntimeError as error:
+        raise UserError(f"device {asked!r}: {str(error).splitlines()[0]}") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise UserError(f"device {str(asked)!r}: this host has no such device; use 'cpu' or 'cuda'")
+    count = torch.cuda.device_count()
+    # A launcher that shows each rank only its own GPU leaves one to choose from, whatever the local rank.
+    index = device.index if device.index is not None else 0 if count == 1 else world.local_rank
+    if index >= count:
+        raise UserError(
+            f"{world.local_world_size} ranks on this host, but {count} GPUs: "
+            f"start {count} ranks, or use device='cpu'"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def check_backend(asked: str | None) -> None:
+    """UserError if torch does not have the backend `asked` for."""
+    known = list(dist.Backend.backend_list)
+    for part in (asked or "").split(",") if asked is not None else []:
+        name = part.split(":")[-1]
+        if name not in known or (name == "nccl" and not dist.is_nccl_available()):
+            raise UserError(f"backend {asked!r}: torch here knows {', '.join(known)}")
+
+
+def choose_backends(device: torch.device, one_host: bool, asked: str | None) -> Backends:
+    """The backends for groups within and between hosts: those `asked` for, or the fastest for the device."""
+    if asked is not None:
+        own = {part.split(":")[0]: part.split(":")[-1] for part in asked.split(",")}
+        return Backends(asked, asked, own.get(device.type, asked))
+    if device.type == "cuda":
+        host = "cpu:shm,cuda:nccl"
+        return Backends(host if one_host else "cpu:gloo,cuda:nccl", host, "nccl")
+    return Backends("shm" if one_host else "gloo", "shm", "shm" if one_host else "gloo")
+
+
+def adopted_backends(device: torch.device, asked: str | None) -> Backends:
+    """The backends of the process group that exists; UserError if they are not what was `asked` for."""
+    config = str(dist.get_backend_config())  # as "cpu:gloo,cuda:nccl"
+    own = dict(part.split(":", 1) for part in config.split(",")).get(device.type)
+    if own is None:
+        raise UserError(f"torch.distributed was initialized with {config}: not for {device.type} tensors")
+    if asked is not None and own != asked and config != asked:
+        raise UserError(f"backend {asked!r} asked for, but torch.distributed was initialized with {config}")
+    return Backends(config, config, own)

@@ -1,0 +1,1 @@
+"""Outside the ranks: start them, and leave nothing of them behind."""

@@ -1,0 +1,131 @@
+"""What `imece launch` and `imece.spawn` share: a rank's environment, how it ends, which failure was first."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from imece.status import Failure
+from imece.world import LOOPBACK
+
+MAX_RANKS = 1024  # of one host; a typing error above it would only exhaust the host
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: a child between fork and exec must not take locks
+_PARENT_GONE = 143
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a rank ended."""
+
+    rank: int
+    pid: int
+    status: int  # exit status; negative: ended by that signal
+    time_s: float  # monotonic, when its end was seen
+    failure: Failure | None = None  # what the rank itself said of it
+    left_early: bool = False  # status 0 in the middle of an open world
+    ended_by_us: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether the rank finished its work."""
+        return self.status == 0 and not self.left_early
+
+    @property
+    def because_of_peer(self) -> bool:
+        """Whether it only failed since another rank had gone."""
+        return self.failure is not None and self.failure.because_of_peer
+
+    @property
+    def cause_time_s(self) -> float:
+        """When it failed: what a rank says of itself comes before its slow exit."""
+        return self.failure.time_s if self.failure is not None else self.time_s
+
+    def describe(self) -> str:
+        """One line: "rank 1 (pid 4711) was killed by signal 9 (SIGKILL), perhaps out of memory"."""
+        who = f"rank {self.rank} (pid {self.pid})"
+        if self.left_early:
+            return f"{who} left early with exit status 0 (os._exit?)"
+        if self.status < 0:
+            number = -self.status
+            known = number in {int(each) for each in signal.Signals}
+            name = signal.Signals(number).name if known else "unknown"
+            hints: dict[int, str] = {
+                signal.SIGKILL: ", perhaps out of memory",
+                signal.SIGSEGV: ", a segmentation fault",
+            }
+            return f"{who} was killed by signal {number} ({name}){hints.get(number, '')}"
+        if self.failure is not None:
+            what = " ".join(f"{self.failure.kind}: {self.failure.message}".split())
+            return f"{who} failed with {what} (exit status {self.status})"
+        return f"{who} failed with exit status {self.status}"
+
+
+def first_cause(endings: Sequence[Ending]) -> Ending | None:
+    """The failure that came first, or None if there is none.
+
+    A rank that lost its peer, or that we ended, is a cause only if nothing else is: the kernel closes a
+    dying rank's connections before its parent can see it dead, so times alone would blame the survivors.
+    """
+    failures = [ending for ending in endings if not ending.ok]
+    return min(
+        failures,
+        key=lambda each: (each.ended_by_us, each.because_of_peer, each.cause_time_s),
+        default=None,
+    )
+
+
+def worker_environment(
+    environ: Mapping[str, str], rank: int, ranks: int, port: int, job: str
+) -> dict[str, str]:
+    """`environ` with torchrun's variables for one of `ranks` ranks of this host.
+
+    The store listens on loopback at `port` and is served by the parent. Threads are shared out; Gloo and
+    NCCL stay on loopback. What the person has set of the latter is left as it is.
+    """
+    cores = len(os.sched_getaffinity(0))
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
+    own = {
+        "RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": ranks,
+        "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": 1,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": ranks,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_RUN_ID": job,
+    }
+    return {**defaults, **environ, **{name: str(value) for name, value in own.items()}}
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Called in a child: let the kernel kill it as soon as its parent dies, also by SIGKILL."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # the parent died before the line above
+        os._exit(_PARENT_GONE)
+
+
+def kill_group(pid: int, signum: int = signal.SIGKILL) -> None:
+    """Send a signal to the process group that `pid` leads: the rank and what it has started.
+
+    `pid` must not have been reaped yet, or its number may have become another's.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signum)

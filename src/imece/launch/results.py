@@ -1,0 +1,96 @@
+"""What a rank's function returned, as bytes: JSON and raw tensors, never a pickle.
+
+A frame is 8 bytes with the length of the JSON part, that part, and the tensors' bytes one after another.
+In the JSON part each container is tagged, so that tuples, lists and dicts come back as what they were.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import torch
+
+_LENGTH_BYTES = 8
+
+
+def encode(value: object) -> bytes:
+    """`value` as a frame. Raises TypeError, naming the type, for what is not made of None, bool, int,
+    float, str, list, tuple, dict with str keys, and dense tensors (they travel by way of the CPU)."""
+    tensors: list[bytes] = []
+    tree = json.dumps(_pack(value, tensors)).encode()
+    return b"".join([len(tree).to_bytes(_LENGTH_BYTES, "big"), tree, *tensors])
+
+
+def decode(frame: bytes) -> Any:
+    """The value that `encode` made `frame` of. Raises ValueError if it is not such a frame."""
+    end = _LENGTH_BYTES + int.from_bytes(frame[:_LENGTH_BYTES], "big")
+    if end > len(frame):
+        raise ValueError(f"a result of {len(frame)} bytes, of which {end} should be JSON")
+    reader = _Reader(frame, end)
+    value = reader.unpack(json.loads(frame[_LENGTH_BYTES:end]))
+    if reader.position != len(frame):
+        raise ValueError(f"{len(frame) - reader.position} bytes too many in a result")
+    return value
+
+
+def _pack(value: object, tensors: list[bytes]) -> object:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return (
+            {type(value).__name__: [_pack(each, tensors) for each in value]}
+            if type(value)
+            in (
+                list,
+                tuple,
+            )
+            else _refuse(value)
+        )
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _pack(each, tensors) for key, each in value.items()}}
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        whole = value.detach().cpu().contiguous()
+        tensors.append(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
+        return {"tensor": [str(whole.dtype).removeprefix("torch."), *whole.shape]}
+    return _refuse(value)
+
+
+def _refuse(value: object) -> object:
+    raise TypeError(
+        f"a rank's function returned a {type(value).__name__}; return None, numbers, strings, tensors, "
+        "or lists, tuples and dicts (with str keys) of these"
+    )
+
+
+class _Reader:
+    """Takes tensors from the bytes behind the JSON part, in order."""
+
+    def __init__(self, frame: bytes, position: int) -> None:
+        self._frame = frame
+        self.position = position
+
+    def unpack(self, node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        ((tag, content),) = node.items()
+        if tag == "tensor":
+            return self._tensor(*content)
+        if tag == "dict":
+            return {key: self.unpack(each) for key, each in content.items()}
+        values = [self.unpack(each) for each in content]
+        return tuple(values) if tag == "tuple" else values
+
+    def _tensor(self, dtype_name: str, *shape: int) -> torch.Tensor:
+        dtype = getattr(torch, dtype_name)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{dtype_name!r} is no dtype")
+        size = math.prod(shape) * dtype.itemsize
+        data = bytearray(self._frame[self.position : self.position + size])
+        self.position += size
+        if len(data) != size:
+            raise ValueError(f"a tensor of {size} bytes, of which {len(data)} came")
+        if not data:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)

@@ -1,0 +1,238 @@
+"""`imece.spawn`: a function on several ranks of this host, for notebooks, tests and small programs."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from imece import status
+from imece.errors import UserError
+from imece.launch.processes import (
+    MAX_RANKS,
+    Ending,
+    die_with_parent,
+    first_cause,
+    kill_group,
+    worker_environment,
+)
+from imece.launch.results import decode, encode
+from imece.store import host_store
+
+_BLAME_S = 1.0  # how long a rank that lost its peer waits for that peer's own end to be seen
+_RESULT, _FAILURE = b"r", b"f"
+
+
+class RankFailedError(RuntimeError):
+    """A rank that `imece.spawn` started failed. `rank` and `pid` say which; the message has its traceback."""
+
+    def __init__(self, message: str, rank: int, pid: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.pid = pid
+
+
+def spawn(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    ranks: int = 2,
+    *,
+    timeout_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """What `fn(*args)` returns in each of `ranks` new processes of this host, by rank.
+
+    Each has torchrun's environment variables, so `fn` may call imece.init(); `env` adds to them.
+    Returned values are None, numbers, strings, tensors, or lists, tuples and dicts of these.
+
+    A function of a module or script starts in a fresh process, which imports that module: a script needs
+    `if __name__ == "__main__":` around its call of spawn. A function from a notebook, a lambda or a closure
+    starts in a copy of this process (fork), with one thread; this process must not have used CUDA or
+    torch.distributed then.
+
+    Raises RankFailedError with the traceback of the rank that failed first, UserError if that rank did,
+    TimeoutError naming the ranks that still ran after `timeout_s`. All processes are dead when it
+    returns or raises, and they die with this process. Call it from a thread that lives as long.
+    """
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:
+        raise UserError(f"ranks={ranks!r}: from 1 to {MAX_RANKS} ranks can run on one host")
+    if timeout_s is not None and not timeout_s > 0:
+        raise UserError(f"timeout_s={timeout_s!r}: give a number of seconds above 0, or None")
+    fresh = _importable(fn)
+    if not fresh and (torch.cuda.is_initialized() or dist.is_initialized()):
+        raise UserError(
+            f"{fn!r} cannot be imported by a new process, and this one cannot be copied after it has used "
+            "CUDA or torch.distributed: move the function to a module"
+        )
+    store, port = host_store()
+    job = f"imece-{os.getpid()}-{port}"
+    crew = _Crew(store)
+    try:
+        context = multiprocessing.get_context("spawn" if fresh else "fork")
+        for rank in range(ranks):
+            reader, writer = context.Pipe(duplex=False)
+            variables = worker_environment({**os.environ, **(env or {})}, rank, ranks, port, job)
+            process = context.Process(  # type: ignore[attr-defined]
+                target=_run_rank,
+                args=(fn, tuple(args), variables, os.getpid(), writer, fresh),
+                name=f"imece-rank-{rank}",
+            )
+            crew.start(process, reader)
+            writer.close()
+        return crew.wait(timeout_s)
+    finally:
+        crew.end()
+
+
+class _Crew:
+    """The running ranks of one spawn."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store  # lives as long as the ranks: it is their meeting point
+        self._processes: list[BaseProcess] = []
+        self._readers: list[Connection] = []
+        self._pidfds: list[int] = []
+        self._frames: dict[int, bytes] = {}  # each rank's one message: a result or a failure
+        self._endings: dict[int, Ending] = {}
+
+    def start(self, process: BaseProcess, reader: Connection) -> None:
+        """Start one more rank."""
+        self._processes.append(process)
+        self._readers.append(reader)
+        process.start()
+        assert process.pid is not None
+        # Not its sentinel, a pipe that its own children hold open as well.
+        self._pidfds.append(os.pidfd_open(process.pid))
+
+    def wait(self, timeout_s: float | None) -> list[Any]:
+        """The results, once every rank has ended; raises as soon as the first cause of a failure is known."""
+        deadline = time.monotonic() + timeout_s if timeout_s is not None else None
+        blame_at: float | None = None
+        while len(self._endings) < len(self._processes):
+            times = [at for at in (deadline, blame_at) if at is not None]
+            self._collect(max(0.0, min(times) - time.monotonic()) if times else None)
+            failed = [each for each in self._endings.values() if not each.ok]
+            now = time.monotonic()
+            if failed:
+                blame_at = blame_at or now + _BLAME_S
+                if now >= blame_at or not all(each.because_of_peer for each in failed):
+                    break
+            elif deadline is not None and now >= deadline:
+                running = [str(rank) for rank in range(len(self._processes)) if rank not in self._endings]
+                raise TimeoutError(
+                    f"after {timeout_s} s, rank {', '.join(running)} still ran; all were ended"
+                )
+        cause = first_cause(list(self._endings.values()))
+        if cause is not None:
+            self._raise(cause)
+        return [decode(self._frames[rank][1:]) for rank in range(len(self._processes))]
+
+    def end(self) -> None:
+        """Kill and reap whatever is left, and what the ranks have started."""
+        for process in self._processes:
+            if process.pid is not None:
+                kill_group(process.pid)
+                process.kill()  # if it had not become a group's leader yet
+        for process, reader in zip(self._processes, self._readers, strict=True):
+            if process.pid is not None:
+                process.join()
+                process.close()
+            reader.close()
+        for pidfd in self._pidfds:
+            os.close(pidfd)
+
+    def _collect(self, timeout_s: float | None) -> None:
+        """Read messages and ends that come within `timeout_s`."""
+        running = [rank for rank in range(len(self._processes)) if rank not in self._endings]
+        readers = {self._readers[rank]: rank for rank in running if rank not in self._frames}
+        pidfds = {self._pidfds[rank]: rank for rank in running}
+        for ready in wait([*readers, *pidfds], timeout_s):
+            if isinstance(ready, Connection):
+                self._read(readers[ready])
+        for ready in wait(list(pidfds), 0):
+            assert isinstance(ready, int)
+            self._ended(pidfds[ready])
+
+    def _read(self, rank: int) -> None:
+        try:
+            self._frames[rank] = self._readers[rank].recv_bytes()
+        except (EOFError, OSError):  # it died before, or in the middle of, its message
+            self._frames[rank] = b""
+
+    def _ended(self, rank: int) -> None:
+        process = self._processes[rank]
+        assert process.pid is not None
+        kill_group(process.pid)  # what it has started; before exitcode reaps it and frees its number
+        if rank not in self._frames and self._readers[rank].poll():
+            self._read(rank)
+        frame = self._frames.get(rank, b"")
+        code = process.exitcode
+        assert code is not None
+        ending = Ending(rank, process.pid, code, time.monotonic(), left_early=code == 0 and not frame)
+        if frame[:1] == _FAILURE:
+            note = json.loads(frame[1:])
+            ending = replace(ending, failure=status.Failure(**note["failure"]), status=code or 1)
+        self._endings[rank] = ending
+
+    def _raise(self, cause: Ending) -> None:
+        frame = self._frames.get(cause.rank, b"")
+        trace = json.loads(frame[1:])["traceback"] if frame[:1] == _FAILURE else ""
+        if cause.failure is not None and cause.failure.kind == UserError.__name__:
+            raise UserError(f"rank {cause.rank}: {cause.failure.message}")
+        message = cause.describe() + (f"\n\n{trace}" if trace else "")
+        if not frame and cause.status == 1:  # multiprocessing could not get as far as calling it
+            message += f": can a new process import the function? It wrote why to {sys.stderr.name}"
+        raise RankFailedError(message, cause.rank, cause.pid)
+
+
+def _importable(fn: Callable[..., Any]) -> bool:
+    """Whether a fresh process finds `fn` by its module and name."""
+    module = sys.modules.get(getattr(fn, "__module__", None) or "")
+    name = getattr(fn, "__qualname__", "<")
+    if module is None or "<" in name or not hasattr(module, name.split(".")[0]):
+        return False
+    file = getattr(module, "__file__", None)
+    return module.__name__ != "__main__" or (file is not None and os.path.isfile(file))
+
+
+def _run_rank(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    variables: Mapping[str, str],
+    parent_pid: int,
+    writer: Connection,
+    fresh: bool,
+) -> None:
+    """The life of one rank: the call, one message to the parent, and the end in order."""
+    die_with_parent(parent_pid)
+    os.setpgid(0, 0)  # so that what it starts can be killed with it
+    os.environ.update(variables)
+    # After a fork, OpenMP's threads are gone and a parallel region would wait for them for ever.
+    torch.set_num_threads(int(variables["OMP_NUM_THREADS"]) if fresh else 1)
+    if not fresh:
+        atexit._clear()  # what the parent would do at its end is not for its copy to do
+    try:
+        message = _RESULT + encode(fn(*args))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BaseException as error:  # noqa: BLE001  (SystemExit too: whatever it is, the parent says it)
+        trace = "".join(traceback.format_exception(error))
+        note = {"failure": asdict(status.describe(error)), "traceback": trace}
+        message = _FAILURE + json.dumps(note).encode()
+    writer.send_bytes(message)
+    writer.close()
+    if not fresh:
+        atexit._run_exitfuncs()  # a forked child leaves without them: the mesh would not be closed
+    sys.exit(0 if message[:1] == _RESULT else 1)

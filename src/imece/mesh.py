@@ -1,0 +1,341 @@
+"""The ranks of this job, arranged: axes, hosts, and every group over them. No other module creates groups.
+
+The axes are those of axes.py. `init` reads the world, lets the ranks meet, checks that they want the same,
+and returns the one `Mesh` of this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from imece import status
+from imece.axes import AXES, PLACEMENT, Partition, check_axes, coordinates, crossing, partition
+from imece.device import Backends, adopted_backends, check_backend, choose_backends, choose_device
+from imece.errors import UserError
+from imece.store import connect, root_store, swap_notes
+from imece.world import LOOPBACK, World, host_id, read_world
+
+_MEETING_S = 600.0  # ranks that have not met by then never will
+_SHOWN_CHARS = 200
+
+
+class Mesh:
+    """The ranks of this job, arranged. `imece.init` makes it; all ranks hold one of equal shape.
+
+    Methods that hand out a group create it on first use. That is a call of the whole world: all ranks
+    ask for the same groups in the same order, as with any collective; a rank that does not is told so.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        backends: Backends,
+        hosts: Partition,
+        sizes: Mapping[str, int],
+        *,
+        store: dist.Store,
+        timeout: timedelta,
+        owns_world: bool,
+    ) -> None:
+        """`hosts`: the global ranks of each host; `sizes`: as check_axes gives them; `owns_world`: whether
+        closing the mesh also destroys torch's default group. torch.distributed is initialized already."""
+        self.world = world
+        self.device = device
+        self.backend = backends.own
+        self.hosts = hosts
+        self._backends = backends
+        self._sizes = dict(sizes)
+        self._store = store  # of this mesh alone
+        self._timeout = timeout
+        self._owns_world = owns_world
+        self._whole: Partition = (tuple(range(world.world_size)),)
+        self._groups: dict[Partition, dist.ProcessGroup] = {self._whole: _default_group()}
+        self._created: list[dist.ProcessGroup] = []
+        self._device_mesh: DeviceMesh | None = None
+        self._closed = False
+
+    @property
+    def rank(self) -> int:
+        """This process among all ranks."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of all ranks."""
+        return self.world.world_size
+
+    def size(self, axis: str) -> int:
+        """The number of ranks along `axis`."""
+        self._check((axis,))
+        return self._sizes[axis]
+
+    def coordinate(self, axis: str) -> int:
+        """This rank's place along `axis`, from 0."""
+        self._check((axis,))
+        return coordinates(self.rank, self._sizes)[axis]
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """The group of the ranks that differ from this one only along `axes`, ascending by rank."""
+        self._check(axes)
+        return self._group(partition(axes, self._sizes))
+
+    @property
+    def world_group(self) -> dist.ProcessGroup:
+        """All ranks."""
+        return self._groups[self._whole]
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        """The ranks of this host."""
+        return self._group(self.hosts)
+
+    @property
+    def cross_group(self) -> dist.ProcessGroup | None:
+        """One rank of each host: those with this rank's index there. None if hosts differ in size."""
+        crossed = crossing(self.hosts)
+        return None if crossed is None else self._group(crossed)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """torch's DeviceMesh over the axes larger than 1 (at least one), on the groups of this mesh."""
+        if self._device_mesh is None:
+            used = [axis for axis in PLACEMENT if self._sizes[axis] > 1] or ["replicate"]
+            shape = [self._sizes[axis] for axis in used]
+            groups = [self.group(axis) for axis in used]
+            self._device_mesh = DeviceMesh.from_group(
+                groups if len(groups) > 1 else groups[0],
+                self.device.type,
+                mesh=torch.arange(self.world_size, dtype=torch.int).view(shape),
+                mesh_dim_names=tuple(used),
+            )
+        return self._device_mesh
+
+    def close(self) -> None:
+        """Destroy the groups, the last one first, and tell the launcher that this rank leaves in order."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(RuntimeError):  # whoever serves the store may have left before us
+            status.tell_closed(root_store(self._store), self.rank)
+        for group in reversed(self._created):
+            dist.destroy_process_group(group)
+        if self._owns_world and dist.is_initialized():
+            dist.destroy_process_group()
+        self._groups.clear()
+        _forget(self)
+
+    def _check(self, axes: Sequence[str]) -> None:
+        if self._closed:
+            raise UserError("this mesh is closed: call imece.init() again")
+        if not axes or len(set(axes)) != len(axes) or any(axis not in AXES for axis in axes):
+            named = ", ".join(axes) or "nothing"
+            raise UserError(f"{named}: name one or more different axes of {', '.join(AXES)}")
+
+    def _group(self, sets: Partition) -> dist.ProcessGroup:
+        if sets not in self._groups:
+            self._check_same_order(sets)
+            on_host = all(any(set(ranks) <= set(host) for host in self.hosts) for ranks in sets)
+            backend = self._backends.host if on_host else self._backends.world
+            for ranks in sets:
+                group = dist.new_group(ranks=list(ranks), backend=backend, timeout=self._timeout)
+                if self.rank in ranks:
+                    self._groups[sets] = group
+                    self._created.append(group)
+        return self._groups[sets]
+
+    def _check_same_order(self, sets: Partition) -> None:
+        """Creating different groups on different ranks would hang for the whole timeout."""
+        key, mine = f"group/{len(self._groups)}", repr(sets)
+        theirs = self._store.compare_set(key, "", mine).decode()
+        if theirs != mine:
+            raise UserError(
+                f"rank {self.rank} asks for the groups {mine[:_SHOWN_CHARS]} where another rank asked for "
+                f"{theirs[:_SHOWN_CHARS]}: "
+                "all ranks must ask for groups in the same order"
+            )
+
+
+_open: Mesh | None = None
+_opened_with: object = None
+_openings = 0
+
+
+def init(
+    axes: Mapping[str, int] | None = None,
+    *,
+    ranks: int | None = None,
+    backend: str | None = None,
+    device: str | torch.device | None = None,
+    timeout: timedelta = timedelta(minutes=30),
+) -> Mesh:
+    """Join the ranks that a launcher started (or be the only one) and return their mesh.
+
+    axes: sizes by name whose product is the number of ranks; all in "replicate" by default.
+    ranks: the number of ranks the script is made for; any other is an error.
+    backend: of torch.distributed; by default "shm" on one host's CPUs, "gloo" for CPUs of several hosts,
+        and NCCL beside either of them on GPUs.
+    device: "cpu" or "cuda[:i]"; by default this rank's own GPU if the host has any.
+    timeout: for collectives, and (up to 10 minutes) for the ranks to meet.
+
+    A process group that exists already is adopted. A second call with the same arguments returns the
+    same mesh. The mesh is closed when the process ends, or by `close()`.
+    Raises UserError if the world is not the one asked for, or the ranks do not ask for the same.
+    """
+    global _open, _opened_with, _openings
+    asked = (None if axes is None else dict(axes), ranks, backend, str(device), timeout)
+    if _open is not None:
+        if asked != _opened_with:
+            raise UserError(f"imece.init() was called with {_opened_with} before, and now with {asked}")
+        return _open
+    check_backend(backend)
+    _openings += 1
+    adopted = dist.is_initialized()
+    try:
+        _open = _arrange(axes, ranks, backend, device, timeout, adopted)
+    except BaseException:
+        if dist.is_initialized() and not adopted:
+            dist.destroy_process_group()
+        raise
+    _opened_with = asked
+    atexit.register(_open.close)
+    return _open
+
+
+def current() -> Mesh:
+    """The mesh that `imece.init` made; UserError if there is none."""
+    if _open is None:
+        raise UserError("there is no mesh of ranks yet: call imece.init() first")
+    return _open
+
+
+def _arrange(
+    axes: Mapping[str, int] | None,
+    ranks: int | None,
+    backend: str | None,
+    device: str | torch.device | None,
+    timeout: timedelta,
+    adopted: bool,
+) -> Mesh:
+    """Meet, compare, open torch's process group unless it was `adopted`, build the mesh: in this order."""
+    world = _adopted_world(read_world()) if adopted else read_world()
+    if ranks is not None and ranks != world.world_size:
+        raise UserError(
+            f"this script wants {ranks} ranks and was started as {world.world_size}: "
+            f"start it with imece launch --ranks {ranks} {os.path.basename(sys.argv[0])}"
+        )
+    sizes = check_axes(axes, world.world_size)
+    own_device = choose_device(device, world)
+    meeting = min(timeout, timedelta(seconds=_MEETING_S))
+    if adopted:
+        store: dist.Store = dist.distributed_c10d._get_default_store()
+    else:
+        store, world = connect(world, meeting)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"imece/{attempt}/{_openings}", store)
+    hosts = _meet(store, world, sizes, backend, own_device, meeting)
+    if adopted:
+        backends = adopted_backends(own_device, backend)
+    else:
+        backends = choose_backends(own_device, len(hosts) == 1, backend)
+        _open_default_group(world, backends.world, own_device, store, timeout)
+    if (dist.get_world_size(), dist.get_rank()) != (world.world_size, world.rank):
+        raise UserError(
+            f"torch.distributed sees rank {dist.get_rank()} of {dist.get_world_size()}, "
+            f"the launcher started rank {world.rank} of {world.world_size}"
+        )
+    status.tell_running(root_store(store), world.rank)
+    status.tell_failures(root_store(store), world.rank)
+    mesh_store = dist.PrefixStore("mesh", store)
+    return Mesh(
+        world, own_device, backends, hosts, sizes, store=mesh_store, timeout=timeout, owns_world=not adopted
+    )
+
+
+def _meet(
+    store: dist.Store,
+    world: World,
+    sizes: Mapping[str, int],
+    backend: str | None,
+    device: torch.device,
+    timeout: timedelta,
+) -> Partition:
+    """Compare what all ranks want, and return the ranks of each host."""
+    note: dict[str, Any] = {
+        "world size": world.world_size,
+        "axes": dict(sizes),
+        "backend": backend,
+        "device": device.type,
+        "torch": torch.__version__,
+        "host": host_id(),
+        "gpu": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
+    }
+    notes = swap_notes(store, world.rank, world.world_size, note, timeout)
+    for rank, other in enumerate(notes):
+        for key in ("world size", "axes", "backend", "device", "torch"):
+            if other.get(key) != notes[0].get(key):
+                raise UserError(f"{key}: {notes[0].get(key)} on rank 0, but {other.get(key)} on rank {rank}")
+    hosts: dict[str, list[int]] = {}
+    gpus: dict[tuple[str, str], int] = {}
+    for rank, other in enumerate(notes):
+        hosts.setdefault(str(other["host"]), []).append(rank)
+        first = gpus.setdefault((str(other["host"]), str(other["gpu"])), rank)
+        if other["gpu"] is not None and first != rank:
+            raise UserError(
+                f"ranks {first} and {rank} share GPU {other['gpu']}: "
+                "start one rank for each GPU, or use device='cpu'"
+            )
+    return tuple(tuple(ranks) for ranks in hosts.values())
+
+
+def _adopted_world(world: World) -> World:
+    """The world of the process group that exists, which a launcher's world must equal."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if world.launcher == "single":
+        return replace(world, rank=rank, world_size=size, local_rank=rank, local_world_size=size)
+    if (rank, size) != (world.rank, world.world_size):
+        raise UserError(
+            f"torch.distributed was initialized as rank {rank} of {size}, but {world.launcher} started "
+            f"rank {world.rank} of {world.world_size}"
+        )
+    return world
+
+
+def _open_default_group(
+    world: World, backend: str, device: torch.device, store: dist.Store, timeout: timedelta
+) -> None:
+    if world.master_addr in (LOOPBACK, "localhost", None):
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # or they would listen on the network
+            os.environ.setdefault(variable, "lo")
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("torch", store),
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def _forget(mesh: Mesh) -> None:
+    global _open
+    if _open is mesh:
+        _open = None
+    atexit.unregister(mesh.close)
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "torch.distributed is not initialized"
+    return group

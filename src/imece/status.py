@@ -1,0 +1,89 @@
+"""What a rank tells its launcher through the store: that it runs, why it failed, that it left in order.
+
+Exit statuses alone cannot tell a finished rank from one that called os._exit(0) in the middle, nor which
+of two tracebacks came first. Times are of the host's monotonic clock, which its processes share.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from types import TracebackType
+
+import torch.distributed as dist
+
+from imece.errors import CollectiveTimeoutError, PeerLostError
+from imece.store import read_note
+
+# What Gloo, NCCL and the store say when the other side has gone.
+_PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception that ended a rank."""
+
+    time_s: float
+    kind: str
+    """The exception's class, as "ValueError"."""
+    message: str
+    """Its first 500 characters."""
+    because_of_peer: bool
+    """Whether it only says that another rank has gone, and so is not the first cause."""
+
+
+def describe(error: BaseException) -> Failure:
+    """`error` as it is told to the launcher, with the present time."""
+    message = str(error)
+    lost = isinstance(error, PeerLostError | CollectiveTimeoutError | dist.DistNetworkError)
+    gone = isinstance(error, RuntimeError) and any(sign in message for sign in _PEER_GONE)
+    return Failure(time.monotonic(), type(error).__name__, message[:500], lost or gone)
+
+
+def tell_running(store: dist.Store, rank: int) -> None:
+    """From now on, leaving with status 0 and without `tell_closed` is a failure."""
+    store.set(_key(rank, "state"), "running")
+
+
+def tell_closed(store: dist.Store, rank: int) -> None:
+    """The rank leaves in order."""
+    store.set(_key(rank, "state"), "closed")
+
+
+def tell_failures(store: dist.Store, rank: int) -> None:
+    """Report the exception that will end this process, if one does, before the usual traceback."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            store.set(_key(rank, "failure"), json.dumps(asdict(describe(error))))
+        except RuntimeError as gone:  # the launcher went first: then the traceback itself is all there is
+            print(f"imece: rank {rank} cannot report its failure: {gone}", file=sys.stderr)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def left_early(store: dist.Store, rank: int) -> bool:
+    """Whether `rank`, which has exited, was in the middle of a world that imece.init() had opened."""
+    return store.check([_key(rank, "state")]) and store.get(_key(rank, "state")) == b"running"
+
+
+def read_failure(store: dist.Store, rank: int) -> Failure | None:
+    """The exception that ended `rank`, if it could tell."""
+    key = _key(rank, "failure")
+    if not store.check([key]):
+        return None
+    note = read_note(store.get(key), f"rank {rank}")
+    return Failure(
+        time_s=float(note.get("time_s", 0)),
+        kind=str(note.get("kind", "")),
+        message=str(note.get("message", "")),
+        because_of_peer=bool(note.get("because_of_peer")),
+    )
+
+
+def _key(rank: int, name: str) -> str:
+    return f"imece/rank/{rank}/{name}"

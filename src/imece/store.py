@@ -1,0 +1,179 @@
+"""Where ranks meet before they have a group: a torch key-value store that only its own ranks can reach.
+
+torch's TCPStore("127.0.0.1") listens on every interface of the host. Here the socket is ours, bound to one
+address, and handed to the store. What ranks leave in the store is JSON of limited size, never a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+from imece.errors import UserError
+from imece.world import LOOPBACK, World, derived_port
+
+MESSAGE_LIMIT_BYTES = 16_384
+_POLL_S = 0.02
+_MPI_PARENTS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "prterun", "prted", "orted")
+
+
+def host_store(address: str = LOOPBACK, port: int = 0) -> tuple[dist.Store, int]:
+    """A store that this process serves on `address` alone, and its port (a free one for port 0).
+
+    Returns at once, without waiting for ranks. The port closes with the store or with this process.
+    Raises OSError if the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(1024)
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            address if address not in ("0.0.0.0", "::") else LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.fileno(),
+        )
+        listener.detach()  # from here on the store owns the descriptor and closes it
+    return store, port
+
+
+def connect(
+    world: World, timeout: timedelta, environ: Mapping[str, str] = os.environ
+) -> tuple[dist.Store, World]:
+    """The store of `world`'s ranks, and the world with the address and port that were used.
+
+    A launcher that serves the store (torchrun, imece launch) is asked for it; otherwise rank 0 serves it,
+    on loopback if the ranks share a host. One rank that nobody launched opens no port.
+    Raises UserError if the port is taken, belongs to another job or never opens.
+    """
+    served_by_launcher = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if world.world_size == 1 and not served_by_launcher:
+        return dist.HashStore(), world
+    address, port, job = _meeting_point(world)
+    met = World(**{**world.__dict__, "master_addr": address, "master_port": port, "job": job})
+    if world.rank == 0 and not served_by_launcher:
+        store = _serve(address, port, world, timeout)
+        store.set("imece/job", job or "")
+    else:
+        _await_port(address, port, world, timeout)
+        store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    if job is not None:
+        owner = store.get("imece/job").decode(errors="replace")
+        if owner != job:
+            raise UserError(
+                f"port {port} on {address} belongs to job {owner!r}, this is job {job!r}: set MASTER_PORT"
+            )
+    return store, met
+
+
+def swap_notes(
+    store: dist.Store, rank: int, world_size: int, note: Mapping[str, Any], timeout: timedelta
+) -> list[dict[str, Any]]:
+    """Every rank's note (JSON of at most 16 KiB), in the order of ranks; all ranks call it once per `store`.
+
+    Raises UserError if two processes claim one rank, or naming the ranks that did not come in time.
+    """
+    message = json.dumps(dict(note))
+    if len(message) > MESSAGE_LIMIT_BYTES:
+        raise ValueError(f"a note of {len(message)} bytes, of which {MESSAGE_LIMIT_BYTES} are allowed")
+    if store.add(f"taken/{rank}", 1) != 1:
+        raise UserError(f"two processes say they are rank {rank} of {world_size}: check RANK in each of them")
+    store.set(f"note/{rank}", message)
+    deadline = time.monotonic() + timeout.total_seconds()
+    waiting = list(range(world_size))
+    while waiting:
+        waiting = [other for other in waiting if not store.check([f"note/{other}"])]
+        if waiting and time.monotonic() > deadline:
+            names = ", ".join(map(str, waiting[:8])) + (", ..." if len(waiting) > 8 else "")
+            raise UserError(
+                f"rank {rank} waited {timeout.total_seconds():.0f} s for {len(waiting)} of {world_size} "
+                f"ranks, which never came: rank {names}"
+            )
+        if waiting:
+            time.sleep(_POLL_S)
+    return [read_note(store.get(f"note/{other}"), f"rank {other}") for other in range(world_size)]
+
+
+def read_note(data: bytes, sender: str) -> dict[str, Any]:
+    """The JSON object in `data`, which `sender` left; UserError if it is too long or not one."""
+    try:
+        note = json.loads(data) if len(data) <= MESSAGE_LIMIT_BYTES else None
+    except (ValueError, RecursionError):
+        note = None
+    if not isinstance(note, dict):
+        raise UserError(f"{sender} left {len(data)} bytes in the store that imece did not write")
+    return note
+
+
+def root_store(store: dist.Store) -> dist.Store:
+    """The store below all prefixes, which a launcher sees."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _meeting_point(world: World) -> tuple[str, int, str | None]:
+    """Address, port, and the job's name if the port was derived from it."""
+    if world.master_addr is not None and world.master_port is not None:
+        return world.master_addr, world.master_port, world.job
+    parent = _mpi_parent()
+    if world.local_world_size < world.world_size or parent is None:
+        raise UserError(
+            f"{world.launcher} started {world.world_size} ranks and did not say where they meet: "
+            "give MASTER_ADDR (rank 0's host) and MASTER_PORT in the environment"
+        )
+    return world.master_addr or LOOPBACK, world.master_port or derived_port(parent), parent
+
+
+def _mpi_parent() -> str | None:
+    """Names the MPI launcher's process above this one, which all ranks of a job on this host share."""
+    for process in psutil.Process().parents():
+        if process.name().startswith(_MPI_PARENTS):
+            return f"{process.name()} {process.pid} {process.create_time()}"
+    return None
+
+
+def _serve(address: str, port: int, world: World, timeout: timedelta) -> dist.Store:
+    try:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise UserError(f"MASTER_ADDR={address} is not a host that rank 0 can find: {error}") from None
+    target = str(found)
+    one_host = world.local_world_size == world.world_size
+    if target.startswith("127.") and not address.startswith(("127.", "localhost")) and not one_host:
+        target = "0.0.0.0"  # many hosts resolve their own name to 127.0.1.1, where the others cannot reach it
+    try:
+        store, _ = host_store(target, port)
+    except OSError as error:
+        raise UserError(
+            f"rank 0 cannot listen on {target} port {port} ({error.strerror}): choose another MASTER_PORT"
+        ) from None
+    store.set_timeout(timeout)
+    return store
+
+
+def _await_port(address: str, port: int, world: World, timeout: timedelta) -> None:
+    """Wait until something listens, because a TCPStore that finds nothing prints pages of C++ frames."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"rank {world.rank} of {world.world_size} found no rank 0 at {address} port {port} "
+                    f"within {timeout.total_seconds():.0f} s ({error}): check MASTER_ADDR and MASTER_PORT"
+                ) from None
+        time.sleep(_POLL_S)

@@ -1,0 +1,283 @@
+"""`imece launch`: what ranks find, how their ends are told, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launch.launcher import Launcher, run_launch
+
+Script = Callable[[str], Path]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    """Writes a script, with `rank` at hand, and returns its path."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "script.py"
+        path.write_text("import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + text)
+        return path
+
+    return write
+
+
+def test_what_a_rank_finds(script: Script) -> None:
+    text = """
+import json, psutil
+listens = [c.laddr.ip for c in psutil.Process(os.getppid()).net_connections("tcp") if c.status == "LISTEN"]
+print(json.dumps([dict(os.environ), sys.argv[1:], sys.stdin.read(), listens]))
+"""
+    outcome = run_launch("--ranks", "3", script(text), "--ranks", "7", "-m", "--", "x")
+    assert outcome.status == 0 and outcome.err == ""
+    lines = sorted(outcome.out.splitlines())
+    assert [line[:9] for line in lines] == ["[rank 0] ", "[rank 1] ", "[rank 2] "]
+    for rank, line in enumerate(lines):
+        environ, arguments, stdin, listens = json.loads(line[9:])
+        wanted = {
+            "RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 3, "GROUP_RANK": 0,
+            "GROUP_WORLD_SIZE": 1, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1",
+            "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0,
+        }  # fmt: skip
+        assert {name: environ[name] for name in wanted} == {name: str(each) for name, each in wanted.items()}
+        assert int(environ["MASTER_PORT"]) > 1023 and int(environ["OMP_NUM_THREADS"]) >= 1
+        assert arguments == ["--ranks", "7", "-m", "--", "x"] and stdin == ""
+        assert listens == ["127.0.0.1"], "the store must not be reachable from elsewhere"
+
+
+def test_torch_programs_find_each_other(script: Script) -> None:
+    """torch's own init_process_group, without imece, by the variables that it reads."""
+    text = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+tensor = torch.tensor([1 << rank])
+dist.all_reduce(tensor)
+import psutil
+listens = {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"}
+print(tensor.item(), listens - {"127.0.0.1", "::1"} or "loopback")
+dist.destroy_process_group()
+"""
+    outcome = run_launch("--nproc-per-node", "2", "--standalone", script(text))
+    assert outcome.status == 0, outcome.err
+    assert sorted(outcome.out.splitlines()) == ["[rank 0] 3 loopback", "[rank 1] 3 loopback"]
+
+
+def test_modules_and_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text("import sys; print(sys.argv[1:])")
+    monkeypatch.chdir(tmp_path)
+    assert run_launch("--ranks", "1", "-m", "package", "-m").out == "[rank 0] ['-m']\n"
+    assert run_launch("--ranks", "1", "package").out == "[rank 0] []\n"
+    assert run_launch("--ranks=1", "--no-python", "--", "echo", "--ranks").out == "[rank 0] --ranks\n"
+
+
+def test_no_output_is_lost(script: Script) -> None:
+    text = """
+out, err = sys.stdout.buffer, sys.stderr.buffer
+for i in range(3000):
+    out.write(b"%d %s\\n" % (i, b"o" * 50)); err.write(b"%d %s\\n" % (i, b"e" * 50))
+out.write(b"10 %\\r20 %\\r30 %\\r\\n" + b"x" * 200_000 + b"\\nlast"); err.write(b"\\xff\\xfe last")
+"""
+    with Launcher("--ranks", "2", script(text)) as launcher:
+        outcome = launcher.wait()
+    for rank in range(2):
+        prefix = f"[rank {rank}] "
+        out = [line.removeprefix(prefix) for line in outcome.out.splitlines() if line.startswith(prefix)]
+        err = [line.removeprefix(prefix) for line in outcome.err.splitlines() if line.startswith(prefix)]
+        assert out[:3000] == [f"{i} " + "o" * 50 for i in range(3000)]
+        assert err == [f"{i} " + "e" * 50 for i in range(3000)] + ["\udcff\udcfe last"]
+        assert out[3000:3003] == ["10 %", "20 %", "30 %"] and out[-1] == "last"
+        assert "".join(out[3003:-1]) == "x" * 200_000
+    assert all(line.startswith("[rank ") for line in (outcome.out + outcome.err).splitlines())
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "said"),
+    [
+        ("raise ValueError('bo\\nom')", 1, ["failed with exit status 1"]),
+        ("sys.exit(7)", 7, ["failed with exit status 7"]),
+        ("os.kill(os.getpid(), 9)", 137, ["signal 9 (SIGKILL)", "out of memory"]),
+        ("import ctypes; ctypes.string_at(0)", 139, ["signal 11 (SIGSEGV)", "segmentation fault"]),
+        ("os.kill(os.getpid(), 35)", 163, ["signal 35 (unknown)"]),
+    ],
+)
+def test_how_a_rank_ended(script: Script, text: str, status: int, said: list[str]) -> None:
+    begin = time.monotonic()
+    outcome = run_launch("--ranks", "3", script(f"if rank == 1: {text}\ntime.sleep(100)"))
+    assert time.monotonic() - begin < 10
+    assert outcome.status == status
+    last = outcome.err.splitlines()[-1]
+    assert last.startswith("imece: rank 1 (pid ") and last.endswith("the other 2 ranks were ended")
+    assert all(part in last for part in said), last
+    assert ("Traceback" in outcome.err) == ("ValueError" in text)
+    assert ("Fatal Python error: Segmentation fault" in outcome.err) == ("ctypes" in text)
+
+
+def test_the_first_traceback_is_shown_last(script: Script) -> None:
+    text = """
+if rank == 1: raise ValueError("the cause")
+while True:  # as one that waits for rank 1, and says much when it is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("\\n".join(["noise"] * 20)))
+    time.sleep(0.01)
+"""
+    err = run_launch("--ranks", "2", script(text)).err.splitlines()
+    assert "[rank 0] noise" in err
+    assert err[-2] == "[rank 1] ValueError: the cause" and err[-1].startswith("imece: rank 1 ")
+    assert err.index("[rank 0] noise") < max(i for i, line in enumerate(err) if "Traceback" in line)
+
+
+WITH_IMECE = """
+import imece, torch, torch.distributed as dist
+mesh = imece.init()
+dist.all_reduce(torch.ones(1))
+if rank == 1: {fault}
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "said"),
+    [
+        ("os._exit(0)", 1, "left early with exit status 0"),
+        ("raise ValueError('the cause')", 1, "failed with ValueError: the cause (exit status 1)"),
+        ("os.kill(os.getpid(), 9)", 137, "was killed by signal 9"),
+    ],
+)
+def test_the_survivor_of_a_collective_is_not_blamed(
+    script: Script, fault: str, status: int, said: str
+) -> None:
+    outcome = run_launch("--ranks", "2", script(WITH_IMECE.format(fault=fault)))
+    last = outcome.err.splitlines()[-1]
+    assert outcome.status == status and last.startswith("imece: rank 1 (pid ") and said in last, outcome.err
+
+
+def test_leaving_in_order_is_no_failure(script: Script) -> None:
+    outcome = run_launch(
+        "--ranks", "2", script(WITH_IMECE.format(fault="pass") + "mesh.close(); os._exit(0)")
+    )
+    assert outcome.status == 0, outcome.err
+
+
+def test_nothing_is_left_of_stubborn_ranks_and_what_they_started(script: Script) -> None:
+    """The other ranks ignore SIGTERM, one is stopped, each has a child. conftest.py looks for them."""
+    text = """
+import subprocess
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen(["sleep", "1000"])
+print("ready", flush=True)
+if rank == 2: os.kill(os.getpid(), signal.SIGSTOP)
+if rank == 1:
+    time.sleep(0.5); sys.exit(3)
+time.sleep(1000)
+"""
+    begin = time.monotonic()
+    assert run_launch("--ranks", "3", script(text)).status == 3
+    assert time.monotonic() - begin < 10
+
+
+def test_children_left_by_finished_ranks_are_ended(script: Script) -> None:
+    begin = time.monotonic()
+    assert (
+        run_launch("--ranks", "2", script("import subprocess; subprocess.Popen(['sleep', '1000'])")).status
+        == 0
+    )
+    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_are_passed_on(script: Script, number: signal.Signals) -> None:
+    text = f"""
+signal.signal({int(number)}, lambda *_: (print("saved"), sys.exit(0)))
+print("ready", flush=True)
+time.sleep(1000)
+"""
+    with Launcher("--ranks", "2", script(text)) as launcher:
+        launcher.wait_for("[rank 0] ready")
+        launcher.wait_for("[rank 1] ready")
+        launcher.signal(number)
+        outcome = launcher.wait(20)
+    assert outcome.status == 128 + number
+    assert outcome.out.count("saved") == 2
+    assert outcome.err == f"imece: ended by {number.name}, passed on to 2 ranks\n"
+
+
+@pytest.mark.parametrize("grace", [True, False])
+def test_ranks_that_ignore_signals(script: Script, grace: bool) -> None:
+    """A second signal ends them at once, or else the end of the grace time does."""
+    text = "signal.signal(2, signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(1000)"
+    with Launcher("--ranks", "1", "--grace-s", "0.3" if grace else "1000", script(text)) as launcher:
+        launcher.wait_for("ready")
+        launcher.signal(signal.SIGINT)
+        if not grace:
+            time.sleep(0.2)
+            launcher.signal(signal.SIGINT)
+        assert launcher.wait(20).status == 130
+
+
+def test_killing_the_launcher_ends_all_within_five_seconds(script: Script) -> None:
+    text = "signal.signal(15, signal.SIG_IGN); print(os.getpid(), os.environ['MASTER_PORT'], flush=True)"
+    with Launcher("--ranks", "3", script(text + "; time.sleep(1000)")) as launcher:
+        while len(launcher.out().splitlines()) < 3:
+            time.sleep(0.01)
+        words = [line.split() for line in launcher.out().splitlines()]
+        pids = [int(each[2]) for each in words]
+        port = int(words[0][3])
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        launcher.signal(signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while any(alive(pid) for pid in pids):
+            assert time.monotonic() < deadline, "ranks outlived their launcher"
+            time.sleep(0.01)
+        launcher.wait()
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind(("127.0.0.1", port))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_ten_jobs_at_once_never_meet(script: Script) -> None:
+    text = "print(os.environ['MASTER_PORT'], os.environ['TORCHELASTIC_RUN_ID'], flush=True); time.sleep(1)"
+    path = script(text)
+    with ExitStack() as stack:
+        jobs = [stack.enter_context(Launcher("--ranks", "2", path)) for _ in range(10)]
+        outcomes = [job.wait() for job in jobs]
+    assert [outcome.status for outcome in outcomes] == [0] * 10
+    said = [{line.split(" ", 2)[2] for line in outcome.out.splitlines()} for outcome in outcomes]
+    assert all(len(each) == 1 for each in said), "two ranks of one job were told different things"
+    assert len(set.union(*said)) == len({line.split()[0] for each in said for line in each}) == 10
+
+
+def test_a_reader_that_goes_away_ends_the_job(script: Script) -> None:
+    path = script("while True: print('x', flush=True); time.sleep(0.01)")
+    command = [sys.executable, "-m", "imece", "launch", "--ranks", "2", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None and launcher.stdout.read(1) == b"["
+        launcher.stdout.close()
+        assert launcher.wait(30) == 128 + signal.SIGPIPE
+
+
+def test_a_real_process(script: Script) -> None:
+    """Not a copy of pytest: the command as a person types it."""
+    command = [sys.executable, "-m", "imece", "launch", "--ranks", "2"]
+    command.append(str(script("print('hi'); sys.exit(rank)")))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "[rank 0] hi" in done.stdout and "[rank 1] hi" in done.stdout
+    assert done.stderr.startswith("imece: rank 1 (pid ")

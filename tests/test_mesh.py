@@ -1,0 +1,284 @@
+"""Who is in which group; and that ranks which do not want the same world are told so."""
+
+from __future__ import annotations
+
+import math
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+import imece
+from imece import mesh as mesh_module
+from imece.axes import AXES, check_axes, coordinates, crossing, partition
+from imece.errors import UserError
+from imece.store import read_note
+from tests.ranks import run_ranks, start_ranks
+
+# --- arithmetic ---
+
+_SIZES = st.fixed_dictionaries({axis: st.integers(1, 3) for axis in AXES})
+
+
+@given(_SIZES, st.sets(st.sampled_from(AXES)))
+def test_sets_of_ranks_are_a_partition_along_the_axes(sizes: dict[str, int], axes: set[str]) -> None:
+    world_size = math.prod(sizes.values())
+    sets = partition(sorted(axes), sizes)
+    assert sorted(rank for ranks in sets for rank in ranks) == list(range(world_size))
+    assert all(len(ranks) == math.prod(sizes[axis] for axis in axes) for ranks in sets)
+    for ranks in sets:
+        assert list(ranks) == sorted(ranks)
+        fixed = [{a: c for a, c in coordinates(rank, sizes).items() if a not in axes} for rank in ranks]
+        assert all(each == fixed[0] for each in fixed)
+
+
+@given(_SIZES)
+def test_every_rank_has_its_own_coordinates(sizes: dict[str, int]) -> None:
+    seen = {tuple(coordinates(rank, sizes).values()) for rank in range(math.prod(sizes.values()))}
+    assert len(seen) == math.prod(sizes.values())
+
+
+def test_neighbours_share_a_tensor_and_stages_lie_far_apart() -> None:
+    sizes = check_axes({"pipeline": 2, "tensor": 2, "replicate": 2}, 8)
+    assert partition(["tensor"], sizes) == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert partition(["replicate"], sizes) == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert partition(["pipeline"], sizes) == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert partition(["replicate", "pipeline"], sizes) == ((0, 2, 4, 6), (1, 3, 5, 7))
+
+
+def test_crossing_hosts() -> None:
+    assert crossing(((0, 1), (2, 3))) == ((0, 2), (1, 3))
+    assert crossing(((0, 2), (1, 3))) == ((0, 1), (2, 3))
+    assert crossing(((0, 1, 2),)) == ((0,), (1,), (2,))
+    assert crossing(((0, 1), (2,))) is None
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"),
+    [
+        ({"replicate": 3}, ["replicate 3", "= 3 ranks", "has 4"]),
+        ({"replicate": 2, "shard": 4}, ["8 ranks", "has 4"]),
+        ({"data": 4}, ["'data'", "replicate, shard"]),
+        ({"shard": 0}, ["shard", "0"]),
+        ({"shard": 4.0}, ["shard", "4.0"]),
+        ({}, ["has 4"]),
+    ],
+)
+def test_axes_that_do_not_fit(axes: dict[str, Any], said: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        check_axes(axes, 4)
+    assert all(part in str(caught.value) for part in said), caught.value
+
+
+# --- one rank ---
+
+
+def test_no_mesh_before_init() -> None:
+    with pytest.raises(UserError, match=r"imece\.init\(\)"):
+        mesh_module.current()
+
+
+def test_one_rank_needs_no_launcher_and_no_second_init() -> None:
+    mesh = imece.init()
+    try:
+        assert (mesh.rank, mesh.world_size, mesh.hosts, mesh.backend) == (0, 1, ((0,),), "shm")
+        assert mesh.world.master_port is None
+        assert imece.init() is mesh is mesh_module.current()
+        with pytest.raises(UserError, match="before"):
+            imece.init({"shard": 1})
+        assert mesh.group("tensor") is mesh.world_group is mesh.host_group
+        assert mesh.device_mesh.shape == (1,)
+        for wrong in ((), ("rows",), ("shard", "shard")):
+            with pytest.raises(UserError):
+                mesh.group(*wrong)
+    finally:
+        mesh.close()
+    assert not dist.is_initialized()
+    with pytest.raises(UserError, match="closed"):
+        mesh.group("shard")
+    mesh.close()  # a second time does nothing
+
+
+def test_the_script_says_how_many_ranks_it_wants() -> None:
+    with pytest.raises(
+        UserError, match="wants 2 ranks and was started as 1: start it with imece launch --ranks 2"
+    ):
+        imece.init(ranks=2)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("backend", "device"), [("smoke", None), (None, "tpu"), (None, "moon")])
+def test_unknown_backend_or_device(backend: str | None, device: str | None) -> None:
+    with pytest.raises(UserError, match=r"smoke|tpu|moon"):
+        imece.init(backend=backend, device=device)
+
+
+def test_a_world_of_another_size_is_not_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for name, value in {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "1",
+        }.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match="rank 0 of 1, but torchrun started rank 0 of 2"):
+            imece.init()
+        assert dist.is_initialized(), "not ours to destroy"
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "data", [b"[1]", b"\x80\x04.", b"{", b"[" * 10_000, b'{"a":"' + b"x" * 20_000 + b'"}']
+)
+def test_notes_that_imece_did_not_write(data: bytes) -> None:
+    with pytest.raises(UserError, match="did not write"):
+        read_note(data, "rank 1")
+
+
+# --- four ranks ---
+
+SHAPES: list[dict[str, int]] = [
+    {"replicate": 4},
+    {"replicate": 2, "shard": 2},
+    {"pipeline": 2, "tensor": 2},
+    {"shard": 2, "context": 2, "replicate": 1},
+]
+
+
+def groups_of(shapes: list[dict[str, int]], backend: str) -> list[list[list[int]]]:
+    """For each shape: the ranks of this rank's group for each axis, then for all pairs of axes in use, each
+    seen through a real sum as well."""
+    found = []
+    for shape in shapes:
+        mesh = imece.init(shape, backend=backend)
+        used = [axis for axis, size in shape.items() if size > 1]
+        groups = [mesh.group(axis) for axis in AXES] + [mesh.group(*used), mesh.host_group]
+        found.append([dist.get_process_group_ranks(group) for group in groups])
+        for group in groups:
+            bits = torch.tensor([1 << mesh.rank])
+            dist.all_reduce(bits, group=group)
+            assert bits.item() == sum(1 << rank for rank in dist.get_process_group_ranks(group))
+        assert mesh.device_mesh.mesh_dim_names is not None
+        for axis in mesh.device_mesh.mesh_dim_names:
+            assert mesh.device_mesh.get_group(axis) is mesh.group(axis)
+            assert mesh.device_mesh.get_local_rank(axis) == mesh.coordinate(axis)
+        mesh.close()
+        assert not dist.is_initialized()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_members_of_groups(backend: str) -> None:
+    by_rank = run_ranks(groups_of, 4, args=(SHAPES, backend), backend=None)
+    for rank, found in enumerate(by_rank):
+        for shape, groups in zip(SHAPES, found, strict=True):
+            sizes = check_axes(shape, 4)
+            used = [axis for axis, size in shape.items() if size > 1]
+            wanted = [[axis] for axis in AXES] + [used]
+            expected = [next(list(s) for s in partition(axes, sizes) if rank in s) for axes in wanted]
+            assert groups == [*expected, [0, 1, 2, 3]], shape
+
+
+def hosts_and_groups() -> dict[str, Any]:
+    mesh = imece.init({"replicate": 2, "shard": 2})
+    cross = mesh.cross_group
+    found = {
+        "hosts": mesh.hosts,
+        "backend": mesh.backend,
+        "host": dist.get_process_group_ranks(mesh.host_group),
+        "cross": None if cross is None else dist.get_process_group_ranks(cross),
+        "backends": [
+            dist.get_backend(group) for group in (mesh.world_group, mesh.host_group, mesh.group("shard"))
+        ],
+    }
+    bits = torch.tensor([1 << mesh.rank])
+    dist.all_reduce(bits, group=mesh.host_group)
+    return {**found, "bits": bits.item()}
+
+
+def test_two_emulated_hosts() -> None:
+    by_rank = run_ranks(hosts_and_groups, 4, backend=None, ranks_per_host=2)
+    for rank, found in enumerate(by_rank):
+        mine = [0, 1] if rank < 2 else [2, 3]
+        assert found["hosts"] == [[0, 1], [2, 3]]
+        assert found["host"] == mine and found["bits"] == sum(1 << other for other in mine)
+        assert found["cross"] == [rank % 2, rank % 2 + 2]
+        assert found["backend"] == "gloo"
+        assert found["backends"] == ["gloo", "shm", "shm"]
+
+
+def test_hosts_of_different_sizes_have_no_cross_group() -> None:
+    by_rank = run_ranks(cross_group_ranks, 3, backend=None, ranks_per_host=2)
+    assert by_rank == [[[[0, 1], [2]], None]] * 3
+
+
+def cross_group_ranks() -> list[Any]:
+    mesh = imece.init()
+    return [mesh.hosts, mesh.cross_group]
+
+
+def want_different_things() -> list[str]:
+    """What a rank is told of one mistake after the other."""
+    rank = int(os.environ["RANK"])
+    mistakes: list[dict[str, Any]] = [
+        {"axes": {"replicate": 2} if rank == 0 else {"shard": 2}},
+        {"backend": "gloo" if rank == 0 else None},
+    ]
+    told = []
+    for mistake in mistakes:
+        with pytest.raises(UserError) as caught:
+            imece.init(**mistake)
+        told.append(str(caught.value))
+    imece.init()  # and then they agree
+    return told
+
+
+def test_ranks_that_want_different_things() -> None:
+    for axes, backend in run_ranks(want_different_things, 2, backend=None):
+        assert "'replicate': 2, 'shard': 1" in axes and "'replicate': 1, 'shard': 2" in axes
+        assert backend == "backend: gloo on rank 0, but None on rank 1"
+
+
+def ask_for_groups_in_different_order() -> None:
+    mesh = imece.init({"replicate": 2, "shard": 2})
+    mesh.group("shard" if mesh.rank < 2 else "replicate")
+
+
+def test_groups_in_different_order() -> None:
+    """Whoever asks second is told; the first ones wait, and are ended here as a launcher would end them."""
+    with start_ranks(ask_for_groups_in_different_order, 4) as ranks:
+        results = ranks.wait(60, after_failure_s=0.5)
+    told = [result.error_text for result in results if "same order" in result.error_text]
+    assert len(told) == 2, [result.report() for result in results]
+    assert all("((0, 1), (2, 3))" in text and "((0, 2), (1, 3))" in text for text in told)
+
+
+def adopt() -> list[Any]:
+    mesh = imece.init()
+    same = mesh.world_group is dist.group.WORLD
+    mesh.close()
+    return [mesh.backend, mesh.hosts, same, dist.is_initialized()]
+
+
+def test_adopts_a_process_group() -> None:
+    assert run_ranks(adopt, 2, backend="gloo") == [["gloo", [[0, 1]], True, True]] * 2
+
+
+def wait_for_the_missing() -> None:
+    if os.environ["RANK"] != "1":
+        imece.init(timeout=timedelta(seconds=1))
+
+
+def test_missing_ranks_are_named() -> None:
+    with pytest.raises(
+        AssertionError, match=r"rank [02] waited 1 s for 1 of 3 ranks, which never came: rank 1"
+    ):
+        run_ranks(wait_for_the_missing, 3, backend=None)
