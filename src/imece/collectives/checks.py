@@ -1,0 +1,316 @@
+"""Checked calls on backends that do not check themselves: Gloo, NCCL, MPI. "shm" checks in its own protocol.
+
+Left alone, Gloo adds float32 bits to int32 bits, takes one rank's broadcast for another's all_reduce, and
+when sizes differ it hangs or ends the process from a thread of its own (`gloo::EnforceNotMet`, SIGABRT),
+which no Python can catch. So each collective first gathers its fingerprint from all ranks over a second
+group of the same ranks, and moves data only when all agree. On a mismatch no rank has started: every rank
+gets the same error and can leave (destroy_process_group() would wait for a Gloo collective that never ends).
+
+    group, check_group = ...         # of the mesh, the same ranks; check_group on CPU, "shm" is fastest
+    checker = checks.guard(group, check_group)
+
+    checker.begin("all_reduce", x.dtype, x.shape, "sum").wait()                       # synchronous
+    dist.all_reduce(x, group=group)
+
+    work = checker.call(lambda: dist.all_reduce(x, group=group, async_op=True),       # asynchronous
+                        "all_reduce", x.dtype, x.shape, "sum", label=name)
+    work.wait()
+
+The price is one all_gather of 192 bytes a rank, before a synchronous call; of asynchronous calls in a row
+it is hidden in all but the first, since the next check runs while data moves. send and recv are not checked
+here: one more message each way for every message would double their time. A recv whose buffer is too small
+still ends a Gloo process.
+"""
+
+from __future__ import annotations
+
+import queue
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from imece.collectives import fingerprint as fp
+from imece.collectives import recorder
+from imece.errors import CollectiveError, CollectiveTimeoutError, MismatchError, PeerLostError
+
+# What travels: number of the call, fingerprint, six dims + 1 (0: none); and the label, which is not compared.
+_ROW = struct.Struct("=qq6q128s")
+_COMPARED_BYTES = 64
+_SHUT_S = 5.0
+
+
+class _Said(NamedTuple):
+    """One rank's row, unpacked."""
+
+    number: int
+    fingerprint: int
+    shape: tuple[int, ...]
+    label: str
+
+
+class Check:
+    """The fingerprints of one call, on their way. Created by `Checker.begin`."""
+
+    def __init__(
+        self, checker: Checker, what: str, work: dist.Work, rows: torch.Tensor, before: CheckedWork | None
+    ) -> None:
+        self.what = what
+        self._checker, self._work, self._before = checker, work, before
+        self._rows = rows  # uint8 [world_size, 192]
+
+    def done(self) -> bool:
+        """Whether all fingerprints are here, or the gathering has failed: `wait` would not block on it."""
+        return bool(self._work.is_completed())
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Returns once all ranks are known to make the same call, and earlier asynchronous ones have started.
+
+        MismatchError on every rank if they differ; CollectiveTimeoutError after `timeout_s` (None: the check
+        group's own timeout); PeerLostError if a rank has gone.
+        """
+        deadline = _deadline(timeout_s)
+        if self._before is not None:
+            self._before._wait_launched(deadline)
+            self._before = None
+        self._gather(deadline)
+
+    def _gather(self, deadline: float | None) -> None:
+        if self._checker.failure is not None:
+            raise self._checker.failure  # the first one; what came after it is only its consequence
+        _wait(self._work, deadline, self.what, self._checker)
+        raw = self._rows.numpy().tobytes()
+        if any(
+            raw[at : at + _COMPARED_BYTES] != raw[:_COMPARED_BYTES] for at in range(0, len(raw), _ROW.size)
+        ):
+            said = [_unpack(raw[at : at + _ROW.size]) for at in range(0, len(raw), _ROW.size)]
+            raise self._checker._fail(
+                MismatchError(_explain(dict(zip(self._checker.ranks, said, strict=True))))
+            )
+
+
+class CheckedWork:
+    """A collective that starts as soon as its check says so. Created by `Checker.call`."""
+
+    def __init__(self, check: Check, launch: Callable[[], dist.Work | None]) -> None:
+        self._check, self._launch = check, launch
+        self._launched = threading.Event()
+        self._work: dist.Work | None = None
+        self._error: BaseException | None = None
+        # NCCL orders a collective behind what the *current* stream holds; the thread that starts it has none.
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def done(self) -> bool:
+        """Whether `wait` would not block."""
+        return self._launched.is_set() and (self._work is None or bool(self._work.is_completed()))
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Returns when the collective is complete (on CUDA: when the current stream waits for it).
+
+        Errors as for `Check.wait`, and whatever starting the collective raised.
+        """
+        deadline = _deadline(timeout_s)
+        self._wait_launched(deadline)
+        if self._error is not None:
+            raise self._error
+        if self._work is not None:
+            _wait(self._work, deadline, self._check.what, self._check._checker)
+
+    def _wait_launched(self, deadline: float | None) -> None:
+        if not self._launched.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+            raise _timeout(self._check.what)
+
+    def _run(self) -> None:
+        """In the checker's thread: keeps what goes wrong for whoever waits."""
+        try:
+            self._check._gather(None)
+            # Grad mode belongs to a thread too, and a tensor that is reduced in place may want gradients.
+            with torch.no_grad(), torch.cuda.stream(self._stream):  # None: does nothing
+                self._work = self._launch()
+        except BaseException as error:  # noqa: BLE001 - raised again by wait()
+            self._error = error
+        finally:
+            self._launched.set()
+
+
+class Checker:
+    """Checks all collectives of one group. All ranks make their calls on it in the same order.
+
+    group: the one that moves data. check_group: the same ranks in the same order, on CPU, for this alone.
+    After a failure every further call raises it again: the ranks no longer agree on what comes next.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, check_group: dist.ProcessGroup) -> None:
+        self.group, self.check_group = group, check_group
+        self.ranks: list[int] = dist.get_process_group_ranks(check_group)  # global ranks, in group order
+        assert self.ranks == dist.get_process_group_ranks(group), "group and check group hold different ranks"
+        self._number = 0
+        self._lock = threading.Lock()  # numbers go to the check group in their own order
+        self.failure: CollectiveError | None = None  # the first
+        self._last: CheckedWork | None = None
+        self._queue: queue.SimpleQueue[CheckedWork | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(
+        self,
+        op: str,
+        dtype: torch.dtype | None,
+        shape: Sequence[int],
+        reduce_op: str = "",
+        root: int = -1,
+        label: str = "",
+    ) -> Check:
+        """Sends this rank's fingerprint of its next call; `wait` on it before the data moves.
+
+        op, reduce_op: names of fingerprint.py. shape: of the tensor that must be alike on all ranks, so the
+        input. root: rank in the group. label: the parameter or bucket, shown in errors, not compared.
+        """
+        with self._lock:
+            return self._begin(op, dtype, shape, reduce_op, root, label, self._last)
+
+    def call(
+        self,
+        launch: Callable[[], dist.Work | None],
+        op: str,
+        dtype: torch.dtype | None,
+        shape: Sequence[int],
+        reduce_op: str = "",
+        root: int = -1,
+        label: str = "",
+    ) -> CheckedWork:
+        """Starts a collective as soon as all ranks are known to make it, in the order of the calls.
+
+        launch: starts it asynchronously and returns its work; runs in the checker's own thread, and never if
+        ranks differ. Other arguments as for `begin`. Keep the tensors as they are until `wait`.
+        """
+        with self._lock:
+            work = CheckedWork(self._begin(op, dtype, shape, reduce_op, root, label, None), launch)
+            self._last = work
+            self._queue.put(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="imece-check", daemon=True)
+                self._thread.start()
+        return work
+
+    def close(self) -> None:
+        """Ends the thread; calls that are still queued end first."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(_SHUT_S)  # a check that waits for a lost rank ends with its group's timeout
+            self._thread = None
+
+    def _begin(
+        self,
+        op: str,
+        dtype: torch.dtype | None,
+        shape: Sequence[int],
+        reduce_op: str,
+        root: int,
+        label: str,
+        before: CheckedWork | None,
+    ) -> Check:
+        if self.failure is not None:
+            raise self.failure
+        numel = 1
+        for dim in shape:
+            numel *= dim
+        dims = [dim + 1 for dim in shape[:6]]
+        for dim in shape[6:]:
+            dims[5] = (dims[5] - 1) * dim + 1
+        self._number += 1
+        fingerprint = fp.pack(op, reduce_op, dtype, numel, root)
+        row = bytearray(_ROW.size)
+        _ROW.pack_into(
+            row, 0, self._number, fingerprint, *dims, *(0,) * (6 - len(dims)), label.encode()[:128]
+        )
+        rows = torch.empty(len(self.ranks), _ROW.size, dtype=torch.uint8)
+        work = dist.all_gather(
+            list(rows.unbind()),
+            torch.frombuffer(row, dtype=torch.uint8),
+            group=self.check_group,
+            async_op=True,
+        )
+        what = f"{op} number {self._number}" + (f" ({label})" if label else "")
+        return Check(self, what, work, rows, before)
+
+    def _fail(self, error: CollectiveError) -> CollectiveError:
+        self.failure = self.failure or error
+        return self.failure
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work._run()
+
+
+_checkers: dict[str, Checker] = {}
+
+
+def guard(group: dist.ProcessGroup, check_group: dist.ProcessGroup) -> Checker:
+    """Makes and keeps the checker of a group; `checker(group)` returns it. All ranks call it."""
+    release(group)
+    _checkers[group.group_name] = made = Checker(group, check_group)
+    return made
+
+
+def checker(group: dist.ProcessGroup) -> Checker | None:
+    """The checker of a group, None if its calls are not checked here."""
+    found = _checkers.get(group.group_name)
+    # Names come again after destroy_process_group(); the group object does not.
+    return found if found is not None and found.group is group else None
+
+
+def release(group: dist.ProcessGroup) -> None:
+    """Forgets the checker of a group; before the group is destroyed."""
+    found = _checkers.pop(group.group_name, None)
+    if found is not None:
+        found.close()
+
+
+def _wait(work: dist.Work, deadline: float | None, what: str, checker: Checker) -> None:
+    """Waits for a work; its backend's RuntimeErrors become ours."""
+    try:
+        if deadline is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    except RuntimeError as error:
+        if "imed out" in str(error) or "imeout" in str(error):
+            raise checker._fail(_timeout(what)) from error
+        raise checker._fail(PeerLostError(f"{what}: a rank has gone: {error}")) from error
+
+
+def _timeout(what: str) -> CollectiveTimeoutError:
+    """Says who is missing, as far as this host's recorders know."""
+    lines = recorder.explain(recorder.find())
+    return CollectiveTimeoutError(f"{what}: not all ranks came in time. " + " / ".join(lines))
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s
+
+
+def _unpack(raw: bytes) -> _Said:
+    number, fingerprint, *dims, label = _ROW.unpack(raw)
+    shape = tuple(dim - 1 for dim in dims if dim > 0)
+    return _Said(number, fingerprint, shape, label.split(b"\0", 1)[0].decode("utf-8", "replace"))
+
+
+def _explain(said: dict[int, _Said]) -> str:
+    """said: by global rank."""
+    message = fp.explain(
+        next(iter(said.values())).number,
+        {rank: row.fingerprint for rank, row in said.items()},
+        {rank: row.label for rank, row in said.items()},
+        {rank: row.shape for rank, row in said.items()},
+    )
+    if message is not None:
+        return message
+    at = ", ".join(
+        f"rank {rank} at {fp.unpack(row.fingerprint).op} number {row.number}" for rank, row in said.items()
+    )
+    return f"ranks differ in how many calls they made on this group: {at}. Did one catch an error and go on?"

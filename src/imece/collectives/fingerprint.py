@@ -1,0 +1,171 @@
+"""What a collective is, in 64 bits: two ranks that disagree find out before a byte of data is summed.
+
+    bit 63    59        55       50            38                                    0
+        | op 5 | reduce 4 | dtype 5 | root + 1 12 |              numel 38              |
+
+Code 0 of every field means "none" (a barrier has no dtype, an all_reduce no root). Operation codes stay
+below 16, so a packed fingerprint is also a non-negative int64 and fits a torch tensor. The tables are part
+of what ranks exchange: append to them, never reorder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+OPS = (
+    "", "broadcast", "reduce", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "gather",
+    "scatter", "barrier", "send", "recv", "exchange", "all_reduce_coalesced", "all_gather_coalesced",
+    "reduce_scatter_coalesced",
+)  # fmt: skip
+REDUCE_OPS = ("", "sum", "avg", "min", "max", "product", "band", "bor", "bxor", "premul_sum")
+DTYPES: tuple[str, ...] = (
+    "", "float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8", "bool", "int8",
+    "int16", "uint16", "uint32", "uint64", "complex32", "complex64", "complex128", "float8_e4m3fn",
+    "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "other",
+)  # fmt: skip
+
+MAX_NUMEL = (1 << 38) - 1
+MAX_ROOT = (1 << 12) - 2
+_OP_SHIFT, _REDUCE_SHIFT, _DTYPE_SHIFT, _ROOT_SHIFT = 59, 55, 50, 38
+
+# Shifted once here, so that pack() is four dict look-ups and no arithmetic on codes.
+_OP_BITS = {name: code << _OP_SHIFT for code, name in enumerate(OPS)}
+_REDUCE_BITS = {name: code << _REDUCE_SHIFT for code, name in enumerate(REDUCE_OPS)}
+_OTHER_DTYPE = DTYPES.index("other") << _DTYPE_SHIFT
+_DTYPE_BITS: dict[torch.dtype | None, int] = {None: 0} | {
+    getattr(torch, name): code << _DTYPE_SHIFT
+    for code, name in enumerate(DTYPES)
+    if name and name != "other" and hasattr(torch, name)
+}
+DTYPE_CODES = {dtype: bits >> _DTYPE_SHIFT for dtype, bits in _DTYPE_BITS.items()}
+
+
+class Fields(NamedTuple):
+    """A fingerprint unpacked: names, not codes."""
+
+    op: str
+    reduce_op: str  # "" if none
+    dtype: str  # "" if none
+    root: int  # rank in the group, -1 if none; for send and recv the peer
+    numel: int
+
+
+def pack(op: str, reduce_op: str, dtype: torch.dtype | None, numel: int, root_or_peer: int = -1) -> int:
+    """The fingerprint of one call, a non-negative int below 2**63.
+
+    KeyError for an unknown operation; a numel above MAX_NUMEL or a root above MAX_ROOT wraps around: it is
+    still compared in its low bits, and both are far beyond one machine's memory or one job's ranks.
+    """
+    return (
+        _OP_BITS[op]
+        | _REDUCE_BITS[reduce_op]
+        | _DTYPE_BITS.get(dtype, _OTHER_DTYPE)
+        | ((root_or_peer + 1) & 0xFFF) << _ROOT_SHIFT
+        | (numel & MAX_NUMEL)
+    )
+
+
+def unpack(fingerprint: int) -> Fields:
+    """The fields of a packed fingerprint; codes that this version does not know become "unknown 17"."""
+
+    def name(table: tuple[str, ...], code: int) -> str:
+        return table[code] if code < len(table) else f"unknown {code}"
+
+    return Fields(
+        op=name(OPS, fingerprint >> _OP_SHIFT & 0x1F),
+        reduce_op=name(REDUCE_OPS, fingerprint >> _REDUCE_SHIFT & 0xF),
+        dtype=name(DTYPES, fingerprint >> _DTYPE_SHIFT & 0x1F),
+        root=(fingerprint >> _ROOT_SHIFT & 0xFFF) - 1,
+        numel=fingerprint & MAX_NUMEL,
+    )
+
+
+def describe(fingerprint: int) -> str:
+    """One call in words, e.g. "all_reduce(avg) of float32[2359296]" or "broadcast from 2 of int64[8]"."""
+    return _describe(unpack(fingerprint), None)
+
+
+def describe_tensor(fingerprint: int, shape: tuple[int, ...] | None = None) -> str:
+    """Only what was sent, e.g. "float32[768, 3072]"; the flat numel if the shape is not known."""
+    return _tensor(unpack(fingerprint), shape)
+
+
+def mismatch_message(seq: int, by_rank: Mapping[int, str], op: str = "", verb: str = "called") -> str:
+    """The sentence for a mismatch of call number `seq` of a group.
+
+    by_rank: what each rank did, in words; ranks with equal words are named together. `op` is the operation if
+    all ranks agree on it.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank in sorted(by_rank):
+        ranks_of.setdefault(by_rank[rank], []).append(rank)
+    parts = [f"{rank_words(ranks)} {verb} {words}" if i == 0 else f"{rank_words(ranks)} {words}"
+             for i, (words, ranks) in enumerate(ranks_of.items())]  # fmt: skip
+    who = "both" if len(by_rank) == 2 else "all"
+    return (
+        f"{op or 'collective'} number {seq} differs between ranks: {', '.join(parts)}. "
+        f"Do {who} ranks run the same forward?"
+    )
+
+
+def explain(
+    seq: int,
+    fingerprints: Mapping[int, int],
+    labels: Mapping[int, str] | None = None,
+    shapes: Mapping[int, tuple[int, ...]] | None = None,
+) -> str | None:
+    """None if all ranks did the same, else the mismatch in words: only what differs, and the labels.
+
+    fingerprints, labels, shapes: by rank in the group. Ranks agree if their fingerprints and (where given)
+    their shapes are equal; labels are shown and never compared.
+    """
+    shapes = shapes or {}
+    if len(set(fingerprints.values())) <= 1 and len(set(shapes.values())) <= 1:
+        return None
+    fields = {rank: unpack(value) for rank, value in fingerprints.items()}
+    same_op = len({f.op for f in fields.values()}) == 1
+    same_way = same_op and len({(f.reduce_op, f.root) for f in fields.values()}) == 1
+    words: dict[int, str] = {}
+    for rank, field in fields.items():
+        shape = shapes.get(rank)
+        text = _tensor(field, shape) if same_way else _describe(field, shape)
+        label = (labels or {}).get(rank, "")
+        words[rank] = f"{text} ({label})" if label else text
+    op = next(iter(fields.values())).op if same_op else ""
+    return mismatch_message(seq, words, op=op, verb="sent" if same_way else "called")
+
+
+def rank_words(ranks: list[int]) -> str:
+    """[2] -> "rank 2"; [0, 1, 3] -> "ranks 0, 1, 3"; runs of three or more as "ranks 0-3"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return "ranks " + ", ".join(parts)
+
+
+def _tensor(field: Fields, shape: tuple[int, ...] | None) -> str:
+    if not field.dtype:
+        return "no tensor"
+    dims = shape if shape is not None else (field.numel,)
+    return f"{field.dtype}[{', '.join(map(str, dims))}]"
+
+
+def _describe(field: Fields, shape: tuple[int, ...] | None) -> str:
+    text = field.op or "nothing"
+    if field.reduce_op:
+        text += f"({field.reduce_op})"
+    if field.root >= 0:
+        text += f" {_ROOT_WORD.get(field.op, 'from')} {field.root}"
+    return f"{text} of {_tensor(field, shape)}" if field.dtype else text
+
+
+_ROOT_WORD = {"send": "to", "reduce": "to", "gather": "to"}

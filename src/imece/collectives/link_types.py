@@ -1,0 +1,96 @@
+"""What is known of the links between ranks: how long a message takes, and the backend's own collectives."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from imece.errors import UserError
+
+VERSION = 1
+FILE_NAME = "links.json"
+Hosts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction between two ranks, or the typical one of a level."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def time_s(self, steps: float, nbytes: float) -> float:
+        return steps * self.latency_s + nbytes / self.bytes_per_s
+
+    def __str__(self) -> str:
+        rate = self.bytes_per_s / 1e9
+        return f"{rate:.{1 if rate >= 1 else 2}f} GB/s, {self.latency_s * 1e6:,.0f} us"
+
+
+@dataclass(frozen=True)
+class Native:
+    """The backend's own collective, timed as a whole at two sizes: fixed_s + nbytes * s_per_byte."""
+
+    fixed_s: float
+    s_per_byte: float
+
+
+@dataclass(frozen=True)
+class Links:
+    """What `measure` found. Equal on all ranks, so all ranks choose alike."""
+
+    backend: str
+    world_size: int
+    hosts: tuple[tuple[int, ...], ...]  # ranks in the group, of each host
+    pairs: tuple[tuple[int, int, Link], ...]  # lower rank, higher rank
+    inside: Link | None  # median pair of one host; None if no host has two ranks
+    between: Link | None  # median pair of two hosts; None on one host
+    native: Mapping[str, Native]  # by operation
+    sum_s_per_byte: float  # adding one fp32 message to another, the slowest rank
+
+    def to_json(self) -> str:
+        return json.dumps({"version": VERSION} | asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Links:
+        """UserError if the text is not what `to_json` writes."""
+        try:
+            raw = json.loads(text)
+            if raw["version"] != VERSION:
+                raise UserError(f"links of format {raw['version']}; this imece reads format {VERSION}")
+            return Links(
+                backend=str(raw["backend"]),
+                world_size=int(raw["world_size"]),
+                hosts=tuple(tuple(map(int, host)) for host in raw["hosts"]),
+                pairs=tuple((int(a), int(b), Link(**link)) for a, b, link in raw["pairs"]),
+                inside=Link(**raw["inside"]) if raw["inside"] else None,
+                between=Link(**raw["between"]) if raw["between"] else None,
+                native={str(op): Native(**native) for op, native in raw["native"].items()},
+                sum_s_per_byte=float(raw["sum_s_per_byte"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"these are not the measured links of a run: {error!r}") from error
+
+    def save(self, folder: Path) -> Path:
+        """Writes links.json into the run's folder, whole or not at all."""
+        path = folder / FILE_NAME
+        half = path.with_suffix(f".{os.getpid()}.half")
+        half.write_text(self.to_json())
+        half.replace(path)
+        return path
+
+
+def table_line(*measured: Links) -> str:
+    """One line for `imece doctor`: "link  shm 15.1 GB/s, 18 us    gloo 1.4 GB/s, 1,650 us"."""
+    return "link  " + "    ".join(_words(links) for links in measured)
+
+
+def _words(links: Links) -> str:
+    where = " in the host" if links.between else ""
+    levels = [
+        f"{link}{where}" for link, where in ((links.inside, where), (links.between, " between hosts")) if link
+    ]
+    return f"{links.backend} " + ("; ".join(levels) or "one rank")

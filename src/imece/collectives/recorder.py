@@ -1,0 +1,246 @@
+"""The last 1,024 calls of this rank, in memory that another process can read while this one hangs.
+
+    token = recorder.enter("all_reduce", "replicate", tensor.dtype, tensor.shape, "sum")
+    ...                                     # the collective
+    recorder.leave(token)                   # or recorder.fail(token)
+
+From elsewhere: `imece doctor --attach`, or `for line in explain(find()): print(line)`.
+
+The ring lives in an anonymous file (memfd): it has no name in the file system, so nothing can stay behind,
+and /proc/PID/fd lets any process of the same user map it. Layout and reading: recording.py. Where memfd does
+not exist (macOS) the ring is private and only `dump` and the signal show it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import mmap
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+
+from imece.collectives import fingerprint as fp
+from imece.collectives import recording as ring
+from imece.collectives.recording import Recording, attach, find
+from imece.collectives.who_waits import explain
+
+__all__ = [
+    "Recorder", "Recording", "attach", "configure", "dump", "enter", "explain", "fail", "find",
+    "install_signal", "leave", "register_group",
+]  # fmt: skip
+
+_MASK = ring.CAPACITY - 1
+_RING_AT, _RECORD_BYTES = ring.RING_AT, ring.RECORD_BYTES
+_OP_CODES = {name: code for code, name in enumerate(fp.OPS)}
+_REDUCE_CODES = {name: code for code, name in enumerate(fp.REDUCE_OPS)}
+_MAX_BODIES = 4096
+_write = ring.RECORD.pack_into
+_now = time.monotonic_ns
+
+_Key = tuple[str, str, "torch.dtype | None", Sequence[int], str, int, str]
+
+
+class Recorder:
+    """The ring of one process. Threads may enter at the same time: each call takes its own slot."""
+
+    def __init__(self, rank: int, world_size: int, job: str) -> None:
+        self._fd = -1
+        if hasattr(os, "memfd_create"):
+            self._fd = os.memfd_create(ring.MEMFD_NAME)
+            os.ftruncate(self._fd, ring.TOTAL_BYTES)
+        self._map = mmap.mmap(self._fd, ring.TOTAL_BYTES)
+        self._words = memoryview(self._map).cast("q")
+        self._tokens = itertools.count(1)
+        self._bodies: dict[_Key, tuple[bytes, Iterator[int], int]] = {}
+        self._rows: dict[str, int] = {}
+        self._numbers: dict[int, Iterator[int]] = {}
+        self._started_ns = time.time_ns()
+        self.identify(rank, world_size, job)
+
+    def identify(self, rank: int, world_size: int, job: str) -> None:
+        """Writes the header; again when the rank becomes known."""
+        host = (os.environ.get("IMECE_HOST") or socket.gethostname()).encode()[:64]
+        ring.HEADER.pack_into(
+            self._map, 0, ring.MAGIC, ring.VERSION, os.getpid(), rank, world_size, ring.CAPACITY,
+            ring.RECORD_BYTES, self._started_ns, host, job.encode()[:64],
+        )  # fmt: skip
+
+    def enter(
+        self, op: str, group_name: str, dtype: torch.dtype | None, shape: Sequence[int], reduce_op: str,
+        peer: int, label: str,
+    ) -> int:  # fmt: skip
+        key = (op, group_name, dtype, shape, reduce_op, peer, label)
+        known = self._bodies.get(key)
+        if known is None:
+            known = self._remember(key)
+        body, numbers, word = known
+        number, token = next(numbers), next(self._tokens)
+        _write(self._map, _RING_AT + (token & _MASK) * _RECORD_BYTES, token, number, _now(), 0, body, token)
+        self._words[word] = number
+        return token
+
+    def leave(self, token: int, sign: int = 1) -> None:
+        word = (_RING_AT + (token & _MASK) * _RECORD_BYTES) >> 3
+        # A call that outlived 1,024 later ones has lost its slot to one of them.
+        if self._words[word] == token:
+            self._words[word + 3] = sign * _now()
+
+    def register_group(self, name: str, ranks: Sequence[int]) -> None:
+        at = ring.GROUPS_AT + self._row(name) * ring.GROUP_BYTES
+        last, last_p2p, raw_name, _ = ring.GROUP.unpack_from(self._map, at)
+        ring.GROUP.pack_into(self._map, at, last, last_p2p, raw_name, ring.ranks_text(tuple(ranks)).encode())
+
+    def recording(self) -> Recording:
+        recording = ring.read(self._map, "R")
+        assert recording is not None, "the recorder's own header is damaged"
+        return recording
+
+    def close(self) -> None:
+        self._words.release()
+        self._map.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def _row(self, name: str) -> int:
+        row = self._rows.get(name)
+        if row is None:
+            row = self._rows[name] = min(len(self._rows), ring.MAX_GROUPS - 1)
+            shown = name if row < ring.MAX_GROUPS - 1 else "further groups"
+            ring.GROUP.pack_into(
+                self._map, ring.GROUPS_AT + row * ring.GROUP_BYTES, 0, 0, shown.encode()[:64], b""
+            )
+        return row
+
+    def _remember(self, key: _Key) -> tuple[bytes, Iterator[int], int]:
+        """Packs what repeats with every call of the same kind, so that `enter` copies bytes only."""
+        op, group_name, dtype, shape, reduce_op, peer, label = key
+        row = self._row(group_name)
+        word = (ring.GROUPS_AT + row * ring.GROUP_BYTES) // 8 + (op in ring.POINT_TO_POINT)
+        numbers = self._numbers.setdefault(word, itertools.count(1))
+        dims = [dim + 1 for dim in shape[:6]]
+        for dim in shape[6:]:
+            dims[5] = (dims[5] - 1) * dim + 1
+        body = ring.BODY.pack(
+            _OP_CODES[op], _REDUCE_CODES[reduce_op], fp.DTYPE_CODES.get(dtype, fp.DTYPES.index("other")),
+            len(shape), row, peer, *dims, *(0,) * (6 - len(dims)), _short(label),
+        )  # fmt: skip
+        if len(self._bodies) >= _MAX_BODIES:
+            self._bodies.clear()
+        self._bodies[key] = known = body, numbers, word
+        return known
+
+
+_recorder: Recorder | None = None
+
+
+def enter(
+    op: str, group_name: str, tensor_dtype: torch.dtype | None, shape: Sequence[int], reduce_op: str = "",
+    peer: int = -1, label: str = "",
+) -> int:  # fmt: skip
+    """Notes that this rank enters a call; returns the token for `leave` or `fail`.
+
+    shape: a tuple or torch.Size; () with dtype None for a barrier. peer: root or other side, as rank in the
+    group. KeyError for an operation that fingerprint.OPS does not hold. Enter and leave cost about 1 us.
+    """
+    return (_recorder or _create()).enter(op, group_name, tensor_dtype, shape, reduce_op, peer, label)
+
+
+def leave(token: int) -> None:
+    """Notes that the call is complete."""
+    (_recorder or _create()).leave(token)
+
+
+def fail(token: int) -> None:
+    """Notes that the call has raised."""
+    (_recorder or _create()).leave(token, -1)
+
+
+def register_group(name: str, ranks: Sequence[int]) -> None:
+    """Tells which global ranks a group holds, in order, so that `explain` can name those who are missing."""
+    (_recorder or _create()).register_group(name, ranks)
+
+
+def configure(rank: int, world_size: int, job: str = "") -> None:
+    """Tells the rank and the job, where neither torch.distributed nor the environment know them."""
+    (_recorder or _create()).identify(rank, world_size, job or _job())
+
+
+def dump(file: TextIO | None = None, last: int = 16) -> None:
+    """Prints this rank's last calls, newest last, to `file` (standard error)."""
+    recording = (_recorder or _create()).recording()
+    lines = [f"rank {recording.rank} (pid {recording.pid}): last {min(last, len(recording.calls))} calls"]
+    for call in recording.calls[-last:]:
+        age = f"{recording.age_s(call):.3f} s"
+        when = f"{age} ago" if call.end_ns else f"since {age}"
+        lines.append(f"  {call.state:7} {when:>18}  {call.group} number {call.number}: {call.what}")
+    print("\n".join(lines), file=file or sys.stderr, flush=True)
+
+
+def install_signal(number: int = signal.SIGUSR1) -> None:
+    """After this, `kill -USR1 PID` prints all threads' stacks and this rank's last calls to standard error.
+
+    The stacks come at once, from C. The calls come from a Python handler, which can run only between two
+    bytecodes of the main thread: a main thread that sits in a C wait (a hung Gloo or NCCL call) prints them
+    when the wait ends, so never. Reading from outside works then too: `imece doctor --attach`.
+    Main thread only (ValueError elsewhere); replaces a handler that was there.
+    """
+
+    def show(_number: int, _frame: FrameType | None) -> None:
+        dump()
+
+    signal.signal(number, show)
+    faulthandler.register(number, file=2, all_threads=True, chain=True)  # chain: then `show`
+
+
+def _create() -> Recorder:
+    global _recorder
+    if dist.is_available() and dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    else:
+        rank, world_size = _number("RANK", -1), _number("WORLD_SIZE", 0)
+    _recorder = Recorder(rank, world_size, _job())
+    return _recorder
+
+
+def _job() -> str:
+    """Equal on all ranks of a job, different between jobs that live at the same time on one host."""
+    environ = os.environ
+    if token := environ.get("IMECE_JOB"):
+        return token
+    if environ.get("MASTER_PORT"):
+        run = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID") or ""
+        return f"{environ.get('MASTER_ADDR', '')}:{environ['MASTER_PORT']} {run}".strip()
+    return f"children of {os.getppid()}"
+
+
+def _number(name: str, default: int) -> int:
+    try:
+        return int(os.environ.get(name, default))
+    except ValueError:
+        return default
+
+
+def _short(label: str) -> bytes:
+    """At most 32 bytes; both ends of a parameter's name tell more than its first half."""
+    raw = label.encode()
+    return raw if len(raw) <= 32 else raw[:13] + b".." + raw[-17:]
+
+
+def _forget_after_fork() -> None:
+    """The child must not write into its parent's ring: it gets its own at its first call."""
+    global _recorder
+    if _recorder is not None:
+        _recorder.close()
+        _recorder = None
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

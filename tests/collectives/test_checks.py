@@ -1,0 +1,289 @@
+"""Checked calls over Gloo: each kind of mismatch is the same error on every rank, and right calls pass."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from imece.collectives import checks, recorder
+from imece.errors import CollectiveTimeoutError, MismatchError, PeerLostError
+from tests.ranks import run_ranks, start_ranks
+
+WORLD = 3
+Call = tuple[str, torch.dtype, tuple[int, ...], str, int]  # op, dtype, shape, reduce op, root
+
+F32, I32 = torch.float32, torch.int32
+RIGHT: Call = ("all_reduce", F32, (64, 3), "sum", -1)
+# name -> the right call, the odd rank's, and what the error says of each
+MISMATCHES: dict[str, tuple[Call, Call, list[str]]] = {
+    "smaller": (RIGHT, ("all_reduce", F32, (64,), "sum", -1), ["float32[64, 3]", "float32[64]"]),
+    "larger": (RIGHT, ("all_reduce", F32, (1 << 20,), "sum", -1), ["float32[64, 3]", "float32[1048576]"]),
+    "same numel": (RIGHT, ("all_reduce", F32, (192,), "sum", -1), ["float32[64, 3]", "float32[192]"]),
+    "dtype": (RIGHT, ("all_reduce", I32, (64, 3), "sum", -1), ["float32[64, 3]", "int32[64, 3]"]),
+    "reduce op": (RIGHT, ("all_reduce", F32, (64, 3), "max", -1), ["all_reduce(sum)", "all_reduce(max)"]),
+    "operation": (RIGHT, ("broadcast", F32, (64, 3), "", 0), ["all_reduce(sum)", "broadcast from 0"]),
+    "root": (
+        ("broadcast", F32, (8,), "", 0),
+        ("broadcast", F32, (8,), "", 1),
+        ["broadcast from 0", "broadcast from 1"],
+    ),
+}
+
+
+def guarded() -> checks.Checker:
+    group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=30))
+    check_group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=30))
+    return checks.guard(group, check_group)
+
+
+def launch(checker: checks.Checker, call: Call, tensor: torch.Tensor) -> Callable[[], dist.Work | None]:
+    """The data's part of a call, asynchronous. torch's work, or None if it was done at once."""
+    op, _, _, reduce_op, root = call
+    reduce = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "": None}[
+        reduce_op
+    ]
+    group = checker.group
+    if op == "all_reduce":
+        return lambda: dist.all_reduce(tensor, reduce, group=group, async_op=True)
+    if op == "broadcast":
+        return lambda: dist.broadcast(tensor, root, group=group, async_op=True)
+    assert op == "all_gather"
+    parts = [torch.empty_like(tensor) for _ in checker.ranks]
+    return lambda: dist.all_gather(parts, tensor, group=group, async_op=True)
+
+
+def start(checker: checks.Checker, call: Call, tensor: torch.Tensor, label: str = "") -> checks.CheckedWork:
+    op, dtype, shape, reduce_op, root = call
+    return checker.call(launch(checker, call, tensor), op, dtype, shape, reduce_op, root, label)
+
+
+def meet_all_mismatches() -> list[list[list[Any]]]:
+    return [meet_mismatches(sync) for sync in (True, False)]
+
+
+def meet_mismatches(sync: bool) -> list[list[Any]]:
+    """For each mismatch: seconds until the error came, and its text. The odd rank is another each time."""
+    found = []
+    rank = dist.get_rank()
+    for index, (name, (right, wrong, _)) in enumerate(MISMATCHES.items()):
+        checker = guarded()
+        mine = wrong if rank == index % WORLD else right
+        op, dtype, shape, reduce_op, root = mine
+        dist.barrier()
+        before = torch.full(shape, rank + 1).to(dtype)
+        tensor = before.clone()
+        start(checker, (*right[:2], (4,), *right[3:]), torch.ones(4)).wait()  # so that numbers are not all 1
+        began = time.perf_counter()
+        try:
+            if sync:
+                checker.begin(op, dtype, shape, reduce_op, root, f"{name} of {rank}").wait()
+                launch(checker, mine, tensor)()
+            else:
+                start(checker, mine, tensor, f"{name} of {rank}").wait()
+        except MismatchError as error:
+            found.append([time.perf_counter() - began, str(error)])
+            assert torch.equal(tensor, before), "data moved before the check"
+            with pytest.raises(MismatchError, match="differs between ranks"):
+                checker.begin(op, dtype, shape, reduce_op, root)
+        checks.release(checker.group)
+    return found
+
+
+def test_every_mismatch_is_an_error_on_every_rank() -> None:
+    by_rank = run_ranks(meet_all_mismatches, WORLD, backend="gloo")
+    for sync in (0, 1):
+        for index, name in enumerate(MISMATCHES):
+            told = [found[sync][index] for found in by_rank]
+            check_words(name, index % WORLD, {text for _, text in told})
+            assert max(took for took, _ in told) < 1.0
+    slowest = max(took for rank in by_rank for found in rank for took, _ in found)
+    print(f"\nslowest error: {slowest * 1e3:.1f} ms")
+
+
+def check_words(name: str, odd: int, texts: set[str]) -> None:
+    assert len(texts) == 1, f"{name}: ranks tell different stories: {texts}"
+    text = texts.pop()
+    assert "number 2 differs between ranks" in text, text
+    for rank in range(WORLD):
+        assert f"({name} of {rank})" in text and f"rank {rank}" in text, text
+    right, wrong = MISMATCHES[name][2]
+    after_odd = text[text.index(f"rank {odd}") :].partition(f"({name} of {odd})")[0]
+    assert wrong in after_odd and right not in after_odd and right in text, text
+
+
+def swap_order() -> str:
+    """Two asynchronous calls of equal size, in another order on the last rank: Gloo sums them crosswise."""
+    checker = guarded()
+    calls = [("first", torch.ones(16)), ("second", torch.ones(2, 8))]
+    if dist.get_rank() == WORLD - 1:
+        calls.reverse()
+    works, texts = [], []
+    for name, tensor in calls:
+        try:
+            works.append(start(checker, (*RIGHT[:2], tuple(tensor.shape), "sum", -1), tensor, name))
+        except MismatchError as error:  # the first check may be back before the second call
+            texts.append(str(error))
+    for work in works:
+        with pytest.raises(MismatchError) as caught:
+            work.wait()
+        texts.append(str(caught.value))
+    assert len(texts) == 2 and texts[0] == texts[1], texts
+    assert "number 1" in texts[0]
+    assert all(tensor.eq(1).all() for _, tensor in calls), "a wrong sum"
+    return texts[0]
+
+
+def make_right_calls() -> list[float]:
+    """200 mixed calls, right on all ranks, sync and async mixed. Returns us: bare, checked, async checked."""
+    checker = guarded()
+    choice = random.Random(7)
+    pending: list[tuple[checks.CheckedWork, torch.Tensor, float]] = []
+    done = 0
+    for number in range(200):
+        dtype = choice.choice([torch.float32, torch.float64, torch.int64])
+        shape = choice.choice([(), (1,), (7, 3), (2, 1, 2, 1, 2, 1, 2, 3), (1000,), (0,)])
+        op, reduce_op, root = choice.choice(
+            [
+                ("all_reduce", "sum", -1),
+                ("all_reduce", "max", -1),
+                ("broadcast", "", number % WORLD),
+                ("all_gather", "", -1),
+            ]
+        )
+        call: Call = (op, dtype, shape, reduce_op, root)
+        if op == "all_gather" and 0 in shape:
+            continue  # Gloo itself refuses those
+        tensor = torch.full(shape, dist.get_rank() + 1, dtype=dtype)
+        expected = {"sum": 6, "max": 3, "": root + 1 if op == "broadcast" else dist.get_rank() + 1}[reduce_op]
+        label = f"{number} of rank {dist.get_rank()}"  # differs by rank, and may
+        if choice.random() < 0.5:
+            pending.append((start(checker, call, tensor, label), tensor, expected))
+        else:
+            checker.begin(*call, label).wait(20)
+            work = launch(checker, call, tensor)()
+            assert work is not None
+            work.wait()
+            assert tensor.eq(expected).all(), (number, call)
+        if choice.random() < 0.2:
+            for checked, other, value in pending:
+                checked.wait(20)
+                assert checked.done() and other.eq(value).all()
+            pending.clear()
+        done += 1
+    for checked, other, value in pending:
+        checked.wait()
+        assert other.eq(value).all()
+    assert done > 150
+    return overhead(checker)
+
+
+def overhead(checker: checks.Checker) -> list[float]:
+    tensor = torch.ones(1 << 18)  # 1 MiB
+    call: Call = ("all_reduce", tensor.dtype, tuple(tensor.shape), "max", -1)
+    bare = launch(checker, call, tensor)
+
+    def in_a_row(each: Callable[[], Any]) -> None:
+        for work in [each() for _ in range(8)]:
+            work.wait()
+
+    def checked_sync() -> None:
+        checker.begin(*call).wait()
+        bare().wait()  # type: ignore[union-attr]
+
+    variants: list[Callable[[], object]] = [
+        lambda: bare().wait(),  # type: ignore[union-attr]
+        checked_sync,
+        lambda: in_a_row(bare),
+        lambda: in_a_row(lambda: start(checker, call, tensor)),
+    ]
+    times: list[list[float]] = [[] for _ in variants]
+    for _ in range(12):
+        for took, variant in zip(times, variants, strict=True):
+            dist.barrier()
+            began = time.perf_counter()
+            variant()
+            took.append(time.perf_counter() - began)
+    return [1e6 * statistics.median(took) for took in times]
+
+
+def test_right_calls_pass_and_cost() -> None:
+    bare, checked, row, checked_row = run_ranks(make_right_calls, WORLD, backend="gloo")[0]
+    print(f"\n1 MiB all_reduce over Gloo, 3 ranks, us: {bare:.0f} bare, {checked:.0f} checked; "
+          f"eight asynchronous: {row:.0f} bare, {checked_row:.0f} checked")  # fmt: skip
+
+
+def miss_one() -> str:
+    """The last rank makes no call: the others time out, and say who is missing."""
+    checker = guarded()
+    recorder.register_group("replicate", range(WORLD))
+    recorder.leave(recorder.enter("broadcast", "replicate", torch.float32, (4,), "", 0))
+    dist.barrier()
+    text = ""
+    if dist.get_rank() < WORLD - 1:
+        token = recorder.enter("all_reduce", "replicate", torch.float32, (4,), "sum")
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            checker.begin("all_reduce", torch.float32, (4,), "sum", label="w").wait(0.3)
+        text = str(caught.value)
+        recorder.fail(token)
+    dist.barrier()
+    return text
+
+
+def lose_peer() -> None:
+    checker = guarded()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(60)
+    with pytest.raises(PeerLostError, match="all_reduce number 1: a rank has gone"):
+        checker.begin("all_reduce", torch.float32, (4,), "sum").wait(30)
+
+
+def test_a_killed_rank_is_an_error() -> None:
+    with start_ranks(lose_peer, 2, backend="gloo") as ranks:
+        ranks.wait_entered()
+        time.sleep(1.0)  # rank 0 waits in the check
+        ranks.kill(1)
+        zero, one = ranks.wait(30)
+    assert zero.entered and zero.finished, zero.report()
+    assert one.returncode == -9
+
+
+def find_checkers() -> None:
+    checker = guarded()
+    other = dist.new_group(list(range(WORLD)))
+    assert checks.checker(checker.group) is checker
+    assert checks.checker(other) is None
+    checks._checkers[other.group_name] = checker  # as if the name had come again with a new group
+    assert checks.checker(other) is None
+    del checks._checkers[other.group_name]
+    checks.release(checker.group)
+    assert checks.checker(checker.group) is None
+    with pytest.raises(ZeroDivisionError):
+        checker.call(raises, "barrier", None, ()).wait()
+    checker.close()
+
+
+def raises() -> None:
+    raise ZeroDivisionError
+
+
+def tell_stories() -> list[str]:
+    find_checkers()
+    return [miss_one(), swap_order()]
+
+
+def test_missing_rank_swapped_order_and_registry() -> None:
+    missed, swapped = zip(*run_ranks(tell_stories, WORLD, backend="gloo"), strict=True)
+    for text in missed[:-1]:
+        assert "all_reduce number 1 (w): not all ranks came in time" in text
+        assert "rank 2 is not in it: its last call was broadcast number 1 on group replicate (left" in text
+    sides = "ranks 0, 1 sent float32[16] (first), rank 2 float32[2, 8] (second)"
+    assert all(sides in text for text in swapped), swapped

@@ -1,0 +1,109 @@
+"""Fingerprints: packing is exact, and a mismatch is told in words that name both sides."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from imece.collectives import fingerprint as fp
+
+TORCH_DTYPES = [dtype for dtype in fp.DTYPE_CODES if dtype is not None]
+
+
+@given(
+    op=st.sampled_from(fp.OPS),
+    reduce_op=st.sampled_from(fp.REDUCE_OPS),
+    dtype=st.sampled_from(TORCH_DTYPES),
+    numel=st.integers(0, fp.MAX_NUMEL),
+    root=st.integers(-1, fp.MAX_ROOT),
+)
+def test_unpack_returns_what_was_packed(
+    op: str, reduce_op: str, dtype: torch.dtype, numel: int, root: int
+) -> None:
+    packed = fp.pack(op, reduce_op, dtype, numel, root)
+    assert 0 <= packed < 2**63
+    assert fp.unpack(packed) == (op, reduce_op, str(dtype).removeprefix("torch."), root, numel)
+
+
+def test_each_field_alone_changes_the_fingerprint() -> None:
+    calls = [
+        fp.pack("all_reduce", "sum", torch.float32, 8),
+        fp.pack("all_gather", "sum", torch.float32, 8),
+        fp.pack("all_reduce", "max", torch.float32, 8),
+        fp.pack("all_reduce", "sum", torch.int32, 8),
+        fp.pack("all_reduce", "sum", torch.float32, 9),
+        fp.pack("all_reduce", "sum", torch.float32, 8, 0),
+        fp.pack("all_reduce", "sum", torch.float32, 8, 1),
+        fp.pack("barrier", "", None, 0),
+    ]
+    for one, other in itertools.combinations(calls, 2):
+        assert one != other
+
+
+def test_unknown_operation_is_refused() -> None:
+    with pytest.raises(KeyError):
+        fp.pack("all_reduse", "sum", torch.float32, 1)
+
+
+def test_describe() -> None:
+    assert fp.describe(fp.pack("all_reduce", "avg", torch.bfloat16, 12)) == "all_reduce(avg) of bfloat16[12]"
+    assert fp.describe(fp.pack("broadcast", "", torch.int64, 8, 2)) == "broadcast from 2 of int64[8]"
+    assert fp.describe(fp.pack("send", "", torch.uint8, 8, 0)) == "send to 0 of uint8[8]"
+    assert fp.describe(fp.pack("barrier", "", None, 0)) == "barrier"
+
+
+def test_equal_calls_have_nothing_to_explain() -> None:
+    same = fp.pack("all_reduce", "sum", torch.float32, 8)
+    assert fp.explain(1, {0: same, 1: same}, shapes={0: (2, 4), 1: (2, 4)}) is None
+
+
+def test_the_message_of_the_interface() -> None:
+    message = fp.explain(
+        812,
+        {
+            0: fp.pack("all_reduce", "sum", torch.float32, 2359296),
+            1: fp.pack("all_reduce", "sum", torch.float32, 589824),
+        },
+        {0: "blocks.3.mlp.up.weight ...", 1: "blocks.3.attention.out.weight"},
+    )
+    assert message == (
+        "all_reduce number 812 differs between ranks: rank 0 sent float32[2359296] "
+        "(blocks.3.mlp.up.weight ...), rank 1 float32[589824] (blocks.3.attention.out.weight). "
+        "Do both ranks run the same forward?"
+    )
+
+
+def test_equal_ranks_are_named_together_and_other_operations_in_full() -> None:
+    gather = fp.pack("all_gather", "", torch.float32, 4)
+    message = fp.explain(
+        7, {0: gather, 1: gather, 2: gather, 3: fp.pack("broadcast", "", torch.float32, 4, 0)}
+    )
+    assert message == (
+        "collective number 7 differs between ranks: ranks 0-2 called all_gather of float32[4], "
+        "rank 3 broadcast from 0 of float32[4]. Do all ranks run the same forward?"
+    )
+
+
+def test_only_the_shape_differs() -> None:
+    same = fp.pack("all_reduce", "sum", torch.float32, 6)
+    message = fp.explain(3, {0: same, 1: same}, shapes={0: (2, 3), 1: (3, 2)})
+    assert message is not None and "rank 0 sent float32[2, 3], rank 1 float32[3, 2]" in message
+
+
+def test_only_the_reduce_op_or_the_root_differs() -> None:
+    ops = {r: fp.pack("all_reduce", op, torch.float32, 6) for r, op in enumerate(("sum", "max"))}
+    roots = {r: fp.pack("reduce", "sum", torch.float32, 6, r) for r in range(2)}
+    assert "rank 0 called all_reduce(sum) of float32[6], rank 1 all_reduce(max) of" in str(fp.explain(3, ops))
+    assert "rank 0 called reduce(sum) to 0 of float32[6], rank 1 reduce(sum) to 1 of" in str(
+        fp.explain(3, roots)
+    )
+
+
+def test_rank_words() -> None:
+    assert fp.rank_words([2]) == "rank 2"
+    assert fp.rank_words([0, 1, 3]) == "ranks 0, 1, 3"
+    assert fp.rank_words([0, 1, 2, 5, 7, 8, 9, 10]) == "ranks 0-2, 5, 7-10"
