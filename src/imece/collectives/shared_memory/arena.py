@@ -7,13 +7,13 @@ tensor on it is gone, an arena when its last block is.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from imece.collectives.shared_memory import segment
@@ -71,8 +71,9 @@ class Arenas:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised tensor of `shape` in shared memory."""
-        numel = int(np.prod(shape, dtype=np.int64)) if len(shape) else 1
-        nbytes = numel * dtype.itemsize
+        if any(size < 0 for size in shape):
+            raise ValueError(f"shape {tuple(shape)} has a negative dimension")
+        nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(tuple(shape), dtype=dtype)
         taken = -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
@@ -133,6 +134,7 @@ def shared_empty(shape: int | Sequence[int], dtype: torch.dtype = torch.float32)
         views of it are shared too, results of operations on it are not.
 
     Raises:
+        ValueError: a dimension is negative.
         UserError: the host or the container has too little memory; the message names both sizes.
     """
     return ARENAS.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)

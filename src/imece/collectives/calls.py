@@ -1,0 +1,154 @@
+"""The way of every collective: recorded, checked, started, and waited for or handed out as `Pending`.
+
+Only the shortest one, a synchronous all_reduce in shared memory, goes round this file (ops.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from imece.collectives import checks, recorder
+from imece.collectives.pending import Pending, Waitable, drain, in_background
+from imece.collectives.recording import POINT_TO_POINT
+from imece.collectives.reduction import flattened, shares_memory
+from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.errors import UserError
+
+
+def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or that of all ranks. UserError if there is none, ValueError if this rank is not in it."""
+    if group is None:
+        group = dist.group.WORLD
+        if group is None:
+            raise UserError("there are no ranks yet: call imece.init() first")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError("this rank is not in the group that it was asked to communicate in")
+    return group
+
+
+def in_shared_memory(group: dist.ProcessGroup, tensor: torch.Tensor) -> bool:
+    """Whether our own engine moves this tensor: it checks calls and knows all reductions by itself."""
+    return isinstance(group, SharedMemoryGroup) and tensor.device.type == "cpu"
+
+
+def flat_place(tensor: torch.Tensor) -> torch.Tensor:
+    """Flat memory to receive into: the tensor's own if it is contiguous."""
+    return flattened(tensor) if tensor.is_contiguous() else tensor.new_empty(tensor.numel())
+
+
+def copy_back(place: torch.Tensor, tensor: torch.Tensor) -> None:
+    """What came into `flat_place(tensor)` goes where it belongs, if it is not there."""
+    if not shares_memory(place, tensor):
+        tensor.detach().copy_(place.view(tensor.shape))
+
+
+def check_rank(what: str, rank: int, group: dist.ProcessGroup) -> None:
+    """ValueError unless the group has such a rank."""
+    if not 0 <= rank < group.size():
+        raise ValueError(f"{what} rank {rank}: the group has ranks 0 to {group.size() - 1}")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call on a group. op: a name of fingerprint.OPS; tensor: the one that must be alike on all ranks."""
+
+    op: str
+    group: dist.ProcessGroup
+    tensor: torch.Tensor | None
+    reduce_op: str = ""
+    root: int = -1  # or the peer of a message
+    label: str = ""
+
+    def native(
+        self,
+        launch: Callable[[], Waitable | list[Waitable]],
+        result: torch.Tensor | None,
+        finish: Callable[[], object] | None,
+        async_op: bool,
+    ) -> Any:
+        """Runs what the backend does by itself. launch starts it, finish puts the result where it belongs."""
+        token = self._enter()
+        try:
+            drain(self.group)
+            checker = self._checker()
+            works: Waitable | list[Waitable]
+            if checker is not None and async_op:
+                one = cast(Callable[[], dist.Work], launch)
+                works = _Checked(checker.call(one, *self._fingerprint()))
+            else:
+                if checker is not None:
+                    checker.begin(*self._fingerprint()).wait()
+                with torch.no_grad():
+                    works = launch()
+        except BaseException:
+            recorder.fail(token)
+            raise
+        pending = Pending(self.op, result, works if isinstance(works, list) else [works], finish, token)
+        return pending if async_op else pending.wait()
+
+    def scheduled(
+        self,
+        run: Callable[[], object],
+        result: torch.Tensor | None,
+        async_op: bool,
+        *others: dist.ProcessGroup,
+    ) -> Any:
+        """Runs what we do ourselves, message by message. others: groups that it uses besides its own."""
+        token = self._enter()
+        try:
+            checker = self._checker()
+            check = checker.begin(*self._fingerprint()) if checker is not None else None
+
+            def checked() -> None:
+                if check is not None:
+                    check.wait()
+                run()
+
+            if async_op:
+                task = in_background(checked, self.group, *others)
+                return Pending(self.op, result, [task], None, token)
+            drain(self.group, *others)
+            with torch.no_grad():
+                checked()
+        except BaseException:
+            recorder.fail(token)
+            raise
+        recorder.leave(token)
+        return result
+
+    def _enter(self) -> int:
+        dtype, shape = (self.tensor.dtype, self.tensor.shape) if self.tensor is not None else (None, ())
+        return recorder.enter(
+            self.op, self.group.group_name, dtype, shape, self.reduce_op, self.root, self.label
+        )
+
+    def _checker(self) -> checks.Checker | None:
+        if isinstance(self.group, SharedMemoryGroup) or self.op in POINT_TO_POINT:
+            return None
+        return checks.checker(self.group)
+
+    def _fingerprint(self) -> tuple[str, torch.dtype | None, tuple[int, ...], str, int, str]:
+        dtype, shape = (
+            (self.tensor.dtype, tuple(self.tensor.shape)) if self.tensor is not None else (None, ())
+        )
+        return self.op, dtype, shape, self.reduce_op, self.root, self.label
+
+
+class _Checked:
+    """A call that starts after its check, waited for like torch's Work."""
+
+    def __init__(self, work: checks.CheckedWork) -> None:
+        self._work = work
+
+    def wait(self, timeout: timedelta | None = None, /) -> bool:
+        self._work.wait(timeout.total_seconds() if timeout is not None else None)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.done()

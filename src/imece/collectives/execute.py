@@ -1,0 +1,186 @@
+"""Runs a schedule over any torch group, and posts messages that progress together.
+
+A step's messages are cut into pieces. Piece i of all of them is round i, and some rounds are in flight while
+an earlier one is summed, so that arithmetic and transfer overlap. Both ends cut alike, since both know the
+range.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from imece.collectives.pending import Waitable, wait_for
+from imece.collectives.reduction import combine
+from imece.collectives.schedules import Schedule, Step
+
+CHUNK_BYTES = 512 * 1024
+ROUNDS_AHEAD = 3
+
+# Messages of one pair and tag arrive in the order of their posting; these tags keep ours apart from the
+# user's.
+TAG_SCHEDULE = 0x1ECE0001
+TAG_HIERARCHICAL = 0x1ECE0002
+TAG_WIRE = 0x1ECE0003
+
+
+class Message(NamedTuple):
+    """A contiguous tensor to, or from, a rank of the group."""
+
+    tensor: torch.Tensor
+    peer: int
+    tag: int
+
+
+@dataclass
+class Traffic:
+    """What one rank has really moved."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    messages: int = 0  # sent
+    steps: int = 0
+
+
+def post(sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup) -> list[Waitable]:
+    """Starts all of them at once. Receives first, so that a message never waits for its place."""
+    if any(message.tensor.is_cuda for message in (*sends, *receives)):
+        return _post_batch(sends, receives, group)
+    works: list[Waitable] = [group.recv([m.tensor], m.peer, m.tag) for m in receives]
+    works += [group.send([m.tensor], m.peer, m.tag) for m in sends]
+    return works
+
+
+def _post_batch(
+    sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup
+) -> list[Waitable]:
+    """NCCL runs calls one after the other unless they are batched: the first would wait forever."""
+    calls = [dist.P2POp(dist.irecv, m.tensor, group=group, tag=m.tag, group_peer=m.peer) for m in receives]
+    calls += [dist.P2POp(dist.isend, m.tensor, group=group, tag=m.tag, group_peer=m.peer) for m in sends]
+    return list(dist.batch_isend_irecv(calls)) if calls else []
+
+
+def run_schedule(
+    schedule: Schedule,
+    flat: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: str = "sum",
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    timeout_s: float | None = None,
+) -> Traffic:
+    """Runs this rank's schedule, in place on `flat`, and returns what was moved.
+
+    flat: 1D and contiguous, equally long and of one dtype on every rank. op: sum, min, max or product, for
+    what the schedule calls "sum". Scratch: the summed part of ROUNDS_AHEAD + 1 rounds. timeout_s: for each
+    message. The rank with the lower number is always the left operand, so both ends of an exchange get the
+    same bits.
+    """
+    assert flat.dim() == 1 and flat.is_contiguous()
+    runner = _Runner(flat, group, op, chunk_bytes, timeout_s)
+    for step in schedule:
+        runner.run(step)
+    return runner.traffic
+
+
+class _Arrived(NamedTuple):
+    """Where a received piece lies and where it goes; scratch is None for a copy, which is there already."""
+
+    peer: int
+    target: torch.Tensor
+    scratch: torch.Tensor | None
+
+
+class _Round(NamedTuple):
+    works: list[Waitable]
+    arrivals: list[_Arrived]
+    peers: list[int]
+
+
+@dataclass
+class _Runner:
+    flat: torch.Tensor
+    group: dist.ProcessGroup
+    op: str
+    chunk_bytes: int
+    timeout_s: float | None
+    traffic: Traffic = field(default_factory=Traffic)
+    _scratch: list[torch.Tensor] = field(default_factory=list)  # free ones, each a piece long
+
+    def __post_init__(self) -> None:
+        self.rank = self.group.rank()
+        # NCCL cuts and overlaps by itself, and each batch costs a kernel: the whole step is one piece there.
+        whole = self.flat.is_cuda or self.chunk_bytes <= 0
+        self.piece = max(1, self.flat.numel() if whole else self.chunk_bytes // self.flat.itemsize)
+
+    def run(self, step: Step) -> None:
+        in_flight: deque[_Round] = deque()
+        for number in range(self._rounds(step)):
+            in_flight.append(self._post(step, number))
+            if len(in_flight) > ROUNDS_AHEAD:
+                self._finish(in_flight.popleft())
+        while in_flight:
+            self._finish(in_flight.popleft())
+        self.traffic.steps += 1
+
+    def _rounds(self, step: Step) -> int:
+        ranges = [(m.start, m.stop) for m in step.sends] + [(m.start, m.stop) for m in step.receives]
+        longest = max((stop - start for start, stop in ranges), default=0)
+        return -(-longest // self.piece)
+
+    def _cut(self, start: int, stop: int, number: int) -> torch.Tensor | None:
+        """Piece `number` of a range; None where the range is shorter than others of its step."""
+        start += number * self.piece
+        return self.flat[start : min(stop, start + self.piece)] if start < stop else None
+
+    def _post(self, step: Step, number: int) -> _Round:
+        sends, receives, arrivals = [], [], []
+        for incoming in step.receives:
+            target = self._cut(incoming.start, incoming.stop, number)
+            if target is None:
+                continue
+            scratch = self._take(target.numel()) if incoming.how == "sum" else None
+            place = target if scratch is None else scratch[: target.numel()]
+            arrivals.append(_Arrived(incoming.peer, target, scratch))
+            receives.append(Message(place, incoming.peer, TAG_SCHEDULE))
+            self.traffic.received_bytes += place.nbytes
+        for outgoing in step.sends:
+            part = self._cut(outgoing.start, outgoing.stop, number)
+            if part is not None:
+                sends.append(Message(part, outgoing.peer, TAG_SCHEDULE))
+                self.traffic.sent_bytes += part.nbytes
+                self.traffic.messages += 1
+        works = post(sends, receives, self.group)
+        return _Round(works, arrivals, [message.peer for message in (*receives, *sends)])
+
+    def _finish(self, this: _Round) -> None:
+        # All works first: an exchange sums into the very elements that it sends.
+        for work in this.works:
+            peers = ", ".join(map(str, dict.fromkeys(this.peers)))
+            wait_for(work, f"a schedule's exchange with rank {peers} of the group", self.timeout_s)
+        for peer, target, scratch in this.arrivals:
+            if scratch is None:
+                continue
+            got = scratch[: target.numel()]
+            left, right = (got, target) if peer < self.rank else (target, got)
+            combine(self.op, left, right, target)
+            self._scratch.append(scratch)
+
+    def _take(self, numel: int) -> torch.Tensor:
+        """Scratch for one piece, from an earlier one that was as long if there is any."""
+        for i, scratch in enumerate(self._scratch):
+            if scratch.numel() >= numel:
+                return self._scratch.pop(i)
+        self._scratch.clear()  # too short for this step; the next ones are as long as this
+        return torch.empty(numel, dtype=self.flat.dtype, device=self.flat.device)
+
+
+def pieces(numel: int, length: int) -> Iterator[tuple[int, int]]:
+    """0:numel in ranges of `length`; the last one may be shorter."""
+    for start in range(0, numel, length):
+        yield start, min(numel, start + length)

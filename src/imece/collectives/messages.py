@@ -1,0 +1,129 @@
+"""Messages between two ranks, alone or several that progress together. See also the head of ops.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from imece.collectives.calls import Call, check_rank, copy_back, flat_place, group_or_default
+from imece.collectives.execute import Message, post
+from imece.collectives.pending import Waitable
+from imece.collectives.reduction import flattened
+
+Tensor = torch.Tensor
+Group = dist.ProcessGroup
+
+
+@dataclass(frozen=True, eq=False)  # tensors cannot be compared
+class Send:
+    """One message of `exchange`: `tensor` to rank `dst` of the group."""
+
+    tensor: Tensor
+    dst: int
+    tag: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Recv:
+    """One message of `exchange`: into `tensor`, from rank `src` of the group."""
+
+    tensor: Tensor
+    src: int
+    tag: int = 0
+
+
+def send(tensor: Tensor, dst: int, *, tag: int = 0, group: Group | None = None, label: str = "") -> Tensor:
+    """Sends M bytes to rank dst, which calls `recv` with the same dtype, numel and tag; returns when they are
+    gone.
+
+    Messages of one pair and tag arrive in the order of sending. ValueError if dst is this rank or not in the
+    group.
+    """
+    group = group_or_default(group)
+    _check_peer("send to", dst, group)
+    messages = [Message(flattened(tensor), dst, tag)]
+    call = Call("send", group, tensor, root=dst, label=label)
+    call.native(lambda: post(messages, [], group), tensor, None, async_op=False)
+    return tensor
+
+
+def recv(tensor: Tensor, src: int, *, tag: int = 0, group: Group | None = None, label: str = "") -> Tensor:
+    """Receives M bytes from rank src into `tensor`. Otherwise as `send`."""
+    group = group_or_default(group)
+    _check_peer("recv from", src, group)
+    place = flat_place(tensor)
+    call = Call("recv", group, tensor, root=src, label=label)
+    call.native(
+        lambda: post([], [Message(place, src, tag)], group),
+        tensor,
+        lambda: copy_back(place, tensor),
+        async_op=False,
+    )
+    return tensor
+
+
+def exchange(
+    messages: Sequence[Send | Recv], *, group: Group | None = None, async_op: bool = False, label: str = ""
+) -> Any:
+    """All these messages progress together, in any order, without deadlock; a rank may write to itself.
+
+    Messages of one pair and tag arrive in the order in which they are listed. Returns None when all have
+    ended (async_op: a Pending of None). ValueError for ranks outside the group, and for a Send and a Recv of
+    this rank to itself that do not match.
+    """
+    group = group_or_default(group)
+    rank = group.rank()
+    sends, receives, places = [], [], []
+    for message in messages:
+        if isinstance(message, Send):
+            check_rank("send to", message.dst, group)
+            if message.dst != rank:
+                sends.append(Message(flattened(message.tensor), message.dst, message.tag))
+        else:
+            check_rank("recv from", message.src, group)
+            if message.src != rank:
+                place = flat_place(message.tensor)
+                places.append((place, message.tensor))
+                receives.append(Message(place, message.src, message.tag))
+    to_self = _pairs_with_itself(messages, rank)
+
+    def finish() -> None:
+        for place, tensor in places:
+            copy_back(place, tensor)
+
+    def start() -> list[Waitable]:
+        for sent, received in to_self:
+            received.tensor.detach().copy_(sent.tensor.view(received.tensor.shape))
+        return post(sends, receives, group)
+
+    first = messages[0].tensor if messages else None
+    return Call("exchange", group, first, label=label).native(start, None, finish, async_op)
+
+
+def _pairs_with_itself(messages: Sequence[Send | Recv], rank: int) -> list[tuple[Send, Recv]]:
+    sends = [message for message in messages if isinstance(message, Send) and message.dst == rank]
+    pairs = []
+    for message in messages:
+        if isinstance(message, Recv) and message.src == rank:
+            match = next((each for each in sends if each.tag == message.tag), None)
+            if match is None or match.tensor.numel() != message.tensor.numel():
+                sent = "nothing" if match is None else f"{match.tensor.numel()} elements"
+                raise ValueError(
+                    f"rank {rank} sends itself {sent} with tag {message.tag} and receives "
+                    f"{message.tensor.numel()} elements"
+                )
+            sends.remove(match)
+            pairs.append((match, message))
+    if sends:
+        raise ValueError(f"rank {rank} sends itself {len(sends)} messages that it does not receive")
+    return pairs
+
+
+def _check_peer(what: str, rank: int, group: Group) -> None:
+    check_rank(what, rank, group)
+    if rank == group.rank():
+        raise ValueError(f"{what} rank {rank}: that is this rank itself; use exchange, or copy")

@@ -1,0 +1,60 @@
+"""torch's own collectives of a group, by the group's ranks and our names of reductions. All return torch's
+Work.
+
+Tensors are flat and contiguous, and the reduction is one that the backend knows (reduction.prepared).
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from imece.collectives.pending import Waitable
+from imece.collectives.reduction import torch_op
+
+
+def all_reduce(flat: torch.Tensor, op: str, group: dist.ProcessGroup) -> Waitable:
+    """In place."""
+    return cast(Waitable, dist.all_reduce(flat, op=torch_op(op), group=group, async_op=True))
+
+
+def broadcast(flat: torch.Tensor, src: int, group: dist.ProcessGroup) -> Waitable:
+    """In place, from rank `src` of the group."""
+    return cast(Waitable, dist.broadcast(flat, group=group, group_src=src, async_op=True))
+
+
+def reduce(flat: torch.Tensor, dst: int, op: str, group: dist.ProcessGroup) -> Waitable:
+    """In place on rank `dst` of the group; some backends leave part sums in the others' tensors."""
+    return cast(Waitable, dist.reduce(flat, op=torch_op(op), group=group, group_dst=dst, async_op=True))
+
+
+def reduce_scatter(output: torch.Tensor, flat: torch.Tensor, op: str, group: dist.ProcessGroup) -> Waitable:
+    """Slice `rank` of the reduced `flat`, which may be that slice's own memory, into `output`."""
+    return cast(Waitable, _reduce_scatter(output, flat, op=torch_op(op), group=group, async_op=True))
+
+
+def all_gather(output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup) -> Waitable:
+    """Every rank's `flat` into its slice of `output`, which may be where `flat` lies."""
+    return cast(Waitable, _all_gather(output, flat, group=group, async_op=True))
+
+
+def all_to_all(output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup) -> Waitable | None:
+    """Slice i of `flat` goes to rank i, into the sender's slice there. None if the backend cannot do it."""
+    try:
+        return cast(Waitable, dist.all_to_all_single(output, flat, group=group, async_op=True))
+    except RuntimeError as error:  # NotImplementedError is one too
+        if "not support" in str(error) or "not implemented" in str(error):
+            return None
+        raise
+
+
+def barrier(group: dist.ProcessGroup) -> Waitable:
+    """Done when every rank of the group has come."""
+    return cast(Waitable, dist.barrier(group=group, async_op=True))
+
+
+# torch 2.13 renamed both, and warns of the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

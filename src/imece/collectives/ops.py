@@ -1,0 +1,361 @@
+"""The collectives of imece, on any torch group: what moves between ranks, and how many bytes.
+
+Common to all of them. group: a torch ProcessGroup that holds this rank, None for all ranks; ranks in
+arguments (src, dst) count within the group, and every rank of the group makes the call. op: "sum", "avg",
+"min", "max", "product", or torch's ReduceOp. dtypes: fp64, fp32, fp16, bf16, int64, int32, uint8, bool (of
+bools, sum and max mean "any", the others "all"); averages of integers are exact and truncated toward zero.
+Tensors may have any shape, be empty, and need not be contiguous. label: what the tensor is, for errors and
+the recorder.
+
+A synchronous call returns its tensor. With async_op=True the call returns a `Pending`: `wait(timeout_s)`
+gives the tensor, `done()` asks. schedule: None for the backend's own way, a name of schedules.py, or "auto"
+(links.py).
+
+In what follows M is the bytes of the whole tensor and N the number of ranks. Errors: ValueError for arguments
+that cannot be meant, before anything is sent; CollectiveError and its kinds for calls that fail.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from imece import mesh
+from imece.collectives import hierarchical, native, pending, recorder
+from imece.collectives.calls import (
+    Call,
+    check_rank,
+    copy_back,
+    flat_place,
+    group_or_default,
+    in_shared_memory,
+)
+from imece.collectives.execute import run_schedule
+from imece.collectives.messages import Recv, Send, exchange, recv, send
+from imece.collectives.pending import Pending
+from imece.collectives.reduction import flattened, landed, op_name, prepared, shares_memory
+from imece.collectives.schedules import DEFAULT_PARTS, build, check_name
+from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.collectives.wire import all_reduce_bf16, check_bf16
+from imece.errors import UserError
+
+__all__ = [
+    "Pending",
+    "Recv",
+    "Send",
+    "all_gather",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "exchange",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "send",
+]
+
+Tensor = torch.Tensor
+Group = dist.ProcessGroup
+_REDUCTIONS = frozenset({"sum", "avg", "min", "max", "product"})
+
+
+def all_reduce(
+    tensor: Tensor,
+    op: object = "sum",
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+    schedule: str | None = None,
+    wire: str | None = None,
+    label: str = "",
+) -> Any:
+    """Reduce over all ranks, in place on every rank; all get the same bits.
+
+    tensor: the same shape and dtype on every rank. Bytes sent a rank: 2(N−1)/N · M natively and with schedule
+    "ring"; log2 N · M with "recursive_doubling"; "tree" and "root" lead through rank 0; "hierarchical" needs
+    the mesh's hosts. wire="bf16": floating point, sum and avg only, half the bytes of a ring, sums in fp32
+    (wire.py); with schedule "hierarchical", bf16 between hosts only.
+    """
+    group = group if group is not None else group_or_default(None)
+    if (
+        isinstance(group, SharedMemoryGroup)
+        and not async_op
+        and schedule is None
+        and wire is None
+        and type(op) is str
+        and op in _REDUCTIONS
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+    ):
+        # 1 KiB takes 20 us here, so nothing on this way may cost more than a microsecond or two.
+        if pending.unfinished:
+            pending.drain(group)
+        token = recorder.enter("all_reduce", group.group_name, tensor.dtype, tensor.shape, op, -1, label)
+        try:
+            group.all_reduce_(tensor, op, label)
+        except BaseException:
+            recorder.fail(token)
+            raise
+        recorder.leave(token)
+        return tensor
+    group, name = group_or_default(group), op_name(op)
+    call = Call("all_reduce", group, tensor, name, label=label)
+    schedule = _chosen("all_reduce", schedule, tensor, group)
+    if wire is not None:
+        return _all_reduce_wire(call, tensor, name, async_op, schedule, wire)
+    if schedule == "hierarchical":
+        hosts = _hosts(group)
+        if hosts is not None:
+            return call.scheduled(
+                lambda: hierarchical.all_reduce(tensor, *hosts, name), tensor, async_op, *hosts
+            )
+        schedule = "ring"
+    world_size = group.size()
+    if schedule is None:
+        flat, base, back = _ready(tensor, name, group)
+        return call.native(
+            lambda: native.all_reduce(flat, base, group),
+            tensor,
+            lambda: landed(flat, tensor, back, world_size),
+            async_op,
+        )
+
+    def run() -> None:
+        flat, base = prepared(tensor, name, world_size)
+        run_schedule(build("all_reduce", schedule, group.rank(), world_size, flat.numel()), flat, group, base)
+        landed(flat, tensor, name, world_size)
+
+    return call.scheduled(run, tensor, async_op)
+
+
+def reduce_scatter(
+    output: Tensor,
+    input: Tensor,
+    op: object = "sum",
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+    schedule: str | None = None,
+    label: str = "",
+) -> Any:
+    """Reduce `input` over all ranks, and leave slice `rank` of it, in flat order, in `output`; returns that.
+
+    input: N times as many elements as output, of its dtype. Bytes sent a rank: (N−1)/N · M, M being the
+    input's. output may be its own slice of a contiguous input: nothing is copied then, and the other slices
+    of the input are scratch. ValueError if the sizes or dtypes do not fit.
+    """
+    group, name = group_or_default(group), op_name(op)
+    world_size = group.size()
+    _check_sizes("reduce_scatter", "input", input, "output", output, world_size)
+    call = Call("reduce_scatter", group, input, name, label=label)
+    schedule = _chosen("reduce_scatter", schedule, input, group)
+    if schedule is None:
+        flat, base, back = _ready(input, name, group)
+        direct = flat.dtype == output.dtype and output.is_contiguous()
+        place = flattened(output) if direct else flat.new_empty(output.numel())
+        return call.native(
+            lambda: native.reduce_scatter(place, flat, base, group),
+            output,
+            lambda: landed(place, output, back, world_size),
+            async_op,
+        )
+
+    def run() -> None:
+        flat, base = prepared(input, name, world_size)
+        mine = slice(group.rank() * output.numel(), (group.rank() + 1) * output.numel())
+        if shares_memory(flat, input) and not shares_memory(flat[mine], output):
+            flat = flat.clone()
+        run_schedule(
+            build("reduce_scatter", schedule, group.rank(), world_size, flat.numel()), flat, group, base
+        )
+        landed(flat[mine], output, name, world_size)
+
+    return call.scheduled(run, output, async_op)
+
+
+def all_gather(
+    output: Tensor,
+    input: Tensor,
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+    schedule: str | None = None,
+    label: str = "",
+) -> Any:
+    """Every rank's `input`, one after the other in flat order, in `output` on every rank; returns that.
+
+    output: N times as many elements as input, of its dtype. Bytes sent a rank: (N−1)/N · M, M being the
+    output's. input may be its own slice of a contiguous output. ValueError if the sizes or dtypes do not fit.
+    """
+    group = group_or_default(group)
+    world_size = group.size()
+    _check_sizes("all_gather", "output", output, "input", input, world_size)
+    call = Call("all_gather", group, input, label=label)
+    schedule = _chosen("all_gather", schedule, output, group)
+    place = flat_place(output)
+    if schedule is None:
+        mine = flattened(input)
+        return call.native(
+            lambda: native.all_gather(place, mine, group), output, lambda: copy_back(place, output), async_op
+        )
+
+    def run() -> None:
+        own = place[group.rank() * input.numel() : (group.rank() + 1) * input.numel()]
+        if not shares_memory(own, input):
+            own.copy_(input.detach().reshape(-1))
+        run_schedule(build("all_gather", schedule, group.rank(), world_size, place.numel()), place, group)
+        copy_back(place, output)
+
+    return call.scheduled(run, output, async_op)
+
+
+def broadcast(
+    tensor: Tensor,
+    src: int = 0,
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+    schedule: str | None = None,
+    parts: int = DEFAULT_PARTS,
+    label: str = "",
+) -> Any:
+    """Rank src's tensor on every rank, in place.
+
+    tensor: the same shape and dtype on every rank. Every rank but src receives M bytes; with schedule
+    "pipelined_ring" nobody sends more than M, in `parts` parts; with "root", src sends (N−1) · M; with
+    "tree", ceil(log2 N) · M. ValueError if src is not in the group.
+    """
+    group = group_or_default(group)
+    check_rank("broadcast from", src, group)
+    call = Call("broadcast", group, tensor, root=src, label=label)
+    schedule = _chosen("broadcast", schedule, tensor, group)
+    flat = flattened(tensor)
+    if schedule is None:
+        return call.native(
+            lambda: native.broadcast(flat, src, group), tensor, lambda: copy_back(flat, tensor), async_op
+        )
+
+    def run() -> None:
+        steps = build("broadcast", schedule, group.rank(), group.size(), flat.numel(), root=src, parts=parts)
+        run_schedule(steps, flat, group)
+        copy_back(flat, tensor)
+
+    return call.scheduled(run, tensor, async_op)
+
+
+def reduce(
+    tensor: Tensor,
+    dst: int = 0,
+    op: object = "sum",
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+    schedule: str | None = None,
+    label: str = "",
+) -> Any:
+    """Reduce over all ranks, in place on rank dst; the others' tensors stay as they are.
+
+    tensor: the same shape and dtype on every rank. Every rank but dst sends M bytes; rank dst receives (N−1)
+    · M with schedule "root", ceil(log2 N) · M with "tree". ValueError if dst is not in the group.
+    """
+    group, name = group_or_default(group), op_name(op)
+    check_rank("reduce to", dst, group)
+    call = Call("reduce", group, tensor, name, dst, label)
+    schedule = _chosen("reduce", schedule, tensor, group)
+    world_size, here = group.size(), group.rank() == dst
+    flat, base, back = _ready(tensor, name, group, native=schedule is None)
+    if (
+        not here
+        and shares_memory(flat, tensor)
+        and not (schedule is None and in_shared_memory(group, tensor))
+    ):
+        flat = flat.clone()  # part sums pass through it
+
+    def finish() -> None:
+        if here:
+            landed(flat, tensor, back, world_size)
+
+    if schedule is None:
+        return call.native(lambda: native.reduce(flat, dst, base, group), tensor, finish, async_op)
+
+    def run() -> None:
+        run_schedule(
+            build("reduce", schedule, group.rank(), world_size, flat.numel(), root=dst), flat, group, base
+        )
+        finish()
+
+    return call.scheduled(run, tensor, async_op)
+
+
+def barrier(*, group: Group | None = None, async_op: bool = False) -> Any:
+    """Nobody goes on before every rank of the group has come. Returns None, or a Pending of None."""
+    group = group_or_default(group)
+    call = Call("barrier", group, None)
+    return call.native(lambda: native.barrier(group), None, None, async_op)
+
+
+# --- helpers
+
+
+def _ready(tensor: Tensor, op: str, group: Group, native: bool = True) -> tuple[Tensor, str, str]:
+    """(buffer, what the backend reduces it with, what `landed` is told)."""
+    if native and in_shared_memory(group, tensor):
+        return flattened(tensor), op, "sum"
+    return *prepared(tensor, op, group.size()), op
+
+
+def _all_reduce_wire(
+    call: Call, tensor: Tensor, op: str, async_op: bool, schedule: str | None, wire: str
+) -> Any:
+    if wire != "bf16":
+        raise ValueError(f"unknown wire {wire!r}: None or 'bf16'")
+    if schedule not in (None, "hierarchical"):
+        raise ValueError(f"wire='bf16' has its own schedule, or 'hierarchical', but not {schedule!r}")
+    check_bf16(tensor, op)
+    hosts = _hosts(call.group) if schedule == "hierarchical" else None
+    if hosts is not None:
+        return call.scheduled(
+            lambda: hierarchical.all_reduce(tensor, *hosts, op, wire), tensor, async_op, *hosts
+        )
+    return call.scheduled(
+        lambda: all_reduce_bf16(tensor, call.group, op, collective=not async_op), tensor, async_op
+    )
+
+
+def _hosts(group: Group) -> tuple[Group, Group] | None:
+    """The mesh's host group and cross group; None, with a warning that says why, if there is no hierarchy."""
+    try:
+        arranged = mesh.current()
+    except UserError:
+        why = "only imece.init() knows the hosts"
+    else:
+        if group is not arranged.world_group:
+            raise ValueError("schedule='hierarchical' is for the group of all ranks, not for some of them")
+        cross = arranged.cross_group
+        if cross is not None:
+            return arranged.host_group, cross
+        sizes = sorted({len(host) for host in arranged.hosts})
+        why = f"hosts hold different numbers of ranks, {sizes[0]} to {sizes[-1]}"
+    warnings.warn(f"schedule='hierarchical' becomes a ring: {why}", stacklevel=3)
+    return None
+
+
+def _chosen(op: str, schedule: str | None, tensor: Tensor, group: Group) -> str | None:
+    """The schedule to run, None for the backend's own way."""
+    if schedule is not None and schedule != "auto":
+        check_name(op, schedule)
+    return None if schedule == "auto" else schedule
+
+
+def _check_sizes(op: str, long: str, whole: Tensor, short: str, part: Tensor, world_size: int) -> None:
+    if whole.numel() != world_size * part.numel():
+        raise ValueError(
+            f"{op}: {long} has {whole.numel()} elements, but {short} x {world_size} ranks is "
+            f"{part.numel()} x {world_size} = "
+            f"{world_size * part.numel()}"
+        )
+    if whole.dtype != part.dtype:
+        raise ValueError(f"{op}: {long} is {whole.dtype}, but {short} is {part.dtype}")

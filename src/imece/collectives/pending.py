@@ -1,0 +1,180 @@
+"""Collectives under way: what `async_op=True` returns, and the thread that runs schedules in the background.
+
+torch's own collectives progress by themselves. A schedule does not: somebody must sum what has arrived and
+post what comes next. For asynchronous calls that is one thread of this process, which runs them one after the
+other in the order of their calls; as with any collective, that order is the same on all ranks. A later call
+on a group that such a task still uses waits for it first (`drain`), so messages of the two cannot be taken
+for each other.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from imece.collectives import recorder
+from imece.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
+
+_LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket closed")
+
+
+class Waitable(Protocol):
+    """What torch's Work and our Task have in common."""
+
+    def wait(self, timeout: timedelta = ..., /) -> object: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class Pending:
+    """A collective under way; its tensors must be neither read nor written before `wait` returns."""
+
+    def __init__(
+        self,
+        what: str,
+        result: torch.Tensor | None,
+        works: Sequence[Waitable],
+        finish: Callable[[], object] | None = None,
+        token: int | None = None,
+    ) -> None:
+        """what: words for errors. finish: runs once, in `wait`, after all works. token: the recorder's."""
+        self._what = what
+        self._token = token
+        self._result = result
+        self._works = list(works)
+        self._finish = finish
+
+    def wait(self, timeout_s: float | None = None) -> torch.Tensor | None:
+        """The call's tensor, complete (None for barrier and exchange). A second call returns it at once.
+
+        timeout_s: for each message of the call; None means the group's own. CollectiveTimeoutError when it is
+        over: then the group cannot be used any more. PeerLostError if a connection was lost.
+        """
+        try:
+            while self._works:
+                wait_for(self._works[0], self._what, timeout_s)
+                self._works.pop(0)
+            if self._finish is not None:
+                finish, self._finish = self._finish, None
+                with torch.no_grad():
+                    finish()
+        except BaseException:
+            self._tell(recorder.fail)
+            raise
+        self._tell(recorder.leave)
+        return self._result
+
+    def _tell(self, tell: Callable[[int], None]) -> None:
+        if self._token is not None:
+            tell(self._token)
+            self._token = None
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once. Gloo knows of a receive in `wait` only: False till then."""
+        return all(work.is_completed() for work in self._works)
+
+
+def wait_for(work: Waitable, what: str, timeout_s: float | None = None) -> None:
+    """Waits for one work; torch's RuntimeErrors become ours if they mean a timeout or a lost peer."""
+    try:
+        if timeout_s is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=timeout_s))
+    except CollectiveError:
+        raise
+    except RuntimeError as error:
+        text = str(error)
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            raise CollectiveTimeoutError(f"{what} did not come to an end in time: {text}") from error
+        if any(word in text.lower() for word in _LOST):
+            raise PeerLostError(f"{what} lost a peer: {text}") from error
+        raise
+
+
+class Task:
+    """A function that the background thread runs; waits like torch's Work."""
+
+    def __init__(self, run: Callable[[], object], groups: Sequence[dist.ProcessGroup]) -> None:
+        self.groups = groups
+        self._run = run
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: timedelta | None = None, /) -> bool:
+        if not self._ended.wait(timeout.total_seconds() if timeout is not None else None):
+            raise CollectiveTimeoutError("it is still under way in the background")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+    def settled(self) -> None:
+        """Until it has ended, well or not: its own `wait` tells the error."""
+        self._ended.wait()
+
+    def execute(self) -> None:
+        try:
+            with torch.no_grad():
+                self._run()
+        except BaseException as error:  # noqa: BLE001 — kept, and raised in the thread that waits
+            self._error = error
+        finally:
+            self._ended.set()
+
+
+_tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
+unfinished: list[Task] = []  # in the order of their calls; may hold some that have ended
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+def in_background(run: Callable[[], object], *groups: dist.ProcessGroup) -> Task:
+    """Runs `run` after all tasks before it, without gradients. groups: those whose messages it uses."""
+    global _thread
+    task = Task(run, groups)
+    with _lock:
+        if _thread is None:
+            _thread = threading.Thread(target=_serve, args=(_tasks,), name="imece-collectives", daemon=True)
+            _thread.start()
+        unfinished[:] = [each for each in unfinished if not each.is_completed()]
+        unfinished.append(task)
+    _tasks.put(task)
+    return task
+
+
+def drain(*groups: dist.ProcessGroup) -> None:
+    """Waits until no background task uses any of these groups any more."""
+    if not unfinished or threading.current_thread() is _thread:
+        return
+    with _lock:
+        unfinished[:] = [task for task in unfinished if not task.is_completed()]
+        waiting = [task for task in unfinished if any(group in task.groups for group in groups)]
+    for task in waiting:
+        task.settled()
+
+
+def _serve(tasks: queue.SimpleQueue[Task]) -> None:
+    while True:
+        task = tasks.get()
+        task.execute()
+        del task  # it holds tensors
+
+
+def _forget_after_fork() -> None:
+    """The thread has stayed in the parent, and so have its tasks."""
+    global _thread, _tasks, _lock
+    _thread, _tasks, _lock = None, queue.SimpleQueue(), threading.Lock()
+    unfinished.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

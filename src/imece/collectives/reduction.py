@@ -1,0 +1,107 @@
+"""What "sum", "avg", "min", "max" and "product" mean for each dtype, on backends that know only some of it.
+
+`prepared` gives a flat buffer and one of the four operations every backend has; `landed` puts the result
+where it belongs. Between the two lies the collective. shm needs neither: its engine does all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from imece.collectives.schedules import nearest
+
+REDUCE_OPS = ("sum", "avg", "min", "max", "product")
+
+_TORCH_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+_NAMES = {op: name for name, op in _TORCH_OPS.items()}
+_OF_BOOL = {"sum": "max", "max": "max", "product": "min", "min": "min", "avg": "min"}
+
+
+def op_name(op: object) -> str:
+    """The name of a reduction given by name or as torch's ReduceOp. ValueError for any other."""
+    if isinstance(op, str):
+        if op in _TORCH_OPS:
+            return op
+        raise ValueError(f"unknown reduction {op!r}{nearest(op, REDUCE_OPS)}")
+    for torch_op, name in _NAMES.items():
+        if torch_op == op:
+            return name
+    raise ValueError(f"unknown reduction {op}: one of {', '.join(REDUCE_OPS)}")
+
+
+def torch_op(name: str) -> dist.ReduceOp.RedOpType:
+    """torch.distributed's constant for one of REDUCE_OPS."""
+    return _TORCH_OPS[name]
+
+
+def prepared(tensor: torch.Tensor, op: str, world_size: int) -> tuple[torch.Tensor, str]:
+    """(buffer, op): what to reduce, flat and contiguous, and with which of sum, min, max, product.
+
+    The buffer shares memory with a contiguous tensor wherever it can. An average is a sum here, of int64 for
+    integers (exact), of quotients for fp16 (a sum of gradients passes its 65,504 easily). bool travels as
+    uint8: some backends would add True and True to 2, which is no bool. Sum and max mean "any", the others
+    "all".
+    """
+    flat = flattened(tensor)
+    if tensor.dtype == torch.bool:
+        return flat.view(torch.uint8), _OF_BOOL[op]
+    if op != "avg":
+        return flat, op
+    if tensor.dtype == torch.float16:
+        return flat.div(world_size), "sum"
+    if not tensor.dtype.is_floating_point:
+        return flat.to(torch.int64), "sum"
+    return flat, "sum"
+
+
+def landed(buffer: torch.Tensor, tensor: torch.Tensor, op: str, world_size: int) -> torch.Tensor:
+    """Writes the reduced buffer into `tensor` (as many elements), and returns that. `op` is the one asked
+    for.
+
+    Integers are divided with truncation toward zero.
+    """
+    if tensor.dtype == torch.bool:
+        buffer = buffer.view(torch.bool)
+    elif op == "avg" and not tensor.dtype.is_floating_point:
+        buffer = buffer.div(world_size, rounding_mode="trunc")
+    elif op == "avg" and tensor.dtype != torch.float16:
+        buffer.div_(world_size)
+    if not shares_memory(buffer, tensor):
+        tensor.copy_(buffer.view(tensor.shape))
+    return tensor
+
+
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in order, 1D with stride 1: the tensor's own memory if it is contiguous, else a copy.
+
+    view(-1) would not do: one element is contiguous with any stride, and such a tensor has no view as bytes.
+    """
+    tensor = tensor.detach().contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def shares_memory(flat: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether `flat` is `tensor`'s own memory, seen flat (and perhaps as another dtype of that size)."""
+    return flat.data_ptr() == tensor.data_ptr() and tensor.is_contiguous()
+
+
+def combine(op: str, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """out = left op right, for sum, min, max, product; `out` may be either of them."""
+    _BINARY[op](left, right, out=out)
+
+
+_BINARY: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
