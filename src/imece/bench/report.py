@@ -1,0 +1,83 @@
+"""Figures as a person reads them, and files as a program does."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from imece.errors import UserError
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "k": 2**10, "mib": 2**20, "m": 2**20, "gib": 2**30, "g": 2**30}
+
+
+def size_text(nbytes: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.4g} {name}"
+    return f"{nbytes} B"
+
+
+def read_size(text: str) -> int:
+    """ "6MiB" -> 6291456. Raises UserError for anything else than a number with B, KiB, MiB or GiB."""
+    match = re.fullmatch(r"\s*([0-9]{1,12})\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS or int(match[1]) == 0:
+        raise UserError(f"{text!r} is not a size like 64KiB or 6MiB")
+    return int(match[1]) * _UNITS[match[2].lower()]
+
+
+def read_sizes(text: str) -> list[int]:
+    """ "1KiB..256MiB" (each size four times the one before) or "1KiB,6MiB", or both mixed; ascending.
+
+    Raises UserError for anything else.
+    """
+    sizes: set[int] = set()
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        low = read_size(first)
+        if not dots:
+            sizes.add(low)
+            continue
+        high = read_size(last)
+        if high < low:
+            raise UserError(f"sizes {part!r}: {last} is less than {first}")
+        while low <= high:
+            sizes.add(low)
+            low *= 4
+    return sorted(sizes)
+
+
+def read_choices(text: str, allowed: tuple[str, ...], what: str) -> list[str]:
+    """ "a,b" -> ["a", "b"]. Raises UserError for a word that is not in `allowed`, which it names."""
+    chosen = [word.strip() for word in text.split(",") if word.strip()]
+    for word in chosen:
+        if word not in allowed:
+            raise UserError(f"{what} {word!r} is not one of {', '.join(allowed)}")
+    return list(dict.fromkeys(chosen))
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write `content` to `path`, whose folder is made. Raises UserError if that cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+def check_writable(path: Path | None) -> None:
+    """Say before minutes of measuring, not after them, that a result cannot be written."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        with path.open("ab"):  # permissions alone do not tell: root may write where there is no writing
+            pass
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,218 @@
+"""`imece bench`: measure this machine's collectives, two emulated hosts, and a model's step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from imece.bench import collectives, ddp, hosts, machine, report, targets
+from imece.bench.contenders import LIBRARIES, OPS
+from imece.bench.namespaces import HostsUnavailable
+from imece.cli.options import nearest, parse
+from imece.errors import UserError
+
+_QUICK_S = 0.004
+
+
+@dataclass(frozen=True)
+class CollectivesOptions:
+    """Options of `imece bench collectives`."""
+
+    ranks: str = "2"
+    """Numbers of ranks, for instance 2,4."""
+    sizes: str = "1KiB..256MiB,6MiB"
+    """Message sizes: a list, or a range of which each is four times the one before."""
+    ops: str = ",".join(OPS)
+    """Which operations."""
+    rounds: int = 5
+    """Rounds in each of which every library is timed once."""
+    against: str = "gloo,mpich,deepspeed"
+    """Other libraries; those that are not installed are left out."""
+    shared: bool = True
+    """Measure shm with tensors in shared memory (imece.shared_empty)."""
+    ordinary: bool = True
+    """Measure shm with ordinary tensors."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    plot: Path | None = None
+    """Write a plot (PNG) to this file."""
+    quick: bool = False
+    """Few sizes, 3 short rounds: to see that it works, not to quote."""
+
+    def plan(self) -> collectives.Plan:
+        """What to measure; UserError for what cannot be."""
+        ranks = tuple(_whole(word, "--ranks") for word in self.ranks.split(","))
+        if any(not 2 <= count <= 64 for count in ranks):
+            raise UserError(f"--ranks {self.ranks}: from 2 to 64 ranks can be measured")
+        _at_least_one(self.rounds, "--rounds")
+        against = report.read_choices(self.against, LIBRARIES[2:], "--against")
+        ours = [name for name, wanted in zip(LIBRARIES, (self.shared, self.ordinary), strict=False) if wanted]
+        chosen = tuple(ours + against)
+        ops = tuple(report.read_choices(self.ops, OPS, "--ops"))
+        if not chosen or not ops:
+            raise UserError("nothing to measure: name at least one operation and one library")
+        sizes = tuple(report.read_sizes(self.sizes))
+        if self.quick:
+            default = self.sizes == CollectivesOptions.sizes
+            quick_sizes = tuple(report.read_sizes("1KiB,64KiB,1MiB,8MiB")) if default else sizes
+            return collectives.Plan(ranks, ops, quick_sizes, chosen, min(self.rounds, 3), _QUICK_S)
+        return collectives.Plan(ranks, ops, sizes, chosen, self.rounds)
+
+
+@dataclass(frozen=True)
+class HostsOptions:
+    """Options of `imece bench hosts`."""
+
+    size: str = "16MiB"
+    """Message size."""
+    rate: str = "1gbit"
+    """Rate of the cable in each direction, as tc reads it."""
+    rounds: int = 5
+    """Alternating rounds."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    quick: bool = False
+    """2 MiB and 2 rounds: to see that it works, not to quote."""
+
+    def plan(self) -> hosts.Plan:
+        """What to measure; UserError for what cannot be."""
+        if re.fullmatch(r"[0-9]+(\.[0-9]+)?[kmg]?bit", self.rate) is None:
+            raise UserError(f"--rate {self.rate!r} is not a rate like 1gbit or 100mbit")
+        _at_least_one(self.rounds, "--rounds")
+        size = report.read_size(self.size) // 4 * 4
+        if self.quick:
+            return hosts.Plan(min(size, 2 * 2**20), min(self.rounds, 2), self.rate, (1, 4))
+        return hosts.Plan(size, self.rounds, self.rate)
+
+
+@dataclass(frozen=True)
+class DdpOptions:
+    """Options of `imece bench ddp`."""
+
+    ranks: int = 2
+    """Number of ranks."""
+    rounds: int = 7
+    """Alternating rounds."""
+    steps: int = 4
+    """Training steps of a round."""
+    wrap: Literal["ddp", "fully_shard"] = "ddp"
+    """torch's DistributedDataParallel or its fully_shard."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    quick: bool = False
+    """3 rounds of 1 step: to see that it works, not to quote."""
+
+    def plan(self) -> ddp.Plan:
+        """What to measure; UserError for what cannot be."""
+        if not 2 <= self.ranks <= 64:
+            raise UserError(f"--ranks {self.ranks}: from 2 to 64 ranks can be measured")
+        _at_least_one(self.rounds, "--rounds")
+        _at_least_one(self.steps, "--steps")
+        if self.quick:
+            return ddp.Plan(self.ranks, min(self.rounds, 3), 1, self.wrap)
+        return ddp.Plan(self.ranks, self.rounds, self.steps, self.wrap)
+
+
+def run(argv: Sequence[str]) -> int:
+    """`imece bench WHAT ...`: exit status 0, or 1 if a result was wrong."""
+    commands: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+        "collectives": (run_collectives, "all_reduce and others beside Gloo, MPICH and DeepSpeed"),
+        "hosts": (run_hosts, "two emulated hosts on a slow cable: hierarchical all_reduce, ring broadcast"),
+        "ddp": (run_ddp, "a training step of torch's DistributedDataParallel on shm and on Gloo"),
+    }
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: imece bench WHAT [options]\n")
+        for name, (_, text) in commands.items():
+            print(f"  {name:<12} {text}")
+        print("\nimece bench WHAT --help lists the options of one of them.")
+        return 0
+    if argv[0] not in commands:
+        near = nearest(argv[0], commands)
+        hint = f"did you mean {near}?" if near else f"choose one of {', '.join(commands)}"
+        raise UserError(f"imece bench {argv[0]!r} is not a benchmark: {hint}")
+    return commands[argv[0]][0](argv[1:])
+
+
+def run_collectives(argv: Sequence[str]) -> int:
+    """`imece bench collectives`."""
+    options = parse(
+        CollectivesOptions, argv, "imece bench collectives",
+        "Time the collectives of one host, one thread a rank, beside other libraries.",
+    )  # fmt: skip
+    plan = options.plan()
+    report.check_writable(options.json)
+    report.check_writable(options.plot)
+    print(machine.describe())
+    results = collectives.run(plan, _say)
+    print("\ntargets (what the plan of this project asks for, on an idle machine with two cores)")
+    for line in targets.lines(targets.COLLECTIVES, collectives.ratio_in(results)):
+        print(line)
+    if options.json:
+        report.write_json(options.json, collectives.as_json(plan, results, targets.COLLECTIVES))
+        print(f"figures  {options.json}")
+    if options.plot:
+        from imece.bench import plot
+
+        plot.draw(results, options.plot, machine.describe())
+        print(f"plot     {options.plot}")
+    wrong = [result for result in results if not result.right]
+    for result in wrong:
+        print(f"WRONG    {result.library} {result.op} of {report.size_text(result.size_bytes)}")
+    return 1 if wrong else 0
+
+
+def run_hosts(argv: Sequence[str]) -> int:
+    """`imece bench hosts`: says so and leaves with status 0 where two hosts cannot be made."""
+    options = parse(
+        HostsOptions, argv, "imece bench hosts",
+        "Two network namespaces with 2 ranks each, joined by a slow cable (needs root and iproute2).",
+    )  # fmt: skip
+    plan = options.plan()
+    report.check_writable(options.json)
+    try:
+        results = hosts.run(plan, _say)
+    except HostsUnavailable as error:
+        print(f"skipped: {error}")
+        return 0
+    print("\ntargets (what the plan of this project asks for)")
+    for line in targets.lines(targets.HOSTS, results.ratio):
+        print(line)
+    if options.json:
+        report.write_json(options.json, results.as_json())
+        print(f"figures  {options.json}")
+    return 0 if all(results.right.values()) else 1
+
+
+def run_ddp(argv: Sequence[str]) -> int:
+    """`imece bench ddp`."""
+    options = parse(
+        DdpOptions, argv, "imece bench ddp",
+        "Time a training step of torch's own data parallelism on the backends shm and gloo.",
+    )  # fmt: skip
+    plan = options.plan()
+    report.check_writable(options.json)
+    print(machine.describe())
+    results = ddp.run(plan, _say)
+    if options.json:
+        report.write_json(options.json, results.as_json())
+        print(f"figures  {options.json}")
+    return 0 if results.same_losses else 1
+
+
+def _at_least_one(number: int, option: str) -> None:
+    if number < 1:
+        raise UserError(f"{option} {number}: at least 1 is needed")
+
+
+def _whole(text: str, option: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{option} {text!r} is not a whole number") from None
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

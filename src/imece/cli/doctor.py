@@ -1,0 +1,319 @@
+"""`imece doctor`: is this host fit to train on, and if not, what is wrong and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+
+from imece.bench import machine
+from imece.bench.crew import Crew, CrewError
+from imece.bench.every import COLLECTIVES
+from imece.cli.options import parse
+from imece.collectives import recording, who_waits
+from imece.collectives.shared_memory import segment
+from imece.errors import UserError
+from imece.world import LOOPBACK, read_world
+
+Status = Literal["ok", "warn", "fail", "link"]
+BACKENDS = ("shm", "gloo")
+_MODULE = "imece.bench.every"
+_ANSWER_S = 45.0  # longer than the ranks' own time limit, so that their message comes first
+_OLDEST_TORCH = (2, 11)
+_FEW_FILES = 1024
+_LITTLE_BYTES = 64 * 2**20  # /dev/shm as Docker gives it
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    status: Status
+    text: str
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Options of `imece doctor`."""
+
+    ranks: int = 4
+    """How many ranks to start."""
+    json: bool = False
+    """Print JSON instead of lines."""
+    attach: int | None = None
+    """Say who waits for whom in running jobs: with a process number in that rank's job, alone in all jobs."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """`imece doctor`: exit status 0 if nothing failed, 1 otherwise."""
+    options = parse(
+        DoctorOptions, _attach_to_all(argv), "imece doctor",
+        "Look at this host, start ranks on it and run every collective once.",
+    )  # fmt: skip
+    if not 1 <= options.ranks <= 64:
+        raise UserError(f"--ranks {options.ranks}: from 1 to 64 ranks can be started")
+    if options.attach is not None:
+        return _attach(options.attach, options.json)
+    found: list[Finding] = []
+    for finding in (*host_findings(os.environ), *rank_findings(options.ranks, os.environ)):
+        found.append(finding)
+        if not options.json:
+            print(f"{finding.status:<5} {finding.text}", flush=True)
+    if options.json:
+        print(json.dumps({"machine": machine.facts(), "findings": [asdict(f) for f in found]}, indent=1))
+    return 1 if any(finding.status == "fail" for finding in found) else 0
+
+
+def host_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Everything that can be seen without starting a rank."""
+    yield software(torch.__version__)
+    yield from memory(segment.available_bytes(), _free_bytes(Path("/dev/shm")))
+    yield port()
+    interfaces = sorted(psutil.net_if_addrs())
+    yield from interface(environ, "GLOO_SOCKET_IFNAME", interfaces)
+    yield from interface(environ, "NCCL_SOCKET_IFNAME", interfaces)
+    yield from threads(environ, machine.usable_cores())
+    yield from host_name(environ, socket.gethostname(), socket.getaddrinfo)
+    yield from launcher(environ, socket.getaddrinfo)
+    yield from open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield from locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], Path("/dev/infiniband").exists())
+
+
+def software(torch_version: str) -> Finding:
+    """Versions and devices."""
+    total = psutil.virtual_memory().total
+    text = (
+        f"torch {torch_version}, Python {platform.python_version()}, {machine.usable_cores()} cores, "
+        f"{total / 1e9:.0f} GB; {_devices()}"
+    )
+    numbers = tuple(int(word) for word in torch_version.split("+")[0].split(".")[:2] if word.isdigit())
+    if numbers < _OLDEST_TORCH:
+        return Finding("warn", f"{text}: imece is made for torch 2.11 or newer")
+    return Finding("ok", text)
+
+
+def memory(available_bytes: int, dev_shm_bytes: int | None) -> Iterator[Finding]:
+    """Memory for shm, which is limited by the machine's (or container's) memory and not by /dev/shm."""
+    if not hasattr(os, "memfd_create"):
+        yield Finding("warn", "no memfd_create on this system: backend shm needs Linux, gloo will be used")
+        return
+    yield Finding(
+        "ok" if available_bytes >= 2**30 else "warn",
+        f"{available_bytes / 1e9:.1f} GB of memory available to shm (it keeps nothing in /dev/shm)",
+    )
+    if dev_shm_bytes is None:
+        yield Finding("warn", "there is no /dev/shm: DataLoader workers of torch need it")
+    elif dev_shm_bytes <= _LITTLE_BYTES:
+        yield Finding(
+            "warn",
+            f"/dev/shm has {dev_shm_bytes / 1e6:.0f} MB free: imece does not mind, but DataLoader workers of "
+            "torch may fail; start the container with --shm-size=2g",
+        )
+    else:
+        yield Finding("ok", f"/dev/shm {dev_shm_bytes / 1e9:.1f} GB free (for DataLoader workers)")
+
+
+def port(address: str = LOOPBACK) -> Finding:
+    """Whether a port can be opened where ranks meet."""
+    try:
+        with socket.create_server((address, 0)) as listener:
+            socket.create_connection(listener.getsockname(), timeout=5.0).close()
+    except OSError as error:
+        return Finding("fail", f"no port can be opened on {address} ({error}): ranks cannot meet")
+    return Finding("ok", f"a port on {address} can be opened and reached")
+
+
+def interface(environ: Mapping[str, str], name: str, interfaces: Sequence[str]) -> Iterator[Finding]:
+    """Whether a variable that names network interfaces names some that exist."""
+    value = environ.get(name)
+    if value is None:
+        return
+    if name.startswith("NCCL"):  # "^" excludes, "=" asks for the exact name, otherwise names are prefixes
+        if value.startswith("^"):
+            return
+        exact = value.startswith("=")
+        words = value.removeprefix("=").split(",")
+        bad = [w for w in words if not any(i == w or (not exact and i.startswith(w)) for i in interfaces)]
+        useless = len(bad) == len(words)
+    else:
+        words = value.split(",")
+        bad = [word for word in words if word not in interfaces]
+        useless = bool(bad)
+    if useless:
+        yield Finding(
+            "warn", f"{name}={value} names no interface: unset it, or use one of {', '.join(interfaces)}"
+        )
+    else:
+        yield Finding("ok", f"{name}={value}")
+
+
+def threads(environ: Mapping[str, str], cores: int) -> Iterator[Finding]:
+    """OMP_NUM_THREADS, which torch reads."""
+    value = environ.get("OMP_NUM_THREADS")
+    if value is None:
+        return
+    words = value.split(",")
+    if not all(word.strip().isdigit() and int(word) > 0 for word in words):
+        yield Finding("warn", f"OMP_NUM_THREADS={value} is not a number: unset it, or set cores / ranks")
+    elif int(words[0]) > cores:
+        yield Finding(
+            "warn", f"OMP_NUM_THREADS={value} on {cores} cores: ranks would wait for each other; unset it"
+        )
+    else:
+        yield Finding("ok", f"OMP_NUM_THREADS={value}")
+
+
+def host_name(environ: Mapping[str, str], name: str, resolve: Callable[..., Any]) -> Iterator[Finding]:
+    """Gloo finds its own address through the host's name unless it is told an interface."""
+    if "GLOO_SOCKET_IFNAME" in environ:
+        return
+    try:
+        resolve(name, None)
+    except OSError:
+        yield Finding(
+            "warn",
+            f"this host's name {name} has no address, so Gloo will use loopback and not reach other hosts: "
+            "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME",
+        )
+
+
+def launcher(environ: Mapping[str, str], resolve: Callable[..., Any]) -> Iterator[Finding]:
+    """What a launcher left in the environment: imece.init() would refuse what fails here."""
+    try:
+        world = read_world(environ)
+    except UserError as error:
+        yield Finding("fail", f"the launcher's variables do not fit: {error}")
+    else:
+        if world.launcher != "single":
+            yield Finding("ok", f"{world.launcher} says rank {world.rank} of {world.world_size}")
+    address = environ.get("MASTER_ADDR")
+    if address is None:
+        return
+    try:
+        resolve(address, None)
+    except OSError:
+        yield Finding(
+            "fail", f"MASTER_ADDR={address} has no address: use a name or number that this host knows"
+        )
+    else:
+        yield Finding("ok", f"MASTER_ADDR={address} has an address")
+
+
+def open_files(limit: int) -> Iterator[Finding]:
+    """Sockets and segments are files."""
+    if limit != resource.RLIM_INFINITY and limit < _FEW_FILES:
+        yield Finding(
+            "warn", f"only {limit} open files are allowed (ulimit -n): many ranks need 1,024 or more"
+        )
+
+
+def locked_memory(limit: int, infiniband: bool) -> Iterator[Finding]:
+    """InfiniBand registers memory, which counts as locked."""
+    if infiniband and limit != resource.RLIM_INFINITY:
+        yield Finding(
+            "warn", f"locked memory is limited to {limit / 1e6:.0f} MB (ulimit -l): InfiniBand needs all"
+        )
+
+
+def rank_findings(ranks: int, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Start ranks and run every collective once on each backend, beside a reference."""
+    # A variable that names no interface was told already; here it would hide everything else.
+    names = sorted(psutil.net_if_addrs())
+    wrong = any(f.status == "warn" for f in interface(environ, "GLOO_SOCKET_IFNAME", names))
+    extra = [{"GLOO_SOCKET_IFNAME": _loopback(names)}] * ranks if wrong else None
+    good: list[str] = []
+    links: list[str] = []
+    crew: Crew | None = None
+    try:
+        for backend in BACKENDS if hasattr(os, "memfd_create") else BACKENDS[1:]:
+            try:
+                crew = crew or Crew.of_ranks("ranks", _MODULE, ranks, extra=extra)
+                bad = _bad_collectives(crew, backend)
+                if ranks > 1 and not bad:
+                    links.append(str(crew.ask("links", timeout_s=_ANSWER_S)[0]["line"]))
+            except CrewError as error:
+                yield Finding("fail", f"{ranks} ranks on {backend}: {_short(error)}")
+                if crew is not None:
+                    crew.close()
+                crew = None
+                continue
+            if bad:
+                yield Finding("fail", f"{ranks} ranks on {backend}: wrong results of {', '.join(bad)}")
+            else:
+                good.append(backend)
+    finally:
+        if crew is not None:
+            crew.close()
+    if good:
+        yield Finding("ok", f"{ranks} ranks: {', '.join(COLLECTIVES)} agree on {' and '.join(good)}")
+    if links:
+        yield Finding("link", "    ".join(line.removeprefix("link").strip() for line in links))
+
+
+def _bad_collectives(crew: Crew, backend: str) -> list[str]:
+    """Those whose result differs from the reference on some rank."""
+    crew.ask("open", backend=backend, timeout_s=_ANSWER_S)
+    return [
+        collective
+        for collective in COLLECTIVES
+        if (collective != "send/recv" or crew.size > 1)
+        and not all(a["right"] for a in crew.ask("run", collective=collective, timeout_s=_ANSWER_S))
+    ]
+
+
+def _attach_to_all(argv: Sequence[str]) -> list[str]:
+    """`--attach` without a number means every job: 0 for the parser."""
+    words = list(argv)
+    for at, word in enumerate(words):
+        if word == "--attach" and (at + 1 == len(words) or words[at + 1].startswith("-")):
+            words[at] = "--attach=0"
+    return words
+
+
+def _attach(pid: int, as_json: bool) -> int:
+    """Who waits for whom, from the recorders of live ranks."""
+    if pid < 0:
+        raise UserError(f"--attach {pid}: a process number is wanted")
+    found = recording.find()
+    if pid:
+        job = recording.attach(pid).job
+        found = [each for each in found if each.job == job]
+    lines = who_waits.explain(found)
+    if as_json:
+        print(json.dumps({"ranks": [each.pid for each in found], "lines": lines}, indent=1))
+    elif not found:
+        print("no rank of this user has made a collective on this host")
+    else:
+        for line in lines:
+            print(line)
+    return 0
+
+
+def _devices() -> str:
+    if not torch.cuda.is_available():
+        return "no GPU"
+    names = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
+    return f"{len(names)} GPU{'s' if len(names) > 1 else ''}: {', '.join(sorted(set(names)))}"
+
+
+def _free_bytes(folder: Path) -> int | None:
+    return psutil.disk_usage(str(folder)).free if folder.is_dir() else None
+
+
+def _loopback(interfaces: Sequence[str]) -> str:
+    return next((name for name in interfaces if name.startswith("lo")), interfaces[0])
+
+
+def _short(error: CrewError) -> str:
+    """The line that matters of a rank's traceback."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else str(error)

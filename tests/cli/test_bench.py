@@ -1,0 +1,223 @@
+"""`imece bench`: what it promises about its figures, and what it says to mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from imece.bench import collectives, ddp, report, targets
+from imece.bench.collectives import Result
+from imece.bench.contenders import OPS, Contender, numel_of
+from imece.bench.crew import Crew, CrewError
+from imece.bench.limit import CHUNKS_BYTES, Limit
+from imece.cli.main import main
+from imece.errors import UserError
+
+EVERY = "imece.bench.every"
+
+
+class Alone(Contender):
+    """One rank without peers, whose all_reduce adds `wrong` to the right result."""
+
+    def __init__(self, wrong: float) -> None:
+        super().__init__(0, 1)
+        self._wrong = wrong
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def bind(self, op: str) -> Callable[[], Any]:
+        whole, part = self.whole, self.part
+        return {
+            "all_reduce": lambda: whole.add_(self._wrong),
+            "broadcast": lambda: whole.add_(self._wrong),
+            "reduce_scatter": lambda: part.copy_(whole + self._wrong),
+            "all_gather": lambda: whole.copy_(part + self._wrong),
+        }[op]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_wrong_result_is_noticed(op: str) -> None:
+    assert Alone(0.0).prepare(op, 4096)
+    assert not Alone(1.0).prepare(op, 4096)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_limit_does_the_work_of_the_operation(op: str, ranks: int) -> None:
+    numel = numel_of(100_000, ranks)
+    part = numel // ranks
+    everyone = [Limit(rank, ranks) for rank in range(ranks)]
+    offers = [(os.getpid(), *limit.offer(op, 100_000)) for limit in everyone]
+    for limit in everyone:
+        limit.attach(offers)
+    work = [limit.bind(CHUNKS_BYTES[0]) for limit in everyone]
+    tensors = [limit._tensors[rank] for rank, limit in enumerate(everyone)]
+    before = [torch.arange(numel) % 13 + float(rank) for rank in range(ranks)]
+    for tensor, values in zip(tensors, before, strict=True):
+        tensor.copy_(values)
+    for step in work:
+        step()
+    if op == "all_reduce":
+        assert all(torch.equal(tensor, torch.stack(before).sum(0)) for tensor in tensors)
+    elif op == "broadcast":
+        assert all(torch.equal(tensor, before[0]) for tensor in tensors)
+    elif op == "all_gather":  # everyone has what each rank's own part holds after its copy
+        for rank in range(ranks):
+            mine = slice(rank * part, (rank + 1) * part)
+            assert all(torch.equal(tensor[mine], tensors[rank][mine]) for tensor in tensors)
+    else:  # the sums went to the ranks' own outputs; inputs stay
+        assert all(torch.equal(tensor, values) for tensor, values in zip(tensors, before, strict=True))
+    for limit in everyone:
+        limit.release()
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
+    for op, factor in (
+        ("all_reduce", 1.5),
+        ("reduce_scatter", 0.75),
+        ("all_gather", 0.75),
+        ("broadcast", 1.0),
+    ):
+        result = Result(4, op, 1000, "shm", True, 1, [1e-6, 5e-6, 2e-6])
+        assert result.median_s == 2e-6
+        assert result.algorithm_gbps == pytest.approx(0.5)
+        assert result.bus_gbps == pytest.approx(0.5 * factor)
+
+
+def test_targets_are_judged_by_what_was_measured() -> None:
+    def at(seconds: float, library: str) -> Result:
+        return Result(2, "all_reduce", 64 * 2**20, library, True, 1, [seconds])
+
+    results = [at(1.0, "shm"), at(7.9, "gloo"), at(4.1, "mpich"), at(0.85, "limit")]
+    shown = targets.lines(targets.COLLECTIVES, collectives.ratio_in(results))
+    assert "MISSED  2 ranks, 64 MiB, shm: at least 8 x gloo: 7.9 x" in shown[0]
+    assert "met     2 ranks, 64 MiB, shm: at least 4 x mpich: 4.1 x" in shown[1]
+    assert "not measured in this run" in shown[2]
+    assert "met     2 ranks, 64 MiB, shm: at least 80% of the limit: 85%" in shown[-1]
+
+
+def test_sizes_are_read_as_people_write_them() -> None:
+    assert report.read_sizes("1KiB..64KiB,6MiB") == [2**10, 2**12, 2**14, 2**16, 6 * 2**20]
+    assert report.read_sizes("8, 2k,2K") == [8, 2048]
+    assert [report.size_text(size) for size in (8, 1536, 6 * 2**20, 2**30)] == [
+        "8 B",
+        "1.5 KiB",
+        "6 MiB",
+        "1 GiB",
+    ]
+    for bad in ("", "0", "-1", "1TiB", "1KiB..", "2KiB..1KiB", "1KiB;2KiB", "9" * 40):
+        with pytest.raises(UserError):
+            report.read_sizes(bad)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["collectivs"], "did you mean collectives?"),
+        (["collectives", "--sizes", "3XB"], "'3XB' is not a size like 64KiB or 6MiB"),
+        (["collectives", "--ranks", "1"], "from 2 to 64 ranks"),
+        (["collectives", "--ranks", "two"], "'two' is not a whole number"),
+        (["collectives", "--ops", "allreduce"], "is not one of all_reduce"),
+        (["collectives", "--against", "nccl"], "is not one of gloo, mpich"),
+        (["collectives", "--rounds", "0"], "at least 1"),
+        (["collectives", "--no-shared", "--no-ordinary", "--against", ""], "nothing to measure"),
+        (["collectives", "--json", "/proc/nowhere/x.json"], "cannot write /proc/nowhere/x.json"),
+        (["hosts", "--rate", "fast"], "is not a rate like 1gbit"),
+        (["ddp", "--ranks", "0"], "from 2 to 64 ranks"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("imece: ") and captured.err.count("\n") == 1
+    assert said in captured.err
+
+
+def test_a_quick_run_measures_every_library_in_every_round(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures, plot = tmp_path / "new" / "figures.json", tmp_path / "plot.png"
+    argv = ["--quick", "--sizes", "1KiB,64KiB", "--rounds", "2", "--against", "gloo"]
+    assert main(["bench", "collectives", *argv, "--json", str(figures), "--plot", str(plot)]) == 0
+    text = capsys.readouterr().out
+    for op in OPS:
+        assert f"{op}, float32" in text
+    assert "targets" in text and "WRONG" not in text
+    content = json.loads(figures.read_text())
+    assert content["machine"]["torch"] == torch.__version__
+    results = content["results"]
+    measured = {(r["op"], r["size_bytes"], r["library"]) for r in results}
+    libraries = ("shm", "shm ordinary", "gloo", "limit")
+    assert measured == {(op, size, name) for op in OPS for size in (1024, 65536) for name in libraries}
+    for result in results:
+        assert result["right"] and len(result["seconds"]) == 2
+        assert 1e-7 < result["median_s"] < 1.0
+    assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 20_000
+
+
+def test_ranks_that_wait_for_an_order_take_no_processor_time() -> None:
+    if collectives.missing("mpich"):
+        crew = Crew.of_ranks("torch", "imece.bench.rank", 2, extra=[{"IMECE_BENCH_RANK": "torch"}] * 2)
+        library = "gloo"
+    else:  # MPICH's waits spin, so it is the one that could disturb the others
+        mpiexec = collectives._mpiexec()
+        assert mpiexec is not None
+        crew, library = Crew.of_mpi("mpich", "imece.bench.rank", 2, mpiexec), "mpich"
+    with crew:
+        answers = crew.ask("prepare", library=library, op="all_reduce", size_bytes=4096, calls=3)
+        assert all(answer["right"] for answer in answers)
+        ranks = [psutil.Process(pid) for pid in crew.pids]
+        begin = [sum(rank.cpu_times()[:2]) for rank in ranks]
+        time.sleep(0.5)
+        assert [sum(rank.cpu_times()[:2]) for rank in ranks] == pytest.approx(begin, abs=0.05)
+        segments = {line.split()[-1] for pid in crew.pids for line in _maps(pid) if "/dev/shm/" in line}
+        pids = crew.pids
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not [path for path in segments if Path(path).exists()]
+
+
+def test_a_rank_that_fails_or_dies_is_told_and_nobody_stays() -> None:
+    with Crew.of_ranks("ranks", EVERY, 2) as crew:
+        with pytest.raises(
+            CrewError, match=r"rank 0 failed in order 'run'\n(.|\n)*KeyError: 'no such thing'"
+        ):
+            crew.ask("run", collective="no such thing")
+        pids = crew.pids
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(CrewError, match=r"rank 0 ended|could not be given"):
+            crew.ask("run", collective="all_reduce")
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_module_that_does_not_start_is_told() -> None:
+    with pytest.raises(CrewError, match=r"No module named imece\.bench\.absent"):
+        Crew.of_ranks("ranks", "imece.bench.absent", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", ["ddp", "fully_shard"])
+def test_both_backends_train_the_same_model(wrap: str) -> None:
+    said: list[str] = []
+    results = ddp.run(ddp.Plan(ranks=2, rounds=2, steps=2, wrap=wrap), said.append)
+    assert results.same_losses
+    assert results.losses["shm"][1] != results.losses["shm"][0]
+    assert 10e6 < results.parameters < 12e6
+    assert results.ratio > 0 and any("ms/step" in line for line in said)
+    results.losses["gloo"][0] *= 1.01
+    assert "WRONG" in ddp.lines(results)[-1]
+
+
+def _maps(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/maps").read_text().splitlines()

@@ -1,0 +1,168 @@
+"""`imece doctor`: every mistake that it is there to find is put before it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+
+from imece.bench.crew import Crew, CrewError
+from imece.bench.every import COLLECTIVES
+from imece.cli import doctor
+from imece.cli.doctor import Finding
+from imece.cli.main import main
+
+INTERFACES = ["eth0", "lo"]
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
+
+
+def only(findings: Iterable[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+def known(name: str, _service: object) -> list[object]:
+    if name.endswith(".invalid"):
+        raise OSError("Name or service not known")
+    return []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth9", "warn"),
+        ("GLOO_SOCKET_IFNAME", "eth0", "ok"),
+        ("GLOO_SOCKET_IFNAME", "eth0,lo", "ok"),
+        ("GLOO_SOCKET_IFNAME", "eth0,eth9", "warn"),
+        ("GLOO_SOCKET_IFNAME", "", "warn"),
+        ("NCCL_SOCKET_IFNAME", "eth", "ok"),
+        ("NCCL_SOCKET_IFNAME", "=eth", "warn"),
+        ("NCCL_SOCKET_IFNAME", "=eth0", "ok"),
+        ("NCCL_SOCKET_IFNAME", "ib", "warn"),
+        ("NCCL_SOCKET_IFNAME", "ib,lo", "ok"),
+    ],
+)
+def test_interfaces(name: str, value: str, status: str) -> None:
+    finding = only(doctor.interface({name: value}, name, INTERFACES))
+    assert finding.status == status
+    if status == "warn":
+        assert finding.text == f"{name}={value} names no interface: unset it, or use one of eth0, lo"
+    assert not list(doctor.interface({}, name, INTERFACES))
+    assert not list(doctor.interface({"NCCL_SOCKET_IFNAME": "^docker"}, "NCCL_SOCKET_IFNAME", INTERFACES))
+
+
+@pytest.mark.parametrize(("value", "status"), [("1", "ok"), ("4", "ok"), ("5", "warn"), ("many", "warn")])
+def test_threads(value: str, status: str) -> None:
+    assert only(doctor.threads({"OMP_NUM_THREADS": value}, cores=4)).status == status
+    assert not list(doctor.threads({}, cores=4))
+
+
+@pytest.mark.parametrize(
+    ("environ", "status", "said"),
+    [
+        ({"RANK": "1"}, "fail", "but not WORLD_SIZE"),
+        (
+            {"RANK": "3", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+            "fail",
+            "WORLD_SIZE=2",
+        ),
+        ({"MASTER_ADDR": "node.invalid"}, "fail", "MASTER_ADDR=node.invalid has no address"),
+        ({"MASTER_ADDR": "node1"}, "ok", "MASTER_ADDR=node1"),
+    ],
+)
+def test_launchers_variables(environ: Mapping[str, str], status: str, said: str) -> None:
+    finding = only(doctor.launcher(environ, known))
+    assert finding.status == status and said in finding.text
+    assert not list(doctor.launcher({}, known))
+
+
+def test_host_name_files_and_locked_memory() -> None:
+    assert only(doctor.host_name({}, "me.invalid", known)).status == "warn"
+    assert not list(doctor.host_name({}, "me", known))
+    assert not list(doctor.host_name({"GLOO_SOCKET_IFNAME": "lo"}, "me.invalid", known))
+    assert "256 open files" in only(doctor.open_files(256)).text
+    assert not list(doctor.open_files(65536)) and not list(doctor.open_files(-1))
+    assert only(doctor.locked_memory(8 * 2**20, infiniband=True)).status == "warn"
+    assert not list(doctor.locked_memory(8 * 2**20, infiniband=False))
+
+
+def test_memory_port_and_versions() -> None:
+    assert [f.status for f in doctor.memory(2**34, 2**33)] == ["ok", "ok"]
+    small = list(doctor.memory(2**34, 64 * 2**20))
+    assert [f.status for f in small] == ["ok", "warn"] and "--shm-size" in small[1].text
+    assert [f.status for f in doctor.memory(2**20, None)] == ["warn", "warn"]
+    assert doctor.port().status == "ok"
+    assert doctor.port("203.0.113.7").status == "fail"  # an address that no host has
+    assert doctor.software("2.13.0+cpu").status == "ok"
+    assert doctor.software("2.10.1").status == "warn"
+
+
+def test_a_whole_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an interface that does not exist: told, and the collectives are tried all the same."""
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    assert main(["doctor", "--ranks", "2", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    by_status: dict[str, list[str]] = {}
+    for finding in content["findings"]:
+        by_status.setdefault(finding["status"], []).append(finding["text"])
+    assert any("GLOO_SOCKET_IFNAME=eth9" in text for text in by_status["warn"])
+    assert f"2 ranks: {', '.join(COLLECTIVES)} agree on shm and gloo" in by_status["ok"]
+    (link,) = by_status["link"]
+    assert link.startswith("shm ") and "gloo" in link and "GB/s" in link
+
+
+class _Fake:
+    """A crew whose gloo sums wrongly, or whose shm does not open."""
+
+    size = 2
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self._backend = ""
+
+    def ask(self, do: str, **details: Any) -> list[dict[str, Any]]:
+        if do == "open":
+            self._backend = details["backend"]
+            if self._backend == "shm":
+                raise CrewError("ranks: rank 1 failed in order 'open'\nTraceback\nOSError: no memory")
+        return [{"right": details.get("collective") != "all_reduce", "line": "link  x"}] * 2
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def test_what_fails_is_named_and_the_rest_is_still_tried(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Crew, "of_ranks", _Fake)
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    assert main(["doctor", "--ranks", "2"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "fail  2 ranks on shm: OSError: no memory" in lines
+    assert "fail  2 ranks on gloo: wrong results of all_reduce" in lines
+    assert not any("agree" in line for line in lines)
+
+
+def test_attach_tells_who_is_in_what(capsys: pytest.CaptureFixture[str]) -> None:
+    with Crew.of_ranks("ranks", "imece.bench.every", 2) as crew:
+        crew.ask("open", backend="gloo")
+        crew.ask("run", collective="all_reduce")
+        assert main(["doctor", "--attach", str(crew.pids[0]), "--json"]) == 0
+        content = json.loads(capsys.readouterr().out)
+        assert sorted(content["ranks"]) == sorted(crew.pids)
+        assert any("all_reduce" in line for line in content["lines"])
+        assert main(["doctor", "--attach"]) == 0
+        assert "all_reduce" in capsys.readouterr().out
+    assert main(["doctor", "--attach", "1"]) == 2
+    assert capsys.readouterr().err.startswith("imece: ")
+
+
+@pytest.mark.parametrize("argv", [["--ranks", "0"], ["--ranks", "x"], ["--attach=-5"], ["--nonsense"]])
+def test_a_mistake_is_one_line_and_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("imece: ") and captured.err.count("\n") == 1

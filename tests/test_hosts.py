@@ -1,0 +1,119 @@
+"""Two emulated hosts: the cable is as slow as it should be, and nothing is left behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from imece.bench import hosts, namespaces
+from imece.bench.hosts_rank import WAYS
+from imece.bench.namespaces import HostsUnavailable, existing, reason_against, remove_leftovers, two_hosts
+from imece.cli.main import main
+
+SOURCES = str(Path(namespaces.__file__).parents[2])
+needs_hosts = pytest.mark.skipif(reason_against() is not None, reason=f"two hosts: {reason_against()}")
+
+OWNER = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from imece.bench.namespaces import two_hosts
+with two_hosts() as hosts:
+    sleeper = hosts.start("a", ["sleep", "600"], {"PATH": "/usr/bin:/bin"}, sys.stderr.buffer)
+    print(hosts.names["a"], hosts.names["b"], sleeper.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def start_owner() -> tuple[subprocess.Popen[str], list[str], int]:
+    """A process that holds two hosts with a sleeping process in one; its namespaces; the sleeper."""
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, SOURCES], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert owner.stdout is not None
+    a, b, pid = owner.stdout.readline().split()
+    return owner, [a, b], int(pid)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+def ended(pid: int) -> bool:
+    """Whether the process ends within 5 s."""
+    deadline = time.monotonic() + 5.0
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+@pytest.mark.hosts
+@needs_hosts
+def test_the_cable_is_the_only_way_and_as_fast_as_asked() -> None:
+    with pytest.raises(ZeroDivisionError), two_hosts(rate="200mbit") as made:
+        for source, target in (("a", "b"), ("b", "a")):
+            # Of 200 Mbit/s headers take 4 %; a little flies ahead out of the bucket.
+            assert 150 < hosts.plain_tcp(made, source, target, 4 * 2**20) < 215
+        links = made.run("a", ["ip", "-brief", "link"])
+        assert [line.split()[0].split("@")[0] for line in links.splitlines()] == ["lo", namespaces.INTERFACE]
+        inside = made.run("b", [sys.executable, "-c", "import os; print(os.environ['IMECE_HOST'])"])
+        assert inside == "b\n"
+        names = set(made.names.values())
+        assert names <= set(existing())
+        raise ZeroDivisionError
+    assert not names & set(existing())
+
+
+@pytest.mark.hosts
+@needs_hosts
+def test_hosts_of_a_killed_owner_are_removed_and_those_of_a_live_one_are_not() -> None:
+    dead, dead_names, dead_sleeper = start_owner()
+    live, live_names, live_sleeper = start_owner()
+    try:
+        dead.kill()
+        dead.wait()
+        assert set(dead_names) <= set(existing())
+        assert set(remove_leftovers()) >= set(dead_names)
+        assert not set(dead_names) & set(existing())
+        assert set(live_names) <= set(existing())
+        assert ended(dead_sleeper) and alive(live_sleeper)
+    finally:
+        live.send_signal(signal.SIGTERM)
+        live.wait(20)
+    assert live.returncode == 128 + signal.SIGTERM
+    assert not set(live_names) & set(existing())
+    assert ended(live_sleeper)
+
+
+@pytest.mark.hosts
+@needs_hosts
+def test_the_benchmark_measures_right_results() -> None:
+    said: list[str] = []
+    plan = hosts.Plan(size_bytes=2**20, rounds=2, rate="100mbit", parts=(1, 8))
+    results = hosts.run(plan, said.append)
+    assert set(results.right) == {*WAYS, "broadcast"} and all(results.right.values())
+    assert all(len(rounds) == 2 for rounds in results.seconds.values())
+    # 1 MiB at 100 Mbit/s: at least 80 ms each way for fp32, and nothing can be faster than the cable.
+    assert min(results.seconds["hierarchical fp32"]) > 0.075
+    assert min(results.seconds["gloo"]) > 0.110
+    assert min(results.seconds["hierarchical bf16"]) < min(results.seconds["hierarchical fp32"])
+    assert min(results.broadcast_s[8]) < min(results.broadcast_s[1])
+    assert results.model_s(1) == pytest.approx(2 * results.model_s(10**9), rel=1e-6)
+    assert any("x gloo" in line for line in said)
+
+
+def test_where_hosts_cannot_be_made_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(namespaces, "reason_against", lambda: "making network namespaces needs root")
+    with pytest.raises(HostsUnavailable), two_hosts():
+        pass
+    assert main(["bench", "hosts", "--quick"]) == 0
+    assert capsys.readouterr().out == "skipped: making network namespaces needs root\n"
