@@ -220,6 +220,18 @@ def current() -> Mesh:
     return _open
 
 
+def companion_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A second group of the same ranks, for control messages on the CPU. All ranks of `group` ask for it.
+
+    On "shm" where the ranks share a host, else on Gloo. It is destroyed with torch's process groups.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    on_host = _open is not None and any(set(ranks) <= set(host) for host in _open.hosts)
+    backend = "shm" if on_host else "gloo"
+    companion: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    return companion
+
+
 def _arrange(
     axes: Mapping[str, int] | None,
     ranks: int | None,

@@ -25,27 +25,35 @@ _POLL_S = 0.02
 _MPI_PARENTS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "prterun", "prted", "orted")
 
 
-def host_store(address: str = LOOPBACK, port: int = 0) -> tuple[dist.Store, int]:
-    """A store that this process serves on `address` alone, and its port (a free one for port 0).
+def listen(address: str = LOOPBACK, port: int = 0) -> socket.socket:
+    """A socket that listens on `address` alone, at a free port for port 0. Ranks may connect from now on.
 
-    Returns at once, without waiting for ranks. The port closes with the store or with this process.
     Raises OSError if the port is taken.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as listener:
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
         listener.listen(1024)
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            address if address not in ("0.0.0.0", "::") else LOOPBACK,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.fileno(),
-        )
-        listener.detach()  # from here on the store owns the descriptor and closes it
-    return store, port
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def serve(listener: socket.socket) -> dist.Store:
+    """A store that this process serves at `listener`, which it takes over.
+
+    Returns at once, without waiting for ranks. The port closes with the store or with this process.
+    """
+    address, port = listener.getsockname()[:2]
+    return dist.TCPStore(
+        LOOPBACK if address in ("0.0.0.0", "::") else address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def connect(
@@ -154,7 +162,7 @@ def _serve(address: str, port: int, world: World, timeout: timedelta) -> dist.St
     if target.startswith("127.") and not address.startswith(("127.", "localhost")) and not one_host:
         target = "0.0.0.0"  # many hosts resolve their own name to 127.0.1.1, where the others cannot reach it
     try:
-        store, _ = host_store(target, port)
+        store = serve(listen(target, port))
     except OSError as error:
         raise UserError(
             f"rank 0 cannot listen on {target} port {port} ({error.strerror}): choose another MASTER_PORT"

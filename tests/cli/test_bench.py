@@ -201,6 +201,15 @@ def test_a_rank_that_fails_or_dies_is_told_and_nobody_stays() -> None:
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+def test_a_rank_that_hangs_is_told_and_killed() -> None:
+    with Crew.of_ranks("ranks", EVERY, 2) as crew:
+        crew.ask("open", backend="gloo")
+        os.kill(crew.pids[1], signal.SIGSTOP)
+        with pytest.raises(CrewError, match=r"rank [01] did not finish order 'run' in 1 s"):
+            crew.ask("run", collective="all_reduce", timeout_s=1.0)
+    assert not any(psutil.pid_exists(pid) for pid in crew.pids)
+
+
 def test_a_module_that_does_not_start_is_told() -> None:
     with pytest.raises(CrewError, match=r"No module named imece\.bench\.absent"):
         Crew.of_ranks("ranks", "imece.bench.absent", 1)

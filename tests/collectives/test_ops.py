@@ -180,6 +180,7 @@ def finish(result: Any, async_op: bool) -> torch.Tensor:
     if not async_op:
         assert isinstance(result, torch.Tensor)
         return result
+    assert isinstance(result, ops.Pending)
     tensor = result.wait(timeout_s=60)
     assert isinstance(tensor, torch.Tensor)
     assert result.done() and result.wait() is tensor
@@ -199,7 +200,7 @@ def layouts(case: int, make: torch.Tensor) -> tuple[torch.Tensor, bool, str]:
 def all_reduces(group: dist.ProcessGroup) -> int:
     count = 0
     for name, dtype, op, shape in variants("all_reduce", group):
-        for case in range(4) if dtype == torch.float32 else (count % 4,):
+        for case in range(4) if dtype == torch.float32 and op == "sum" else (count % 4,):
             make = values(dtype, shape, op, salt=count)
             tensor, async_op, how = layouts(case, make(group.rank()))
             result = ops.all_reduce(tensor, op, group=group, async_op=async_op, schedule=name)

@@ -160,8 +160,8 @@ import signal, sys, time, torch
 from imece.collectives import recorder
 recorder.install_signal()
 recorder.enter("all_reduce", "replicate", torch.float32, (8,), "sum", label="w")
-print("ready", flush=True)
 def sleeps_in_python():
+    print("ready", flush=True)
     while True: time.sleep(0.05)
 sleeps_in_python()
 """

@@ -1,4 +1,4 @@
-"""bf16 on the wire, and all-reduce over hosts: near the exact sum, the same bits everywhere, half the bytes."""
+"""bf16 on the wire, and all-reduce over hosts: near the exact sum, equal bits everywhere, half the bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from imece.collectives.wire import all_reduce_bf16, bf16_hook
 from tests.ranks import run_ranks
 
 BACKENDS = ("gloo", "shm")
-HALF_UNIT = 2.0**-9  # of bf16, relative
+HALF_UNIT = 2.0**-8  # of bf16, relative
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -29,8 +29,8 @@ def test_the_error_does_not_grow_with_the_ranks(backend: str) -> None:
     few, many = (run_ranks(sum_in_bf16, n, backend=backend)[0] for n in (2, 7))
     for measured in (few, many):
         assert measured["largest share of the bound"] <= 1.0
-    assert many["wire"] < 1.3 * few["wire"]
-    assert many["ring"] > 1.5 * few["ring"], "the negative control shows no growth: this test proves nothing"
+    assert many["wire"] < 1.1 * few["wire"]
+    assert many["ring"] > 1.25 * few["ring"], "the negative control shows no growth: this test proves nothing"
     assert many["ring"] > 1.5 * many["wire"]
 
 
@@ -122,7 +122,7 @@ def many_ways() -> dict[str, Any]:
                 assert ops.all_reduce(tensors[3], op, wire="bf16", async_op=True).wait(30) is tensors[3]
                 for tensor in tensors:
                     what = f"{op} of {dtype} {list(shape)}"
-                    limit = 2 * HALF_UNIT * world_size * 5
+                    limit = 2 * HALF_UNIT * world_size
                     assert (tensor.double() - exact).abs().sum() <= limit * max(1, tensor.numel()), what
                     assert torch.equal(tensor, tensors[0]), what
                     assert torch.equal(tensor, tensor.bfloat16().to(dtype)), f"{what}: not bf16 numbers"
@@ -140,7 +140,8 @@ def many_ways() -> dict[str, Any]:
 
 def count_bytes() -> None:
     """What one rank really sends: (N−1)/N of the fp32 bytes, half of a ring's."""
-    world_size, numel, sent = dist.get_world_size(), 1200, []
+    world_size, numel = dist.get_world_size(), 1200
+    sent: list[int] = []
     whole_post = execute.post
 
     def counting(sends: Any, receives: Any, group: Any) -> Any:
@@ -165,7 +166,7 @@ def reduce_over_hosts(hosts: int) -> dict[str, Any]:
             for dtype in (torch.float32, torch.int64):
                 parts = [(3 * noise(each, numel)).to(dtype) for each in range(world_size)]
                 stack = torch.stack(parts).to(torch.float64 if dtype.is_floating_point else dtype)
-                exact = {"max": stack.amax, "product": stack.prod}.get(op, stack.sum)(0)
+                exact = stack.amax(0) if op == "max" else stack.prod(0) if op == "product" else stack.sum(0)
                 if op == "avg":
                     rounding = None if dtype.is_floating_point else "trunc"
                     exact = exact.div(world_size, rounding_mode=rounding)
@@ -196,7 +197,7 @@ def reduce_over_hosts(hosts: int) -> dict[str, Any]:
 
 
 def exact_wire(host: dist.ProcessGroup, cross: dist.ProcessGroup) -> None:
-    """The negative control of the bf16 wire: fp32 numbers that bf16 cannot hold do not survive it, and do without."""
+    """The negative control of the bf16 wire: numbers that bf16 cannot hold survive only without it."""
     for name, expected in ((None, True), ("bf16", False)):
         tensor = torch.full((64,), 1.0 + 2.0**-12)
         hierarchical.all_reduce(tensor, host, cross, "avg", wire=name)

@@ -35,6 +35,7 @@ def describe() -> str:
     return (
         f"{cpu_model()}, {usable_cores()} cores, {psutil.virtual_memory().total / 1e9:.0f} GB; "
         f"Python {platform.python_version()}, torch {torch.__version__}; load {load:.1f}"
+        f"{' (busy: figures will be worse than they could be)' if load > usable_cores() else ''}"
     )
 
 

@@ -5,6 +5,7 @@ Only the shortest one, a synchronous all_reduce in shared memory, goes round thi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from imece import mesh
 from imece.collectives import checks, recorder
 from imece.collectives.pending import Pending, Waitable, drain, in_background
 from imece.collectives.recording import POINT_TO_POINT
@@ -84,10 +86,11 @@ class Call:
             else:
                 if checker is not None:
                     checker.begin(*self._fingerprint()).wait()
-                with torch.no_grad():
+                with torch.no_grad(), self._here(async_op):
                     works = launch()
         except BaseException:
-            recorder.fail(token)
+            if token is not None:
+                recorder.fail(token)
             raise
         pending = Pending(self.op, result, works if isinstance(works, list) else [works], finish, token)
         return pending if async_op else pending.wait()
@@ -117,21 +120,32 @@ class Call:
             with torch.no_grad():
                 checked()
         except BaseException:
-            recorder.fail(token)
+            if token is not None:
+                recorder.fail(token)
             raise
-        recorder.leave(token)
+        if token is not None:
+            recorder.leave(token)
         return result
 
-    def _enter(self) -> int:
+    def _here(self, async_op: bool) -> contextlib.AbstractContextManager[None]:
+        """In shared memory a call that waits runs on the thread that makes it."""
+        if isinstance(self.group, SharedMemoryGroup) and not async_op:
+            return self.group.inline()
+        return contextlib.nullcontext()
+
+    def _enter(self) -> int | None:
+        """The recorder's token; None for what shared memory notes by itself."""
+        if isinstance(self.group, SharedMemoryGroup):
+            return None
         dtype, shape = (self.tensor.dtype, self.tensor.shape) if self.tensor is not None else (None, ())
         return recorder.enter(
             self.op, self.group.group_name, dtype, shape, self.reduce_op, self.root, self.label
         )
 
     def _checker(self) -> checks.Checker | None:
-        if isinstance(self.group, SharedMemoryGroup) or self.op in POINT_TO_POINT:
+        if isinstance(self.group, SharedMemoryGroup) or self.op in POINT_TO_POINT or self.group.size() == 1:
             return None
-        return checks.checker(self.group)
+        return checks.checker(self.group) or checks.guard(self.group, mesh.companion_group(self.group))
 
     def _fingerprint(self) -> tuple[str, torch.dtype | None, tuple[int, ...], str, int, str]:
         dtype, shape = (

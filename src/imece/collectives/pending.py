@@ -9,6 +9,7 @@ for each other.
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from imece.collectives import recorder
 from imece.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 
+_PATIENCE_S = 2.0
 _LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket closed")
 
 
@@ -104,7 +106,7 @@ class Task:
 
     def __init__(self, run: Callable[[], object], groups: Sequence[dist.ProcessGroup]) -> None:
         self.groups = groups
-        self._run = run
+        self._run: Callable[[], object] | None = run
         self._ended = threading.Event()
         self._error: BaseException | None = None
 
@@ -124,15 +126,17 @@ class Task:
 
     def execute(self) -> None:
         try:
+            assert self._run is not None
             with torch.no_grad():
                 self._run()
         except BaseException as error:  # noqa: BLE001 — kept, and raised in the thread that waits
             self._error = error
         finally:
+            self._run = None  # it holds tensors
             self._ended.set()
 
 
-_tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
+_tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
 unfinished: list[Task] = []  # in the order of their calls; may hold some that have ended
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
@@ -146,6 +150,7 @@ def in_background(run: Callable[[], object], *groups: dist.ProcessGroup) -> Task
         if _thread is None:
             _thread = threading.Thread(target=_serve, args=(_tasks,), name="imece-collectives", daemon=True)
             _thread.start()
+            atexit.register(_end)
         unfinished[:] = [each for each in unfinished if not each.is_completed()]
         unfinished.append(task)
     _tasks.put(task)
@@ -163,11 +168,17 @@ def drain(*groups: dist.ProcessGroup) -> None:
         task.settled()
 
 
-def _serve(tasks: queue.SimpleQueue[Task]) -> None:
-    while True:
-        task = tasks.get()
+def _serve(tasks: queue.SimpleQueue[Task | None]) -> None:
+    while (task := tasks.get()) is not None:
         task.execute()
-        del task  # it holds tensors
+
+
+def _end() -> None:
+    """Before the interpreter ends: a thread that came back from C++ after that would abort the process."""
+    thread = _thread
+    if thread is not None and thread is not threading.current_thread():
+        _tasks.put(None)
+        thread.join(_PATIENCE_S)  # a task that waits for a lost rank is left behind
 
 
 def _forget_after_fork() -> None:

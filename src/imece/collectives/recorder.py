@@ -27,6 +27,7 @@ from typing import TextIO
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from imece.collectives import fingerprint as fp
 from imece.collectives import recording as ring
@@ -115,8 +116,9 @@ class Recorder:
         if row is None:
             row = self._rows[name] = min(len(self._rows), ring.MAX_GROUPS - 1)
             shown = name if row < ring.MAX_GROUPS - 1 else "further groups"
+            ranks = _ranks_of(name) if row < ring.MAX_GROUPS - 1 else b""
             ring.GROUP.pack_into(
-                self._map, ring.GROUPS_AT + row * ring.GROUP_BYTES, 0, 0, shown.encode()[:64], b""
+                self._map, ring.GROUPS_AT + row * ring.GROUP_BYTES, 0, 0, shown.encode()[:64], ranks
             )
         return row
 
@@ -199,6 +201,15 @@ def install_signal(number: int = signal.SIGUSR1) -> None:
 
     signal.signal(number, show)
     faulthandler.register(number, file=2, all_threads=True, chain=True)  # chain: then `show`
+
+
+def _ranks_of(group_name: str) -> bytes:
+    """The global ranks of a group of torch's, as words; nothing for a name that torch does not know."""
+    try:
+        group = distributed_c10d._resolve_process_group(distributed_c10d.GroupName(group_name))
+        return ring.ranks_text(tuple(dist.get_process_group_ranks(group))).encode()
+    except (LookupError, RuntimeError, ValueError):
+        return b""
 
 
 def _create() -> Recorder:

@@ -6,7 +6,8 @@ sums in fp32 in the order of ranks and rounds once, and the sums travel back in 
 contribution is rounded like the others', and every rank takes the rounded sum, so all ranks hold the same
 bits.
 
-    |result − exact| <= 2⁻⁹ · (sum of |contributions| + |sum|)  (bf16 keeps 8 bits: half a unit is 2⁻⁹)
+    |result − exact| <= 2⁻⁸ · (sum of |contributions| + |sum|)  (bf16 keeps 8 bits, so rounding errs by 2⁻⁸ at
+    most)
 """
 
 import torch

@@ -30,7 +30,7 @@ from imece.launch.processes import (
     kill_group,
     worker_environment,
 )
-from imece.store import host_store
+from imece.store import listen, serve
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _READ_BYTES = 65_536
@@ -51,8 +51,9 @@ def launch(
     """
     if not 1 <= ranks <= MAX_RANKS:
         raise UserError(f"--ranks {ranks}: from 1 to {MAX_RANKS} ranks can run on one host")
-    store, port = host_store()
-    with _Job(store, grace_s) as job:
+    listener = listen()
+    port = listener.getsockname()[1]
+    with _Job(serve(listener), grace_s) as job:
         job.start(command, ranks, port, environ)
         job.watch()
     return job.report()

@@ -29,7 +29,7 @@ from imece.launch.processes import (
     worker_environment,
 )
 from imece.launch.results import decode, encode
-from imece.store import host_store
+from imece.store import listen, serve
 
 _BLAME_S = 1.0  # how long a rank that lost its peer waits for that peer's own end to be seen
 _RESULT, _FAILURE = b"r", b"f"
@@ -76,31 +76,36 @@ def spawn(
             f"{fn!r} cannot be imported by a new process, and this one cannot be copied after it has used "
             "CUDA or torch.distributed: move the function to a module"
         )
-    store, port = host_store()
+    listener = listen()
+    port = listener.getsockname()[1]
     job = f"imece-{os.getpid()}-{port}"
-    crew = _Crew(store)
+    crew = _Crew()
     try:
         context = multiprocessing.get_context("spawn" if fresh else "fork")
         for rank in range(ranks):
             reader, writer = context.Pipe(duplex=False)
             variables = worker_environment({**os.environ, **(env or {})}, rank, ranks, port, job)
+            inherited = None if fresh else listener.fileno()
             process = context.Process(  # type: ignore[attr-defined]
                 target=_run_rank,
-                args=(fn, tuple(args), variables, os.getpid(), writer, fresh),
+                args=(fn, tuple(args), variables, os.getpid(), writer, inherited),
                 name=f"imece-rank-{rank}",
             )
             crew.start(process, reader)
             writer.close()
+        # Not earlier: the store has a thread, whose locks a forked rank would find taken for ever.
+        crew.store = serve(listener)
         return crew.wait(timeout_s)
     finally:
         crew.end()
+        listener.close()
 
 
 class _Crew:
     """The running ranks of one spawn."""
 
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store  # lives as long as the ranks: it is their meeting point
+    def __init__(self) -> None:
+        self.store: dist.Store | None = None  # lives as long as the ranks: it is their meeting point
         self._processes: list[BaseProcess] = []
         self._readers: list[Connection] = []
         self._pidfds: list[int] = []
@@ -213,15 +218,19 @@ def _run_rank(
     variables: Mapping[str, str],
     parent_pid: int,
     writer: Connection,
-    fresh: bool,
+    inherited: int | None,
 ) -> None:
-    """The life of one rank: the call, one message to the parent, and the end in order."""
+    """The life of one rank: the call, one message to the parent, and the end in order.
+
+    `inherited`: the parent's listening descriptor if this is a fork, None if it is a fresh process.
+    """
     die_with_parent(parent_pid)
     os.setpgid(0, 0)  # so that what it starts can be killed with it
     os.environ.update(variables)
     # After a fork, OpenMP's threads are gone and a parallel region would wait for them for ever.
-    torch.set_num_threads(int(variables["OMP_NUM_THREADS"]) if fresh else 1)
-    if not fresh:
+    torch.set_num_threads(int(variables["OMP_NUM_THREADS"]) if inherited is None else 1)
+    if inherited is not None:
+        os.close(inherited)
         atexit._clear()  # what the parent would do at its end is not for its copy to do
     try:
         message = _RESULT + encode(fn(*args))
@@ -233,6 +242,6 @@ def _run_rank(
         message = _FAILURE + json.dumps(note).encode()
     writer.send_bytes(message)
     writer.close()
-    if not fresh:
+    if inherited is not None:
         atexit._run_exitfuncs()  # a forked child leaves without them: the mesh would not be closed
     sys.exit(0 if message[:1] == _RESULT else 1)

@@ -3,13 +3,16 @@
 Layout of a segment (word = int64, line = 8 words = 64 bytes, so that ranks never share a line):
 
     line 0        CLOCK   how many steps of collectives this rank has done; it only grows
-                  BELL, SLEEPERS   the word it sleeps on, and how many of its threads do
+                  SLEEPERS   how many of its threads sleep
                   FAILED, CLOSED   it gave up / it left in order
                   FREED   arenas it has given back: mappings of them may be dropped
-                  DETAIL  number of the collective that the text at TEXT belongs to
+                  DETAIL  number of the collective to which the text about what it sent belongs
     line 1, 2     the descriptor of its collective, for even and odd numbers:
                   fingerprint, bytes offered, (fd, serial, offset) of a tensor in shared memory
-    then          TEXT, JSON: why it failed, or what it sent, for the error messages of the others
+    line 3        BELL, the word it sleeps on: the only one that others write, so it has a line of its own
+    then          two texts, JSON: why it failed, and what it sent, for the error messages of the others.
+                  Two, because a rank fails as soon as it has read what the others sent, and others may
+                  still be reading what this one sent
     then          two lines for each other rank: a channel of point-to-point messages (see p2p)
     then          SLOTS slots, through which tensors in ordinary memory travel
     then          a ring of pieces for each other rank, for messages (pages that are never used cost nothing)
@@ -37,12 +40,13 @@ from imece.collectives.shared_memory.segment import Segment
 from imece.errors import CollectiveError, UserError
 from imece.world import host_id
 
-CLOCK, BELL, SLEEPERS, FAILED, CLOSED, FREED, DETAIL = range(7)
+CLOCK, SLEEPERS, FAILED, CLOSED, FREED, DETAIL = range(6)
 DESCRIPTORS = 8  # word; + 8 * (number & 1)
+BELL = 24
 FINGERPRINT, OFFERED, FD, SERIAL, OFFSET = range(5)
 
-_TEXT_BYTE = 256
-_TEXT_BYTES = 4096 - _TEXT_BYTE
+_TEXT_BYTE = {FAILED: 256, DETAIL: 2176}
+_TEXT_BYTES = 1920  # of each, its length of 8 bytes included
 _CHANNELS_BYTE = 4096
 CHANNEL_WORDS = 16
 
@@ -150,16 +154,24 @@ class Board:
 
     def write_text(self, word: int, value: int, text: str) -> None:
         """Leave a text for the others and announce it in `word` (FAILED or DETAIL)."""
-        data = json.dumps(text).encode()[: _TEXT_BYTES - 8]
-        at = _TEXT_BYTE
-        self._segments[self.rank].map[4096 + at : 4096 + at + 8] = len(data).to_bytes(8, "little")
-        self._segments[self.rank].map[4096 + at + 8 : 4096 + at + 8 + len(data)] = data
+        data = json.dumps(text).encode()
+        while len(data) > _TEXT_BYTES - 8:  # the beginning says most; half a JSON text would say nothing
+            text = text[: len(text) * 3 // 4]
+            data = json.dumps(text + "...").encode()
+        at = 4096 + _TEXT_BYTE[word]
+        self._segments[self.rank].map[at : at + 8] = len(data).to_bytes(8, "little")
+        self._segments[self.rank].map[at + 8 : at + 8 + len(data)] = data
         self.publish(word, value)
 
-    def read_text(self, rank: int) -> str:
-        """The text that a rank left, "" where it is damaged."""
+    def read_text(self, rank: int, word: int | None = None) -> str:
+        """The text that a rank left for `word`, by default the one about its failure if it has failed.
+
+        "" where it is damaged.
+        """
         mapped = self._segments[rank].map
-        at = 4096 + _TEXT_BYTE
+        if word is None:
+            word = FAILED if self.words[rank][FAILED] else DETAIL
+        at = 4096 + _TEXT_BYTE[word]
         nbytes = int.from_bytes(mapped[at : at + 8], "little")
         try:
             return str(json.loads(mapped[at + 8 : at + 8 + min(nbytes, _TEXT_BYTES - 8)]))

@@ -39,17 +39,6 @@ class SharedMemoryGroup(GroupBase):
         )
         recorder.leave(token)
 
-    def exchange_(
-        self, sends: Sequence[tuple[int, Tensor, int]], receives: Sequence[tuple[int, Tensor, int]]
-    ) -> None:
-        """Send and receive together, blocking. Each item: (peer in the group, contiguous CPU tensor, tag)."""
-        incoming = [self._receiving([peer], tensor, tag) for peer, tensor, tag in receives]
-        operations = [operation for operation, _, _ in incoming]
-        operations += [self._sending(peer, tensor, tag) for peer, tensor, tag in sends]
-        self._runner.run_messages(operations)
-        for _, _, back in incoming:
-            back()
-
     # Reductions.
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -259,7 +248,7 @@ class SharedMemoryGroup(GroupBase):
         if other := self._others.group(tensors[0], self):
             return other.send(tensors, target, tag)
         work = ShmWork(tensors, done=False)
-        self._runner.submit(self._sending(target, tensors[0], tag), work.finish, message=True)
+        self._message(self._sending(target, tensors[0], tag), work.finish)
         return work
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
@@ -282,7 +271,7 @@ class SharedMemoryGroup(GroupBase):
             work.source = wanted.source
             work.finish(error)
 
-        self._runner.submit(operation, finish, message=True)
+        self._message(operation, finish)
         return work
 
     def _sending(self, target: int, tensor: Tensor, tag: int) -> Operation:
@@ -301,7 +290,7 @@ class SharedMemoryGroup(GroupBase):
         steps = self._messages.receive(sources, wanted)
         shown = pack("recv", "", tensor.dtype, tensor.numel(), sources[0] if len(sources) == 1 else -1)
         steps = self._noted(shown, tensor.dtype, tuple(tensor.shape), steps, nothing)
-        return Operation(steps, shown, lambda: tag, lambda: sources), wanted, back
+        return Operation(steps, shown, lambda: tag, lambda: self._messages.awaited(sources)), wanted, back
 
     def _gather_list(
         self, targets: list[Tensor], input: Tensor, op: str, root: int, opts: Any, result: Any

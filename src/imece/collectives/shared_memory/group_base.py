@@ -6,9 +6,11 @@ torch takes a ProcessGroup written in Python as it is, and then asks no other ba
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +25,7 @@ from imece.collectives.shared_memory.board import Board
 from imece.collectives.shared_memory.engine import Engine
 from imece.collectives.shared_memory.messages import Messages
 from imece.collectives.shared_memory.other_devices import OtherDevices
-from imece.collectives.shared_memory.runner import Runner
+from imece.collectives.shared_memory.runner import Finish, Runner
 from imece.collectives.shared_memory.tensors import nothing
 from imece.collectives.shared_memory.waiting import Operation, Steps
 from imece.collectives.shared_memory.work import ShmWork
@@ -57,6 +59,7 @@ class GroupBase(dist.ProcessGroup):
         self._reductions: dict[tuple[str, torch.dtype], Reduction] = {}
         engine = self._engine
         self._number = lambda: engine.number
+        self._inline = threading.local()
         self._members = list(range(size))
         self._close = weakref.finalize(self, _close, self._runner, self._board)
 
@@ -122,6 +125,31 @@ class GroupBase(dist.ProcessGroup):
     def _operation(self, fingerprint: int, steps: Steps) -> Operation:
         return Operation(steps, fingerprint, self._number, self._engine.missing)
 
+    @contextlib.contextmanager
+    def inline(self) -> Iterator[None]:
+        """Whatever this thread starts inside runs on this thread, and is over at the end of the block.
+
+        Collectives end at once, messages together at the end: no hand-over to the worker, which costs
+        more than a small message.
+        """
+        self._inline.messages = []
+        try:
+            yield
+            messages: list[tuple[Operation, Finish]] = self._inline.messages
+            if messages:
+                self._runner.run_messages([operation for operation, _ in messages])
+                for _, finish in messages:
+                    finish(None)
+        finally:
+            self._inline.messages = None
+
+    def _message(self, operation: Operation, finish: Finish) -> None:
+        messages = getattr(self._inline, "messages", None)
+        if messages is None:
+            self._runner.submit(operation, finish, message=True)
+        else:
+            messages.append((operation, finish))
+
     def _collective(
         self,
         fingerprint: int,
@@ -135,7 +163,7 @@ class GroupBase(dist.ProcessGroup):
         shape = tuple(tensor.shape) if tensor is not None else ()
         dtype = tensor.dtype if tensor is not None else None
         operation = self._operation(fingerprint, self._noted(fingerprint, dtype, shape, steps, back))
-        if getattr(opts, "asyncOp", True):
+        if getattr(opts, "asyncOp", True) and getattr(self._inline, "messages", None) is None:
             work = ShmWork(result, done=False)
             self._runner.submit(operation, work.finish)
             return work

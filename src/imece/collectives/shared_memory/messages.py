@@ -20,6 +20,7 @@ from imece.collectives.fingerprint import describe_tensor
 from imece.collectives.shared_memory import futex
 from imece.collectives.shared_memory.arena import ARENAS
 from imece.collectives.shared_memory.board import (
+    CLOSED,
     RING_HEADER_BYTES,
     RING_PIECE_BYTES,
     RING_SLOTS,
@@ -153,9 +154,21 @@ class Messages:
         """Wait for the first message with `wanted.tag` from one of `sources`."""
         with self._lock:
             boxes = [self._inbox(source) for source in sources]
-            for box in boxes:
-                self._post(box, wanted)
+            try:
+                for box in boxes:
+                    self._post(box, wanted)
+            except MismatchError as error:
+                return self._refuse(error)
         return self._receive(boxes, wanted)
+
+    def awaited(self, sources: Sequence[int]) -> Sequence[int]:
+        """Of `sources`, those that can still send; all of them when all have left the group."""
+        return [source for source in sources if not self._board.words[source][CLOSED]] or sources
+
+    def _refuse(self, error: MismatchError) -> Steps:
+        """Raise when the operation runs: only then does the whole group learn of it."""
+        yield from ()
+        raise error
 
     def _receive(self, boxes: Sequence[_Inbox], wanted: Wanted) -> Steps:
         while not wanted.done:

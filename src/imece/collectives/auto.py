@@ -1,0 +1,49 @@
+"""Which way a call goes when nobody names one: measured once for each group, then chosen by message size."""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from imece import mesh
+from imece.collectives.choice import Choice, choose
+from imece.collectives.link_types import Links
+from imece.collectives.links import measure
+from imece.errors import UserError
+
+FORCED = os.environ.get("IMECE_SCHEDULE", "")
+"""A schedule for every operation that knows it, or "auto"; the same on all ranks. Read once, at import."""
+
+_links: weakref.WeakKeyDictionary[dist.ProcessGroup, Links] = weakref.WeakKeyDictionary()
+
+
+def use_links(group: dist.ProcessGroup, links: Links) -> None:
+    """Choose by these figures, of an earlier measurement, instead of measuring."""
+    _links[group] = links
+
+
+def choice(op: str, nbytes: int, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> Choice:
+    """What schedule="auto" means for a call: `print(choice(...))` says which schedule and why.
+
+    op: "all_reduce", "reduce_scatter", "all_gather", "broadcast" or "reduce". nbytes: of the whole tensor.
+    The first call on a group measures its links (0.3 s for two ranks), so all ranks of it make that call.
+    UserError if IMECE_SCHEDULE names no schedule.
+    """
+    links = _links.get(group)
+    if links is None:
+        links = _links[group] = measure(group, _hosts_of(group), device)
+    return choose(op, nbytes, links)
+
+
+def _hosts_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...] | None:
+    """The group's ranks (counted in the group) of each host; None, one host, where nobody knows the hosts."""
+    try:
+        hosts = mesh.current().hosts
+    except UserError:
+        return None
+    members = {rank: at for at, rank in enumerate(dist.get_process_group_ranks(group))}
+    found = (tuple(members[rank] for rank in host if rank in members) for host in hosts)
+    return tuple(host for host in found if host)

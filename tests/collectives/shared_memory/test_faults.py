@@ -1,0 +1,534 @@
+"""Ranks that die, stop, leave or disagree: the others are told who it was, soon, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from imece.collectives.shared_memory import SharedMemoryGroup, shared_empty
+from imece.errors import CollectiveError
+from tests.ranks import RankResult, run_ranks, start_ranks
+
+TOLD_S = 2.0  # from a death to the survivors' error
+MISMATCH_S = 1.0
+LATER_CALL_S = 0.2
+
+
+def open_store() -> dist.Store:
+    """The store of tests/ranks.py, on a connection of its own."""
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+def error_of(call: Callable[[], object]) -> dict[str, Any]:
+    """What `call` raised (CollectiveError and its kinds only), and how long it took."""
+    started = time.monotonic()
+    try:
+        call()
+    except CollectiveError as error:
+        at = time.monotonic()
+        return {"kind": type(error).__name__, "text": str(error), "at": at, "took_s": at - started}
+    return {"kind": "", "text": "nothing was raised", "at": time.monotonic(), "took_s": 0.0}
+
+
+def repeat(step: Callable[[], object], limit_s: float = 15) -> Callable[[], None]:
+    def run() -> None:
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            step()
+
+    return run
+
+
+# One rank dies in the midst of each way through the backend. One start: the survivors go on in a new group.
+
+WAYS = ("small", "direct", "staged", "async", "messages")
+
+
+def step_of(way: str, group: SharedMemoryGroup) -> Callable[[], object]:
+    rank, size = group.rank(), group.size()
+    if way in ("small", "direct", "staged"):
+        numel = 100 if way == "small" else 500_000
+        tensor = shared_empty(numel) if way == "direct" else torch.empty(numel)
+        tensor.fill_(1.0)
+        return lambda: group.all_reduce_(tensor, "max")
+    if way == "async":
+        source, target = torch.ones(300_000), torch.ones(size * 300_000)
+
+        def queue() -> None:
+            works = [group.all_gather_single(target, source), group.allreduce([source]), group.barrier()]
+            for work in works:
+                work.wait()
+
+        return queue
+    data, room = torch.ones(300_000), torch.ones(300_000)
+
+    def exchange() -> None:
+        with group.inline():
+            group.recv([room], (rank - 1) % size, 7)
+            group.send([data], (rank + 1) % size, 7)
+
+    return exchange
+
+
+def survive_kills() -> list[dict[str, Any]]:
+    rank, store = int(os.environ["RANK"]), open_store()
+    members = list(range(int(os.environ["WORLD_SIZE"])))
+    store.set(f"pid/{rank}", str(os.getpid()))
+    seen = []
+    for at, way in enumerate(WAYS):
+        victim = members[at % len(members)]
+        place = dist.PrefixStore(f"{way}/", store)
+        group = SharedMemoryGroup(place, members.index(rank), len(members), timedelta(seconds=60))
+        step = step_of(way, group)
+        step()
+        if rank == victim:
+            threading.Thread(target=die_soon, args=(way, 0.1 + 0.05 * at)).start()
+        error = error_of(repeat(step))
+        error["late_s"] = error["at"] - float(store.get(f"killed/{way}"))
+        error["wanted"] = f"rank {members.index(victim)} (pid {int(store.get(f'pid/{victim}'))})"
+        again = error_of(step)
+        error["again"], error["again_s"] = again["kind"], again["took_s"]
+        seen.append(error)
+        group.shutdown()
+        members.remove(victim)
+    return seen
+
+
+def die_soon(way: str, delay_s: float) -> None:
+    store = open_store()
+    time.sleep(delay_s)
+    store.set(f"killed/{way}", str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def after_kills() -> list[RankResult]:
+    with start_ranks(survive_kills, len(WAYS) + 1) as ranks:
+        return ranks.wait(60, after_failure_s=45)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_survivors_learn_who_died(after_kills: list[RankResult], way: str) -> None:
+    survivors = [result for result in after_kills if result.ok]
+    killed = [result for result in after_kills if result.returncode == -signal.SIGKILL and not result.hung]
+    report = "\n".join(result.report() for result in after_kills if not result.ok and result not in killed)
+    assert len(survivors) == 1 and len(killed) == len(WAYS), f"not every kill was real:\n{report}"
+    (seen,) = [each for result in survivors for each in [result.value[WAYS.index(way)]]]
+    assert seen["kind"] == "PeerLostError", seen
+    assert seen["wanted"] in seen["text"] and "is dead" in seen["text"], seen
+    assert 0 <= seen["late_s"] < TOLD_S, seen
+    assert seen["again"] == "CollectiveError" and seen["again_s"] < LATER_CALL_S, seen
+
+
+# All ranks die: their memory goes with them.
+
+
+def hold_memory_and_work() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shared, ordinary = shared_empty(2_000_000), torch.ones(400_000)
+    shared.fill_(rank)
+    while True:
+        dist.all_reduce(shared, dist.ReduceOp.MAX)
+        dist.all_reduce(ordinary, dist.ReduceOp.MAX)
+        assert shared[0] == size - 1
+
+
+def segments_of(pid: int) -> set[str]:
+    """Inodes of the segments that a process maps."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "memfd:imece-segment" in line}
+
+
+def test_nothing_stays_when_all_are_killed() -> None:
+    names = set(os.listdir("/dev/shm"))
+    with start_ranks(hold_memory_and_work, 3, backend="shm") as ranks:
+        ranks.wait_entered()
+        time.sleep(0.3)
+        inodes = set().union(*(segments_of(pid) for pid in ranks.pids))
+        assert len(inodes) >= 6, "3 groups' segments and 3 arenas were expected"
+        for rank in range(3):
+            ranks.kill(rank)
+        results = ranks.wait(10)
+    assert [result.returncode for result in results] == [-signal.SIGKILL] * 3
+    left = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            left |= segments_of(int(process.name)) & inodes
+        except OSError:
+            continue  # ended meanwhile
+    assert not left
+    assert not {name for name in set(os.listdir("/dev/shm")) - names if "imece" in name}
+
+
+# One rank raises; one is stopped.
+
+
+def raise_on_rank_1() -> None:
+    tensor = torch.ones(10)
+    dist.all_reduce(tensor)
+    if dist.get_rank() == 1:
+        raise KeyError("the first cause")
+    while True:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+
+
+def test_an_exception_in_one_rank_ends_all() -> None:
+    with start_ranks(raise_on_rank_1, 3, backend="shm") as ranks:
+        ranks.wait_entered()
+        started = time.monotonic()
+        results = ranks.wait(20)
+        took_s = time.monotonic() - started
+        pid = ranks.pids[1]
+    assert not any(result.hung for result in results), "\n".join(result.report() for result in results)
+    assert took_s < 3 + 1, f"{took_s:.1f} s"  # one more for the interpreters to end on a busy machine
+    assert "KeyError: 'the first cause'" in results[1].error_text
+    for rank in (0, 2):
+        assert f"PeerLostError: rank 1 (pid {pid})" in results[rank].error_text, results[rank].report()
+
+
+def wait_for_stopped() -> dict[str, Any]:
+    rank, store = int(os.environ["RANK"]), open_store()
+    group = SharedMemoryGroup(dist.PrefixStore("g/", store), rank, 3, timedelta(seconds=1))
+    tensor = torch.ones(10)
+    group.all_reduce_(tensor, "max")
+    store.set(f"ready/{rank}", "")
+    store.wait([f"ready/{other}" for other in range(3)])
+    if rank == 1:
+        store.set("stop me", "")
+        store.get("it is over")
+        return error_of(lambda: group.all_reduce_(tensor, "max"))
+    store.wait(["stopped"])
+    error = error_of(lambda: group.all_reduce_(tensor, "max"))
+    error["again"] = error_of(lambda: group.all_reduce_(tensor, "max"))
+    return error
+
+
+def test_a_stopped_rank_is_named_after_the_timeout() -> None:
+    with start_ranks(wait_for_stopped, 3) as ranks:
+        ranks._store.wait(["stop me"], timedelta(seconds=30))
+        ranks.kill(1, signal.SIGSTOP)
+        ranks._store.set("stopped", "")
+        deadline = time.monotonic() + 15
+        while ranks.alive() != [1] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert ranks.alive() == [1], "the others wait on for the stopped rank"
+        ranks._store.set("it is over", "")
+        ranks.kill(1, signal.SIGCONT)
+        results = ranks.wait(20)
+        pid = ranks.pids[1]
+    assert all(result.ok for result in results), "\n".join(result.report() for result in results)
+    for rank in (0, 2):
+        seen = results[rank].value
+        assert seen["kind"] == "CollectiveTimeoutError", seen
+        assert "for rank 1 " in seen["text"] and f"pid {pid}" in seen["text"], seen
+        assert 0.9 < seen["took_s"] < 1 + TOLD_S, seen
+        assert seen["again"]["kind"] == "CollectiveError" and seen["again"]["took_s"] < LATER_CALL_S
+    woken = results[1].value
+    assert woken["kind"] == "CollectiveTimeoutError", woken  # fenced: it does not go on alone
+    assert woken["took_s"] < 1.0
+
+
+# Ranks that disagree. One start: each case has a group of its own, which it ruins.
+
+F = torch.float32
+Call = Callable[[int, Any], object]  # rank, group
+
+
+def reduce_of(shape: tuple[int, ...], dtype: torch.dtype = F, op: Any = dist.ReduceOp.SUM) -> Call:
+    return lambda rank, group: dist.all_reduce(torch.ones(shape, dtype=dtype), op, group=group)
+
+
+def shared_reduce_of(shape: tuple[int, ...]) -> Call:
+    return lambda rank, group: dist.all_reduce(shared_empty(shape).fill_(1), group=group)
+
+
+def broadcast_from(root: int, numel: int = 4) -> Call:
+    return lambda rank, group: dist.broadcast(torch.ones(numel), root, group=group)
+
+
+def reduce_to(root: int) -> Call:
+    return lambda rank, group: dist.reduce(torch.ones(4), root, group=group)
+
+
+def gather_of(numel: int) -> Call:
+    return lambda rank, group: dist.all_gather([torch.ones(numel)] * 3, torch.ones(numel), group=group)
+
+
+def barrier() -> Call:
+    return lambda rank, group: dist.barrier(group=group)
+
+
+def waited(shape: tuple[int, ...]) -> Call:
+    def call(rank: int, group: Any) -> None:
+        works = [dist.all_reduce(torch.ones(shape), group=group, async_op=True) for _ in range(3)]
+        for work in works:
+            work.wait()
+
+    return call
+
+
+def in_turn(*calls: Call) -> Call:
+    def call(rank: int, group: Any) -> None:
+        for each in calls:
+            each(rank, group)
+
+    return call
+
+
+def splits(given: list[int], taken: list[int]) -> Call:
+    def call(rank: int, group: Any) -> None:
+        source, target = torch.ones(sum(given)), torch.ones(sum(taken))
+        dist.all_to_all_single(target, source, taken, given, group=group)
+
+    return call
+
+
+# name: what rank 1 does, what ranks 0 and 2 do, the message (on all ranks). Each begins as number 3.
+DISAGREEMENTS: dict[str, tuple[Call, Call, str]] = {
+    "shape": (
+        reduce_of((5, 6)), reduce_of((5, 7)),
+        "all_reduce number 3 differs between ranks: ranks 0, 2 sent float32[5, 7], rank 1 float32[5, 6]",
+    ),
+    "same number of elements": (
+        reduce_of((5, 6)), reduce_of((6, 5)),
+        "all_reduce number 3 differs between ranks: ranks 0, 2 sent float32[6, 5], rank 1 float32[5, 6]",
+    ),
+    "staged shape": (
+        reduce_of((300, 200)), reduce_of((300, 201)),
+        "all_reduce number 3 differs between ranks: "
+        "ranks 0, 2 sent float32[300, 201], rank 1 float32[300, 200]",
+    ),
+    "direct shape": (
+        shared_reduce_of((300, 200)), shared_reduce_of((300, 201)),
+        "ranks 0, 2 sent float32[300, 201], rank 1 float32[300, 200]",
+    ),
+    "small against large": (
+        reduce_of((8,)), reduce_of((80_000,)), "ranks 0, 2 sent float32[80000], rank 1 float32[8]",
+    ),
+    "dtype": (
+        reduce_of((4,), torch.float64), reduce_of((4,)), "ranks 0, 2 sent float32[4], rank 1 float64[4]",
+    ),
+    "float against int of one size": (
+        reduce_of((4,), torch.int32), reduce_of((4,)), "ranks 0, 2 sent float32[4], rank 1 int32[4]",
+    ),
+    "reduction": (
+        reduce_of((4,), F, dist.ReduceOp.MAX), reduce_of((4,)),
+        "ranks 0, 2 called all_reduce(sum) of float32[4], rank 1 all_reduce(max) of float32[4]",
+    ),
+    "operation": (
+        broadcast_from(0), reduce_of((4,)),
+        "ranks 0, 2 called all_reduce(sum) of float32[4], rank 1 broadcast from 0 of float32[4]",
+    ),
+    "barrier": (barrier(), reduce_of((4,)), "ranks 0, 2 called all_reduce(sum) of float32[4], rank 1 barrier"),
+    "root": (
+        broadcast_from(1), broadcast_from(2),
+        "broadcast number 3 differs between ranks: "
+        "ranks 0, 2 called broadcast from 2 of float32[4], rank 1 broadcast from 1 of float32[4]",
+    ),
+    "large broadcast": (broadcast_from(0, 90_000), broadcast_from(0, 90_001), "float32[90001], rank 1 float32[90000]"),
+    "root of reduce": (reduce_to(0), reduce_to(2), "reduce(sum) to 2 of float32[4], rank 1 reduce(sum) to 0 of"),
+    "order": (
+        in_turn(reduce_of((4,)), reduce_of((9,))), in_turn(reduce_of((9,)), reduce_of((4,))),
+        "all_reduce number 3 differs between ranks: ranks 0, 2 sent float32[9], rank 1 float32[4]",
+    ),
+    "order of operations": (
+        in_turn(barrier(), gather_of(4)), in_turn(gather_of(4), barrier()),
+        "collective number 3 differs between ranks: ranks 0, 2 called all_gather of float32[4], rank 1 barrier",
+    ),
+    "one call more": (
+        in_turn(reduce_of((4,)), reduce_of((4,))), in_turn(reduce_of((4,)), gather_of(4)),
+        "number 4 differs between ranks: ranks 0, 2 called all_gather of float32[4], rank 1 all_reduce(sum)",
+    ),
+    "async": (waited((7,)), waited((8,)), "ranks 0, 2 sent float32[8], rank 1 float32[7]"),
+    "splits": (
+        splits([1, 1, 1], [1, 1, 1]), splits([1, 2, 1], [1, 1, 1]),
+        "sends 8 bytes to rank 1, which expects 4",
+    ),
+}  # fmt: skip
+# So often that a race between the first rank to fail and the last one to read would show.
+REPEATED = {"shape": 12, "staged shape": 4}
+
+
+def disagree() -> dict[str, list[dict[str, Any]]]:
+    rank = dist.get_rank()
+    seen: dict[str, list[dict[str, Any]]] = {}
+    for name, (odd, usual, _) in DISAGREEMENTS.items():
+        for _ in range(REPEATED.get(name, 1)):
+            group = dist.new_group(backend="shm", timeout=timedelta(seconds=5))
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor, group=group)
+            dist.barrier(group=group)
+            call = odd if rank == 1 else usual
+            error = error_of(lambda call=call, group=group: call(rank, group))  # type: ignore[misc]
+            error["again"] = error_of(lambda group=group: dist.barrier(group=group))  # type: ignore[misc]
+            seen.setdefault(name, []).append(error)
+            dist.barrier()
+            dist.destroy_process_group(group)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def disagreements() -> list[dict[str, list[dict[str, Any]]]]:
+    return run_ranks(disagree, 3, timeout_s=90)
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_every_rank_hears_of_a_mismatch(
+    disagreements: list[dict[str, list[dict[str, Any]]]], name: str
+) -> None:
+    wanted = DISAGREEMENTS[name][2]
+    for rank, seen in enumerate(disagreements):
+        assert len(seen[name]) == REPEATED.get(name, 1)
+        for error in seen[name]:
+            assert error["kind"] == "MismatchError", (rank, error)
+            assert wanted in error["text"], (rank, error["text"])
+            assert error["took_s"] < MISMATCH_S, (rank, error)
+            again = error["again"]
+            assert again["kind"] == "CollectiveError" and again["took_s"] < LATER_CALL_S, (rank, again)
+
+
+# Messages that do not fit, ranks that leave, errors that are not ours. One start, a group each.
+
+
+def message_too_long(group: Any, numel: int) -> dict[str, Any]:
+    """Rank 0 sends, rank 1 receives another size, rank 2 is in a barrier."""
+    rank = dist.get_rank()
+
+    def call() -> None:
+        if rank == 0:
+            dist.send(torch.ones(numel), 1, group=group, tag=3)
+        elif rank == 1:
+            dist.recv(torch.ones(numel - 1), 0, group=group, tag=3)
+        dist.barrier(group=group)
+
+    return error_of(call)
+
+
+def message_set_aside(group: Any) -> dict[str, Any]:
+    """The message with the wrong size had come before anybody asked for it."""
+    rank = dist.get_rank()
+
+    def call() -> None:
+        if rank == 0:
+            dist.send(torch.ones(5), 1, group=group, tag=3)
+            dist.send(torch.ones(1), 1, group=group, tag=4)
+        elif rank == 1:
+            dist.recv(torch.ones(1), 0, group=group, tag=4)
+            dist.recv(torch.ones(6), 0, group=group, tag=3)
+        dist.barrier(group=group)
+
+    return error_of(call)
+
+
+def leave_in_order(group: Any) -> dict[str, Any]:
+    if dist.get_rank() == 1:
+        dist.destroy_process_group(group)
+        return {}
+    return error_of(lambda: dist.all_reduce(torch.ones(3), group=group))
+
+
+def any_source_but_one_left(group: Any) -> dict[str, Any]:
+    """Rank 2 has left; rank 1 still sends."""
+    rank = dist.get_rank()
+    if rank == 2:
+        dist.destroy_process_group(group)
+        return {"received": 1.0}
+    if rank == 1:
+        time.sleep(0.5)
+        dist.send(torch.ones(3), 0, group=group)
+        return {"received": 1.0}
+    target = torch.zeros(3)
+    error = error_of(lambda: dist.recv(target, group=group))
+    return error | {"received": target[0].item()}
+
+
+def interrupted(group: Any) -> dict[str, Any]:
+    """Ctrl-C in one rank while it waits in a collective: an error that is not of ours."""
+    rank = dist.get_rank()
+    if rank == 0:
+        time.sleep(0.4)
+        return error_of(lambda: dist.all_reduce(torch.ones(100_000), group=group))
+    if rank == 1:
+        signal.signal(signal.SIGALRM, raise_interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        try:
+            dist.all_reduce(torch.ones(100_000), group=group)
+        except KeyboardInterrupt:
+            return {"kind": "KeyboardInterrupt", "text": ""}
+    return error_of(lambda: dist.all_reduce(torch.ones(100_000), group=group))
+
+
+def raise_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def other_faults() -> dict[str, dict[str, Any]]:
+    cases: dict[str, Callable[[Any], dict[str, Any]]] = {
+        "small message": lambda group: message_too_long(group, 10),
+        "large message": lambda group: message_too_long(group, 500_000),
+        "set aside": message_set_aside,
+        "left": leave_in_order,
+        "any source": any_source_but_one_left,
+        "interrupted": interrupted,
+    }
+    seen = {}
+    for name, case in cases.items():
+        group = dist.new_group(backend="shm", timeout=timedelta(seconds=5))
+        dist.barrier(group=group)
+        seen[name] = case(group)
+        dist.barrier()
+    seen["pid"] = {"text": str(os.getpid())}
+    return seen
+
+
+@pytest.fixture(scope="module")
+def others_seen() -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(other_faults, 3, timeout_s=60)
+
+
+@pytest.mark.parametrize("name", ["small message", "large message", "set aside"])
+def test_a_message_of_another_size(others_seen: list[dict[str, dict[str, Any]]], name: str) -> None:
+    numel = {"small message": 10, "large message": 500_000, "set aside": 5}[name]
+    other = 6 if name == "set aside" else numel - 1
+    words = f"rank 0 sent float32[{numel}], rank 1 receives float32[{other}]"
+    for rank, seen in enumerate(others_seen):
+        assert seen[name]["kind"] == "MismatchError" and words in seen[name]["text"], (rank, seen[name])
+        assert seen[name]["took_s"] < MISMATCH_S, (rank, seen[name])
+
+
+def test_a_rank_that_leaves_in_order_is_named(others_seen: list[dict[str, dict[str, Any]]]) -> None:
+    pid = others_seen[1]["pid"]["text"]
+    for rank in (0, 2):
+        seen = others_seen[rank]["left"]
+        assert seen["kind"] == "PeerLostError" and seen["took_s"] < TOLD_S, seen
+        assert f"rank 1 (pid {pid}) has left the group" in seen["text"], seen
+
+
+def test_any_source_goes_on_while_somebody_can_send(others_seen: list[dict[str, dict[str, Any]]]) -> None:
+    seen = others_seen[0]["any source"]
+    assert seen["received"] == 1.0, seen
+
+
+def test_an_error_that_is_not_ours_names_its_rank(others_seen: list[dict[str, dict[str, Any]]]) -> None:
+    assert others_seen[1]["interrupted"]["kind"] == "KeyboardInterrupt", "the fault did not fire"
+    for rank in (0, 2):
+        seen = others_seen[rank]["interrupted"]
+        assert seen["kind"] and "rank 1" in seen["text"] and "KeyboardInterrupt" in seen["text"], (rank, seen)
+
+
+def test_the_pattern_of_issue_and_glossary() -> None:
+    """The sentence that users are promised, as a pattern: number, both sides, what each sent."""
+    pattern = r"^all_reduce number \d+ differs between ranks: ranks? [\d, -]+ sent \w+\[.*\], rank \d \w+\[.*\]$"
+    sentences = [wanted for _, _, wanted in DISAGREEMENTS.values() if wanted.startswith("all_reduce")]
+    assert sentences and all(re.match(pattern, sentence) for sentence in sentences)

@@ -1,0 +1,189 @@
+"""`imece.spawn`. Most functions here are closures, which start in a copy of this process and so at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import imece
+from imece.errors import UserError
+from imece.launch.spawn import RankFailedError, spawn
+from tests.launch.launcher import Launcher
+
+
+def sum_in_a_fresh_process(factor: float) -> dict[str, Any]:
+    mesh = imece.init()
+    tensor = torch.full((3,), factor * (mesh.rank + 1))
+    dist.all_reduce(tensor)
+    return {"rank": mesh.rank, "sum": tensor, "pair": (mesh.world_size, os.environ["EXTRA"])}
+
+
+def test_results_in_the_order_of_ranks() -> None:
+    results = spawn(sum_in_a_fresh_process, (2.0,), ranks=3, timeout_s=60, env={"EXTRA": "e"})
+    assert [result["rank"] for result in results] == [0, 1, 2]
+    assert all(torch.equal(result["sum"], torch.full((3,), 12.0)) for result in results)
+    assert results[2]["pair"] == (3, "e")
+
+
+def test_a_closure_runs_in_copies_of_this_process() -> None:
+    factor = 10
+
+    def here() -> list[int]:
+        mesh = imece.init(backend="gloo")
+        tensor = torch.tensor([factor**mesh.rank])
+        dist.all_reduce(tensor)
+        return [mesh.rank, int(tensor), torch.get_num_threads()]
+
+    assert spawn(here, ranks=3, timeout_s=60) == [[0, 111, 1], [1, 111, 1], [2, 111, 1]]
+    assert not dist.is_initialized(), "the parent itself takes no part"
+
+
+def failing(fault: Callable[[], Any], *, ranks: int = 3) -> RankFailedError:
+    """The error if rank 1 does `fault` while the others wait for it."""
+
+    def body() -> None:
+        imece.init(backend="gloo")
+        if os.environ["RANK"] == "1":
+            fault()
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(RankFailedError) as caught:
+        spawn(body, ranks=ranks, timeout_s=60)
+    assert caught.value.rank == 1
+    return caught.value
+
+
+def raise_value_error() -> None:
+    raise ValueError("the cause")
+
+
+def test_the_traceback_of_the_first_failing_rank() -> None:
+    message = str(failing(raise_value_error))
+    assert "rank 1 (pid " in message and "ValueError: the cause" in message
+    assert "in raise_value_error" in message and "Traceback" in message
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (lambda: os.kill(os.getpid(), 9), "killed by signal 9 (SIGKILL), perhaps out of memory"),
+        (lambda: os._exit(0), "left early with exit status 0"),
+        (lambda: os._exit(7), "failed with exit status 7"),
+        (lambda: sys.exit(7), "SystemExit: 7"),
+    ],
+)
+def test_other_ways_to_fail(fault: Callable[[], Any], said: str) -> None:
+    assert said in str(failing(fault))
+
+
+def test_what_cannot_be_returned() -> None:
+    with pytest.raises(RankFailedError, match="returned a set"):
+        spawn(lambda: {1}, ranks=1, timeout_s=60)
+
+
+def test_a_users_mistake_stays_one() -> None:
+    def body() -> None:
+        imece.init({"replicate": 3})
+
+    with pytest.raises(UserError, match=r"^rank [01]: replicate 3 = 3 ranks, but the world has 2$"):
+        spawn(body, ranks=2, timeout_s=60)
+
+
+@pytest.mark.parametrize(("ranks", "timeout_s"), [(0, None), (-1, None), (True, None), (2.0, None), (9999, None),
+                                                  (2, 0), (2, -1), (2, float("nan"))])  # fmt: skip
+def test_arguments_that_make_no_sense(ranks: Any, timeout_s: Any) -> None:
+    with pytest.raises(UserError):
+        spawn(lambda: None, ranks=ranks, timeout_s=timeout_s)
+
+
+def test_time_is_up() -> None:
+    def body() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        subprocess.Popen(["sleep", "1000"])  # conftest.py looks whether it outlives the rank
+        if os.environ["RANK"] != "1":
+            time.sleep(1000)
+
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match="after 2 s, rank 0, 2 still ran"):
+        spawn(body, ranks=3, timeout_s=2)
+    assert time.monotonic() - begin < 10
+
+
+def test_a_rank_whose_child_lives_on_has_ended() -> None:
+    def body() -> int:
+        if os.fork() == 0:
+            time.sleep(1000)
+            os._exit(0)
+        return 5
+
+    assert spawn(body, ranks=2, timeout_s=30) == [5, 5]
+
+
+def test_large_results() -> None:
+    results = spawn(lambda: torch.arange(3_000_000), ranks=2, timeout_s=60)
+    assert all(torch.equal(each, torch.arange(3_000_000)) for each in results)
+
+
+def test_only_loopback_is_listened_on() -> None:
+    def body() -> list[str]:
+        imece.init(backend="gloo")
+        dist.all_reduce(torch.ones(1))
+        processes = [psutil.Process(), psutil.Process(os.getppid())]
+        return [c.laddr.ip for p in processes for c in p.net_connections("tcp") if c.status == "LISTEN"]
+
+    for addresses in spawn(body, ranks=2, timeout_s=60):
+        assert len(addresses) >= 2, "Gloo and the store both listen"
+        assert set(addresses) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+def test_ten_jobs_at_once_never_meet() -> None:
+    found: dict[int, list[list[int]]] = {}
+
+    def job(number: int) -> None:
+        def body() -> list[int]:
+            imece.init(backend="gloo")
+            mine, all_of_us = torch.tensor([number]), torch.empty(2, dtype=torch.long)
+            dist.all_gather_into_tensor(all_of_us, mine)
+            return [int(each) for each in all_of_us]
+
+        found[number] = spawn(body, ranks=2, timeout_s=120)
+
+    threads = [threading.Thread(target=job, args=(number,)) for number in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: [[number, number]] * 2 for number in range(10)}
+
+
+def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import imece, os, time\n"
+        "def main():\n"
+        "    imece.spawn(lambda: (print(os.getpid(), flush=True), time.sleep(1000)), ranks=2)\n"
+        "main()\n"
+    )
+    with Launcher("--ranks", "1", script) as launcher:
+        while len(launcher.out().splitlines()) < 2:
+            time.sleep(0.02)
+        pids = [int(line.split()[-1]) for line in launcher.out().splitlines()]
+        parent = psutil.Process(pids[0]).ppid()
+        os.kill(parent, signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+            assert time.monotonic() < deadline, "ranks outlived their parent"
+            time.sleep(0.02)
+        assert launcher.wait().status == 128 + signal.SIGKILL
