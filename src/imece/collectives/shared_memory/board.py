@@ -51,7 +51,8 @@ _CHANNELS_BYTE = 4096
 CHANNEL_WORDS = 16
 
 SLOTS = 4
-SLOT_BYTES = 512 * 1024
+SLOT_BYTES = 1024 * 1024  # two ranks' slots stay in the cache
+CROWDED_SLOT_BYTES = 4 * SLOT_BYTES  # with more ranks than cores, fewer changes of process matter more
 RING_SLOTS = 4  # pieces of messages to one rank that may be under way
 RING_HEADER_BYTES = 64
 RING_PIECE_BYTES = 128 * 1024
@@ -72,6 +73,7 @@ class Peer:
     fd: int
     serial: int
     host: str
+    cores: int  # that it may run on
 
 
 class Board:
@@ -81,9 +83,11 @@ class Board:
         self.rank = rank
         self.world_size = world_size
         slots_byte = -(-(_CHANNELS_BYTE + world_size * CHANNEL_WORDS * 8) // 4096) * 4096
-        rings_byte = slots_byte + SLOTS * SLOT_BYTES
+        rings_byte = slots_byte + SLOTS * CROWDED_SLOT_BYTES
         own = segment.create(rings_byte + world_size * RING_BYTES, "a group of the shm backend")
         self.peers = _meet(store, own, rank, world_size, timeout)
+        self.crowded = world_size > min(peer.cores for peer in self.peers)  # more ranks than cores
+        self.slot_bytes = CROWDED_SLOT_BYTES if self.crowded else SLOT_BYTES  # the same on all ranks
         self._segments = [
             own if peer.rank == rank else segment.attach(peer.pid, peer.fd, peer.serial)
             for peer in self.peers
@@ -92,11 +96,10 @@ class Board:
         self.mine = self.words[rank]
         self.others = [other for other in range(world_size) if other != rank]
         self.slots = [
-            [each.memory.narrow(0, slots_byte + at * SLOT_BYTES, SLOT_BYTES) for each in self._segments]
+            [each.memory.narrow(0, slots_byte + at * CROWDED_SLOT_BYTES, self.slot_bytes) for each in self._segments]
             for at in range(SLOTS)
-        ]  # [slot][rank] -> uint8[SLOT_BYTES]
+        ]  # [slot][rank] -> uint8[slot_bytes]
         self._rings_byte = rings_byte
-        self.crowded = world_size > len(os.sched_getaffinity(0))  # more ranks than cores
         self._bells = [each.address + BELL * 8 for each in self._segments]
         self._rings = 0
         self.sleepers = 0  # threads of this process
@@ -228,7 +231,8 @@ def _meet(store: dist.Store, own: Segment, rank: int, world_size: int, timeout: 
 
     Raises UserError where the ranks are not on one host, CollectiveError where one does not come.
     """
-    me = {"pid": os.getpid(), "fd": own.fd, "serial": own.serial, "host": host_id()}
+    me: dict[str, int | str] = {"pid": os.getpid(), "fd": own.fd, "serial": own.serial, "host": host_id()}
+    me["cores"] = len(os.sched_getaffinity(0))
     store.set(f"shm/{rank}", json.dumps(me))
     peers = []
     for other in range(world_size):

@@ -29,7 +29,6 @@ from imece.collectives.shared_memory.board import (
     OFFERED,
     OFFSET,
     SERIAL,
-    SLOT_BYTES,
     SLOTS,
     Board,
 )
@@ -136,10 +135,10 @@ class Engine:
         return self.kept(key, lambda: [each[start:stop].view(dtype) for each in self.board.slots[slot]])
 
     def scratch(self, dtype: torch.dtype) -> torch.Tensor:
-        """Room for the running result of one piece, [SLOT_BYTES] of `dtype`."""
+        """Room for the running result of one piece, [slot_bytes] of `dtype`."""
         found = self._scratches.get(dtype)
         if found is None:
-            found = self._scratches[dtype] = torch.empty(SLOT_BYTES, dtype=dtype)
+            found = self._scratches[dtype] = torch.empty(self.board.slot_bytes, dtype=dtype)
         return found
 
     def in_place(self, ranks: Iterable[int]) -> list[torch.Tensor] | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from imece.collectives.shared_memory.board import DESCRIPTORS, OFFERED, SLOT_BYTES
+from imece.collectives.shared_memory.board import DESCRIPTORS, OFFERED
 from imece.collectives.shared_memory.engine import Engine
 from imece.collectives.shared_memory.waiting import Steps
 from imece.errors import MismatchError
@@ -51,7 +51,7 @@ def exchange(
             engine.slot_views(slot, 0, offered.numel(), torch.uint8)[engine.rank].copy_(offered)
         engine.enter(fingerprint)
         yield from engine.entered(fingerprint)
-        _copy_out(engine, slot, 0, SLOT_BYTES, _own_reads(engine, offered, reads))
+        _copy_out(engine, slot, 0, largest_bytes, _own_reads(engine, offered, reads))
         return
     engine.enter(fingerprint, offered)
     yield from engine.entered(fingerprint)
@@ -87,13 +87,13 @@ def _staged(
     engine: Engine, offered: torch.Tensor | None, reads: Sequence[Read], publishers: Sequence[int]
 ) -> Steps:
     """Piece by piece through the slots, the next piece being sent while this one is read."""
-    at = DESCRIPTORS + 8 * (engine.number & 1) + OFFERED
-    count = -(-max(engine.board.words[rank][at] for rank in publishers) // SLOT_BYTES)
+    at, size = DESCRIPTORS + 8 * (engine.number & 1) + OFFERED, engine.board.slot_bytes
+    count = -(-max(engine.board.words[rank][at] for rank in publishers) // size)
     base, slot = engine.clock, engine.next_slot()
 
     def send(piece: int, into: int) -> None:
         if offered is not None:
-            part = offered[piece * SLOT_BYTES : (piece + 1) * SLOT_BYTES]
+            part = offered[piece * size : (piece + 1) * size]
             engine.slot_views(into, 0, part.numel(), torch.uint8)[engine.rank].copy_(part)
 
     send(0, slot)
@@ -105,7 +105,7 @@ def _staged(
             send(piece + 1, following)
         engine.tick()
         yield from engine.everybody(base + 1 + piece)  # all have sent this piece
-        _copy_out(engine, slot, piece * SLOT_BYTES, (piece + 1) * SLOT_BYTES, reads)
+        _copy_out(engine, slot, piece * size, (piece + 1) * size, reads)
         slot = following
 
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 
 from imece.collectives.shared_memory.arithmetic import Reduction
-from imece.collectives.shared_memory.board import SLOT_BYTES
 from imece.collectives.shared_memory.engine import Engine
 from imece.collectives.shared_memory.waiting import Steps
 
@@ -142,7 +141,7 @@ def _staged(
     sends all parts but its own, sums its own part, and sends that where others want it.
     """
     rank, size = engine.rank, tensor.itemsize
-    width = SLOT_BYTES // size // engine.world_size // _ALIGN * _ALIGN
+    width = engine.board.slot_bytes // size // engine.world_size // _ALIGN * _ALIGN
     windows = [tensor[start:stop].split(width) if stop > start else () for start, stop in rows]
     outputs = windows[rank] if readers else output.split(width)
     wanted_here = not readers or rank in readers

@@ -1,0 +1,177 @@
+"""Too little memory is said with both sizes, /dev/shm does not matter, and nothing leaks while ranks live."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from imece.collectives.shared_memory import segment, shared_empty
+from imece.errors import UserError
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_too_little_memory_names_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "available_bytes", lambda: 17 * 2**20)
+    with pytest.raises(UserError, match=r"a shared tensor needs 40\.0 MiB .* and 17\.0 MiB are available"):
+        shared_empty(10 * 2**20)
+    assert shared_empty(10).numel() == 10
+    monkeypatch.setattr(segment, "available_bytes", lambda: 1000)
+    with pytest.raises(UserError, match=r"a group of the shm backend needs .* MiB .* and 1000 bytes are"):
+        dist.init_process_group("shm", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_more_than_this_machine_has() -> None:
+    """The real figure, not a made-up one: asking for more must not end in a kill."""
+    with pytest.raises(UserError, match=r"needs \d+\.\d GiB of shared memory and \d+\.\d .iB are available"):
+        shared_empty(segment.available_bytes() // 4 + 2**30)
+
+
+def hit_a_limit(name: str) -> list[str]:
+    """A real limit of the kernel on this process; what the error says. The group still works after it."""
+    told = []
+    before = len(os.listdir("/proc/self/fd"))
+    kind = getattr(resource, name)
+    used = 0 if name == "RLIMIT_FSIZE" else int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+    old = resource.getrlimit(kind)
+    resource.setrlimit(kind, (used + 64 * 2**20, old[1]))
+    try:
+        shared_empty(256 * 2**20, torch.uint8)
+    except UserError as error:
+        told.append(str(error))
+    resource.setrlimit(kind, old)
+    assert len(os.listdir("/proc/self/fd")) == before, "the descriptor of the failed segment leaked"
+    tensor = shared_empty(100_000).fill_(1)
+    dist.all_reduce(tensor)
+    assert tensor[0] == dist.get_world_size()
+    return told
+
+
+def hit_both_limits() -> list[str]:
+    return hit_a_limit("RLIMIT_FSIZE") + hit_a_limit("RLIMIT_AS")
+
+
+def test_real_limits_are_a_users_mistake() -> None:
+    told = run_ranks(hit_both_limits, 2)
+    for rank in told:
+        assert len(rank) == 2, rank
+        for text in rank:
+            assert "a shared tensor needs 256.0 MiB of shared memory" in text and "\n" not in text
+
+
+# A full /dev/shm.
+
+
+def all_reduce_8_mib() -> float:
+    with pytest.raises(OSError), open("/dev/shm/full", "wb") as file:  # the control: it really is too small
+        os.posix_fallocate(file.fileno(), 0, 8 * 2**20)
+    tensors = [torch.ones(2**21), shared_empty(2**21).fill_(1)]
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+    return float(sum(tensor.sum().item() for tensor in tensors)) / 2**22
+
+
+def why_no_mounts() -> str | None:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        return "a /dev/shm of its own needs root and unshare"
+    probe = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False, timeout=30)
+    return None if probe.returncode == 0 else "no mount namespaces here"
+
+
+def test_works_with_a_full_dev_shm() -> None:
+    if reason := why_no_mounts():
+        pytest.skip(reason)
+    program = (
+        "from tests.ranks import run_ranks\n"
+        "from tests.collectives.shared_memory.test_memory import all_reduce_8_mib\n"
+        "print(run_ranks(all_reduce_8_mib, 2))\n"
+    )
+    mount = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$0" -c "$1"'
+    found = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mount, sys.executable, program],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert found.stdout.strip() == "[2.0, 2.0]", found.stdout + found.stderr
+
+
+# Leaks.
+
+
+def counts() -> dict[str, int]:
+    maps = Path("/proc/self/maps").read_text()
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:  # that of the listing itself
+            continue
+    return {
+        "fds": len(names),
+        "memfds": sum("imece-segment" in name for name in names),
+        "maps": maps.count("memfd:imece-segment"),
+    }
+
+
+def settled() -> dict[str, int]:
+    """Counts at a moment when all ranks have let go: any collective tells what was freed meanwhile."""
+    tensor = shared_empty(50_000).fill_(1)
+    dist.all_reduce(tensor)
+    dist.barrier()
+    found = counts()
+    dist.barrier()
+    return found
+
+
+def make_and_drop() -> list[dict[str, int]]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    seen = []
+    for round_ in range(2):  # what the first round leaves may be caches; the second must add nothing
+        for at in range(20):
+            group = dist.new_group(backend="shm")
+            if at % 2:
+                tensor = torch.ones(200_000)
+                dist.all_reduce(tensor, group=group, async_op=at % 4 == 1)
+                dist.barrier(group=group)
+                right, left = (rank + 1) % size, (rank - 1) % size
+                calls = [dist.P2POp(dist.isend, tensor, right, group), dist.P2POp(dist.irecv, tensor + 0, left, group)]
+                for work in dist.batch_isend_irecv(calls):
+                    work.wait()
+            dist.destroy_process_group(group)
+        seen.append(settled())
+        del round_
+    for _ in range(25):
+        tensor = shared_empty(100_000).fill_(rank)
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, src=size - 1)
+        room = shared_empty(100_000)
+        calls = [dist.P2POp(dist.isend, tensor, (rank + 1) % size), dist.P2POp(dist.irecv, room, (rank - 1) % size)]
+        for work in dist.batch_isend_irecv(calls):
+            work.wait()
+        del tensor, room, calls, work
+    seen.append(settled())
+    return seen
+
+
+def test_groups_and_tensors_that_come_and_go_leave_nothing() -> None:
+    results: list[Any] = run_ranks(make_and_drop, 3, timeout_s=90)
+    for rank, (first, second, third) in enumerate(results):
+        # One board and one arena of its own, and those of both others.
+        assert first["memfds"] <= 2 and first["maps"] <= 6, (rank, first)
+        assert second == first, (rank, first, second)
+        assert third["maps"] <= first["maps"] + 1 and third["memfds"] <= 2, (rank, first, third)
+        assert third["fds"] <= first["fds"] + 1, (rank, first, third)
