@@ -79,7 +79,9 @@ class Crew:
             port = 29_400
             served = master_addr is None
             if served:
-                crew._store, port = store.host_store()
+                listener = store.listen()
+                port = listener.getsockname()[1]
+                crew._store = store.serve(listener)
             for rank in range(size):
                 environ = _environment(rank, size, master_addr or LOOPBACK, port, served)
                 environ |= dict(extra[rank] if extra else {}) | {_RANK: str(rank)}

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 
-from imece.collectives.shared_memory import exchanging, reducing, shared_empty
-from imece.collectives.shared_memory.board import RING_PIECE_BYTES, RING_SLOTS, SLOT_BYTES
+from imece.collectives.shared_memory import board, exchanging, reducing, shared_empty
+from imece.collectives.shared_memory.board import RING_PIECE_BYTES, RING_SLOTS
 from tests.ranks import run_ranks
 
 WORLD_SIZES = (1, 2, 3, 4, 7)
@@ -133,11 +133,15 @@ def check_dtypes_and_ops() -> None:
             same(tensor, held[-1], "broadcast", dtype, numel, place)
 
 
+def slot_bytes() -> int:
+    return int(dist.group.WORLD._board.slot_bytes)  # type: ignore[union-attr]
+
+
 def reduce_sizes() -> list[int]:
     """float32 elements around every border of the reductions."""
     world_size = dist.get_world_size()
     small = reducing.SMALL_BYTES // 4
-    width = SLOT_BYTES // 4 // world_size // 64 * 64
+    width = slot_bytes() // 4 // world_size // 64 * 64
     chunk = reducing.CHUNK_BYTES // 4
     borders = [small, width * world_size, chunk, chunk * world_size]
     return [0, 1, 63, 65, small, *(b + d for b in borders for d in (-1, 1)), 3 * width * world_size + 1017]
@@ -163,8 +167,8 @@ def check_reductions_of_all_sizes() -> None:
 
 def exchange_sizes() -> list[int]:
     """Bytes around every border of the exchanges."""
-    borders = (exchanging.SMALL_BYTES, SLOT_BYTES)
-    return [0, 1, exchanging.SMALL_BYTES, *(b + d for b in borders for d in (-1, 1)), 2 * SLOT_BYTES + 4097]
+    borders = (exchanging.SMALL_BYTES, slot_bytes())
+    return [0, 1, exchanging.SMALL_BYTES, *(b + d for b in borders for d in (-1, 1)), 2 * slot_bytes() + 4097]
 
 
 def check_exchanges_of_all_sizes() -> None:
@@ -534,14 +538,20 @@ CHECKS: tuple[Callable[[], None], ...] = (
 )
 
 
-def run_checks() -> int:
+def run_checks(small_slots: bool) -> int:
+    if small_slots:  # every border at small sizes; a slot takes a chunk at least
+        board.SLOT_BYTES = board.CROWDED_SLOT_BYTES = reducing.CHUNK_BYTES
+    dist.init_process_group("shm")
+    assert slot_bytes() <= reducing.CHUNK_BYTES or not small_slots
     anchor = shared_empty(1)  # keeps its arena: a new one for each tensor would cost more than the checks
     for check in CHECKS:
         check()
     del anchor
+    dist.destroy_process_group()
     return len(CHECKS)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_call_of_torch(world_size: int) -> None:
-    assert run_ranks(run_checks, world_size) == [len(CHECKS)] * world_size
+    small_slots = world_size != 2  # and once as they are
+    assert run_ranks(run_checks, world_size, args=(small_slots,), backend=None) == [len(CHECKS)] * world_size
