@@ -5,6 +5,20 @@ Importing imece registers "shm" with torch.distributed.
 
 from imece import errors
 from imece.collectives import shared_memory
+from imece.collectives.ops import (
+    Pending,
+    Recv,
+    Send,
+    all_gather,
+    all_reduce,
+    barrier,
+    broadcast,
+    exchange,
+    recv,
+    reduce,
+    reduce_scatter,
+    send,
+)
 from imece.collectives.shared_memory import shared_empty
 from imece.launch.spawn import spawn
 from imece.mesh import Mesh, init
@@ -16,10 +30,22 @@ shared_memory.register()
 
 __all__ = [
     "Mesh",
+    "Pending",
+    "Recv",
+    "Send",
     "World",
     "__version__",
+    "all_gather",
+    "all_reduce",
+    "barrier",
+    "broadcast",
     "errors",
+    "exchange",
     "init",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "send",
     "shared_empty",
     "spawn",
 ]

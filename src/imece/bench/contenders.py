@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from imece.collectives import ops
+
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 LIBRARIES = ("shm", "shm ordinary", "gloo", "mpich", "deepspeed")
 """In the order of the table; "shm" has its tensors in shared memory."""
@@ -108,6 +110,19 @@ class TorchGroup(Contender):
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
             "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
             "broadcast": lambda: dist.broadcast(whole, 0, group=group),
+        }[op]
+
+
+class Imece(TorchGroup):
+    """The same groups through imece's own calls."""
+
+    def bind(self, op: str) -> Callable[[], Any]:
+        group, whole, part = self._group, self.whole, self.part
+        return {
+            "all_reduce": lambda: ops.all_reduce(whole, group=group),
+            "reduce_scatter": lambda: ops.reduce_scatter(part, whole, group=group),
+            "all_gather": lambda: ops.all_gather(whole, part, group=group),
+            "broadcast": lambda: ops.broadcast(whole, 0, group=group),
         }[op]
 
 

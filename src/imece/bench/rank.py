@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from imece.bench import crew
-from imece.bench.contenders import Contender, DeepSpeed, Mpich, TorchGroup
+from imece.bench.contenders import Contender, DeepSpeed, Imece, Mpich, TorchGroup
 from imece.bench.limit import CHUNKS_BYTES, Limit
 from imece.collectives.shared_memory import register, shared_empty
 
@@ -101,8 +101,8 @@ def _contenders(kind: str) -> dict[str, Contender]:
     assert gloo is not None
     shm = dist.new_group(backend="shm")
     return {
-        "shm": TorchGroup(shm, shared_empty),
-        "shm ordinary": TorchGroup(shm),
+        "shm": Imece(shm, shared_empty),
+        "shm ordinary": Imece(shm),
         "gloo": TorchGroup(gloo),
     }
 

@@ -140,38 +140,46 @@ def settled() -> dict[str, int]:
 def make_and_drop() -> list[dict[str, int]]:
     rank, size = dist.get_rank(), dist.get_world_size()
     seen = []
-    for round_ in range(2):  # what the first round leaves may be caches; the second must add nothing
+    for _ in range(2):  # what the first round leaves may be caches; the second must add nothing
         for at in range(20):
-            group = dist.new_group(backend="shm")
-            if at % 2:
-                tensor = torch.ones(200_000)
-                dist.all_reduce(tensor, group=group, async_op=at % 4 == 1)
-                dist.barrier(group=group)
-                right, left = (rank + 1) % size, (rank - 1) % size
-                calls = [dist.P2POp(dist.isend, tensor, right, group), dist.P2POp(dist.irecv, tensor + 0, left, group)]
-                for work in dist.batch_isend_irecv(calls):
-                    work.wait()
-            dist.destroy_process_group(group)
+            use_a_group(used=at % 2 == 1)
         seen.append(settled())
-        del round_
     for _ in range(25):
         tensor = shared_empty(100_000).fill_(rank)
         dist.all_reduce(tensor)
         dist.broadcast(tensor, src=size - 1)
-        room = shared_empty(100_000)
-        calls = [dist.P2POp(dist.isend, tensor, (rank + 1) % size), dist.P2POp(dist.irecv, room, (rank - 1) % size)]
-        for work in dist.batch_isend_irecv(calls):
-            work.wait()
-        del tensor, room, calls, work
+        pass_on(tensor, shared_empty(100_000), dist.group.WORLD)
+        del tensor
     seen.append(settled())
     return seen
+
+
+def use_a_group(used: bool) -> None:
+    """Made, used or not, and destroyed at once: a rank may be gone from it before others have joined."""
+    group = dist.new_group(backend="shm")
+    if used:
+        tensor = torch.ones(200_000)
+        dist.all_reduce(tensor, group=group, async_op=True)
+        dist.barrier(group=group)
+        pass_on(tensor, torch.zeros(200_000), group)
+    dist.destroy_process_group(group)
+
+
+def pass_on(tensor: torch.Tensor, room: torch.Tensor, group: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    calls = [
+        dist.P2POp(dist.isend, tensor, (rank + 1) % size, group),
+        dist.P2POp(dist.irecv, room, (rank - 1) % size, group),
+    ]
+    for work in dist.batch_isend_irecv(calls):
+        work.wait()
 
 
 def test_groups_and_tensors_that_come_and_go_leave_nothing() -> None:
     results: list[Any] = run_ranks(make_and_drop, 3, timeout_s=90)
     for rank, (first, second, third) in enumerate(results):
-        # One board and one arena of its own, and those of both others.
-        assert first["memfds"] <= 2 and first["maps"] <= 6, (rank, first)
+        # One board and one arena of its own and of both others. Each mapping holds a descriptor (Python's mmap
+        # does), the own ones another by which the others open them.
+        assert first["maps"] <= 6 and first["memfds"] <= 8, (rank, first)
         assert second == first, (rank, first, second)
-        assert third["maps"] <= first["maps"] + 1 and third["memfds"] <= 2, (rank, first, third)
-        assert third["fds"] <= first["fds"] + 1, (rank, first, third)
+        assert third == first, (rank, first, third)

@@ -7,6 +7,7 @@ Layout of a segment (word = int64, line = 8 words = 64 bytes, so that ranks neve
                   FAILED, CLOSED   it gave up / it left in order
                   FREED   arenas it has given back: mappings of them may be dropped
                   DETAIL  number of the collective to which the text about what it sent belongs
+                  JOINED  it has mapped everybody's segments
     line 1, 2     the descriptor of its collective, for even and odd numbers:
                   fingerprint, bytes offered, (fd, serial, offset) of a tensor in shared memory
     line 3        BELL, the word it sleeps on: the only one that others write, so it has a line of its own
@@ -40,7 +41,7 @@ from imece.collectives.shared_memory.segment import Segment
 from imece.errors import CollectiveError, UserError
 from imece.world import host_id
 
-CLOCK, SLEEPERS, FAILED, CLOSED, FREED, DETAIL = range(6)
+CLOCK, SLEEPERS, FAILED, CLOSED, FREED, DETAIL, JOINED = range(7)
 DESCRIPTORS = 8  # word; + 8 * (number & 1)
 BELL = 24
 FINGERPRINT, OFFERED, FD, SERIAL, OFFSET = range(5)
@@ -49,6 +50,8 @@ _TEXT_BYTE = {FAILED: 256, DETAIL: 2176}
 _TEXT_BYTES = 1920  # of each, its length of 8 bytes included
 _CHANNELS_BYTE = 4096
 CHANNEL_WORDS = 16
+
+_JOIN_LIMIT_S = 5.0
 
 SLOTS = 4
 SLOT_BYTES = 1024 * 1024  # two ranks' slots stay in the cache
@@ -110,6 +113,7 @@ class Board:
         self._watch = select.poll()
         for fd in self._pidfds.values():
             self._watch.register(fd, select.POLLIN)
+        self.mine[JOINED] = 1
 
     # Writing one's own line.
 
@@ -209,6 +213,7 @@ class Board:
 
     def close(self) -> None:
         """Leave in order. Memory is unmapped when the last tensor on it is gone."""
+        self._wait_for_late_ranks()
         self.publish(CLOSED, 1)
         for fd in self._pidfds.values():
             os.close(fd)
@@ -216,6 +221,14 @@ class Board:
         self._watch = select.poll()
         self._segments[self.rank].close()
         self._attached.clear()
+
+    def _wait_for_late_ranks(self) -> None:
+        """A rank that is still joining needs this segment's descriptor, and this process: give it a moment."""
+        deadline = time.monotonic() + _JOIN_LIMIT_S
+        while late := {other for other in self.others if not self.words[other][JOINED]}:
+            if late <= set(self.dead()) or time.monotonic() > deadline:
+                return
+            time.sleep(0.001)
 
     def message_ring(self, source: int, target: int) -> torch.Tensor:
         """Through which messages from `source` to `target` travel, uint8[RING_BYTES]."""

@@ -1,0 +1,179 @@
+"""torch's own data-parallel wrappers on "shm": they train, and their losses are Gloo's.
+
+With two ranks there is one order of summing, so the losses are bit-equal; with three, Gloo's order differs
+from ours and they agree within rounding. The control: without the wrapper the losses differ clearly.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import imece  # noqa: F401 - registers the backend
+from tests.ranks import run_ranks
+
+STEPS = 4
+WIDTH = 48
+
+
+class Model(nn.Module):
+    """A few layers; with `optional`, one layer is used by some ranks in some steps only."""
+
+    def __init__(self, *, optional: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(WIDTH, 200), nn.GELU(), nn.Linear(200, WIDTH)) for _ in range(3)]
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.extra = nn.Linear(WIDTH, WIDTH) if optional else None
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor, step: int = 0) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        x = self.norm(x)
+        if self.extra is not None and (step + dist.get_rank()) % 2:
+            x = x + self.extra(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model: Any, optimizer: Optimizer = adam, accumulate: bool = False) -> list[float]:
+    """The loss of each step on this rank's own batches."""
+    steps = optimizer(model)
+    losses = []
+    for step in range(STEPS):
+        for part in range(2 if accumulate else 1):
+            generator = torch.Generator().manual_seed(100 * step + 10 * part + dist.get_rank())
+            x = torch.randn(8, WIDTH, generator=generator)
+            y = torch.randint(0, 10, (8,), generator=generator)
+            if accumulate and part == 0:
+                with model.no_sync():
+                    nn.functional.cross_entropy(model(x, step), y).backward()
+                continue
+            loss = nn.functional.cross_entropy(model(x, step), y)
+            loss.backward()
+        steps.step()
+        steps.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def ddp() -> list[float]:
+    return train(DistributedDataParallel(Model(), bucket_cap_mb=0.05))  # type: ignore[arg-type]
+
+
+def ddp_unused() -> list[float]:
+    return train(DistributedDataParallel(Model(optional=True), bucket_cap_mb=1, find_unused_parameters=True))
+
+
+def ddp_static_views() -> list[float]:
+    return train(DistributedDataParallel(Model(), static_graph=True, gradient_as_bucket_view=True))
+
+
+def ddp_no_sync() -> list[float]:
+    return train(DistributedDataParallel(Model()), accumulate=True)
+
+
+def ddp_fp16_hook() -> list[float]:
+    model = DistributedDataParallel(Model())
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return train(model)
+
+
+def ddp_bf16_hook() -> list[float]:
+    """torch refuses its bf16 hook by name where there is no NCCL; under another name it is welcome."""
+    model = DistributedDataParallel(Model())
+    model.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
+    return train(model)
+
+
+def sharded() -> list[float]:
+    model = Model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return train(model)
+
+
+def sharded_old() -> list[float]:
+    return train(FullyShardedDataParallel(Model(), device_id=torch.device("cpu")))
+
+
+def zero_optimizer() -> list[float]:
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+
+    return train(DistributedDataParallel(Model()), optimizer)
+
+
+def alone() -> list[float]:
+    return train(Model())
+
+
+WAYS: dict[str, Callable[[], list[float]]] = {
+    "DDP": ddp,
+    "DDP, unused parameters": ddp_unused,
+    "DDP, static graph": ddp_static_views,
+    "DDP, no_sync": ddp_no_sync,
+    "DDP, fp16 hook": ddp_fp16_hook,
+    "DDP, bf16 hook": ddp_bf16_hook,
+    "fully_shard": sharded,
+    "FSDP1": sharded_old,
+    "ZeroRedundancyOptimizer": zero_optimizer,
+}
+
+
+def train_on_both() -> dict[str, Any]:
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    found: dict[str, Any] = {}
+    for backend in ("gloo", "shm"):
+        place = dist.PrefixStore(backend, store)
+        dist.init_process_group(backend, store=place, rank=rank, world_size=size)
+        found[backend] = {name: way() for name, way in WAYS.items()}
+        found[backend]["alone"] = alone()
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def losses(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(train_on_both, request.param, backend=None, timeout_s=90)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_losses_are_those_of_gloo(losses: list[dict[str, Any]], name: str) -> None:
+    for rank, found in enumerate(losses):
+        ours, theirs = found["shm"][name], found["gloo"][name]
+        assert len(ours) == STEPS
+        if len(losses) == 2:
+            assert ours == theirs, (rank, ours, theirs)
+        tolerance = 3e-2 if "bf16" in name else 2e-3 if "fp16" in name else 1e-5
+        assert ours == pytest.approx(theirs, rel=tolerance), (rank, ours, theirs)
+        assert ours[-1] != pytest.approx(found["shm"]["alone"][-1], rel=1e-2), "averaging changed nothing"
+
+
+def test_half_precision_was_really_used(losses: list[dict[str, Any]]) -> None:
+    for found in losses:
+        plain = found["shm"]["DDP"]
+        assert found["shm"]["DDP, bf16 hook"] != plain and found["shm"]["DDP, fp16 hook"] != plain
