@@ -1,4 +1,4 @@
-"""What goes wrong, by whose fault: a user's mistake is a `UserError`, a failed collective a `CollectiveError`."""
+"""What goes wrong: by a user's mistake (`UserError`), or between ranks (`CollectiveError` and its kinds)."""
 
 from __future__ import annotations
 

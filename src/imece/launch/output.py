@@ -48,9 +48,9 @@ class RankOutput:
 
     def finish(self) -> None:
         """Pass on the last line, which had no end."""
-        rest, self._partial = self._partial.rstrip(b"\r"), b""
+        rest, self._partial = self._partial, b""
         if rest:
-            self._line(rest)
+            self._line(rest.removesuffix(b"\r"))
 
     def failure_lines(self) -> list[bytes]:
         """The traceback among the last lines, or nothing if it is the last thing a person sees anyway."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import multiprocessing
 import os
@@ -157,6 +158,7 @@ class _Crew:
             reader.close()
         for pidfd in self._pidfds:
             os.close(pidfd)
+        self.store = None  # now, and not when an exception that refers to this crew is forgotten
 
     def _collect(self, timeout_s: float | None) -> None:
         """Read messages and ends that come within `timeout_s`."""
@@ -231,6 +233,7 @@ def _run_rank(
     torch.set_num_threads(int(variables["OMP_NUM_THREADS"]) if inherited is None else 1)
     if inherited is not None:
         os.close(inherited)
+        gc.freeze()  # to destroy what the parent holds, a store say, would wait for threads that only it has
         atexit._clear()  # what the parent would do at its end is not for its copy to do
     try:
         message = _RESULT + encode(fn(*args))

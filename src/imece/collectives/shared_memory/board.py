@@ -29,7 +29,6 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -99,7 +98,10 @@ class Board:
         self.mine = self.words[rank]
         self.others = [other for other in range(world_size) if other != rank]
         self.slots = [
-            [each.memory.narrow(0, slots_byte + at * CROWDED_SLOT_BYTES, self.slot_bytes) for each in self._segments]
+            [
+                each.memory.narrow(0, slots_byte + at * CROWDED_SLOT_BYTES, self.slot_bytes)
+                for each in self._segments
+            ]
             for at in range(SLOTS)
         ]  # [slot][rank] -> uint8[slot_bytes]
         self._rings_byte = rings_byte
@@ -249,7 +251,7 @@ def _meet(store: dist.Store, own: Segment, rank: int, world_size: int, timeout: 
     store.set(f"shm/{rank}", json.dumps(me))
     peers = []
     for other in range(world_size):
-        text = _get(store, f"shm/{other}", timeout, lambda other=other: f"rank {other} of {world_size}")  # type: ignore[misc]
+        text = _get(store, f"shm/{other}", timeout, f"rank {other} of {world_size}")
         peers.append(Peer(rank=other, **json.loads(text)))
     hosts = {peer.host: peer.rank for peer in peers}
     if len(hosts) > 1:
@@ -261,12 +263,12 @@ def _meet(store: dist.Store, own: Segment, rank: int, world_size: int, timeout: 
     return peers
 
 
-def _get(store: dist.Store, key: str, timeout: timedelta, who: Callable[[], str]) -> bytes:
+def _get(store: dist.Store, key: str, timeout: timedelta, who: str) -> bytes:
     started = time.monotonic()
     try:
         store.wait([key], timeout)
     except (dist.DistStoreError, RuntimeError) as error:
         raise CollectiveError(
-            f"{who()} did not join the group within {time.monotonic() - started:.0f} s: {error}"
+            f"{who} did not join the group within {time.monotonic() - started:.0f} s: {error}"
         ) from None
     return bytes(store.get(key))
