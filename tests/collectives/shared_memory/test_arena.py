@@ -152,5 +152,5 @@ def test_shapes_and_dtypes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [-1, (3, -2), (2**40, 2**40), (-(2**40), 2**40)])
 def test_impossible_shapes_are_refused(shape: int | tuple[int, ...]) -> None:
     """Never memory that belongs to somebody else, nor an empty tensor for a size that wraps around."""
-    with pytest.raises(Exception, match="negative|shared memory"):
+    with pytest.raises(Exception, match=r"negative|shared memory"):
         shared_empty(shape)

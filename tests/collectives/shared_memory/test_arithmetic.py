@@ -120,6 +120,6 @@ def test_nan_reaches_the_result() -> None:
         ("max", torch.complex64, "have no order"),
     ],
 )
-def test_what_does_not_exist_is_refused_before_anything_is_sent(op: str, dtype: torch.dtype, words: str) -> None:
+def test_what_does_not_exist_is_refused(op: str, dtype: torch.dtype, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         reduction(op, dtype)

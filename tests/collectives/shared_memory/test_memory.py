@@ -178,8 +178,8 @@ def pass_on(tensor: torch.Tensor, room: torch.Tensor, group: Any) -> None:
 def test_groups_and_tensors_that_come_and_go_leave_nothing() -> None:
     results: list[Any] = run_ranks(make_and_drop, 3, timeout_s=90)
     for rank, (first, second, third) in enumerate(results):
-        # One board and one arena of its own and of both others. Each mapping holds a descriptor (Python's mmap
-        # does), the own ones another by which the others open them.
+        # One board and one arena of its own and of both others. Each mapping holds a descriptor (Python's
+        # mmap does), the own ones another by which the others open them.
         assert first["maps"] <= 6 and first["memfds"] <= 8, (rank, first)
         assert second == first, (rank, first, second)
         assert third == first, (rank, first, third)

@@ -36,7 +36,8 @@ def some_of_everything(group: SharedMemoryGroup) -> None:
             for _ in range(3):
                 works = [group.all_gather_single(whole, tensor.fill_(rank)), group.barrier()]
                 room = torch.zeros(numel)
-                works += [group.recv([room], (rank - 1) % size, 1), group.send([tensor], (rank + 1) % size, 1)]
+                works.append(group.recv([room], (rank - 1) % size, 1))
+                works.append(group.send([tensor], (rank + 1) % size, 1))
                 for work in works:
                     work.wait()
                 assert whole[::numel].tolist() == list(range(size))

@@ -1,7 +1,7 @@
-"""A long random sequence of everything, with ranks that come early and late: for slots that are reused too soon.
+"""A long random sequence of everything, with ranks that come early and late: for slots reused too soon.
 
-The sequence is the same on all ranks (one seed); what each rank holds and how late it is are not: ranks dawdle
-between calls and inside them. Each result is checked. With fewer slots than four this test fails.
+The sequence is the same on all ranks (one seed); what each rank holds and how late it is are not: ranks
+dawdle between calls and inside them. Each result is checked. With fewer slots than four this test fails.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tests.ranks import run_ranks
 
 CALLS = 300
 SIZES = (1, 900, 4096, 4097, 9000, 50_000, 131_072, 200_001)
-SLOT_BYTES = reducing.CHUNK_BYTES  # small, so that these sizes are several pieces; a slot takes a chunk at least
+SLOT_BYTES = reducing.CHUNK_BYTES  # so that these sizes are several pieces; smaller would not take a chunk
+KINDS = ("all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 Check = Callable[[], None]
 
 
@@ -52,7 +53,7 @@ class Sequence:
 
     def call(self, at: int) -> None:
         group, ranks = self.choice.choice(self.groups)
-        kind = self.choice.choice(("all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"))
+        kind = self.choice.choice(KINDS)
         numel, root = self.choice.choice(SIZES), self.choice.choice(ranks)
         asynchronous = self.choice.random() < 0.5
         if self.own.random() < 0.15:

@@ -78,7 +78,7 @@ def train(model: Any, optimizer: Optimizer = adam, accumulate: bool = False) -> 
 
 
 def ddp() -> list[float]:
-    return train(DistributedDataParallel(Model(), bucket_cap_mb=0.05))  # type: ignore[arg-type]
+    return train(DistributedDataParallel(Model(), bucket_cap_mb=0.05))
 
 
 def ddp_unused() -> list[float]:

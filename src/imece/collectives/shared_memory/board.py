@@ -31,6 +31,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,8 @@ RING_BYTES = RING_SLOTS * (RING_HEADER_BYTES + RING_PIECE_BYTES)
 
 def words_of(memory: torch.Tensor) -> memoryview:
     """Shared bytes (uint8, a multiple of 8) as words, each read and written by one instruction."""
-    return memoryview(memory.numpy()).cast("B").cast("q")  # type: ignore[arg-type]  # numpy's stubs lack Buffer
+    array: Any = memory.numpy()  # a buffer, which numpy's stubs do not say
+    return memoryview(array).cast("B").cast("q")
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ class Board:
         self._attached.clear()
 
     def _wait_for_late_ranks(self) -> None:
-        """A rank that is still joining needs this segment's descriptor, and this process: give it a moment."""
+        """A rank that is still joining needs this segment's descriptor, and this process: wait a moment."""
         deadline = time.monotonic() + _JOIN_LIMIT_S
         while late := {other for other in self.others if not self.words[other][JOINED]}:
             if late <= set(self.dead()) or time.monotonic() > deadline:

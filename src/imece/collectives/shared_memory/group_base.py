@@ -146,7 +146,7 @@ class GroupBase(dist.ProcessGroup):
     def _message(self, operation: Operation, finish: Finish) -> None:
         messages = getattr(self._inline, "messages", None)
         if messages is None:
-            self._runner.submit(operation, finish, message=True)
+            self._runner.submit_message(operation, finish)
         else:
             messages.append((operation, finish))
 

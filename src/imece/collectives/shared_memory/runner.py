@@ -106,14 +106,33 @@ class Runner:
 
     # The worker.
 
-    def submit(self, operation: Operation, finish: Finish, *, message: bool = False) -> None:
-        """Run `operation` on the worker; it calls `finish(error or None)` at its end."""
+    def submit_message(self, operation: Operation, finish: Finish) -> None:
+        """Run a message: as far as it can go at once, here; the rest on the worker.
+
+        Most messages fit into the ring, or have come before somebody asks for them.
+        """
+        self.check()
+        try:
+            ended = _ended(operation)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        if ended:
+            finish(None)
+            return
+        with self._changed:
+            self._underway.append((operation, finish))
+        self._wake_worker()
+
+    def submit(self, operation: Operation, finish: Finish) -> None:
+        """Run a collective on the worker; it calls `finish(error or None)` at its end."""
         self.check()
         with self._changed:
-            if message:
-                self._underway.append((operation, finish))
-            else:
-                self._collectives.append((operation, finish))
+            self._collectives.append((operation, finish))
+        self._wake_worker()
+
+    def _wake_worker(self) -> None:
+        with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="imece-shm", daemon=True)
                 self._thread.start()

@@ -1,0 +1,139 @@
+"""Whatever a person types: one line and exit status 2, or it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from imece import __version__
+from imece.cli.launch import split
+from imece.cli.main import COMMANDS, main
+from imece.errors import UserError
+
+
+def run(*argv: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of `imece ARGV`; --help leaves by SystemExit."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main(argv)
+        except SystemExit as leaving:
+            status = int(leaving.code or 0)
+    return status, out.getvalue(), err.getvalue()
+
+
+def refused(*argv: str) -> str:
+    status, out, err = run(*argv)
+    assert status == 2 and out == "" and err.startswith("imece: ") and err.count("\n") == 1, (argv, out, err)
+    return err
+
+
+def test_help_and_version() -> None:
+    status, out, err = run("--help")
+    assert (status, err) == (0, "") and all(f"\n  {name} " in out for name in COMMANDS)
+    assert run("--version") == (0, f"imece {__version__}\n", "")
+    status, out, err = run("launch", "--help")
+    assert status == 0 and "--ranks" in out and "script.py" in out
+    assert run()[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("lunch", "did you mean launch?"),
+        ("xyzzy", "the commands are launch"),
+        ("launch", "how many ranks?"),
+        ("launch script.py", "imece launch --ranks 2 script.py"),
+        ("launch --ranks 2", "no script"),
+        ("launch --ranks 2 --", "no script"),
+        ("launch --ranks 0 x.py", "--ranks 0"),
+        ("launch --ranks -1 x.py", "--ranks -1"),
+        ("launch --ranks 99999 x.py", "99999"),
+        ("launch --nproc_per_node=0 x.py", "--ranks 0"),
+        ("launch --nproc-per-node gpu x.py", "'gpu'"),
+        ("launch --ranks 2 missing.py", "'missing.py'"),
+        ("launch --ranks 2 ../missing.py", "'../missing.py'"),
+        ("launch --ranks 2 /", "'/'"),
+        ("launch --ranks 2 -m missing_module", "'missing_module'"),
+        ("launch --ranks 2 -m ../x", "'../x'"),
+        ("launch --ranks 2 --no-python missing-program", "'missing-program'"),
+        ("launch -m --no-python --ranks 2 x", "exclude"),
+        ("launch --rank 2 x.py", "did you mean --ranks?"),
+        ("launch --ranks 2 --grace-s -1 x.py", "--grace-s -1.0"),
+        ("launch --ranks 2 --grace-s nan x.py", "nan"),
+        ("launch --ranks", "--ranks"),
+        ("launch --ranks 2 --no-standalon x", "--no-standalon"),
+    ],
+)
+def test_mistakes(argv: str, said: str) -> None:
+    assert said in refused(*argv.split())
+
+
+_OPTIONS = [
+    "--ranks",
+    "--ranks=2",
+    "--nproc-per-node",
+    "-m",
+    "--no-python",
+    "--standalone",
+    "--grace-s",
+    "--help",
+]
+_TYPED = [*_OPTIONS, "launch", "--", "-", "2", "0", "-1", "1e999", "nan", "../../x"]
+_WORDS = st.sampled_from([*_TYPED, "x\ny", "\0", "--ranks=\x1b[2J", "é", ""]) | st.text(max_size=6)
+
+
+@given(st.lists(_WORDS, max_size=7))
+@example(["--ranks", "2", "a\0b"])
+@example(["--ranks", "2", "x" * 5000])
+@example(["--ranks", "2", "a\nb\x1b[31m"])
+def test_any_words_are_refused_in_one_line(words: list[str]) -> None:
+    def no_launch(command: Sequence[str], ranks: int, *, grace_s: float) -> int:
+        raise UserError("would start")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("imece.cli.launch.launch", no_launch)
+        status, out, err = run("launch", *words)
+    if status == 0:
+        assert "--help" in words or "-h" in words or any(word.startswith("-h") for word in words), (
+            words,
+            out,
+        )
+        return
+    assert status == 2 and err.startswith("imece: ") and err.count("\n") == 1
+    assert err[:-1].isprintable()
+
+
+def test_what_follows_the_script_is_its_own() -> None:
+    assert split(["--ranks", "2", "s.py", "--ranks", "3", "--"]) == (
+        ["--ranks", "2"],
+        ["s.py", "--ranks", "3", "--"],
+    )
+    assert split(["--nproc_per_node", "2", "s.py"]) == (["--nproc_per_node", "2"], ["s.py"])
+    assert split(["--ranks=2", "--", "-s.py"]) == (["--ranks=2"], ["-s.py"])
+    assert split(["--ranks", "2", "-m", "a.b", "-m"]) == (["--ranks", "2", "-m"], ["a.b", "-m"])
+    assert split(["--ranks"]) == (["--ranks"], [])
+
+
+def test_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("imece.cli.launch.launch", interrupted)
+    (tmp_path / "s.py").touch()
+    assert run("launch", "--ranks", "2", str(tmp_path / "s.py")) == (130, "", "")
+
+
+def test_as_a_module() -> None:
+    command = [sys.executable, "-m", "imece", "launch", "--ranks", "0", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "imece: --ranks 0: from 1 to 1024 ranks can run on one host\n"

@@ -1,0 +1,100 @@
+"""Dataclass to command line, and mistakes in one line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import tyro
+from hypothesis import given
+from hypothesis import strategies as st
+
+from imece.cli.options import nearest, one_line, parse
+from imece.errors import UserError
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to bake."""
+
+    what: tyro.conf.Positional[str] = "bread"
+    """The thing."""
+    oven_count: int = 2
+    """How many ovens."""
+    shape: Literal["round", "long"] = "round"
+    sizes: tuple[int, ...] = (1, 2)
+    json: Path | None = None
+    salt: bool = True
+
+    def __post_init__(self) -> None:
+        if self.oven_count < 1:
+            raise ValueError(f"--oven-count {self.oven_count}: at least one is needed")
+
+
+def read(*argv: str) -> Options:
+    return parse(Options, argv, "imece bake", "Bakes.")
+
+
+def test_values() -> None:
+    assert read() == Options()
+    assert read("cake", "--oven-count", "3", "--sizes", "4", "5", "--json", "x", "--no-salt") == Options(
+        "cake", 3, "round", (4, 5), Path("x"), False
+    )
+    assert read("--oven_count=4").oven_count == 4
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        read("--help")
+    assert leaving.value.code == 0
+    out = capsys.readouterr().out
+    assert "imece bake" in out and "Bakes." in out and "How many ovens." in out
+
+
+@pytest.mark.parametrize("columns", ["30", "80", "500"])
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--oven-coun", "3"], "Unrecognized options: --oven-coun, 3; did you mean --oven-count?"),
+        (["--oven-count", "x"], "--oven-count: not a whole number: 'x' (see imece bake --help)"),
+        (["--oven-count", "0"], "--oven-count 0: at least one is needed"),
+        (["a", "b"], "Unrecognized options: b (see imece bake --help)"),
+        (["--no-sald"], "Unrecognized options: --no-sald; did you mean --salt?"),
+        (["--zzz"], "Unrecognized options: --zzz (see imece bake --help)"),
+    ],
+)
+def test_mistakes(argv: list[str], message: str, columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(UserError) as caught:
+        read(*argv)
+    assert str(caught.value) == message
+
+
+def test_choices_are_listed() -> None:
+    with pytest.raises(UserError, match=r"'square'.*'round', 'long'"):
+        read("--shape", "square")
+
+
+@given(
+    st.lists(
+        st.sampled_from(["--oven-count", "--sizes", "--json", "--", "-x", "1", "a", "\n", "\0", "=", "é"])
+    )
+)
+def test_options_or_one_line(argv: list[str]) -> None:
+    try:
+        read(*argv)
+    except UserError as error:
+        assert str(error).isprintable() and str(error)
+
+
+@given(st.text())
+def test_one_line_is_printable(text: str) -> None:
+    assert one_line(text).isprintable()
+    assert one_line(one_line(text)) == one_line(text)
+
+
+def test_nearest() -> None:
+    assert nearest("--rank", ["--ranks", "--json"]) == "--ranks"
+    assert nearest("zzz", ["--ranks"]) is None
