@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -84,8 +85,10 @@ def test_no_mesh_before_init() -> None:
 
 
 def test_one_rank_needs_no_launcher_and_no_second_init() -> None:
+    hook = sys.excepthook
     mesh = imece.init()
     try:
+        assert sys.excepthook is not hook, "failures are told to the launcher"
         assert (mesh.rank, mesh.world_size, mesh.hosts, mesh.backend) == (0, 1, ((0,),), "shm")
         assert mesh.world.master_port is None
         assert imece.init() is mesh is mesh_module.current()
@@ -98,7 +101,7 @@ def test_one_rank_needs_no_launcher_and_no_second_init() -> None:
                 mesh.group(*wrong)
     finally:
         mesh.close()
-    assert not dist.is_initialized()
+    assert not dist.is_initialized() and sys.excepthook is hook
     with pytest.raises(UserError, match="closed"):
         mesh.group("shard")
     mesh.close()  # a second time does nothing

@@ -65,6 +65,8 @@ class Mesh:
         self._created: list[dist.ProcessGroup] = []
         self._device_mesh: DeviceMesh | None = None
         self._closed = False
+        status.tell_running(root_store(store), world.rank)
+        self._stop_telling = status.tell_failures(root_store(store), world.rank)
 
     @property
     def rank(self) -> int:
@@ -129,6 +131,7 @@ class Mesh:
         self._closed = True
         with contextlib.suppress(RuntimeError):  # whoever serves the store may have left before us
             status.tell_closed(root_store(self._store), self.rank)
+        self._stop_telling()
         for group in reversed(self._created):
             dist.destroy_process_group(group)
         if self._owns_world and dist.is_initialized():
@@ -267,8 +270,6 @@ def _arrange(
             f"torch.distributed sees rank {dist.get_rank()} of {dist.get_world_size()}, "
             f"the launcher started rank {world.rank} of {world.world_size}"
         )
-    status.tell_running(root_store(store), world.rank)
-    status.tell_failures(root_store(store), world.rank)
     mesh_store = dist.PrefixStore("mesh", store)
     return Mesh(
         world, own_device, backends, hosts, sizes, store=mesh_store, timeout=timeout, owns_world=not adopted

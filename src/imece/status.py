@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import TracebackType
 
@@ -52,8 +53,11 @@ def tell_closed(store: dist.Store, rank: int) -> None:
     store.set(_key(rank, "state"), "closed")
 
 
-def tell_failures(store: dist.Store, rank: int) -> None:
-    """Report the exception that will end this process, if one does, before the usual traceback."""
+def tell_failures(store: dist.Store, rank: int) -> Callable[[], None]:
+    """Report the exception that will end this process, if one does, before the usual traceback.
+
+    Returns a function that stops it.
+    """
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -63,7 +67,12 @@ def tell_failures(store: dist.Store, rank: int) -> None:
             print(f"imece: rank {rank} cannot report its failure: {gone}", file=sys.stderr)
         before(kind, error, trace)
 
+    def stop() -> None:
+        if sys.excepthook is hook:  # else someone has put theirs around ours
+            sys.excepthook = before
+
     sys.excepthook = hook
+    return stop
 
 
 def left_early(store: dist.Store, rank: int) -> bool:

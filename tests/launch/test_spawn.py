@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import imece
 from imece.errors import UserError
 from imece.launch.spawn import RankFailedError, spawn
+from imece.store import listen, serve
 from tests.launch.launcher import Launcher
 
 
@@ -85,6 +87,30 @@ def test_the_traceback_of_the_first_failing_rank() -> None:
 )
 def test_other_ways_to_fail(fault: Callable[[], Any], said: str) -> None:
     assert said in str(failing(fault))
+
+
+def test_one_failure_ends_ranks_that_wait_for_nothing() -> None:
+    def body() -> None:
+        if os.environ["RANK"] == "1":
+            raise ValueError("the cause")
+        time.sleep(1000)
+
+    begin = time.monotonic()
+    with pytest.raises(RankFailedError, match="the cause"):
+        spawn(body, ranks=3)
+    assert time.monotonic() - begin < 10
+
+
+def test_a_copy_does_not_destroy_what_its_parent_holds() -> None:
+    """A TCPStore's end waits for its thread, which the copy of a process does not have."""
+    holder: dict[str, Any] = {"store": serve(listen())}
+    holder["cycle"] = holder
+    del holder  # garbage now, which the next collection finds: in the rank, if it may
+    gc.disable()
+    try:
+        assert spawn(lambda: gc.collect() >= 0, ranks=1, timeout_s=20) == [True]
+    finally:
+        gc.enable()
 
 
 def test_what_cannot_be_returned() -> None:

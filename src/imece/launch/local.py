@@ -231,7 +231,7 @@ class _Job:
         again = self._got_signal is not None
         self._got_signal = self._got_signal or number
         passed_on = signal.SIGTERM if number == signal.SIGPIPE else number
-        self._end_ranks(signal.SIGKILL if again else passed_on, 0.0 if again else self._grace_s)
+        self._end_ranks(passed_on, 0.0 if again else self._grace_s)
 
     def _end_ranks(self, signum: int, grace_s: float) -> None:
         """Send a signal to every rank that runs, and after `grace_s` SIGKILL to them and all they started."""

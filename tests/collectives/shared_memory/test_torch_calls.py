@@ -373,10 +373,10 @@ def check_messages() -> None:
         ]
         for tag in (3, 0, 2, 1):
             target = put(torch.zeros(sizes[tag], dtype=torch.uint8), place)
-            dist.irecv(target, left, tag=tag).wait()
+            received = dist.irecv(target, left, tag=tag)
+            assert received is not None and received.wait()
             same(target, holds(left, sizes[tag], torch.uint8, tag), "tag", tag, numel, place)
-        for work in works:
-            work.wait()
+        assert all(work is not None and work.wait() for work in works)
         # All at once, both directions, receives last: torch's exchange of neighbours.
         targets = {peer: put(torch.zeros(numel, dtype=torch.uint8), place) for peer in (left, right)}
         calls = [dist.P2POp(dist.isend, source, peer) for peer in (right, left)]

@@ -1,0 +1,106 @@
+"""Where ranks meet: one address, one job, each rank once."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from datetime import timedelta
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from imece.errors import UserError
+from imece.store import connect, listen, root_store, serve, swap_notes
+from imece.world import World
+
+SECOND = timedelta(seconds=1)
+
+
+def world(rank: int, port: int, *, job: str | None = None, address: str = "127.0.0.1") -> World:
+    return World(rank, 2, rank, 2, "host", "slurm", address, port, job)
+
+
+def free_port() -> int:
+    with listen() as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_rank_0_serves_on_loopback_and_rank_1_finds_it() -> None:
+    port = free_port()
+    found: list[dist.Store] = []
+    late = threading.Thread(target=lambda: found.append(connect(world(1, port, job="a"), SECOND * 20, {})[0]))
+    late.start()  # before there is anything to connect to
+    store, met = connect(world(0, port, job="a"), SECOND * 20, {})
+    late.join()
+    store.set("key", "value")
+    assert found[0].get("key") == b"value" and met.master_port == port
+    addresses = {
+        c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == port and not c.raddr
+    }
+    assert addresses == {"127.0.0.1"}
+    del store, found
+    listen("127.0.0.1", port).close()  # the port is free again
+
+
+def test_one_rank_opens_no_port() -> None:
+    store, _ = connect(World(0, 1, 0, 1, "host", "single"), SECOND, {})
+    assert isinstance(store, dist.HashStore)
+
+
+def test_another_jobs_store_is_refused() -> None:
+    port = free_port()
+    store, _ = connect(world(0, port, job="theirs"), SECOND * 20, {})
+    with pytest.raises(UserError, match=f"port {port} .*'theirs', this is job 'ours': set MASTER_PORT"):
+        connect(world(1, port, job="ours"), SECOND * 20, {})
+    del store
+
+
+def test_a_port_that_is_taken() -> None:
+    with listen() as taken, pytest.raises(UserError, match="choose another MASTER_PORT"):
+        connect(world(0, taken.getsockname()[1]), SECOND, {})
+
+
+def test_nobody_there() -> None:
+    with pytest.raises(UserError, match="rank 1 of 2 found no rank 0 at 127.0.0.1 port .* within 0 s"):
+        connect(world(1, free_port()), timedelta(seconds=0.2), {})
+
+
+def test_an_address_that_is_none() -> None:
+    with pytest.raises(UserError, match="MASTER_ADDR=no-such-host.invalid"):
+        connect(world(0, 1, address="no-such-host.invalid"), SECOND, {})
+
+
+def test_mpi_without_a_launcher_above() -> None:
+    with pytest.raises(UserError, match="did not say where they meet"):
+        connect(World(0, 2, 0, 2, "host", "mpich", "127.0.0.1"), SECOND, {})
+
+
+def test_garbage_at_the_port_does_not_stop_the_ranks() -> None:
+    listener = listen()
+    port = listener.getsockname()[1]
+    store = serve(listener)
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+        other, _ = connect(world(1, port), SECOND * 20, {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+        other.set("key", "value")
+        assert store.get("key") == b"value"
+
+
+def test_notes() -> None:
+    store = dist.HashStore()
+    assert swap_notes(store, 0, 1, {"a": [1]}, SECOND) == [{"a": [1]}]
+    with pytest.raises(UserError, match="two processes say they are rank 0 of 1"):
+        swap_notes(store, 0, 1, {}, SECOND)
+    with pytest.raises(ValueError, match="16384"):
+        swap_notes(dist.HashStore(), 0, 1, {"a": "x" * 20_000}, SECOND)
+    store = dist.HashStore()
+    store.set("note/1", b"\x80\x04pickle")
+    with pytest.raises(UserError, match="rank 1 left 8 bytes"):
+        swap_notes(store, 0, 2, {}, SECOND)
+
+
+def test_the_store_below_all_prefixes() -> None:
+    store = dist.HashStore()
+    root_store(dist.PrefixStore("a", dist.PrefixStore("b", store))).set("key", "value")
+    assert store.get("key") == b"value"
