@@ -102,13 +102,22 @@ def test_one_failure_ends_ranks_that_wait_for_nothing() -> None:
 
 
 def test_a_copy_does_not_destroy_what_its_parent_holds() -> None:
-    """A TCPStore's end waits for its thread, which the copy of a process does not have."""
-    holder: dict[str, Any] = {"store": serve(listen())}
-    holder["cycle"] = holder
-    del holder  # garbage now, which the next collection finds: in the rank, if it may
+    """The end of a TCPStore joins its thread, which the copy of a process does not have."""
+
+    def body() -> list[Any]:
+        imece.init(backend="gloo")
+        collected = gc.collect() >= 0
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        return [collected, tensor.item()]
+
     gc.disable()
     try:
-        assert spawn(lambda: gc.collect() >= 0, ranks=1, timeout_s=20) == [True]
+        for _ in range(5):
+            holder: dict[str, Any] = {"store": serve(listen())}
+            holder["cycle"] = holder
+        del holder  # garbage now, which the next collection finds: in the rank, if it may
+        assert spawn(body, ranks=2, timeout_s=20) == [[True, 2.0]] * 2
     finally:
         gc.enable()
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from imece.collectives.fingerprint import explain
+from imece.collectives.fingerprint import OPS, explain
 from imece.collectives.shared_memory import futex
 from imece.collectives.shared_memory.arena import ARENAS
 from imece.collectives.shared_memory.board import (
@@ -37,6 +37,8 @@ from imece.errors import MismatchError
 
 _KEPT = 1024  # lists of views
 T = TypeVar("T")
+_SAME_SHAPE = frozenset(OPS.index(op) for op in ("broadcast", "reduce", "all_reduce"))
+SHAPE = 5
 
 
 class Engine:
@@ -66,6 +68,7 @@ class Engine:
         self.number += 1
         mine, at = self.board.mine, DESCRIPTORS + 8 * (self.number & 1)
         mine[at + FINGERPRINT] = fingerprint
+        mine[at + SHAPE] = self.shape_word(fingerprint)
         if offered is not None:
             nbytes = offered.numel() * offered.itemsize
             location = ARENAS.locate(offered.data_ptr(), nbytes)
@@ -77,6 +80,10 @@ class Engine:
                 mine[at + OFFSET] = location.offset_bytes
             self.board.announce_freed()
         self.tick()
+
+    def shape_word(self, fingerprint: int) -> int:
+        """The shape in one word, 0 where ranks may differ in it. (Tuples of ints hash alike in all processes.)"""
+        return hash(tuple(self.shape)) if fingerprint >> 59 in _SAME_SHAPE else 0
 
     def tick(self) -> None:
         self.clock += 1
@@ -96,7 +103,8 @@ class Engine:
         yield from self.everybody(self.clock)
         at = DESCRIPTORS + 8 * (self.number & 1) + FINGERPRINT
         for other in self.board.others:
-            if self.board.words[other][at] != fingerprint:
+            words = self.board.words[other]
+            if words[at] != fingerprint or words[at + SHAPE] != self.board.mine[at + SHAPE]:
                 yield from self._differ(at)
 
     def _differ(self, at: int) -> Steps:
@@ -107,7 +115,9 @@ class Engine:
             while self.board.words[other][DETAIL] < self.number:
                 yield
         everybody = range(self.world_size)
-        texts = {rank: own if rank == self.rank else self.board.read_text(rank) for rank in everybody}
+        texts = {
+            rank: own if rank == self.rank else self.board.read_text(rank, DETAIL) for rank in everybody
+        }
         shapes = {rank: _shape(text.partition("|")[0]) for rank, text in texts.items()}
         message = explain(
             self.number,

@@ -7,6 +7,7 @@ progress together beside them. Collectives of one group never overlap: `_turn` i
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -102,7 +103,10 @@ class Runner:
         """The group is of no use any more: tell the others, so that they need not find out by waiting."""
         if self._error is None:
             self._error = error
-            self._board.write_text(FAILED, 1, f"{type(error).__name__}: {error}")
+            text = f"{type(error).__name__}: {error}"
+            if not isinstance(error, CollectiveError):  # ours name their ranks
+                text = f"CollectiveError: rank {self._board.rank} (pid {os.getpid()}) failed: {text}"
+            self._board.write_text(FAILED, 1, text)
 
     # The worker.
 
