@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -170,6 +171,7 @@ class Mesh:
             )
 
 
+_companions: Counter[str] = Counter()  # made so far, by the name of their group
 _open: Mesh | None = None
 _opened_with: object = None
 _openings = 0
@@ -223,16 +225,20 @@ def current() -> Mesh:
     return _open
 
 
-def companion_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def companion_group(group: dist.ProcessGroup) -> Any:
     """A second group of the same ranks, for control messages on the CPU. All ranks of `group` ask for it.
 
-    On "shm" where the ranks share a host, else on Gloo. It is destroyed with torch's process groups.
+    On "shm" where the ranks are known to share a host, else on Gloo. torch does not know it: its own way to
+    make a group is a call of all ranks of the world, or names the group by its ranks alone, and a name that
+    comes again finds the addresses of the group before.
     """
     ranks = dist.get_process_group_ranks(group)
+    _companions[group.group_name] += 1
+    key = f"imece/companion/{group.group_name}/{_companions[group.group_name]}"
+    store = dist.PrefixStore(key, dist.distributed_c10d._get_default_store())
     on_host = _open is not None and any(set(ranks) <= set(host) for host in _open.hosts)
-    backend = "shm" if on_host else "gloo"
-    companion: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-    return companion
+    make = dist.Backend._plugins["SHM"].creator_fn if on_host else dist.ProcessGroupGloo
+    return make(store, group.rank(), group.size(), dist.distributed_c10d.default_pg_timeout)
 
 
 def _arrange(

@@ -32,7 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -144,14 +144,16 @@ class CheckedWork:
 class Checker:
     """Checks all collectives of one group. All ranks make their calls on it in the same order.
 
-    group: the one that moves data. check_group: the same ranks in the same order, on CPU, for this alone.
+    group: the one that moves data. check_group: the same ranks in the same order, on CPU, for this
+    alone (a ProcessGroup, or a backend that torch does not know, as mesh.companion_group makes).
     After a failure every further call raises it again: the ranks no longer agree on what comes next.
     """
 
-    def __init__(self, group: dist.ProcessGroup, check_group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, check_group: Any) -> None:
         self.group, self.check_group = group, check_group
-        self.ranks: list[int] = dist.get_process_group_ranks(check_group)  # global ranks, in group order
-        assert self.ranks == dist.get_process_group_ranks(group), "group and check group hold different ranks"
+        self.ranks: list[int] = dist.get_process_group_ranks(group)  # global ranks, in group order
+        assert check_group.size() == group.size(), "group and check group hold different ranks"
+        assert check_group.rank() == group.rank(), "group and check group hold different ranks"
         self._number = 0
         self._lock = threading.Lock()  # numbers go to the check group in their own order
         self.failure: CollectiveError | None = None  # the first
@@ -234,12 +236,7 @@ class Checker:
             row, 0, self._number, fingerprint, *dims, *(0,) * (6 - len(dims)), label.encode()[:128]
         )
         rows = torch.empty(len(self.ranks), _ROW.size, dtype=torch.uint8)
-        work = dist.all_gather(
-            list(rows.unbind()),
-            torch.frombuffer(row, dtype=torch.uint8),
-            group=self.check_group,
-            async_op=True,
-        )
+        work = self.check_group.allgather([list(rows.unbind())], [torch.frombuffer(row, dtype=torch.uint8)])
         what = f"{op} number {self._number}" + (f" ({label})" if label else "")
         return Check(self, what, work, rows, before)
 
@@ -255,7 +252,7 @@ class Checker:
 _checkers: dict[str, Checker] = {}
 
 
-def guard(group: dist.ProcessGroup, check_group: dist.ProcessGroup) -> Checker:
+def guard(group: dist.ProcessGroup, check_group: Any) -> Checker:
     """Makes and keeps the checker of a group; `checker(group)` returns it. All ranks call it."""
     release(group)
     _checkers[group.group_name] = made = Checker(group, check_group)

@@ -115,9 +115,7 @@ class Engine:
             while self.board.words[other][DETAIL] < self.number:
                 yield
         everybody = range(self.world_size)
-        texts = {
-            rank: own if rank == self.rank else self.board.read_text(rank, DETAIL) for rank in everybody
-        }
+        texts = {rank: own if rank == self.rank else self.board.read_text(rank, DETAIL) for rank in everybody}
         shapes = {rank: _shape(text.partition("|")[0]) for rank, text in texts.items()}
         message = explain(
             self.number,
