@@ -82,7 +82,7 @@ class Engine:
         self.tick()
 
     def shape_word(self, fingerprint: int) -> int:
-        """The shape in one word, 0 where ranks may differ in it. (Tuples of ints hash alike in all processes.)"""
+        """The shape in one word, 0 where ranks may differ in it. Tuples of ints hash alike everywhere."""
         return hash(tuple(self.shape)) if fingerprint >> 59 in _SAME_SHAPE else 0
 
     def tick(self) -> None:

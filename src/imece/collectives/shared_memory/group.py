@@ -30,13 +30,15 @@ class SharedMemoryGroup(GroupBase):
         """All-reduce in place, blocking. tensor: contiguous, on the CPU."""
         how = self._reduction(op, tensor.dtype)
         shape = tensor.shape
-        self._engine.shape, self._engine.label = shape, label
         flat = (tensor.detach() if tensor.requires_grad else tensor).view(-1)
         fingerprint = pack("all_reduce", op, tensor.dtype, flat.numel())
         token = recorder.enter("all_reduce", self._name, tensor.dtype, shape, op, -1, label)
-        self._runner.run(
-            self._operation(fingerprint, reducing.all_reduce(self._engine, fingerprint, flat, how))
-        )
+        steps = self._titled(shape, label, reducing.all_reduce(self._engine, fingerprint, flat, how))
+        try:
+            self._runner.run(self._operation(fingerprint, steps))
+        except BaseException:
+            recorder.fail(token)
+            raise
         recorder.leave(token)
 
     # Reductions.
