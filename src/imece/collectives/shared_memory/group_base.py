@@ -174,7 +174,7 @@ class GroupBase(dist.ProcessGroup):
         return ShmWork(result, done=True)
 
     def _titled(self, shape: tuple[int, ...], label: str, steps: Steps) -> Steps:
-        """`steps`, with what they are about noted when it is their turn, for the comparison and for errors."""
+        """`steps`, with what they are about noted when it is their turn: for the check and for errors."""
         self._engine.shape, self._engine.label = shape, label
         yield from steps
 
