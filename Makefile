@@ -56,9 +56,10 @@ $(BENCH_STAMP): $(SETUP_STAMP)
 
 bench: setup $(BENCH_STAMP)  ## measure the collectives; figures go to build/bench/
 	@mkdir -p build/bench
-	$(VENV_PYTHON) -m imece bench collectives \
+	$(VENV_PYTHON) -m imece bench collectives --ranks 2,4 \
 		--json build/bench/collectives.json --plot build/bench/collectives.png
 	$(VENV_PYTHON) -m imece bench hosts --json build/bench/hosts.json
+	$(VENV_PYTHON) -m imece bench ddp --json build/bench/ddp.json
 
 clean:  ## remove what was built, .venv excepted
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
