@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -35,6 +36,7 @@ class Launcher:
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
+            gc.freeze()  # what the parent left to collect (stores, groups) must not be destroyed in its copy
             status = 70
             try:
                 os.dup2(self._out.fileno(), 1)
