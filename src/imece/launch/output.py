@@ -35,7 +35,8 @@ class RankOutput:
 
     def feed(self, data: bytes) -> None:
         """Pass on every line that is now complete. Raises OSError if the target is gone."""
-        pieces = _LINE_END.split(self._partial + data)
+        data = self._partial + data
+        pieces = _LINE_END.split(data)
         # A carriage return at the very end may be the first half of "\r\n".
         if data.endswith(b"\r"):
             pieces[-2:] = [pieces[-2] + b"\r"]
