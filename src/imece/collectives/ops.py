@@ -18,7 +18,7 @@ that cannot be meant, before anything is sent; CollectiveError and its kinds for
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -81,20 +81,12 @@ def all_reduce(
     """
     group = group if group is not None else group_or_default(None)
     if (
-        isinstance(group, SharedMemoryGroup)
-        and not async_op
-        and schedule is None
-        and wire is None
-        and not auto.FORCED
-        and type(op) is str
+        type(op) is str
         and op in _REDUCTIONS
-        and tensor.is_cpu
-        and tensor.is_contiguous()
+        and wire is None
+        and _runs_now(group, async_op, schedule, tensor)
     ):
-        # 1 KiB takes 10 us here, so nothing on this way may cost more than a microsecond or two.
-        if pending.unfinished:
-            pending.drain(group)
-        group.all_reduce_(tensor, op, label)
+        group.run_now("all_reduce", tensor, tensor, op, label=label)
         return tensor
     group, name = group_or_default(group), op_name(op)
     call = Call("all_reduce", group, tensor, name, label=label)
@@ -145,6 +137,9 @@ def reduce_scatter(
     group, name = group_or_default(group), op_name(op)
     world_size = group.size()
     _check_sizes("reduce_scatter", "input", input, "output", output, world_size)
+    if _runs_now(group, async_op, schedule, input, output):
+        group.run_now("reduce_scatter", input, output, name, label=label)
+        return output
     call = Call("reduce_scatter", group, input, name, label=label)
     schedule = _chosen("reduce_scatter", schedule, input, group)
     if schedule is None:
@@ -188,6 +183,9 @@ def all_gather(
     group = group_or_default(group)
     world_size = group.size()
     _check_sizes("all_gather", "output", output, "input", input, world_size)
+    if _runs_now(group, async_op, schedule, input, output):
+        group.run_now("all_gather", input, output, label=label)
+        return output
     call = Call("all_gather", group, input, label=label)
     schedule = _chosen("all_gather", schedule, output, group)
     place = flat_place(output)
@@ -225,6 +223,9 @@ def broadcast(
     """
     group = group_or_default(group)
     check_rank("broadcast from", src, group)
+    if _runs_now(group, async_op, schedule, tensor):
+        group.run_now("broadcast", tensor, tensor, root=src, label=label)
+        return tensor
     call = Call("broadcast", group, tensor, root=src, label=label)
     schedule = _chosen("broadcast", schedule, tensor, group)
     flat = flattened(tensor)
@@ -258,6 +259,9 @@ def reduce(
     """
     group, name = group_or_default(group), op_name(op)
     check_rank("reduce to", dst, group)
+    if _runs_now(group, async_op, schedule, tensor):
+        group.run_now("reduce", tensor, tensor, name, dst, label)
+        return tensor
     call = Call("reduce", group, tensor, name, dst, label)
     schedule = _chosen("reduce", schedule, tensor, group)
     world_size, here = group.size(), group.rank() == dst
@@ -288,11 +292,28 @@ def reduce(
 def barrier(*, group: Group | None = None, async_op: bool = False) -> Any:
     """Nobody goes on before every rank of the group has come. Returns None, or a Pending of None."""
     group = group_or_default(group)
+    if _runs_now(group, async_op, None):
+        group.barrier_now()
+        return None
     call = Call("barrier", group, None)
     return call.native(lambda: native.barrier(group), None, None, async_op)
 
 
 # --- helpers
+
+
+def _runs_now(
+    group: Group, async_op: bool, schedule: str | None, *tensors: Tensor
+) -> TypeGuard[SharedMemoryGroup]:
+    """Whether our own engine does the call at once. 1 KiB takes 8 us then, so every check here counts."""
+    if async_op or schedule is not None or auto.FORCED or not isinstance(group, SharedMemoryGroup):
+        return False
+    for tensor in tensors:
+        if not (tensor.is_cpu and tensor.is_contiguous()):
+            return False
+    if pending.unfinished:
+        pending.drain(group)
+    return True
 
 
 def _ready(tensor: Tensor, op: str, group: Group, native: bool = True) -> tuple[Tensor, str, str]:

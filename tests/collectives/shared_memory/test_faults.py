@@ -61,7 +61,7 @@ def step_of(way: str, group: SharedMemoryGroup) -> Callable[[], object]:
         numel = 100 if way == "small" else 500_000
         tensor = shared_empty(numel) if way == "direct" else torch.empty(numel)
         tensor.fill_(1.0)
-        return lambda: group.all_reduce_(tensor, "max")
+        return lambda: group.run_now("all_reduce", tensor, tensor, "max")
     if way == "async":
         source, target = torch.ones(300_000), torch.ones(size * 300_000)
 
@@ -201,17 +201,17 @@ def wait_for_stopped() -> dict[str, Any]:
     rank, store = int(os.environ["RANK"]), open_store()
     group = SharedMemoryGroup(dist.PrefixStore("g/", store), rank, 3, timedelta(seconds=1))
     tensor = torch.ones(10)
-    group.all_reduce_(tensor, "max")
+    group.run_now("all_reduce", tensor, tensor, "max")
     store.set(f"ready/{rank}", "")
     store.wait([f"ready/{other}" for other in range(3)])
     if rank == 1:
         store.set("stop me", "")
         store.get("it is over")
         # What the others had sent before they gave up is still right; the one after that is not answered.
-        return error_of(repeat(lambda: group.all_reduce_(tensor, "max")))
+        return error_of(repeat(lambda: group.run_now("all_reduce", tensor, tensor, "max")))
     store.wait(["stopped"])
-    error = error_of(lambda: group.all_reduce_(tensor, "max"))
-    error["again"] = error_of(lambda: group.all_reduce_(tensor, "max"))
+    error = error_of(lambda: group.run_now("all_reduce", tensor, tensor, "max"))
+    error["again"] = error_of(lambda: group.run_now("all_reduce", tensor, tensor, "max"))
     return error
 
 

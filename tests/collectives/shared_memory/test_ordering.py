@@ -29,7 +29,7 @@ def some_of_everything(group: SharedMemoryGroup) -> None:
         for tensor in (torch.empty(numel), shared_empty(numel)):
             for _ in range(20):
                 tensor.fill_(rank + 1)
-                group.all_reduce_(tensor, "sum")
+                group.run_now("all_reduce", tensor, tensor, "sum")
                 assert bool((tensor == total).all())
             works = []
             whole = torch.zeros(size * numel)
@@ -129,7 +129,8 @@ def test_no_two_ranks_write_one_line() -> None:
         some_of_everything(group)
         if rank == 1:
             time.sleep(0.2)  # so that the others sleep and are woken by the bell
-        group.all_reduce_(torch.ones(3), "sum")
+        tensor = torch.ones(3)
+        group.run_now("all_reduce", tensor, tensor, "sum")
         group.shutdown()
 
     in_threads(run)

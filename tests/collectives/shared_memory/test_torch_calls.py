@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 
-from imece.collectives.shared_memory import board, exchanging, reducing, shared_empty
+from imece.collectives.shared_memory import board, reducing, shared_empty
 from imece.collectives.shared_memory.board import RING_PIECE_BYTES, RING_SLOTS
+from imece.collectives.shared_memory.small import EXCHANGED_BYTES, REDUCED_BYTES
 from tests.ranks import run_ranks
 
 WORLD_SIZES = (1, 2, 3, 4, 7)
@@ -123,7 +124,7 @@ def sums_on(dtype: torch.dtype) -> Iterator[str]:
 def check_dtypes_and_ops() -> None:
     """All dtypes and operations, through the small, the direct and the staged way."""
     rank = dist.get_rank()
-    for dtype, nbytes in itertools.product(DTYPES, (320, reducing.SMALL_BYTES + 720)):
+    for dtype, nbytes in itertools.product(DTYPES, (320, REDUCED_BYTES + 720)):
         numel = nbytes // dtype.itemsize
         held = everybody(numel, dtype)
         for op in sums_on(dtype):
@@ -145,7 +146,7 @@ def slot_bytes() -> int:
 def reduce_sizes() -> list[int]:
     """float32 elements around every border of the reductions."""
     world_size = dist.get_world_size()
-    small = reducing.SMALL_BYTES // 4
+    small = REDUCED_BYTES // 4
     width = slot_bytes() // 4 // world_size // 64 * 64
     chunk = reducing.CHUNK_BYTES // 4
     borders = [small, width * world_size, chunk, chunk * world_size]
@@ -172,8 +173,8 @@ def check_reductions_of_all_sizes() -> None:
 
 def exchange_sizes() -> list[int]:
     """Bytes around every border of the exchanges."""
-    borders = (exchanging.SMALL_BYTES, slot_bytes())
-    return [0, 1, exchanging.SMALL_BYTES, *(b + d for b in borders for d in (-1, 1)), 2 * slot_bytes() + 4097]
+    borders = (EXCHANGED_BYTES, slot_bytes())
+    return [0, 1, EXCHANGED_BYTES, *(b + d for b in borders for d in (-1, 1)), 2 * slot_bytes() + 4097]
 
 
 def check_exchanges_of_all_sizes() -> None:

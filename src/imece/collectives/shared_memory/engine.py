@@ -11,7 +11,7 @@ collective, and all ranks take the same one because they decide from what all ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -32,10 +32,11 @@ from imece.collectives.shared_memory.board import (
     SLOTS,
     Board,
 )
-from imece.collectives.shared_memory.waiting import Steps
+from imece.collectives.shared_memory.waiting import Operation, Steps
 from imece.errors import MismatchError
 
 _KEPT = 1024  # lists of views
+_SOON_POLLS = 100  # about 10 us: the other rank is on its own core and nearly there
 T = TypeVar("T")
 _SAME_SHAPE = frozenset(OPS.index(op) for op in ("broadcast", "reduce", "all_reduce"))
 SHAPE = 5
@@ -52,6 +53,7 @@ class Engine:
         self.clock = 0
         self.shape: tuple[int, ...] = ()  # of the tensor under way, for messages
         self.label = ""
+        self._others = [board.words[other] for other in board.others]
         self._piece = 0
         self._freed = 0
         self._views: dict[Hashable, list[Any]] = {}
@@ -61,14 +63,20 @@ class Engine:
         """Ranks that are behind this one."""
         return [other for other in self.board.others if self.board.words[other][CLOCK] < self.clock]
 
+    def operation(self, fingerprint: int, steps: Steps) -> Operation:
+        """`steps` of a collective, ready to be driven."""
+        return Operation(steps, fingerprint, lambda: self.number, self.missing)
+
     # One step.
 
-    def enter(self, fingerprint: int, offered: torch.Tensor | None = None) -> None:
+    def enter(
+        self, fingerprint: int, offered: torch.Tensor | None = None, shape_word: int | None = None
+    ) -> None:
         """Announce the next collective; `offered` (flat) is what others may read in place."""
         self.number += 1
         mine, at = self.board.mine, DESCRIPTORS + 8 * (self.number & 1)
         mine[at + FINGERPRINT] = fingerprint
-        mine[at + SHAPE] = self.shape_word(fingerprint)
+        mine[at + SHAPE] = self.shape_word(fingerprint, self.shape) if shape_word is None else shape_word
         if offered is not None:
             nbytes = offered.numel() * offered.itemsize
             location = ARENAS.locate(offered.data_ptr(), nbytes)
@@ -81,9 +89,9 @@ class Engine:
             self.board.announce_freed()
         self.tick()
 
-    def shape_word(self, fingerprint: int) -> int:
+    def shape_word(self, fingerprint: int, shape: Sequence[int]) -> int:
         """The shape in one word, 0 where ranks may differ in it. Tuples of ints hash alike everywhere."""
-        return hash(tuple(self.shape)) if fingerprint >> 59 in _SAME_SHAPE else 0
+        return hash(tuple(shape)) if fingerprint >> 59 in _SAME_SHAPE else 0
 
     def tick(self) -> None:
         self.clock += 1
@@ -97,6 +105,22 @@ class Engine:
                 yield
         if futex.NEEDS_FENCE:
             futex.fence()
+
+    def entered_soon(self, fingerprint: int, shape_word: int) -> bool:
+        """Whether all ranks announce this same collective within a few microseconds.
+
+        If not, `entered` waits for the late, and says what differs.
+        """
+        polls = 0 if self.board.crowded else _SOON_POLLS
+        clock, at = self.clock, DESCRIPTORS + 8 * (self.number & 1)
+        for words in self._others:
+            while words[CLOCK] < clock:
+                polls -= 1
+                if polls < 0:
+                    return False
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        return all(words[at] == fingerprint and words[at + SHAPE] == shape_word for words in self._others)
 
     def entered(self, fingerprint: int) -> Steps:
         """Wait until all ranks have announced this collective, and see that it is the same one."""
@@ -181,11 +205,6 @@ class Engine:
                 self._views.clear()
             found = self._views[key] = make()
         return found
-
-    def barrier(self, fingerprint: int) -> Steps:
-        """Nobody goes on before everybody is here."""
-        self.enter(fingerprint)
-        yield from self.entered(fingerprint)
 
 
 def _shape(text: str) -> tuple[int, ...]:

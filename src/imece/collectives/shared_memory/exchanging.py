@@ -12,10 +12,9 @@ import torch
 
 from imece.collectives.shared_memory.board import DESCRIPTORS, OFFERED
 from imece.collectives.shared_memory.engine import Engine
+from imece.collectives.shared_memory.small import EXCHANGED_BYTES
 from imece.collectives.shared_memory.waiting import Steps
 from imece.errors import MismatchError
-
-SMALL_BYTES = 32 * 1024  # up to here the bytes travel with the announcement
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ def exchange(
     largest_bytes: an upper bound of what any publisher offers, the same on all ranks.
     """
     offered = offered if engine.rank in publishers else None
-    if largest_bytes <= SMALL_BYTES:
+    if largest_bytes <= EXCHANGED_BYTES:
         slot = engine.next_slot()
         if offered is not None:
             engine.slot_views(slot, 0, offered.numel(), torch.uint8)[engine.rank].copy_(offered)

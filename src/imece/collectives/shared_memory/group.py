@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from imece.collectives import recorder
 from imece.collectives.fingerprint import pack
-from imece.collectives.shared_memory import exchanging, reducing
+from imece.collectives.shared_memory import exchanging
+from imece.collectives.shared_memory.direct import DirectCalls
 from imece.collectives.shared_memory.exchanging import Read, as_bytes
-from imece.collectives.shared_memory.group_base import GroupBase
 from imece.collectives.shared_memory.messages import Wanted
 from imece.collectives.shared_memory.tensors import flattened, named, nothing, same_size, split_bytes, text
 from imece.collectives.shared_memory.waiting import Operation
@@ -20,26 +19,29 @@ from imece.collectives.shared_memory.work import ShmWork
 
 Tensor = torch.Tensor
 
+_OP_NAMES = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.PRODUCT: "product",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.BAND: "band",
+    dist.ReduceOp.BOR: "bor",
+    dist.ReduceOp.BXOR: "bxor",
+}
 
-class SharedMemoryGroup(GroupBase):
+
+def _op_name(opts: Any) -> str:
+    """Our name of torch's reduction. ValueError for one that the backend does not know."""
+    op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+    name = _OP_NAMES.get(getattr(op, "op", op))
+    if name is None:
+        raise ValueError(f"the shm backend does not know the reduction {op}")
+    return name
+
+
+class SharedMemoryGroup(DirectCalls):
     """A group of CPU ranks of one host. Made by torch.distributed for backend "shm"."""
-
-    # The fast way for imece's own calls: no options object, no work handle.
-
-    def all_reduce_(self, tensor: Tensor, op: str, label: str = "") -> None:
-        """All-reduce in place, blocking. tensor: contiguous, on the CPU."""
-        how = self._reduction(op, tensor.dtype)
-        shape = tensor.shape
-        flat = (tensor.detach() if tensor.requires_grad else tensor).view(-1)
-        fingerprint = pack("all_reduce", op, tensor.dtype, flat.numel())
-        token = recorder.enter("all_reduce", self._name, tensor.dtype, shape, op, -1, label)
-        steps = self._titled(shape, label, reducing.all_reduce(self._engine, fingerprint, flat, how))
-        try:
-            self._runner.run(self._operation(fingerprint, steps))
-        except BaseException:
-            recorder.fail(token)
-            raise
-        recorder.leave(token)
 
     # Reductions.
 
@@ -48,10 +50,8 @@ class SharedMemoryGroup(GroupBase):
         if other := self._others.group(tensors[0], self):
             return other.allreduce(tensors, opts or dist.AllreduceOptions())
         (tensor,) = tensors
-        how, name = self._how(opts, tensor)
-        fingerprint = pack("all_reduce", name, tensor.dtype, tensor.numel())
         flat, back = flattened(tensor)
-        steps = reducing.all_reduce(self._engine, fingerprint, flat, how)
+        fingerprint, steps = self._steps("all_reduce", tensor, flat, flat, _op_name(opts))
         return self._collective(fingerprint, steps, tensor, opts, [tensor], back)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -63,10 +63,8 @@ class SharedMemoryGroup(GroupBase):
         if other := self._others.group(tensors[0], self):
             return other.reduce(tensors, opts)
         (tensor,) = tensors
-        how, name = self._how(opts, tensor)
-        fingerprint = pack("reduce", name, tensor.dtype, tensor.numel(), opts.rootRank)
         flat, back = flattened(tensor)
-        steps = reducing.reduce(self._engine, fingerprint, flat, how, opts.rootRank)
+        fingerprint, steps = self._steps("reduce", tensor, flat, flat, _op_name(opts), opts.rootRank)
         return self._collective(fingerprint, steps, tensor, opts, [tensor], back)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
@@ -78,11 +76,9 @@ class SharedMemoryGroup(GroupBase):
                 f"reduce_scatter on {self.size()} ranks needs an input of {self.size()} x the output: "
                 f"{text(input)} against {text(output)}"
             )
-        how, name = self._how(opts, input)
-        fingerprint = pack("reduce_scatter", name, input.dtype, input.numel())
         flat, back = flattened(output)
         source = input.detach().contiguous().view(-1)
-        steps = reducing.reduce_scatter(self._engine, fingerprint, flat, source, how)
+        fingerprint, steps = self._steps("reduce_scatter", input, source, flat, _op_name(opts))
         return self._collective(fingerprint, steps, input, opts, [output], back)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -105,7 +101,7 @@ class SharedMemoryGroup(GroupBase):
             one = dist.ReduceOptions()
             one.reduceOp, one.rootRank, one.asyncOp = opts.reduceOp, root, opts.asyncOp
             if root == self.rank():
-                output.detach().copy_(part.detach().view(output.shape))
+                output.detach().copy_(part.detach().reshape(output.shape))
                 part = output
             works.append(self.reduce([part], one))
         return self._all_of(works, [output])
@@ -126,12 +122,8 @@ class SharedMemoryGroup(GroupBase):
         if other := self._others.group(tensors[0], self):
             return other.broadcast(tensors, opts)
         (tensor,) = tensors
-        root = opts.rootRank
-        fingerprint = pack("broadcast", "", tensor.dtype, tensor.numel(), root)
         flat, back = flattened(tensor)
-        data = as_bytes(flat)
-        reads = [] if root == self.rank() else [Read(root, 0, data)]
-        steps = exchanging.exchange(self._engine, fingerprint, data, reads, [root], data.numel())
+        fingerprint, steps = self._steps("broadcast", tensor, flat, flat, root=opts.rootRank)
         return self._collective(fingerprint, steps, tensor, opts, [tensor], back)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
@@ -144,8 +136,9 @@ class SharedMemoryGroup(GroupBase):
                 f"{text(output)} against {text(input)}"
             )
         flat, back = flattened(output)
-        targets = list(as_bytes(flat).split(max(1, input.numel() * input.itemsize)))
-        return self._gather_into(targets, input, self._members, "all_gather", -1, back, opts, [output])
+        source = input.detach().contiguous().view(-1)
+        fingerprint, steps = self._steps("all_gather", input, source, flat)
+        return self._collective(fingerprint, steps, input, opts, [output], back)
 
     _allgather_base = all_gather_single
 
@@ -240,8 +233,8 @@ class SharedMemoryGroup(GroupBase):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Nobody goes on before everybody is here."""
-        fingerprint = pack("barrier", "", None, 0)
-        return self._collective(fingerprint, self._engine.barrier(fingerprint), None, opts, [])
+        steps = self._barrier.steps(None, None)
+        return self._collective(self._barrier.fingerprint, steps, None, opts, [])
 
     # Messages.
 
@@ -304,24 +297,10 @@ class SharedMemoryGroup(GroupBase):
             for _, one in flats:
                 one()
 
-        readers = [as_bytes(flat) for flat, _ in flats]
-        return self._gather_into(readers, input, self._members, op, root, back, opts, result)
-
-    def _gather_into(
-        self,
-        targets: Sequence[Tensor],
-        input: Tensor,
-        publishers: Sequence[int],
-        op: str,
-        root: int,
-        back: Callable[[], None],
-        opts: Any,
-        result: Any,
-    ) -> dist.Work:
         fingerprint = pack(op, "", input.dtype, input.numel(), root)
         data = as_bytes(input.detach().contiguous())
-        reads = [Read(rank, 0, target) for rank, target in enumerate(targets)]
-        steps = exchanging.exchange(self._engine, fingerprint, data, reads, publishers, data.numel())
+        reads = [Read(rank, 0, as_bytes(flat)) for rank, (flat, _) in enumerate(flats)]
+        steps = exchanging.exchange(self._engine, fingerprint, data, reads, self._members, data.numel())
         return self._collective(fingerprint, steps, input, opts, result, back)
 
     def _all_to_all(

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,23 +26,13 @@ from imece.collectives.shared_memory.engine import Engine
 from imece.collectives.shared_memory.messages import Messages
 from imece.collectives.shared_memory.other_devices import OtherDevices
 from imece.collectives.shared_memory.runner import Finish, Runner
+from imece.collectives.shared_memory.small import Small
 from imece.collectives.shared_memory.tensors import nothing
 from imece.collectives.shared_memory.waiting import Operation, Steps
 from imece.collectives.shared_memory.work import ShmWork
 
 Tensor = torch.Tensor
 _fields = functools.lru_cache(maxsize=4096)(unpack)
-
-_OP_NAMES = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.PRODUCT: "product",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.BAND: "band",
-    dist.ReduceOp.BOR: "bor",
-    dist.ReduceOp.BXOR: "bxor",
-}
 
 
 class GroupBase(dist.ProcessGroup):
@@ -57,8 +47,8 @@ class GroupBase(dist.ProcessGroup):
         self._runner = Runner(self._board, self._engine, self._messages, timeout.total_seconds())
         self._others = OtherDevices(store, rank, size, timeout)
         self._reductions: dict[tuple[str, torch.dtype], Reduction] = {}
-        engine = self._engine
-        self._number = lambda: engine.number
+        self._barrier = Small(self._engine, "barrier")
+        self._smalls: dict[Hashable, Small | None] = {}
         self._inline = threading.local()
         self._members = list(range(size))
         self._close = weakref.finalize(self, _close, self._runner, self._board)
@@ -109,21 +99,11 @@ class GroupBase(dist.ProcessGroup):
 
     # Inside.
 
-    def _how(self, opts: Any, tensor: Tensor) -> tuple[Reduction, str]:
-        op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
-        name = _OP_NAMES.get(getattr(op, "op", op))
-        if name is None:
-            raise ValueError(f"the shm backend does not know the reduction {op}")
-        return self._reduction(name, tensor.dtype), name
-
     def _reduction(self, op: str, dtype: torch.dtype) -> Reduction:
         found = self._reductions.get((op, dtype))
         if found is None:
             found = self._reductions[op, dtype] = reduction(op, dtype)
         return found
-
-    def _operation(self, fingerprint: int, steps: Steps) -> Operation:
-        return Operation(steps, fingerprint, self._number, self._engine.missing)
 
     @contextlib.contextmanager
     def inline(self) -> Iterator[None]:
@@ -162,7 +142,7 @@ class GroupBase(dist.ProcessGroup):
         """Run the collective here, or hand it to the worker; `back` runs at its end."""
         shape = tuple(tensor.shape) if tensor is not None else ()
         dtype = tensor.dtype if tensor is not None else None
-        operation = self._operation(fingerprint, self._noted(fingerprint, dtype, shape, steps, back))
+        operation = self._engine.operation(fingerprint, self._noted(fingerprint, dtype, shape, steps, back))
         if getattr(opts, "asyncOp", True) and getattr(self._inline, "messages", None) is None:
             work = ShmWork(result, done=False)
             self._runner.submit(operation, work.finish)
@@ -173,11 +153,6 @@ class GroupBase(dist.ProcessGroup):
         )
         return ShmWork(result, done=True)
 
-    def _titled(self, shape: tuple[int, ...], label: str, steps: Steps) -> Steps:
-        """`steps`, with what they are about noted when it is their turn: for the check and for errors."""
-        self._engine.shape, self._engine.label = shape, label
-        yield from steps
-
     def _noted(
         self,
         fingerprint: int,
@@ -185,12 +160,13 @@ class GroupBase(dist.ProcessGroup):
         shape: tuple[int, ...],
         steps: Steps,
         back: Callable[[], None],
+        label: str = "",
     ) -> Steps:
-        """`steps`, noted in the recorder from the moment it is their turn, and then `back`."""
+        """`steps`, noted in the recorder and for errors from the moment it is their turn, and then `back`."""
         fields = _fields(fingerprint)
         if fields.op not in ("send", "recv"):  # messages run beside a collective, whose note this is
-            self._engine.shape, self._engine.label = shape, ""
-        token = recorder.enter(fields.op, self._name, dtype, shape, fields.reduce_op, fields.root)
+            self._engine.shape, self._engine.label = shape, label
+        token = recorder.enter(fields.op, self._name, dtype, shape, fields.reduce_op, fields.root, label)
         try:
             yield from steps
         except BaseException:

@@ -14,7 +14,6 @@ from imece.collectives.shared_memory.arithmetic import Reduction
 from imece.collectives.shared_memory.engine import Engine
 from imece.collectives.shared_memory.waiting import Steps
 
-SMALL_BYTES = 16 * 1024  # up to here every rank sums everything: cheaper than a second step
 CHUNK_BYTES = 256 * 1024  # of one tensor; the chunks of all ranks together stay in the cache
 _ALIGN = 64  # elements, so that two ranks do not write into one cache line
 
@@ -28,25 +27,27 @@ def even_rows(numel: int, world_size: int) -> list[Row]:
     return [(min(numel, rank * length), min(numel, (rank + 1) * length)) for rank in range(world_size)]
 
 
-def all_reduce(engine: Engine, fingerprint: int, tensor: torch.Tensor, how: Reduction) -> Steps:
-    """In place on `tensor` (flat, contiguous). Moves 2(N-1)/N of its bytes a rank."""
-    rows = even_rows(tensor.numel(), engine.world_size)
-    return _reduce(engine, fingerprint, tensor, rows, how, tensor, range(engine.world_size))
-
-
-def reduce(engine: Engine, fingerprint: int, tensor: torch.Tensor, how: Reduction, root: int) -> Steps:
-    """In place on `tensor` of rank `root`; the others' tensors stay as they are."""
-    rows = even_rows(tensor.numel(), engine.world_size)
-    return _reduce(engine, fingerprint, tensor, rows, how, tensor, (root,))
-
-
-def reduce_scatter(
-    engine: Engine, fingerprint: int, output: torch.Tensor, tensor: torch.Tensor, how: Reduction
+def steps(
+    engine: Engine,
+    op: str,
+    fingerprint: int,
+    tensor: torch.Tensor,
+    output: torch.Tensor,
+    how: Reduction,
+    root: int = -1,
 ) -> Steps:
-    """Row `rank` of the sum of `tensor` ([N * n], flat) into `output` ([n], flat)."""
-    length = output.numel()
-    rows = [(rank * length, (rank + 1) * length) for rank in range(engine.world_size)]
-    return _reduce(engine, fingerprint, tensor, rows, how, output, ())
+    """all_reduce or reduce in place on `tensor`, or reduce_scatter into `output`; both flat.
+
+    all_reduce moves 2(N-1)/N of the bytes a rank. reduce leaves the tensors of all but `root` as they are.
+    reduce_scatter puts row `rank` of the reduced `tensor`, [N * n], into `output`, [n].
+    """
+    everybody = range(engine.world_size)
+    if op == "reduce_scatter":
+        length = output.numel()
+        rows = [(rank * length, (rank + 1) * length) for rank in everybody]
+        return _reduce(engine, fingerprint, tensor, rows, how, output, ())
+    rows = even_rows(tensor.numel(), engine.world_size)
+    return _reduce(engine, fingerprint, tensor, rows, how, tensor, (root,) if op == "reduce" else everybody)
 
 
 def _reduce(
@@ -59,9 +60,6 @@ def _reduce(
     readers: Sequence[int],
 ) -> Steps:
     """`readers` get all rows in place of their tensor; without readers each rank gets its row in `output`."""
-    if tensor.numel() * tensor.itemsize <= SMALL_BYTES:
-        yield from _small(engine, fingerprint, tensor, rows, how, output, readers)
-        return
     engine.enter(fingerprint, tensor)
     yield from engine.entered(fingerprint)
     everybody = range(engine.world_size)
@@ -83,27 +81,6 @@ def _reduce(
             copy.copy_(out)
     engine.tick()
     yield from engine.everybody(engine.clock)  # till then the others read and write this rank's tensor
-
-
-def _small(
-    engine: Engine,
-    fingerprint: int,
-    tensor: torch.Tensor,
-    rows: Sequence[Row],
-    how: Reduction,
-    output: torch.Tensor,
-    readers: Sequence[int],
-) -> Steps:
-    """The tensor travels with the announcement and every rank sums what it wants: one step."""
-    slots = engine.slot_views(engine.next_slot(), 0, tensor.numel() * tensor.itemsize, tensor.dtype)
-    slots[engine.rank].copy_(tensor)
-    engine.enter(fingerprint)
-    yield from engine.entered(fingerprint)
-    if engine.rank in readers:
-        how(slots, tensor, engine.scratch(how.within), in_place=True)
-    elif not readers:
-        start, stop = rows[engine.rank]
-        how([slot[start:stop] for slot in slots], output, engine.scratch(how.within), in_place=True)
 
 
 def _chunks(

@@ -17,8 +17,9 @@ import torch
 from imece.collectives.shared_memory.board import FAILED, Board
 from imece.collectives.shared_memory.engine import Engine
 from imece.collectives.shared_memory.messages import Messages
-from imece.collectives.shared_memory.waiting import Operation, Patience
-from imece.errors import CollectiveError
+from imece.collectives.shared_memory.small import Small
+from imece.collectives.shared_memory.waiting import Operation, Patience, late
+from imece.errors import CollectiveError, CollectiveTimeoutError
 
 Finish = Callable[[BaseException | None], None]
 
@@ -45,21 +46,28 @@ class Runner:
     def run(self, operation: Operation, timeout_s: float | None = None) -> None:
         """Run a collective to its end, after all asynchronous ones that were started before it."""
         if self._collectives or self._current is not None:
-            self._run_after_others(operation)
+            self._run_after_others(operation, timeout_s)
             return
         self.check()
         with self._turn:
-            # The same as _drive for one operation, without a list: a small message takes 10 us in all.
-            patience: Patience | None = None
-            moved = 0
+            self._drive((operation,), timeout_s or self.timeout_s)
+
+    def run_small(
+        self, small: Small, source: torch.Tensor | None, target: torch.Tensor | None, label: str
+    ) -> None:
+        """`run` for small ones, which mostly end before waiting would be worth its preparation."""
+        if self._collectives or self._current is not None:
+            steps = small.steps(source, target, label)
+            self._run_after_others(self._engine.operation(small.fingerprint, steps))
+            return
+        self.check()
+        with self._turn:
             try:
-                for _ in operation.steps:
-                    if patience is None:
-                        patience = Patience(self._board, timeout_s or self.timeout_s, hot=True)
-                    elif moved != self._engine.clock:
-                        moved = self._engine.clock
-                        patience.progress()
-                    patience.wait((operation,))
+                small.begin(source, label)
+                if not self._engine.entered_soon(small.fingerprint, small.shape_word):
+                    late = self._engine.entered(small.fingerprint)
+                    self._drive((self._engine.operation(small.fingerprint, late),), self.timeout_s)
+                small.end(target)
             except BaseException as error:
                 self.fail(error)
                 raise
@@ -153,7 +161,7 @@ class Runner:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
 
-    def _run_after_others(self, operation: Operation) -> None:
+    def _run_after_others(self, operation: Operation, timeout_s: float | None = None) -> None:
         done = threading.Event()
         errors: list[BaseException] = []
 
@@ -163,7 +171,9 @@ class Runner:
             done.set()
 
         self.submit(operation, finish)
-        done.wait()
+        if not done.wait(timeout_s):
+            errors.append(CollectiveTimeoutError(late(self._board, operation, timeout_s or 0)))
+            self.fail(errors[0])
         if errors:
             raise errors[0]
 

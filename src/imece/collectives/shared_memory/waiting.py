@@ -90,7 +90,7 @@ class Patience:
                         raise PeerLostError(_gone(board, other, operation, other in dead))
                     self._suspects.add(other)
             if waited_s > self._timeout_s:
-                raise CollectiveTimeoutError(_late(board, operation, waited_s))
+                raise CollectiveTimeoutError(late(board, operation, waited_s))
 
 
 def raise_text(text: str) -> None:
@@ -107,7 +107,8 @@ def _gone(board: Board, other: int, operation: Operation, dead: bool) -> str:
     )
 
 
-def _late(board: Board, operation: Operation, waited_s: float) -> str:
+def late(board: Board, operation: Operation, waited_s: float) -> str:
+    """Who has not come in time, and where to look."""
     missing = list(operation.missing())
     pids = ", ".join(str(board.peers[other].pid) for other in missing)
     return (

@@ -1,0 +1,113 @@
+"""The five collectives on flat tensors, and imece's own way to call them, on the caller's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from imece.collectives import recorder
+from imece.collectives.fingerprint import pack
+from imece.collectives.shared_memory import exchanging, reducing
+from imece.collectives.shared_memory.exchanging import Read, as_bytes
+from imece.collectives.shared_memory.group_base import GroupBase
+from imece.collectives.shared_memory.small import (
+    EXCHANGED_BYTES,
+    REDUCED_BYTES,
+    Small,
+    SmallBroadcast,
+    SmallGather,
+    SmallReduce,
+)
+from imece.collectives.shared_memory.tensors import nothing
+from imece.collectives.shared_memory.waiting import Steps
+
+Tensor = torch.Tensor
+_KEPT = 1024  # kinds of small calls
+
+
+class DirectCalls(GroupBase):
+    """What `SharedMemoryGroup` stands on besides what torch wants of a group."""
+
+    def run_now(
+        self, op: str, input: Tensor, output: Tensor, reduce_op: str = "", root: int = -1, label: str = ""
+    ) -> None:
+        """One collective, over when this returns: no dispatch, options or work handles of torch's.
+
+        op: all_reduce, reduce, broadcast (input is output), reduce_scatter or all_gather. Both tensors are
+        contiguous, on the CPU, of one dtype and of sizes that fit each other; the caller sees to that.
+        """
+        source = input.detach() if input.requires_grad else input
+        source = source.view(-1) if source.dim() != 1 else source
+        target = source
+        if output is not input:
+            target = (output.detach() if output.requires_grad else output).view(-1)
+        small = self._small(op, input.dtype, input.shape, reduce_op, root)
+        if small is None:
+            fingerprint, steps = self._steps(op, input, source, target, reduce_op, root)
+            noted = self._noted(fingerprint, input.dtype, input.shape, steps, nothing, label)
+            self._runner.run(self._engine.operation(fingerprint, noted))
+            return
+        self._run_small(small, source, target, label)
+
+    def barrier_now(self) -> None:
+        """Nobody goes on before everybody is here."""
+        self._run_small(self._barrier, None, None)
+
+    def _run_small(self, small: Small, source: Tensor | None, target: Tensor | None, label: str = "") -> None:
+        token = recorder.enter(
+            small.op, self._name, small.dtype, small.shape, small.reduce_op, small.root, label
+        )
+        try:
+            self._runner.run_small(small, source, target, label)
+        except BaseException:
+            recorder.fail(token)
+            raise
+        recorder.leave(token)
+
+    def _steps(
+        self, op: str, tensor: Tensor, source: Tensor, target: Tensor, reduce_op: str = "", root: int = -1
+    ) -> tuple[int, Steps]:
+        """(fingerprint, steps) of a collective. tensor: what must be alike on all ranks; source: it, flat."""
+        small = self._small(op, tensor.dtype, tensor.shape, reduce_op, root)
+        if small is not None:
+            return small.fingerprint, small.steps(source, target)
+        fingerprint = pack(op, reduce_op, tensor.dtype, tensor.numel(), root)
+        if reduce_op:
+            how = self._reduction(reduce_op, tensor.dtype)
+            return fingerprint, reducing.steps(self._engine, op, fingerprint, source, target, how, root)
+        data = as_bytes(source)
+        if op == "broadcast":
+            publishers = [root]
+            reads = [] if root == self.rank() else [Read(root, 0, data)]
+        else:
+            publishers = self._members
+            parts = as_bytes(target).split(max(1, data.numel()))
+            reads = [Read(rank, 0, part) for rank, part in enumerate(parts)]
+        return fingerprint, exchanging.exchange(
+            self._engine, fingerprint, data, reads, publishers, data.numel()
+        )
+
+    def _small(
+        self, op: str, dtype: torch.dtype, shape: Sequence[int], reduce_op: str, root: int
+    ) -> Small | None:
+        """What repeats with every small call of this kind; None where the tensor is too large for it."""
+        key = (op, dtype, shape, reduce_op, root)
+        try:
+            return self._smalls[key]
+        except KeyError:
+            pass
+        nbytes = dtype.itemsize
+        for dim in shape:
+            nbytes *= dim
+        made: Small | None = None
+        if nbytes <= (REDUCED_BYTES if reduce_op else EXCHANGED_BYTES):
+            if reduce_op:
+                made = SmallReduce(self._engine, op, self._reduction(reduce_op, dtype), shape, root)
+            else:
+                kind = SmallBroadcast if op == "broadcast" else SmallGather
+                made = kind(self._engine, op, dtype, shape, root=root)
+        if len(self._smalls) >= _KEPT:
+            self._smalls.clear()
+        self._smalls[key] = made
+        return made
