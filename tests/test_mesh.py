@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import os
+import signal
 import sys
+import threading
+import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +22,8 @@ from hypothesis import strategies as st
 import imece
 from imece import mesh as mesh_module
 from imece.axes import AXES, check_axes, coordinates, crossing, partition
-from imece.errors import UserError
+from imece.collectives import recorder
+from imece.errors import CollectiveTimeoutError, PeerLostError, UserError
 from imece.store import read_note
 from tests.ranks import run_ranks, start_ranks
 
@@ -284,3 +290,61 @@ def test_missing_ranks_are_named() -> None:
         AssertionError, match=r"rank [02] waited 1 s for 1 of 3 ranks, which never came: rank 1"
     ):
         run_ranks(wait_for_the_missing, 3, backend=None)
+
+
+def stay_away() -> list[Any]:
+    """Seconds until rank 0 is told that rank 1 stays away from a group of 1 s, and the recorder's groups."""
+    imece.init()
+    store = dist.distributed_c10d._get_default_store()
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
+    imece.barrier(group=group)
+    began = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises((CollectiveTimeoutError, PeerLostError)):
+            imece.all_reduce(torch.ones(1), group=group)
+        store.set("told", "")
+    else:
+        store.wait(["told"], timedelta(seconds=20))
+    return [time.monotonic() - began, group.group_name, list(recorder.attach(os.getpid()).groups)]
+
+
+@pytest.mark.parametrize("ranks_per_host", [2, 1])
+def test_a_companion_has_the_timeout_and_the_name_of_its_group(ranks_per_host: int) -> None:
+    for waited_s, name, groups in run_ranks(
+        stay_away, 2, backend="gloo", timeout_s=40, ranks_per_host=ranks_per_host
+    ):
+        assert 0.9 < waited_s < 10
+        checks = [f"{name} checks"] if ranks_per_host == 2 else []  # Gloo's own calls are not recorded
+        assert sorted(groups) == sorted([name, *checks])
+
+
+# --- SIGUSR1 ---
+
+
+def use_the_signal(folder: str) -> list[bool]:
+    """Rank 0 has no use for it, 1 a handler in Python, 2 one in C, and 3 opens the mesh on another thread."""
+    rank, mine, file = int(os.environ["RANK"]), [], Path(folder, os.environ["RANK"]).open("w")  # noqa: SIM115
+    if rank == 1:
+        signal.signal(signal.SIGUSR1, lambda *_: mine.append(True))
+    if rank == 2:
+        faulthandler.register(signal.SIGUSR1, file)
+    if rank == 3:
+        thread = threading.Thread(target=imece.init)
+        thread.start()
+        thread.join()
+        return [signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL]
+    imece.init()
+    recorder.leave(recorder.enter("broadcast", "g", torch.float32, (8,), "", 0, "w"))
+    signal.raise_signal(signal.SIGUSR1)
+    return [bool(mine), file.tell() > 0]
+
+
+def test_a_signal_shows_what_a_rank_does_unless_the_program_uses_it(tmp_path: Path) -> None:
+    with start_ranks(use_the_signal, 4, args=(str(tmp_path),)) as ranks:
+        results = ranks.wait(60, after_failure_s=10)
+    assert [result.value for result in results] == [[False, False], [True, False], [False, True], [True]], [
+        result.report() for result in results
+    ]
+    for result in results:
+        shown = "use_the_signal" in result.output and "broadcast from 0 of float32[8] (w)" in result.output
+        assert shown == (result.rank == 0), result.report()

@@ -4,7 +4,7 @@ Importing imece registers "shm" with torch.distributed.
 """
 
 from imece import errors
-from imece.collectives import shared_memory
+from imece.collectives import on_signal, shared_memory
 from imece.collectives.ops import (
     Pending,
     Recv,
@@ -21,12 +21,13 @@ from imece.collectives.ops import (
 )
 from imece.collectives.shared_memory import shared_empty
 from imece.launch.spawn import spawn
-from imece.mesh import Mesh, init
+from imece.mesh import Mesh, at_opening, init
 from imece.world import World
 
 __version__ = "0.1.0"
 
 shared_memory.register()
+at_opening(on_signal.listen)
 
 __all__ = [
     "Mesh",

@@ -10,8 +10,7 @@ import atexit
 import contextlib
 import os
 import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -171,10 +170,10 @@ class Mesh:
             )
 
 
-_companions: Counter[str] = Counter()  # made so far, by the name of their group
 _open: Mesh | None = None
 _opened_with: object = None
 _openings = 0
+_at_opening: list[Callable[[], None]] = []
 
 
 def init(
@@ -195,7 +194,8 @@ def init(
     timeout: for collectives, and (up to 10 minutes) for the ranks to meet.
 
     A process group that exists already is adopted. A second call with the same arguments returns the
-    same mesh. The mesh is closed when the process ends, or by `close()`.
+    same mesh. The mesh is closed when the process ends, or by `close()`. SIGUSR1 makes this rank print its
+    stacks and last calls, if this is the main thread and the program has no handler of its own.
     Raises UserError if the world is not the one asked for, or the ranks do not ask for the same.
     """
     global _open, _opened_with, _openings
@@ -215,7 +215,14 @@ def init(
         raise
     _opened_with = asked
     atexit.register(_open.close)
+    for call in _at_opening:
+        call()
     return _open
+
+
+def at_opening(call: Callable[[], None]) -> None:
+    """`call` runs at the end of each `init` that makes a mesh: for rooms that this one may not import."""
+    _at_opening.append(call)
 
 
 def current() -> Mesh:
@@ -225,20 +232,9 @@ def current() -> Mesh:
     return _open
 
 
-def companion_group(group: dist.ProcessGroup) -> Any:
-    """A second group of the same ranks, for control messages on the CPU. All ranks of `group` ask for it.
-
-    On "shm" where the ranks are known to share a host, else on Gloo. torch does not know it: its own way to
-    make a group is a call of all ranks of the world, or names the group by its ranks alone, and a name that
-    comes again finds the addresses of the group before.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    _companions[group.group_name] += 1
-    key = f"imece/companion/{group.group_name}/{_companions[group.group_name]}"
-    store = dist.PrefixStore(key, dist.distributed_c10d._get_default_store())
-    on_host = _open is not None and any(set(ranks) <= set(host) for host in _open.hosts)
-    make = dist.Backend._plugins["SHM"].creator_fn if on_host else dist.ProcessGroupGloo
-    return make(store, group.rank(), group.size(), dist.distributed_c10d.default_pg_timeout)
+def known_hosts() -> Sequence[Sequence[int]]:
+    """The ranks of each host, as far as `imece.init` has found out; nothing before that."""
+    return _open.hosts if _open is not None else ()
 
 
 def _arrange(

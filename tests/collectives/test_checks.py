@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from imece.collectives import checks, recorder
+from imece.collectives.companions import companions
 from imece.errors import CollectiveTimeoutError, MismatchError, PeerLostError
 from tests.ranks import run_ranks, start_ranks
 
@@ -40,8 +41,7 @@ MISMATCHES: dict[str, tuple[Call, Call, list[str]]] = {
 
 def guarded() -> checks.Checker:
     group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=30))
-    check_group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=30))
-    return checks.guard(group, check_group)
+    return checks.guard(group, companions(group))
 
 
 def launch(checker: checks.Checker, call: Call, tensor: torch.Tensor) -> Callable[[], dist.Work | None]:

@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from imece import mesh
 from imece.collectives import checks, recorder
+from imece.collectives.companions import companions
 from imece.collectives.pending import Pending, Waitable, drain, in_background
 from imece.collectives.recording import POINT_TO_POINT
 from imece.collectives.reduction import flattened, shares_memory
@@ -145,7 +145,7 @@ class Call:
     def _checker(self) -> checks.Checker | None:
         if isinstance(self.group, SharedMemoryGroup) or self.op in POINT_TO_POINT or self.group.size() == 1:
             return None
-        return checks.checker(self.group) or checks.guard(self.group, mesh.companion_group(self.group))
+        return checks.checker(self.group) or checks.guard(self.group, companions(self.group))
 
     def _fingerprint(self) -> tuple[str, torch.dtype | None, tuple[int, ...], str, int, str]:
         dtype, shape = (

@@ -6,8 +6,7 @@ which no Python can catch. So each collective first gathers its fingerprint from
 group of the same ranks, and moves data only when all agree. On a mismatch no rank has started: every rank
 gets the same error and can leave (destroy_process_group() would wait for a Gloo collective that never ends).
 
-    group, check_group = ...         # of the mesh, the same ranks; check_group on CPU, "shm" is fastest
-    checker = checks.guard(group, check_group)
+    checker = checks.guard(group, companions(group))
 
     checker.begin("all_reduce", x.dtype, x.shape, "sum").wait()                       # synchronous
     dist.all_reduce(x, group=group)
@@ -16,30 +15,30 @@ gets the same error and can leave (destroy_process_group() would wait for a Gloo
                         "all_reduce", x.dtype, x.shape, "sum", label=name)
     work.wait()
 
-The price is one all_gather of 192 bytes a rank before each call; of asynchronous calls in a row the next
-check runs while data moves, where a core is free to do so. send and recv are not checked
-here: one more message each way for every message would double their time. A recv whose buffer is too small
-still ends a Gloo process.
+The price is one gathering of 192 bytes a rank (rollcall.py) before each call; of asynchronous calls in a row
+the next check runs while data moves, where a core is free to do so. send and recv are not checked here: one
+more message each way for every message would double their time. A recv whose buffer is too small still ends a
+Gloo process.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import queue
 import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from imece.collectives import fingerprint as fp
 from imece.collectives import recorder
-from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.collectives.companions import Companions
+from imece.collectives.rollcall import RollCall
 from imece.errors import CollectiveError, CollectiveTimeoutError, MismatchError, PeerLostError
 
 # What travels: number of the call, fingerprint, six dims + 1 (0: none); and the label, which is not compared.
@@ -60,16 +59,13 @@ class _Said(NamedTuple):
 class Check:
     """The fingerprints of one call, on their way. Created by `Checker.begin`."""
 
-    def __init__(
-        self, checker: Checker, what: str, work: dist.Work, rows: torch.Tensor, before: CheckedWork | None
-    ) -> None:
+    def __init__(self, checker: Checker, what: str, rollcall: RollCall, before: CheckedWork | None) -> None:
         self.what = what
-        self._checker, self._work, self._before = checker, work, before
-        self._rows = rows  # uint8 [world_size, 192]
+        self._checker, self._rollcall, self._before = checker, rollcall, before
 
     def done(self) -> bool:
         """Whether all fingerprints are here, or the gathering has failed: `wait` would not block on it."""
-        return bool(self._work.is_completed())
+        return self._rollcall.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns once all ranks are known to make the same call, and earlier asynchronous ones have started.
@@ -86,8 +82,8 @@ class Check:
     def _gather(self, deadline: float | None) -> None:
         if self._checker.failure is not None:
             raise self._checker.failure  # the first one; what came after it is only its consequence
-        _wait(self._work, deadline, self.what, self._checker)
-        raw = self._rows.numpy().tobytes()
+        rows = self._rollcall.wait(lambda work: _wait(work, deadline, self.what, self._checker))
+        raw = rows.numpy().tobytes()
         if any(
             raw[at : at + _COMPARED_BYTES] != raw[:_COMPARED_BYTES] for at in range(0, len(raw), _ROW.size)
         ):
@@ -144,16 +140,14 @@ class CheckedWork:
 class Checker:
     """Checks all collectives of one group. All ranks make their calls on it in the same order.
 
-    group: the one that moves data. check_group: the same ranks in the same order, on CPU, for this
-    alone (a ProcessGroup, or a backend that torch does not know, as mesh.companion_group makes).
+    group: the one that moves data. companions: groups of the same ranks on the CPU, for this alone.
     After a failure every further call raises it again: the ranks no longer agree on what comes next.
     """
 
-    def __init__(self, group: dist.ProcessGroup, check_group: Any) -> None:
-        self.group, self.check_group = group, check_group
+    def __init__(self, group: dist.ProcessGroup, companions: Companions) -> None:
+        self.group, self.companions = group, companions
         self.ranks: list[int] = dist.get_process_group_ranks(group)  # global ranks, in group order
-        assert check_group.size() == group.size(), "group and check group hold different ranks"
-        assert check_group.rank() == group.rank(), "group and check group hold different ranks"
+        assert len(companions.order) == group.size(), "group and companions hold different ranks"
         self._number = 0
         self._lock = threading.Lock()  # numbers go to the check group in their own order
         self.failure: CollectiveError | None = None  # the first
@@ -175,10 +169,8 @@ class Checker:
         op, reduce_op: names of fingerprint.py. shape: of the tensor that must be alike on all ranks, so the
         input. root: rank in the group. label: the parameter or bucket, shown in errors, not compared.
         """
-        # In shared memory the gathering is over sooner than a thread of its own would have begun it.
-        shared = self.check_group if isinstance(self.check_group, SharedMemoryGroup) else None
-        with self._lock, shared.inline() if shared else contextlib.nullcontext():
-            return self._begin(op, dtype, shape, reduce_op, root, label, self._last)
+        with self._lock:
+            return self._begin(op, dtype, shape, reduce_op, root, label, self._last, inline=True)
 
     def call(
         self,
@@ -196,7 +188,8 @@ class Checker:
         ranks differ. Other arguments as for `begin`. Keep the tensors as they are until `wait`.
         """
         with self._lock:
-            work = CheckedWork(self._begin(op, dtype, shape, reduce_op, root, label, None), launch)
+            check = self._begin(op, dtype, shape, reduce_op, root, label, None, inline=False)
+            work = CheckedWork(check, launch)
             self._last = work
             self._queue.put(work)
             if self._thread is None:
@@ -220,6 +213,7 @@ class Checker:
         root: int,
         label: str,
         before: CheckedWork | None,
+        inline: bool,
     ) -> Check:
         if self.failure is not None:
             raise self.failure
@@ -235,10 +229,9 @@ class Checker:
         _ROW.pack_into(
             row, 0, self._number, fingerprint, *dims, *(0,) * (6 - len(dims)), label.encode()[:128]
         )
-        rows = torch.empty(len(self.ranks), _ROW.size, dtype=torch.uint8)
-        work = self.check_group.allgather([list(rows.unbind())], [torch.frombuffer(row, dtype=torch.uint8)])
         what = f"{op} number {self._number}" + (f" ({label})" if label else "")
-        return Check(self, what, work, rows, before)
+        rollcall = RollCall(self.companions, torch.frombuffer(row, dtype=torch.uint8), inline=inline)
+        return Check(self, what, rollcall, before)
 
     def _fail(self, error: CollectiveError) -> CollectiveError:
         self.failure = self.failure or error
@@ -252,10 +245,10 @@ class Checker:
 _checkers: dict[str, Checker] = {}
 
 
-def guard(group: dist.ProcessGroup, check_group: Any) -> Checker:
+def guard(group: dist.ProcessGroup, companions: Companions) -> Checker:
     """Makes and keeps the checker of a group; `checker(group)` returns it. All ranks call it."""
     release(group)
-    _checkers[group.group_name] = made = Checker(group, check_group)
+    _checkers[group.group_name] = made = Checker(group, companions)
     return made
 
 
@@ -288,6 +281,8 @@ def _wait(work: dist.Work, deadline: float | None, what: str, checker: Checker) 
             work.wait()
         else:
             work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    except CollectiveError as error:  # of shared memory, which names its ranks
+        raise checker._fail(error) from None
     except RuntimeError as error:
         if "imed out" in str(error) or "imeout" in str(error):
             raise checker._fail(_timeout(what)) from error

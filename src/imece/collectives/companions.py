@@ -1,0 +1,68 @@
+"""Groups beside a group, for control messages on the CPU: checked calls talk over them.
+
+torch does not know them: its own way to make a group is a call of all ranks of the world, or names the group
+by its ranks alone, and a name that comes again finds the addresses of the group before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.mesh import known_hosts
+
+_made: Counter[str] = Counter()  # by the name of their group
+
+
+class Companions(NamedTuple):
+    """Groups beside a group, of the same ranks, for control messages on the CPU."""
+
+    levels: tuple[Any, ...]
+    """One group of all ranks; or of those on this host, and then of those with this place on their host."""
+    order: list[int]
+    """order[rank] is where a rank's row is, when each level's rows are put together in the order of ranks."""
+
+
+def companions(group: dist.ProcessGroup) -> Companions:
+    """The companions of a group, made anew. All ranks of `group` ask for them, as often as each other.
+
+    On "shm" where ranks are known to share a host, else on Gloo; with the timeout of the group.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    _made[group.group_name] += 1
+    key = f"imece/companion/{group.group_name}/{_made[group.group_name]}"
+    store = dist.PrefixStore(key, dist.distributed_c10d._get_default_store())
+    timeout = _timeout_of(group)
+
+    def make(creator: Any, name: str, members: list[int]) -> Any:
+        made = creator(dist.PrefixStore(name, store), members.index(me), len(members), timeout)
+        if isinstance(made, SharedMemoryGroup):  # its calls are recorded under its name
+            made._set_group_name(f"{group.group_name} {name}")
+        return made
+
+    me = ranks[group.rank()]
+    on_hosts = [[rank for rank in host if rank in ranks] for host in known_hosts()]
+    on_hosts = [members for members in on_hosts if members]
+    mine = next((members for members in on_hosts if me in members), [])
+    shm, gloo = dist.Backend._plugins["SHM"].creator_fn, dist.ProcessGroupGloo
+    if len(mine) == len(ranks):
+        return Companions((make(shm, "checks", ranks),), list(range(len(ranks))))
+    if len(mine) > 1 and all(len(members) == len(mine) for members in on_hosts):
+        across = [members[mine.index(me)] for members in on_hosts]
+        in_host = make(shm, f"checks in host {on_hosts.index(mine)}", mine)
+        between = make(gloo, f"checks between hosts {mine.index(me)}", across)
+        rows = [rank for members in on_hosts for rank in members]
+        return Companions((in_host, between), [rows.index(rank) for rank in ranks])
+    return Companions((make(gloo, "checks", ranks),), list(range(len(ranks))))
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return timedelta(seconds=options._timeout.total_seconds())
+    return dist.distributed_c10d.default_pg_timeout
