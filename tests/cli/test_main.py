@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -137,3 +138,28 @@ def test_as_a_module() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "imece: --ranks 0: from 1 to 1024 ranks can run on one host\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "unbuffered"),
+    [(["--help"], ""), (["launch", "--help"], ""), (["bench"], "1"), (["lunch"], "")],
+)
+def test_a_reader_that_has_gone_is_no_failure(argv: list[str], unbuffered: str) -> None:
+    """As after `imece ... | head -1`: nothing more is said, and the status is that of a death by SIGPIPE."""
+    reader, unread = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "imece", *argv], stderr=unread if argv == ["lunch"] else subprocess.PIPE,
+        stdout=unread, text=True, timeout=60, check=False, env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+    )  # fmt: skip
+    os.close(unread)
+    assert done.returncode == 141 and not done.stderr, done.stderr
+
+
+def test_another_broken_pipe_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: list[str]) -> int:
+        raise BrokenPipeError("to a rank")
+
+    monkeypatch.setattr("imece.cli.main._run", broken)
+    with pytest.raises(BrokenPipeError, match="to a rank"):
+        main(["doctor"])

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from imece.collectives.links import (
     Link,
     Links,
     Native,
+    _slowest,
     best_parts,
     choose,
     measure,
@@ -157,3 +159,14 @@ def test_measured_alike_on_all_ranks(tmp_path: Path) -> None:
         assert 1e-6 < link.latency_s < 0.5 and 1e6 < link.bytes_per_s < 1e12
     assert set(links.native) == set(SCHEDULES)
     assert json.loads(text)["version"] == 1
+
+
+def slowest_of(seconds: list[float]) -> float:
+    world = dist.group.WORLD
+    assert world is not None
+    return _slowest(seconds[dist.get_rank()], world, "cpu")
+
+
+def test_the_slowest_rank_counts_on_all() -> None:
+    seconds = [1e-6, 1 / 3, 0.25]  # a third: to the last bit of a float64
+    assert run_ranks(slowest_of, 3, args=(seconds,), backend="gloo") == [1 / 3] * 3

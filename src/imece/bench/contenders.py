@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -92,6 +93,13 @@ class Contender(ABC):
 class TorchGroup(Contender):
     """A torch.distributed backend."""
 
+    calls: ClassVar[dict[str, Callable[..., Any]]] = {
+        "all_reduce": dist.all_reduce,
+        "reduce_scatter": dist.reduce_scatter_tensor,
+        "all_gather": dist.all_gather_into_tensor,
+        "broadcast": dist.broadcast,
+    }
+
     def __init__(self, group: dist.ProcessGroup, empty: Callable[[int], torch.Tensor] = torch.empty) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = group
@@ -104,26 +112,19 @@ class TorchGroup(Contender):
         dist.barrier(self._group)
 
     def bind(self, op: str) -> Callable[[], Any]:
-        group, whole, part = self._group, self.whole, self.part
-        return {
-            "all_reduce": lambda: dist.all_reduce(whole, group=group),
-            "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
-            "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-            "broadcast": lambda: dist.broadcast(whole, 0, group=group),
+        arguments: tuple[Any, ...] = {
+            "all_reduce": (self.whole,),
+            "reduce_scatter": (self.part, self.whole),
+            "all_gather": (self.whole, self.part),
+            "broadcast": (self.whole, 0),
         }[op]
+        return partial(self.calls[op], *arguments, group=self._group)
 
 
 class Imece(TorchGroup):
     """The same groups through imece's own calls."""
 
-    def bind(self, op: str) -> Callable[[], Any]:
-        group, whole, part = self._group, self.whole, self.part
-        return {
-            "all_reduce": lambda: ops.all_reduce(whole, group=group),
-            "reduce_scatter": lambda: ops.reduce_scatter(part, whole, group=group),
-            "all_gather": lambda: ops.all_gather(whole, part, group=group),
-            "broadcast": lambda: ops.broadcast(whole, 0, group=group),
-        }[op]
+    calls: ClassVar[dict[str, Callable[..., Any]]] = {op: getattr(ops, op) for op in OPS}
 
 
 class Mpich(Contender):

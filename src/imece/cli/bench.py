@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from imece.bench import collectives, ddp, hosts, machine, report, targets
 from imece.bench.contenders import LIBRARIES, OPS
@@ -147,12 +147,9 @@ def run_collectives(argv: Sequence[str]) -> int:
     report.check_writable(options.plot)
     print(machine.describe())
     results = collectives.run(plan, _say)
-    print("\ntargets (what the plan of this project asks for, on an idle machine with two cores)")
-    for line in targets.lines(targets.COLLECTIVES, collectives.ratio_in(results)):
-        print(line)
-    if options.json:
-        report.write_json(options.json, collectives.as_json(plan, results, targets.COLLECTIVES))
-        print(f"figures  {options.json}")
+    judged = targets.lines(targets.COLLECTIVES, collectives.ratio_in(results))
+    _say_targets("what the plan of this project asks for, on an idle machine with two cores", judged)
+    _write_figures(options.json, collectives.as_json(plan, results, targets.COLLECTIVES))
     if options.plot:
         from imece.bench import plot
 
@@ -177,12 +174,8 @@ def run_hosts(argv: Sequence[str]) -> int:
     except HostsUnavailable as error:
         print(f"skipped: {error}")
         return 0
-    print("\ntargets (what the plan of this project asks for)")
-    for line in targets.lines(targets.HOSTS, results.ratio):
-        print(line)
-    if options.json:
-        report.write_json(options.json, results.as_json())
-        print(f"figures  {options.json}")
+    _say_targets("what the plan of this project asks for", targets.lines(targets.HOSTS, results.ratio))
+    _write_figures(options.json, results.as_json())
     return 0 if all(results.right.values()) else 1
 
 
@@ -196,9 +189,7 @@ def run_ddp(argv: Sequence[str]) -> int:
     report.check_writable(options.json)
     print(machine.describe())
     results = ddp.run(plan, _say)
-    if options.json:
-        report.write_json(options.json, results.as_json())
-        print(f"figures  {options.json}")
+    _write_figures(options.json, results.as_json())
     return 0 if results.same_losses else 1
 
 
@@ -216,3 +207,13 @@ def _whole(text: str, option: str) -> int:
 
 def _say(line: str) -> None:
     print(line, flush=True)
+
+
+def _say_targets(whose: str, judged: Sequence[str]) -> None:
+    print(f"\ntargets ({whose})", *judged, sep="\n")
+
+
+def _write_figures(path: Path | None, content: Mapping[str, Any]) -> None:
+    if path is not None:
+        report.write_json(path, content)
+        print(f"figures  {path}")

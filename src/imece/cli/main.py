@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -18,13 +21,20 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `imece ARGV` and return its exit status."""
+    """Run `imece ARGV` and return its exit status; that of a death by SIGPIPE if nobody reads the output."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(arguments)
-    except UserError as mistake:
-        print(f"imece: {one_line(str(mistake))}", file=sys.stderr)
-        return 2
+        try:
+            return _run(arguments)
+        except UserError as mistake:
+            print(f"imece: {one_line(str(mistake))}", file=sys.stderr)
+            return 2
+        finally:
+            print(end="", flush=True)  # here: at the interpreter's end nobody could catch what it raises
+    except BrokenPipeError:
+        if not _drop_unread_output():
+            raise  # another pipe, so a mistake of ours
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return 130
 
@@ -48,3 +58,16 @@ def _run(arguments: list[str]) -> int:
 def _usage() -> str:
     lines = [f"  {name:<8} {text}" for name, text in COMMANDS.items()]
     return "\n".join(["usage: imece COMMAND ...", "", *lines, "", "imece COMMAND --help tells more."])
+
+
+def _drop_unread_output() -> bool:
+    """Whether stdout or stderr is a pipe whose reader has gone; what is still to come there goes nowhere."""
+    poll = select.poll()
+    for fd in (1, 2):
+        poll.register(fd, 0)  # for no event, so for errors alone
+    unread = [fd for fd, event in poll.poll(0) if event & (select.POLLERR | select.POLLHUP)]
+    null = os.open(os.devnull, os.O_WRONLY)
+    for fd in unread:
+        os.dup2(null, fd)
+    os.close(null)
+    return bool(unread)

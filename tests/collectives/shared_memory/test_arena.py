@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imece.collectives.shared_memory import arena, segment
-from imece.collectives.shared_memory.arena import Arenas, shared_empty
+from imece.collectives.shared_memory.arena import ARENAS, Arenas, shared_empty
+from imece.errors import UserError
 
 PAGE = 4096
 SMALL_ARENA_BYTES = 16 * PAGE
+SPARE_BYTES = 3 * SMALL_ARENA_BYTES
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -22,6 +28,7 @@ def small_arenas() -> object:
     """Small ones, so that a few allocations fill several; restored at the end of the file."""
     patch = pytest.MonkeyPatch()
     patch.setattr(arena, "_ARENA_BYTES", SMALL_ARENA_BYTES)
+    patch.setattr(arena, "_SPARE_BYTES", SPARE_BYTES)
     yield
     patch.undo()
 
@@ -31,21 +38,25 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def check_books(arenas: Arenas, held: list[torch.Tensor]) -> None:
-    """The invariants: sorted lists, holes that neither touch nor overlap, and holes + blocks = arena."""
-    assert arenas._starts == sorted(arenas._starts)
-    assert arenas._starts == [each.segment.address for each in arenas._arenas]
-    taken = dict.fromkeys(arenas._starts, 0)
+    """The invariants: an index by address, holes that neither touch nor overlap, holes + blocks = arena."""
+    everything = arenas._in_use + arenas._spares
+    starts, owners = arenas._by_address
+    assert starts == sorted(each.segment.address for each in everything)
+    assert starts == [each.address for each in owners]
+    assert sum(each.segment.nbytes for each in arenas._spares) <= SPARE_BYTES
+    taken = dict.fromkeys(starts, 0)
     for tensor in held:
         start, stop = span(tensor)
         home = max(address for address in taken if address <= start)
         taken[home] += -(-(stop - start) // PAGE) * PAGE
-    for each in arenas._arenas:
+    for each in everything:
         last = -1
         for start, stop in each.holes:
             assert last < start < stop <= each.segment.nbytes, each.holes  # equal would be two that touch
             last = stop
         free = sum(stop - start for start, stop in each.holes)
         assert free + taken[each.segment.address] == each.segment.nbytes
+        assert (free == each.segment.nbytes) == (each in arenas._spares)
 
 
 steps = st.lists(
@@ -79,7 +90,7 @@ def test_any_sequence_of_takes_and_gives(steps: list[tuple[str, int]]) -> None:
     kept = [int(each[0]) for each in held]
     assert all(bool((each == value).all()) for each, value in zip(held, kept, strict=True)), "written over"
     held.clear()
-    assert arenas._arenas == [] and arenas._starts == [], "an arena outlived its last tensor"
+    check_books(arenas, held)
 
 
 @settings(max_examples=60)
@@ -103,7 +114,7 @@ def test_locate_finds_shared_tensors_only(sizes: list[int], pick: int, cut: tupl
         assert torch.equal(read, view), "locate names other bytes"
     ordinary = torch.empty(100, dtype=torch.uint8)
     assert arenas.locate(ordinary.data_ptr(), 100) is None
-    for each in arenas._arenas:
+    for each in arenas._in_use:
         first, nbytes = each.segment.address, each.segment.nbytes
         assert arenas.locate(first, nbytes) is not None
         assert arenas.locate(first - 1, 1) is None, "before the arena"
@@ -115,28 +126,131 @@ def test_a_block_lives_as_long_as_its_last_view() -> None:
     arenas = Arenas()
     view = arenas.empty((4, 1000), torch.float32)[2:, 5:].t()
     view.fill_(3.0)
-    assert arenas._arenas, "the view holds it"
+    assert arenas._in_use, "the view holds it"
     array = view.numpy()
     del view
-    assert arenas._arenas, "so does numpy's view of it"
+    assert arenas._in_use, "so does numpy's view of it"
     assert float(array.sum()) == 3.0 * array.size
     del array
-    assert not arenas._arenas
+    assert not arenas._in_use
+
+
+def mapped() -> int:
+    return sum("imece-segment" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def test_freed_arenas_give_back_their_memory_and_descriptor() -> None:
-    def mapped() -> int:
-        return sum("imece-segment" in line for line in Path("/proc/self/maps").read_text().splitlines())
-
     def opened() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    maps, fds = mapped(), opened()
-    for _ in range(200):
-        tensors = [shared_empty(SMALL_ARENA_BYTES // 4) for _ in range(3)]
-        assert mapped() > maps and opened() > fds, "the count would not show a leak"
+    def cycle() -> None:
+        tensors = [shared_empty(SMALL_ARENA_BYTES // 4) for _ in range(5)]  # two more than are kept
+        assert mapped() >= 5, "the count would not show a leak"
         del tensors
+
+    cycle()
+    maps, fds, freed = mapped(), opened(), ARENAS.freed
+    for _ in range(100):
+        cycle()
     assert (mapped(), opened()) == (maps, fds)
+    assert ARENAS.freed - freed == 200
+
+
+def made_and_dropped(arenas: Arenas, nbytes: int) -> int:
+    """Serial of the arena in which a tensor of `nbytes` was."""
+    tensor = arenas.empty((nbytes,), torch.uint8)
+    found = arenas.locate(tensor.data_ptr(), nbytes)
+    assert found is not None
+    return found.serial
+
+
+def test_the_newest_spares_are_used_again() -> None:
+    arenas = Arenas()
+    first = made_and_dropped(arenas, SMALL_ARENA_BYTES)
+    assert {made_and_dropped(arenas, SMALL_ARENA_BYTES) for _ in range(50)} == {first}
+    assert arenas.freed == 0
+    second = made_and_dropped(arenas, SPARE_BYTES)
+    assert arenas.freed == 1 and [each.segment.serial for each in arenas._spares] == [second]
+    small = made_and_dropped(arenas, PAGE)
+    assert small not in (first, second), "one page would have kept all of it alive"
+    made_and_dropped(arenas, SPARE_BYTES + PAGE)
+    assert arenas.freed == 3 and [each.segment.serial for each in arenas._spares] == [small], "too large"
+    check_books(arenas, [])
+
+
+def test_spares_go_before_memory_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    arenas = Arenas()
+    made_and_dropped(arenas, SPARE_BYTES)
+
+    def available() -> int:
+        return 4 * SPARE_BYTES - sum(each.segment.nbytes for each in arenas._spares)
+
+    monkeypatch.setattr(segment, "available_bytes", available)
+    tensor = arenas.empty((4 * SPARE_BYTES,), torch.uint8)
+    assert arenas.freed == 1
+    with pytest.raises(UserError, match="shared memory"):
+        arenas.empty((5 * SPARE_BYTES,), torch.uint8)
+    check_books(arenas, [tensor])
+
+
+def test_tensors_that_end_in_the_middle_of_an_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the garbage collector may end them: the books are open, so they must wait, but not for ever."""
+    arenas = Arenas()
+    held = [arenas.empty((SMALL_ARENA_BYTES,), torch.uint8) for _ in range(5)]
+    create, left = segment.create, []
+
+    def create_and_end(nbytes: int, purpose: str, *, populate: bool = False) -> segment.Segment:
+        held.clear()
+        left.append(len(arenas._in_use))
+        return create(nbytes, purpose, populate=populate)
+
+    monkeypatch.setattr(segment, "create", create_and_end)
+    tensor = arenas.empty((2 * SMALL_ARENA_BYTES,), torch.uint8)
+    assert left == [5] and len(arenas._in_use) == 1 and arenas.freed == 2
+    check_books(arenas, [tensor])
+
+
+@pytest.fixture
+def often() -> Iterator[None]:
+    """Threads take turns after a microsecond in place of 5 ms."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_threads_make_and_drop_tensors(often: None) -> None:
+    arenas = Arenas()
+
+    def work(number: int) -> None:
+        for at in range(300):
+            held = [arenas.empty((PAGE * (1 + (at + more) % 9),), torch.uint8) for more in range(3)]
+            for tensor in held:
+                tensor.fill_(number)
+            for tensor in held:
+                assert arenas.locate(tensor.data_ptr(), tensor.numel()) is not None
+                assert bool((tensor == number).all()), "another thread has the same memory"
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))  # raises what a thread raised
+    check_books(arenas, [])
+
+
+def test_a_forked_child_takes_memory_of_its_own() -> None:
+    held = shared_empty(PAGE, torch.uint8).fill_(1)
+    dropped = shared_empty(PAGE, torch.uint8).zero_()
+    place = dropped.data_ptr()
+    del dropped
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork with threads
+        child = os.fork()
+    if child == 0:
+        shared_empty(PAGE, torch.uint8).fill_(2)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    tensor = shared_empty(PAGE, torch.uint8)
+    assert tensor.data_ptr() == place and held.sum() == PAGE
+    assert tensor.sum() == 0, "the child wrote into what this process hands out"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])

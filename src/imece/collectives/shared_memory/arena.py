@@ -2,15 +2,20 @@
 
 Collectives on such tensors need no staging copy: a rank reads the others' data where it lies.
 Blocks are cut from arenas (segments of this process), first fit; a block goes back when the last
-tensor on it is gone, an arena when its last block is.
+tensor on it is gone. An arena whose last block is gone is kept for the next tensor, since making one
+(and mapping it in every rank) costs more than most collectives on it; of those kept, the oldest are
+given back to the system beyond 128 MiB.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import threading
 import weakref
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,9 +23,11 @@ import torch
 
 from imece.collectives.shared_memory import segment
 from imece.collectives.shared_memory.segment import Segment
+from imece.errors import UserError
 
 _ALIGN_BYTES = 4096  # a page: blocks of different tensors never share a cache line or a page
 _ARENA_BYTES = 16 * 2**20
+_SPARE_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +70,11 @@ class Arenas:
     """All arenas of this process. Safe to use from several threads."""
 
     def __init__(self) -> None:
-        # Re-entrant: a tensor's finalizer may run in the middle of an allocation of the same thread.
-        self._lock = threading.RLock()
-        self._arenas: list[_Arena] = []  # sorted by address
-        self._starts: list[int] = []  # address of each arena
+        self._lock = threading.Lock()
+        self._in_use: list[_Arena] = []
+        self._spares: list[_Arena] = []  # without a block, the one that has been so for longest first
+        self._by_address: tuple[list[int], list[Segment]] = [], []  # replaced as one: readers take no lock
+        self._returned: deque[tuple[_Arena, int, int]] = deque()  # blocks that `_settle` is to take back
         self.freed = 0  # arenas given back so far; peers drop their mappings when it moves
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -77,8 +85,11 @@ class Arenas:
         if nbytes == 0:
             return torch.empty(tuple(shape), dtype=dtype)
         taken = -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        with self._lock:
-            arena, start = self._find(taken)
+        try:
+            with self._lock:
+                arena, start = self._find(taken)
+        finally:
+            self._settle()
         # numpy's array is the owner that torch keeps alive: its end is the end of the last view.
         block = arena.segment.memory[start : start + nbytes].numpy()
         weakref.finalize(block, self._release, arena, start, start + taken).atexit = False
@@ -86,40 +97,88 @@ class Arenas:
 
     def locate(self, address: int, nbytes: int) -> Location | None:
         """Where these bytes of this process lie in shared memory; None for ordinary memory."""
-        at = bisect_right(self._starts, address) - 1
+        starts, owners = self._by_address
+        at = bisect_right(starts, address) - 1
         if at < 0:
             return None
-        owner = self._arenas[at].segment
-        offset = address - self._starts[at]
+        owner, offset = owners[at], address - starts[at]
         return Location(owner.fd, owner.serial, offset) if offset + nbytes <= owner.nbytes else None
 
     def memory(self, serial: int) -> torch.Tensor:
         """Payload of one of the arenas, uint8[nbytes]."""
-        return next(each.segment.memory for each in self._arenas if each.segment.serial == serial)
+        _, owners = self._by_address
+        return next(each.memory for each in owners if each.serial == serial)
+
+    def forget(self) -> None:
+        """Start anew, as a forked child must: its parent goes on handing out the same memory."""
+        self._lock = threading.Lock()
+        self._in_use, self._spares, self._by_address = [], [], ([], [])
+        self._returned.clear()
 
     def _find(self, nbytes: int) -> tuple[_Arena, int]:
-        for arena in self._arenas:
+        """A block of a whole number of pages: (arena, offset)."""
+        for arena in self._in_use:
             start = arena.take(nbytes)
             if start is not None:
                 return arena, start
-        arena = _Arena(max(nbytes, _ARENA_BYTES))
-        at = bisect_right(self._starts, arena.segment.address)
-        self._arenas.insert(at, arena)
-        self._starts.insert(at, arena.segment.address)
+        arena = self._spare(nbytes) or self._new(max(nbytes, _ARENA_BYTES))
+        self._in_use.append(arena)
+        self._index()
         first = arena.take(nbytes)
         assert first == 0
         return arena, first
 
+    def _spare(self, nbytes: int) -> _Arena | None:
+        """The smallest spare for `nbytes`, no spare any more; none that one small tensor would keep alive."""
+        most = 2 * max(nbytes, _ARENA_BYTES)
+        fitting = [each for each in self._spares if nbytes <= each.segment.nbytes <= most]
+        if not fitting:
+            return None
+        found = min(fitting, key=lambda each: each.segment.nbytes)
+        self._spares.remove(found)
+        return found
+
+    def _new(self, nbytes: int) -> _Arena:
+        with contextlib.suppress(UserError):
+            return _Arena(nbytes)
+        self._give_back(keep_bytes=0)  # the memory that was too little may lie here
+        return _Arena(nbytes)
+
     def _release(self, arena: _Arena, start: int, stop: int) -> None:
-        with self._lock:
-            if arena.give(start, stop):
-                at = self._arenas.index(arena)
-                del self._arenas[at], self._starts[at]
-                arena.segment.close()
-                self.freed += 1
+        """The end of a block. Runs on any thread at any moment, also in the middle of `_find` on this one."""
+        self._returned.append((arena, start, stop))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Take back what was returned. Whoever holds the lock meanwhile looks again after letting it go."""
+        while self._returned and self._lock.acquire(blocking=False):
+            try:
+                while self._returned:
+                    arena, start, stop = self._returned.popleft()
+                    if arena in self._in_use and arena.give(start, stop):
+                        self._in_use.remove(arena)
+                        self._spares.append(arena)
+                self._give_back(keep_bytes=_SPARE_BYTES)
+            finally:
+                self._lock.release()
+
+    def _give_back(self, keep_bytes: int) -> None:
+        """Spares to the system until those left have `keep_bytes` at most: the too large, then the oldest."""
+        while sum(each.segment.nbytes for each in self._spares) > keep_bytes:
+            large = (each for each in self._spares if each.segment.nbytes > keep_bytes)
+            given = next(large, self._spares[0])
+            self._spares.remove(given)
+            given.segment.close()
+            self.freed += 1
+            self._index()
+
+    def _index(self) -> None:
+        arenas = sorted((*self._in_use, *self._spares), key=lambda each: each.segment.address)
+        self._by_address = [each.segment.address for each in arenas], [each.segment for each in arenas]
 
 
 ARENAS = Arenas()
+os.register_at_fork(after_in_child=ARENAS.forget)
 
 
 def shared_empty(shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
