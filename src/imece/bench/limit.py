@@ -73,7 +73,8 @@ class Limit:
             for at in range(start, stop, step)
         ]  # fmt: skip
         # all_gather's own part moves from the input to the own output, as in the operation itself.
-        scratch = torch.empty(part) if self._op in ("all_gather", "reduce_scatter") else None
+        # Written to now: pages that nobody has touched read as one page of zeros, from the cache.
+        scratch = torch.ones(part) if self._op in ("all_gather", "reduce_scatter") else None
 
         def work() -> None:
             for at, (reads, writes) in enumerate(pieces):

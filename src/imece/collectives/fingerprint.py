@@ -17,8 +17,7 @@ import torch
 
 OPS = (
     "", "broadcast", "reduce", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "gather",
-    "scatter", "barrier", "send", "recv", "exchange", "all_reduce_coalesced", "all_gather_coalesced",
-    "reduce_scatter_coalesced",
+    "scatter", "barrier", "send", "recv", "exchange", "all_gather_list",
 )  # fmt: skip
 REDUCE_OPS = ("", "sum", "avg", "min", "max", "product", "band", "bor", "bxor", "premul_sum")
 DTYPES: tuple[str, ...] = (

@@ -9,7 +9,7 @@ import torch
 from imece.collectives import recorder
 from imece.collectives.fingerprint import pack
 from imece.collectives.shared_memory import exchanging, reducing
-from imece.collectives.shared_memory.exchanging import Read, as_bytes
+from imece.collectives.shared_memory.exchanging import as_bytes
 from imece.collectives.shared_memory.group_base import GroupBase
 from imece.collectives.shared_memory.small import (
     EXCHANGED_BYTES,
@@ -76,17 +76,8 @@ class DirectCalls(GroupBase):
         if reduce_op:
             how = self._reduction(reduce_op, tensor.dtype)
             return fingerprint, reducing.steps(self._engine, op, fingerprint, source, target, how, root)
-        data = as_bytes(source)
-        if op == "broadcast":
-            publishers = [root]
-            reads = [] if root == self.rank() else [Read(root, 0, data)]
-        else:
-            publishers = self._members
-            parts = as_bytes(target).split(max(1, data.numel()))
-            reads = [Read(rank, 0, part) for rank, part in enumerate(parts)]
-        return fingerprint, exchanging.exchange(
-            self._engine, fingerprint, data, reads, publishers, data.numel()
-        )
+        data, place = as_bytes(source), as_bytes(target)
+        return fingerprint, exchanging.spread(self._engine, fingerprint, data, place, root)
 
     def _small(
         self, op: str, dtype: torch.dtype, shape: Sequence[int], reduce_op: str, root: int

@@ -1,6 +1,7 @@
-"""Broadcast, all-gather, gather, scatter, all-to-all: each rank offers bytes and reads what it wants.
+"""Broadcast, all-gather, gather, scatter, all-to-all: bytes go from some ranks to others.
 
-One path for all: they differ only in who offers what and who reads which part of it.
+Where everybody gets the same, all ranks write to all (`spread`); in general each rank offers bytes and reads
+what it wants (`exchange`).
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from imece.collectives.shared_memory.board import DESCRIPTORS, OFFERED
 from imece.collectives.shared_memory.engine import Engine
+from imece.collectives.shared_memory.reducing import CHUNK_BYTES, cut, even_rows
 from imece.collectives.shared_memory.small import EXCHANGED_BYTES
 from imece.collectives.shared_memory.waiting import Steps
 from imece.errors import MismatchError
@@ -57,16 +58,49 @@ def exchange(
         return
     engine.enter(fingerprint, offered)
     yield from engine.entered(fingerprint)
-    others = _own_reads(engine, offered, reads)
     in_place = engine.in_place(publishers)
     if in_place is None:
-        yield from _staged(engine, offered, others, publishers)
+        yield from _staged(engine, offered, reads, largest_bytes)
         return
     memory = dict(zip(publishers, in_place, strict=True))
-    for read in others:
+    for read in _own_reads(engine, offered, reads):
         read.target.copy_(memory[read.rank][read.start : read.start + read.target.numel()])
     engine.tick()
     yield from engine.everybody(engine.clock)  # till then the others read this rank's tensor
+
+
+def spread(
+    engine: Engine, fingerprint: int, source: torch.Tensor, target: torch.Tensor, root: int = -1
+) -> Steps:
+    """all_gather of `source` into `target`; or, from `root`, broadcast in place (`source` is `target`).
+
+    uint8, flat. In shared memory each rank writes one part of the result into the tensors of all: its own, or
+    an even share of the root's. A chunk comes from memory once, for further ranks from the cache.
+    """
+    everybody, rank = range(engine.world_size), engine.rank
+    engine.enter(fingerprint, target)
+    yield from engine.entered(fingerprint)
+    places = engine.in_place(everybody)
+    if places is None:
+        publishers: Sequence[int] = everybody
+        parts = target.split(source.numel())
+        if root >= 0:
+            publishers, parts = (root,), (target,) * engine.world_size
+        reads = [Read(other, 0, parts[other]) for other in publishers]
+        yield from _staged(engine, source if rank in publishers else None, reads, source.numel())
+        return
+    if root < 0:
+        start, stop = rank * source.numel(), (rank + 1) * source.numel()
+    else:
+        start, stop = even_rows(target.numel(), engine.world_size)[rank]
+        source = places[root][start:stop]
+    targets = [places[(rank + at) % engine.world_size][start:stop] for at in everybody]
+    targets = [each for each in targets if each.data_ptr() != source.data_ptr()]
+    for chunk, *copies in zip(*(cut(each, CHUNK_BYTES) for each in (source, *targets)), strict=True):
+        for copy in copies:
+            copy.copy_(chunk)
+    engine.tick()
+    yield from engine.everybody(engine.clock)  # till then the others write to this rank's tensor
 
 
 def _own_reads(engine: Engine, offered: torch.Tensor | None, reads: Sequence[Read]) -> list[Read]:
@@ -85,12 +119,11 @@ def _own_reads(engine: Engine, offered: torch.Tensor | None, reads: Sequence[Rea
     return sorted(others, key=lambda read: (read.rank - engine.rank) % engine.world_size)
 
 
-def _staged(
-    engine: Engine, offered: torch.Tensor | None, reads: Sequence[Read], publishers: Sequence[int]
-) -> Steps:
+def _staged(engine: Engine, offered: torch.Tensor | None, reads: Sequence[Read], largest_bytes: int) -> Steps:
     """Piece by piece through the slots, the next piece being sent while this one is read."""
-    at, size = DESCRIPTORS + 8 * (engine.number & 1) + OFFERED, engine.board.slot_bytes
-    count = -(-max(engine.board.words[rank][at] for rank in publishers) // size)
+    size = engine.board.slot_bytes
+    count = -(-largest_bytes // size)
+    reads = _own_reads(engine, offered, reads)
     base, slot = engine.clock, engine.next_slot()
 
     def send(piece: int, into: int) -> None:

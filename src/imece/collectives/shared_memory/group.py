@@ -147,7 +147,7 @@ class SharedMemoryGroup(DirectCalls):
         if other := self._others.group(inputs[0], self):
             return other.allgather(outputs, inputs, opts)
         ((targets,), (input,)) = outputs, inputs
-        return self._gather_list(targets, input, "all_gather", -1, opts, [targets])
+        return self._gather_list(targets, input, "all_gather_list", -1, opts, [targets])
 
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None

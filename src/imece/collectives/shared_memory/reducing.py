@@ -27,6 +27,11 @@ def even_rows(numel: int, world_size: int) -> list[Row]:
     return [(min(numel, rank * length), min(numel, (rank + 1) * length)) for rank in range(world_size)]
 
 
+def cut(tensor: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
+    """Pieces of `length` elements, the last one may be shorter; a short tensor is its own piece."""
+    return tensor.split(length) if tensor.numel() > length else (tensor,)
+
+
 def steps(
     engine: Engine,
     op: str,
@@ -94,8 +99,8 @@ def _chunks(
     if start == stop:
         return []
     chunk = max(_ALIGN, CHUNK_BYTES // output.itemsize)
-    pieces = [each.view(output.dtype)[start:stop].split(chunk) for each in offered]
-    targets = [pieces[reader] for reader in readers] if readers else [output.split(chunk)]
+    pieces = [cut(each.view(output.dtype)[start:stop], chunk) for each in offered]
+    targets = [pieces[reader] for reader in readers] if readers else [cut(output, chunk)]
     # The running result may lie in the first target unless a later addend is overwritten by that.
     in_place = targets[0][0].data_ptr() not in [each[0].data_ptr() for each in pieces[2:]]
     return [
