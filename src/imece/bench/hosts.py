@@ -44,6 +44,8 @@ class Results:
     """Plain TCP in each direction."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
     right: dict[str, bool] = field(default_factory=dict)
+    check_s: list[float] = field(default_factory=list)
+    """What goes before each call on Gloo: all ranks tell each other what they are about to do."""
     link_s: list[float] = field(default_factory=list)
     """The whole message from one host to the other, by Gloo."""
     broadcast_s: dict[int, list[float]] = field(default_factory=dict)
@@ -125,6 +127,8 @@ def all_reduce_lines(results: Results) -> list[str]:
             f"  {way:<20}{seconds * 1e3:>10.1f}{algorithm:>12.1f}{algorithm * 1.5:>12.1f}"
             f"{gloo / seconds:>8.2f}{'' if results.right[way] else '  WRONG RESULT'}"
         )
+    check = statistics.median(results.check_s)
+    lines.append(f"  of which the check before each of imece's calls takes {check * 1e3:.1f} ms")
     return lines
 
 
@@ -164,6 +168,7 @@ def _all_reduce(crew: Crew, results: Results) -> None:
         for at in range(len(WAYS)):
             way = WAYS[(turn + at) % len(WAYS)]
             results.seconds[way].append(_slowest(crew.ask("measure", way=way)))
+        results.check_s.append(_slowest(crew.ask("check")))
 
 
 def _broadcast(crew: Crew, results: Results) -> None:

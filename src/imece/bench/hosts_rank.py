@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import imece
 from imece.bench import crew
-from imece.collectives import ops
+from imece.collectives import checks, ops
 
 WAYS = ("gloo", "ring", "hierarchical fp32", "hierarchical bf16")
 _PATTERN = 251
@@ -50,6 +50,13 @@ class Rank:
         answer = self._timed(lambda: ops.broadcast(self._tensor, 0, schedule="pipelined_ring", parts=parts))
         return answer | {"right": bool((self._tensor == 1).all())}
 
+    def check(self) -> dict[str, Any]:
+        """Seconds that the check takes that goes before each call."""
+        checker = checks.checker(self._mesh.world_group)
+        assert checker is not None, "prepare makes calls, and the first one makes the checker"
+        tensor = self._tensor
+        return self._timed(lambda: checker.begin("all_reduce", tensor.dtype, tensor.shape, "sum").wait())
+
     def link(self) -> dict[str, Any]:
         """Seconds that the tensor takes from rank 0 to rank 1, as rank 1 sees it."""
         dist.barrier()
@@ -80,7 +87,7 @@ class Rank:
 def main() -> None:
     """Entry of `python -m imece.bench.hosts_rank`, which only a crew starts."""
     rank = Rank()
-    crew.serve({name: getattr(rank, name) for name in ("prepare", "measure", "broadcast", "link")})
+    crew.serve({name: getattr(rank, name) for name in ("prepare", "measure", "broadcast", "check", "link")})
 
 
 if __name__ == "__main__":

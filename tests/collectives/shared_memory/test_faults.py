@@ -354,7 +354,8 @@ DISAGREEMENTS: dict[str, tuple[Call, Call, str]] = {
     ),
     "one call more": (
         in_turn(reduce_of((4,)), reduce_of((4,))), in_turn(reduce_of((4,)), gather_of(4)),
-        "number 4 differs between ranks: ranks 0, 2 called all_gather_list of float32[4], rank 1 all_reduce(sum)",
+        "number 4 differs between ranks: ranks 0, 2 called all_gather_list of float32[4], "
+        "rank 1 all_reduce(sum)",
     ),
     "async": (waited((7,)), waited((8,)), "ranks 0, 2 sent float32[8], rank 1 float32[7]"),
     "splits": (
