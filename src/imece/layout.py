@@ -1,0 +1,287 @@
+"""Which bytes lie where: tensors -> buckets -> shards. Ints in, ints out, no torch.
+
+    item     one tensor: a parameter, its gradient, a state of its optimizer
+    bucket   a flat buffer of one dtype, device and group; travels as one message
+    place    where one item lies in its bucket
+    shard    one rank's part of a bucket; all shards of a bucket are equally long and start aligned
+    part     a piece of one item: what of it lies in a range of the bucket
+
+    bucket   | item 5  | item 4     | item 3   |pad|
+    shards   |   rank 0   |   rank 1   |   rank 2  |
+
+All positions are in elements, never in bytes. Every rank that builds from the same arguments gets the same
+layout; `Layout.fingerprint` lets ranks compare.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # "float32"
+    itemsize: int  # bytes of an element
+    device: str = "cpu"
+    group: int = 0  # optimizer group: tensors of different groups never share a bucket
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one item lies in its bucket, in elements."""
+
+    item: int  # index into Layout.items
+    start: int
+    stop: int  # equal to start for an item without elements
+
+
+@dataclass(frozen=True)
+class Part:
+    """The elements [item_start, item_stop) of a flat item, which lie in its bucket from bucket_start on."""
+
+    item: int  # index into Layout.items
+    item_start: int
+    item_stop: int
+    bucket_start: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A flat buffer: items one after another without gaps, then padding; empty if all its items are."""
+
+    index: int
+    dtype: str
+    itemsize: int
+    device: str
+    group: int
+    places: tuple[Place, ...]  # in the order in which they lie
+    numel: int  # with the padding: a multiple of shards * (align_bytes // itemsize)
+    shards: int
+
+    @property
+    def used_numel(self) -> int:
+        """Elements before the padding."""
+        return self.places[-1].stop if self.places else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, with the padding."""
+        return self.numel * self.itemsize
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.shards
+
+    def shard(self, rank: int) -> tuple[int, int]:
+        """(start, stop) of one rank's shard. IndexError for a rank that has none."""
+        if not 0 <= rank < self.shards:
+            raise IndexError(
+                f"bucket {self.index} has no shard {rank}: its {self.shards} shards are numbered from 0 to "
+                f"{self.shards - 1}"
+            )
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def parts(self, start: int, stop: int) -> list[Part]:
+        """What lies in [start, stop), in order. Padding and items without elements are in no part.
+
+        ValueError for a range that is not within the bucket.
+        """
+        if not 0 <= start <= stop <= self.numel:
+            raise ValueError(
+                f"[{start}, {stop}) is not within bucket {self.index}, which is [0, {self.numel})"
+            )
+        found = []
+        first = bisect_right(self.places, start, key=lambda place: place.stop)
+        last = bisect_left(self.places, stop, key=lambda place: place.start)
+        for place in self.places[first:last]:
+            low, high = max(place.start, start), min(place.stop, stop)
+            if low < high:
+                found.append(Part(place.item, low - place.start, high - place.start, low))
+        return found
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All items and the buckets in which they lie; each item lies in exactly one."""
+
+    items: tuple[Item, ...]
+    buckets: tuple[Bucket, ...]
+
+    def where(self, item: int) -> tuple[int, Place]:
+        """The index of the bucket of an item, and its place there. IndexError if there is no such item."""
+        if not 0 <= item < len(self.items):
+            raise IndexError(f"there is no item {item}: the layout has {len(self.items)}, counted from 0")
+        return self._where[item]
+
+    def fingerprint(self) -> str:
+        """16 hex digits, the same in every process, for ranks to compare.
+
+        All of the layout counts, but of a device only its type and which items share it.
+        """
+        # With the devices' own names, no two ranks of one host would agree: one is on cuda:0, one on cuda:1.
+        devices: dict[str, str] = {}
+        for item in self.items:
+            devices.setdefault(item.device, f"{item.device.partition(':')[0]} {len(devices)}")
+
+        def plain(value: Item | Bucket | Place) -> list[object]:
+            values = {field.name: getattr(value, field.name) for field in fields(value)}
+            if "device" in values:
+                values["device"] = devices.get(values["device"], values["device"])
+            return list(values.values())
+
+        text = json.dumps([self.items, self.buckets], default=plain, separators=(",", ":"))
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    @cached_property
+    def _where(self) -> list[tuple[int, Place]]:
+        found = {place.item: (bucket.index, place) for bucket in self.buckets for place in bucket.places}
+        return [found[item] for item in range(len(self.items))]
+
+
+def build(
+    items: Sequence[Item],
+    *,
+    cap_bytes: int | Sequence[int],
+    first_bytes: int | None = None,
+    shards: int = 1,
+    align_bytes: int = 64,
+    order: Sequence[int] | None = None,
+) -> Layout:
+    """Put items into buckets in `order`: indices into `items`, by default the last item first.
+
+    Items of equal (dtype, device, group) fill one bucket until its items have cap_bytes or more; then the
+    next is begun. So a bucket may exceed its cap by one item, and an item above the cap gets no bucket of its
+    own if another was begun. cap_bytes as a sequence: of each (dtype, device, group) the k-th bucket has
+    cap_bytes[k], those after the last entry the last one. first_bytes stands in place of cap_bytes[0].
+
+    Buckets are numbered by when their last item comes in `order`: if gradients come in that order, bucket i
+    is complete before bucket i + 1. Padding does not count towards the cap.
+
+    ValueError, with names and numbers, for: a name given twice, a negative dim, an itemsize below 1 or two of
+    them for one dtype, a cap or align_bytes below 1, align_bytes that is no multiple of an itemsize,
+    shards < 1, an order that is no permutation.
+    """
+    items = tuple(items)
+    order = range(len(items))[::-1] if order is None else order
+    caps = _caps(cap_bytes, first_bytes)
+    if shards < 1:
+        raise ValueError(f"shards is {shards}; it must be at least 1")
+    _check_items(items, align_bytes)
+    _check_order(order, items)
+
+    alike: dict[tuple[str, str, int], list[int]] = {}
+    for index in order:
+        alike.setdefault((items[index].dtype, items[index].device, items[index].group), []).append(index)
+    contents = [content for indices in alike.values() for content in _fill(indices, items, caps)]
+    position = {index: i for i, index in enumerate(order)}
+    contents.sort(key=lambda content: position[content[-1]])
+    buckets = (_bucket(i, content, items, shards, align_bytes) for i, content in enumerate(contents))
+    return Layout(items, tuple(buckets))
+
+
+def _fill(indices: Sequence[int], items: Sequence[Item], caps: Sequence[int]) -> Iterator[list[int]]:
+    """The items of each bucket; bucket k is closed as soon as it has caps[k] bytes, the last cap repeats."""
+    closed, content, content_bytes = 0, [], 0
+    for index in indices:
+        content.append(index)
+        content_bytes += items[index].nbytes
+        if content_bytes >= caps[min(closed, len(caps) - 1)]:
+            yield content
+            closed, content, content_bytes = closed + 1, [], 0
+    if content:
+        yield content
+
+
+def _bucket(
+    index: int, content: Sequence[int], items: Sequence[Item], shards: int, align_bytes: int
+) -> Bucket:
+    places, end = [], 0
+    for item in content:
+        places.append(Place(item, end, end + items[item].numel))
+        end = places[-1].stop
+    first = items[content[0]]
+    step = shards * (align_bytes // first.itemsize)
+    return Bucket(
+        index=index,
+        dtype=first.dtype,
+        itemsize=first.itemsize,
+        device=first.device,
+        group=first.group,
+        places=tuple(places),
+        numel=-(-end // step) * step,
+        shards=shards,
+    )
+
+
+def _caps(cap_bytes: int | Sequence[int], first_bytes: int | None) -> list[int]:
+    """The caps of the first, second, ... bucket of each kind, with the last repeated for those after."""
+    if isinstance(cap_bytes, Sequence):
+        named = {f"cap_bytes[{k}]": cap for k, cap in enumerate(cap_bytes)}
+        if not named:
+            raise ValueError("cap_bytes is empty; it must hold at least one cap")
+    else:
+        named = {"cap_bytes": cap_bytes}
+    caps = list(named.values())
+    if first_bytes is not None:
+        named["first_bytes"] = first_bytes
+        caps = [first_bytes, *(caps[1:] or caps)]
+    for name, cap in named.items():
+        if cap < 1:
+            raise ValueError(f"{name} is {cap}; a bucket's cap must be at least 1 byte")
+    return caps
+
+
+def _check_items(items: Sequence[Item], align_bytes: int) -> None:
+    if align_bytes < 1:
+        raise ValueError(f"align_bytes is {align_bytes}; it must be at least 1")
+    index_of: dict[str, int] = {}
+    first_of: dict[str, Item] = {}  # by dtype
+    for index, item in enumerate(items):
+        if index_of.setdefault(item.name, index) != index:
+            raise ValueError(f"items {index_of[item.name]} and {index} have the same name, {item.name!r}")
+        if any(size < 0 for size in item.shape):
+            raise ValueError(f"{item.name!r} has shape {list(item.shape)}; no dim may be negative")
+        if item.itemsize < 1:
+            raise ValueError(f"{item.name!r} has itemsize {item.itemsize}; it must be at least 1 byte")
+        first = first_of.setdefault(item.dtype, item)
+        if item.itemsize != first.itemsize:
+            raise ValueError(
+                f"{item.dtype} has itemsize {first.itemsize} in {first.name!r} and {item.itemsize} in "
+                f"{item.name!r}; a dtype has one"
+            )
+        if align_bytes % item.itemsize:
+            raise ValueError(
+                f"align_bytes is {align_bytes}, no multiple of the {item.itemsize} bytes of an element of "
+                f"{item.name!r} ({item.dtype})"
+            )
+
+
+def _check_order(order: Sequence[int], items: Sequence[Item]) -> None:
+    """ValueError unless `order` names every item once; the message has at most three of each mistake."""
+    count = Counter(order)
+    wrong = [f"{index} is no item" for index in count if index not in range(len(items))][:3]
+    twice = [index for index, times in count.items() if times > 1 and index in range(len(items))]
+    wrong += [f"{index} ({items[index].name!r}) comes {count[index]} times" for index in twice[:3]]
+    missing = [index for index in range(len(items)) if index not in count]
+    wrong += [f"{index} ({items[index].name!r}) is missing" for index in missing[:3]]
+    if wrong:
+        raise ValueError(f"order must hold each index of the {len(items)} items once: {', '.join(wrong)}")

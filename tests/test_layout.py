@@ -1,0 +1,399 @@
+"""Layout: every element of every tensor lies in exactly one place, whatever the tensors, caps and shards."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+from itertools import chain, pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from imece import layout
+from imece.layout import Bucket, Item, Layout, Part, Place, build
+
+ITEMSIZE = {"int8": 1, "bfloat16": 2, "float32": 4}
+EXAMPLES = settings(max_examples=120)
+
+
+def item(name: str, *shape: int, dtype: str = "float32", device: str = "cpu", group: int = 0) -> Item:
+    return Item(name, shape, dtype, ITEMSIZE[dtype], device, group)
+
+
+def contents(built: Layout) -> list[list[int]]:
+    return [[place.item for place in bucket.places] for bucket in built.buckets]
+
+
+def kind(thing: Item | Bucket) -> tuple[str, int, str, int]:
+    return thing.dtype, thing.itemsize, thing.device, thing.group
+
+
+# ---------------------------------------------------------------- any items, any caps
+
+
+@dataclass(frozen=True)
+class Case:
+    """The arguments of one call of build, and what it returned."""
+
+    items: tuple[Item, ...]
+    cap_bytes: int | list[int]
+    first_bytes: int | None
+    shards: int
+    align_bytes: int
+    order: list[int] | None
+    built: Layout
+
+    @property
+    def positions(self) -> dict[int, int]:
+        """item -> when it comes in the order."""
+        order = range(len(self.items))[::-1] if self.order is None else self.order
+        return {index: position for position, index in enumerate(order)}
+
+    def cap(self, k: int) -> int:
+        """The cap of bucket k of its kind."""
+        if k == 0 and self.first_bytes is not None:
+            return self.first_bytes
+        return self.cap_bytes if isinstance(self.cap_bytes, int) else self.cap_bytes[: k + 1][-1]
+
+
+def arguments(case: Case) -> dict[str, Any]:
+    return {field.name: getattr(case, field.name) for field in fields(case) if field.name != "built"}
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    kinds = st.tuples(st.sampled_from(sorted(ITEMSIZE)), st.sampled_from(["cpu", "meta"]), st.integers(0, 1))
+    few = st.sampled_from(draw(st.lists(kinds, min_size=1, max_size=3)))  # so that one fills several buckets
+    shapes = st.lists(st.integers(0, 5), max_size=3)
+    count = draw(st.integers(0, 14))  # st.lists alone would draw mostly very short ones
+    drawn = draw(st.lists(st.tuples(few, shapes), min_size=count, max_size=count))
+    items = tuple(
+        item(f"p{i}", *shape, dtype=dtype, device=device, group=group)
+        for i, ((dtype, device, group), shape) in enumerate(drawn)
+    )
+    caps = st.integers(1, 200)
+    given: dict[str, Any] = {
+        "cap_bytes": draw(caps | st.lists(caps, min_size=1, max_size=3)),
+        "first_bytes": draw(st.none() | caps),
+        "shards": draw(st.integers(1, 5)),
+        "align_bytes": draw(st.sampled_from([8, 16, 24, 64])),
+        "order": draw(st.none() | st.permutations(range(len(items)))),
+    }
+    return Case(items, built=build(items, **given), **given)
+
+
+@given(cases())
+@EXAMPLES
+def test_every_item_has_exactly_one_place(case: Case) -> None:
+    assert case.built.items == case.items
+    assert sorted(chain.from_iterable(contents(case.built))) == list(range(len(case.items)))
+    for bucket in case.built.buckets:
+        assert bucket.places
+        end = 0
+        for place in bucket.places:
+            assert place.start == end  # no overlap, no gap
+            assert place.stop - place.start == case.items[place.item].numel
+            assert kind(case.items[place.item]) == kind(bucket)
+            assert case.built.where(place.item) == (bucket.index, place)
+            end = place.stop
+        assert bucket.used_numel == end
+
+
+@given(cases())
+@EXAMPLES
+def test_shards_are_equal_aligned_and_cover_the_bucket(case: Case) -> None:
+    for bucket in case.built.buckets:
+        assert bucket.shards == case.shards
+        shards = [bucket.shard(rank) for rank in range(case.shards)]
+        edges = [0, *(stop for _, stop in shards)]
+        assert shards == list(pairwise(edges))
+        assert edges[-1] == bucket.numel >= bucket.used_numel
+        assert {stop - start for start, stop in shards} == {bucket.shard_numel}
+        assert all(start * bucket.itemsize % case.align_bytes == 0 for start, _ in shards)
+        padding_bytes = bucket.nbytes - bucket.used_numel * bucket.itemsize
+        assert 0 <= padding_bytes < case.shards * case.align_bytes
+
+
+@given(cases())
+@EXAMPLES
+def test_the_parts_of_all_shards_are_each_item(case: Case) -> None:
+    for bucket in case.built.buckets:
+        seen: list[tuple[int, int]] = []  # (item, its element), as the bucket lies
+        for rank in range(case.shards):
+            start, stop = bucket.shard(rank)
+            for part in bucket.parts(start, stop):
+                assert start <= part.bucket_start == len(seen)
+                assert part.item_start < part.item_stop
+                seen += [(part.item, element) for element in range(part.item_start, part.item_stop)]
+                assert len(seen) <= stop
+        held = [place.item for place in bucket.places]
+        assert seen == [(index, element) for index in held for element in range(case.items[index].numel)]
+
+
+@given(cases(), st.data())
+@EXAMPLES
+def test_parts_of_any_range(case: Case, data: st.DataObject) -> None:
+    for bucket in case.built.buckets:
+        start, stop = sorted(data.draw(st.tuples(*[st.integers(0, bucket.numel)] * 2)))
+        expected = {
+            at: (place.item, at - place.start)
+            for place in bucket.places
+            for at in range(place.start, place.stop)
+            if start <= at < stop
+        }
+        parts = bucket.parts(start, stop)
+        assert expected == {
+            part.bucket_start + i: (part.item, part.item_start + i)
+            for part in parts
+            for i in range(part.item_stop - part.item_start)
+        }
+        assert len({part.item for part in parts}) == len(parts)
+
+
+@given(cases())
+@EXAMPLES
+def test_a_bucket_is_closed_as_soon_as_it_reaches_its_cap(case: Case) -> None:
+    positions = case.positions
+    for this in {kind(i) for i in case.items}:
+        alike = [bucket for bucket in case.built.buckets if kind(bucket) == this]
+        in_order = sorted((i for i in positions if kind(case.items[i]) == this), key=positions.__getitem__)
+        assert [place.item for bucket in alike for place in bucket.places] == in_order
+        for k, bucket in enumerate(alike):
+            used_bytes = bucket.used_numel * bucket.itemsize
+            assert used_bytes - case.items[bucket.places[-1].item].nbytes < case.cap(k)
+            assert used_bytes >= case.cap(k) or bucket is alike[-1]
+
+
+@given(cases())
+@EXAMPLES
+def test_buckets_are_numbered_by_when_they_are_complete(case: Case) -> None:
+    assert [bucket.index for bucket in case.built.buckets] == list(range(len(case.built.buckets)))
+    complete = [max(case.positions[i] for i in held) for held in contents(case.built)]
+    assert complete == sorted(complete)
+
+
+@given(cases(), st.randoms(use_true_random=False))
+@EXAMPLES
+def test_the_same_arguments_give_the_same_layout_and_another_order_the_same_items(
+    case: Case, random: Any
+) -> None:
+    again = build(list(case.items), **{k: v for k, v in arguments(case).items() if k != "items"})
+    assert again == case.built
+    assert again.fingerprint() == case.built.fingerprint()
+
+    order = random.sample(range(len(case.items)), len(case.items))
+    rebuilt = build(**(arguments(case) | {"order": order}))
+    assert rebuilt.items == case.items
+    assert sorted(chain.from_iterable(contents(rebuilt))) == list(range(len(case.items)))
+    assert (rebuilt.fingerprint() == case.built.fingerprint()) == (rebuilt == case.built)
+
+
+@given(cases())
+@EXAMPLES
+def test_buckets_hold_what_torch_would_put_there(case: Case) -> None:
+    items = [replace(i, group=0) for i in case.items if i.numel]
+    caps = [case.cap(k) for k in range(4)]
+    tensors = [torch.empty(i.shape, dtype=getattr(torch, i.dtype), device=i.device) for i in items]
+    theirs, _ = dist._compute_bucket_assignment_by_size(tensors, caps) if tensors else ([], [])
+    ours = contents(build(items, cap_bytes=caps, order=range(len(items))))
+    assert sorted(ours) == sorted(theirs)
+
+
+# ---------------------------------------------------------------- figures worked out by hand
+
+GPT = [
+    item("wte.weight", 1000, 64),  # 256000 bytes
+    item("wpe.weight", 128, 64),  # 32768
+    item("h.0.ln.weight", 64),  # 256
+    item("h.0.qkv.weight", 192, 64),  # 49152
+    item("h.0.proj.weight", 64, 64),  # 16384
+    item("h.0.up.weight", 256, 64),  # 65536
+    item("h.0.down.weight", 64, 256),  # 65536
+    item("ln.weight", 64),  # 256
+    item("scale"),  # 4
+]
+
+
+def test_a_small_gpt_on_four_ranks() -> None:
+    built = build(GPT, cap_bytes=100_000, first_bytes=20_000, shards=4)
+    assert contents(built) == [[8, 7, 6], [5, 4, 3], [2, 1, 0]]
+    first, second, third = built.buckets
+    assert first.places == (Place(8, 0, 1), Place(7, 1, 65), Place(6, 65, 16449))
+    assert (first.used_numel, first.numel, first.nbytes) == (16449, 16512, 66048)  # 258 times 4 x 16 elements
+    assert [first.shard(rank) for rank in range(4)] == [
+        (0, 4128),
+        (4128, 8256),
+        (8256, 12384),
+        (12384, 16512),
+    ]
+    assert first.parts(*first.shard(0)) == [Part(8, 0, 1, 0), Part(7, 0, 64, 1), Part(6, 0, 4063, 65)]
+    assert first.parts(*first.shard(3)) == [Part(6, 12319, 16384, 12384)]
+    assert first.parts(16449, 16512) == []
+    assert (second.used_numel, second.numel, second.shard_numel) == (32768, 32768, 8192)
+    assert (third.used_numel, third.numel, third.shard_numel) == (72256, 72256, 18064)
+    assert built.where(0) == (2, Place(0, 8256, 72256))
+    assert built.where(6) == (0, Place(6, 65, 16449))
+
+
+def test_each_cap_of_a_list_and_the_last_again() -> None:
+    halves = [item(f"p{i}", 8) for i in range(8)]  # 32 bytes each
+    assert contents(build(halves, cap_bytes=[1, 64], order=range(8))) == [[0], [1, 2], [3, 4], [5, 6], [7]]
+    assert contents(build(halves, cap_bytes=[1, 64], first_bytes=96, order=range(8))) == [
+        [0, 1, 2],
+        [3, 4],
+        [5, 6],
+        [7],
+    ]
+    assert contents(build(halves, cap_bytes=[96], first_bytes=1, order=range(8))) == [
+        [0],
+        [1, 2, 3],
+        [4, 5, 6],
+        [7],
+    ]
+
+
+def test_each_kind_has_its_own_first_bucket() -> None:
+    mixed = [item(f"p{i}", 8, group=i % 2) for i in range(8)]
+    built = build(mixed, cap_bytes=64, first_bytes=1, order=range(8))
+    assert contents(built) == [[0], [1], [2, 4], [3, 5], [6], [7]]
+    assert [bucket.group for bucket in built.buckets] == [0, 1, 0, 1, 0, 1]
+
+
+def test_a_bucket_that_is_complete_late_is_numbered_late() -> None:
+    mixed = [item("a", 8), item("b", 8, dtype="bfloat16"), item("c", 8, dtype="bfloat16"), item("d", 8)]
+    assert contents(build(mixed, cap_bytes=1 << 20, order=range(4))) == [[1, 2], [0, 3]]
+
+
+def test_an_item_above_the_cap_is_alone_only_if_it_comes_first() -> None:
+    items = [item("small", 1), item("large", 100), item("last", 1)]
+    assert contents(build(items, cap_bytes=8, order=[1, 0, 2])) == [[1], [0, 2]]
+    assert contents(build(items, cap_bytes=8, order=[0, 1, 2])) == [[0, 1], [2]]
+
+
+def test_items_without_elements() -> None:
+    items = [item("a", 0, 3), item("b", 2), item("c", 0)]
+    built = build(items, cap_bytes=8, order=range(3))
+    assert contents(built) == [[0, 1], [2]]
+    assert built.where(0) == (0, Place(0, 0, 0))
+    assert built.buckets[0].parts(0, 16) == [Part(1, 0, 2, 0)]
+    empty = built.buckets[1]
+    assert (empty.numel, empty.nbytes, empty.shard(0), empty.parts(0, 0)) == (0, 0, (0, 0), [])
+
+
+def test_no_items_no_buckets() -> None:
+    assert build([], cap_bytes=1) == Layout((), ())
+
+
+# ---------------------------------------------------------------- fingerprints
+
+
+def test_the_fingerprint_is_the_same_in_every_process_and_version() -> None:
+    assert build(GPT, cap_bytes=100_000, shards=4).fingerprint() == "b61ff7a8324579cd"
+
+
+def test_any_change_changes_the_fingerprint() -> None:
+    built = build(GPT, cap_bytes=100_000)
+
+    def changed(thing: Any, name: str) -> Any:
+        other = {"shape": (7,), "places": (), "device": "meta"}
+        value = getattr(thing, name)
+        return replace(thing, **{name: other.get(name, value + 1 if isinstance(value, int) else f"{value}x")})
+
+    bucket = built.buckets[0]
+    layouts = [built, build(GPT, cap_bytes=100_000, shards=2), build(GPT[:-1], cap_bytes=100_000)]
+    layouts += [replace(built, items=(changed(GPT[0], f.name), *GPT[1:])) for f in fields(Item)]
+    buckets = [changed(bucket, f.name) for f in fields(Bucket)]
+    buckets += [
+        replace(bucket, places=(changed(bucket.places[0], f.name), *bucket.places[1:])) for f in fields(Place)
+    ]
+    layouts += [replace(built, buckets=(b, *built.buckets[1:])) for b in buckets]
+    assert len(layouts) == 3 + 6 + 8 + 3
+    assert [n for n in Counter(one.fingerprint() for one in layouts).values() if n > 1] == []
+
+
+def test_ranks_on_different_devices_of_one_type_agree() -> None:
+    def of(*devices: str) -> str:
+        return build([item(f"p{i}", 8, device=d) for i, d in enumerate(devices)], cap_bytes=64).fingerprint()
+
+    assert of("cuda:0", "cuda:0", "cpu") == of("cuda:1", "cuda:1", "cpu")
+    assert of("cuda:0", "cuda:1", "cpu") == of("cuda:2", "cuda:3", "cpu")
+    assert of("cuda:0", "cuda:0", "cpu") != of("cuda:0", "cuda:1", "cpu")
+    assert of("cuda:0") != of("cpu")
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("items", "changes", "message"),
+    [
+        ([item("a", 1), item("b"), item("a", 2)], {}, "items 0 and 2 have the same name, 'a'"),
+        ([item("a", 3, -1)], {}, "'a' has shape [3, -1]; no dim may be negative"),
+        ([Item("a", (1,), "x", 0)], {}, "'a' has itemsize 0; it must be at least 1 byte"),
+        (
+            [Item("a", (1,), "x", 2), Item("b", (1,), "x", 4)],
+            {},
+            "x has itemsize 2 in 'a' and 4 in 'b'; a dtype has one",
+        ),
+        ([item("a")], {"cap_bytes": 0}, "cap_bytes is 0; a bucket's cap must be at least 1 byte"),
+        ([item("a")], {"cap_bytes": [5, -2]}, "cap_bytes[1] is -2; a bucket's cap must be at least 1 byte"),
+        ([item("a")], {"cap_bytes": []}, "cap_bytes is empty; it must hold at least one cap"),
+        ([item("a")], {"first_bytes": 0}, "first_bytes is 0; a bucket's cap must be at least 1 byte"),
+        ([item("a")], {"shards": 0}, "shards is 0; it must be at least 1"),
+        ([item("a")], {"align_bytes": 0}, "align_bytes is 0; it must be at least 1"),
+        (
+            [item("a", dtype="bfloat16"), item("b", 9)],
+            {"align_bytes": 6},
+            "align_bytes is 6, no multiple of the 4 bytes of an element of 'b' (float32)",
+        ),
+        (
+            [item("a"), item("b"), item("c")],
+            {"order": [2, 2, 5, -1]},
+            "order must hold each index of the 3 items once: 5 is no item, -1 is no item, 2 ('c') comes 2 "
+            "times, 0 ('a') is missing, 1 ('b') is missing",
+        ),
+        (
+            [item(f"p{i}") for i in range(9)],
+            {"order": range(4)},
+            "order must hold each index of the 9 items once: 4 ('p4') is missing, 5 ('p5') is missing, "
+            "6 ('p6') is missing",
+        ),
+    ],
+)
+def test_what_build_refuses(items: list[Item], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        build(items, **({"cap_bytes": 64} | changes))
+    assert str(caught.value) == message
+
+
+def test_a_rank_item_or_range_that_does_not_exist() -> None:
+    built = build(GPT, cap_bytes=100_000, first_bytes=20_000, shards=4)
+    bucket = built.buckets[0]
+    for rank in (-1, 4):
+        with pytest.raises(IndexError, match=f"bucket 0 has no shard {rank}: its 4 shards .* from 0 to 3"):
+            bucket.shard(rank)
+    for index in (-1, 9):
+        with pytest.raises(IndexError, match=f"no item {index}: the layout has 9, counted from 0"):
+            built.where(index)
+    for start, stop in [(-1, 5), (5, 4), (0, 16513)]:
+        with pytest.raises(ValueError) as caught:
+            bucket.parts(start, stop)
+        assert str(caught.value) == f"[{start}, {stop}) is not within bucket 0, which is [0, 16512)"
+
+
+def test_layout_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("layout_alone", layout.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    alone = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "torch", None)  # an import of it raises
+    monkeypatch.setitem(sys.modules, "layout_alone", alone)
+    spec.loader.exec_module(alone)
+    made = alone.build([alone.Item("a", (3,), "float32", 4)], cap_bytes=1)
+    assert made.buckets[0].numel == 16
