@@ -20,6 +20,7 @@ from imece.collectives.ops import (
     send,
 )
 from imece.collectives.shared_memory import shared_empty
+from imece.data_parallel.replicate import DistributedDataParallel
 from imece.launch.spawn import spawn
 from imece.mesh import Mesh, at_opening, init
 from imece.world import World
@@ -30,6 +31,7 @@ shared_memory.register()
 at_opening(on_signal.listen)
 
 __all__ = [
+    "DistributedDataParallel",
     "Mesh",
     "Pending",
     "Recv",

@@ -32,10 +32,15 @@ def choice(op: str, nbytes: int, group: dist.ProcessGroup, device: torch.device 
     The first call on a group measures its links (0.3 s for two ranks), so all ranks of it make that call.
     UserError if IMECE_SCHEDULE names no schedule.
     """
+    return choose(op, nbytes, links_of(group, device))
+
+
+def links_of(group: dist.ProcessGroup, device: torch.device | str = "cpu") -> Links:
+    """The measured links of a group. The first call measures them: all ranks of the group make it."""
     links = _links.get(group)
     if links is None:
         links = _links[group] = measure(group, _hosts_of(group), device)
-    return choose(op, nbytes, links)
+    return links
 
 
 def _hosts_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...] | None:

@@ -1,0 +1,1 @@
+"""What wraps a model so that many ranks train it as one."""

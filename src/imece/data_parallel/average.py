@@ -1,0 +1,82 @@
+"""What the mean of gradients is over: ranks, samples or tokens; ranks that have run out count nothing.
+
+With weights w (1 for ranks; the number of samples or tokens that a loss is the mean of) the gradient is
+
+    sum over ranks and micro-batches of w * grad  /  sum of w
+
+`Average.weigh` multiplies the loss, and so the gradients, by w; the sum of w over all ranks is agreed while
+backward runs, and each gradient is divided by it on its way into the bucket. So ranks with different counts,
+gradient accumulation and ranks that have ended early are one case.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, cast
+
+import torch
+import torch.distributed as dist
+
+from imece.collectives import ops
+from imece.collectives.pending import Pending
+
+Over = Literal["ranks", "samples", "tokens"]
+OVER: tuple[Over, ...] = ("ranks", "samples", "tokens")
+
+
+class Average:
+    """The divisor of one reducer's gradients."""
+
+    def __init__(self, over: Over, group: dist.ProcessGroup, device: torch.device) -> None:
+        """ValueError for an `over` that is none of OVER."""
+        if over not in OVER:
+            raise ValueError(f"average={over!r}: one of {', '.join(OVER)}")
+        self.over = over
+        self.present_only = False  # under join: ranks that have ended do not count
+        self._group, self._device = group, device
+        self._world_size = group.size()
+        self._weight = 0.0  # of this rank's micro-batches since the last synchronisation
+        self._agreeing: Pending | None = None
+        self._factor: float | None = None
+
+    def weigh(self, loss: torch.Tensor, count: float) -> torch.Tensor:
+        """`loss`, the mean over `count` samples or tokens, as backward is to be called on it."""
+        if self.over == "ranks":
+            raise ValueError("weigh() is for average='samples' or 'tokens'; this model averages over ranks")
+        if not count >= 0 or count == float("inf"):
+            raise ValueError(f"a loss is the mean over a number of {self.over}, not over {count}")
+        self._weight += count
+        return loss * count if count else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the divisor depends on what the ranks bring, so that they must exchange it."""
+        return self.over != "ranks" or self.present_only
+
+    def begin(self, *, present: bool = True) -> None:
+        """At the start of a synchronised backward. present: False for a rank that has run out."""
+        self._factor = None
+        if not self.agrees:
+            self._factor = 1.0 / self._world_size
+            return
+        weight = float(present) if self.over == "ranks" else self._weight
+        total = torch.tensor([weight], dtype=torch.float64, device=self._device)
+        self._agreeing = cast(
+            Pending, ops.all_reduce(total, group=self._group, async_op=True, label=f"number of {self.over}")
+        )
+        self._weight = 0.0
+
+    def factor(self) -> float:
+        """What each gradient is multiplied by; waits for the ranks to agree."""
+        if self._factor is None:
+            assert self._agreeing is not None, "factor() comes after begin()"
+            total = self._agreeing.wait()
+            self._agreeing = None
+            assert total is not None
+            amount = float(total.item())
+            if amount == 0 and self.over != "ranks":
+                raise ValueError(
+                    f"average={self.over!r}: no rank said how many {self.over} its loss is the mean over; "
+                    f"call model.weigh(loss, count).backward()"
+                )
+            self._factor = 1.0 / amount if amount else 0.0
+        return self._factor

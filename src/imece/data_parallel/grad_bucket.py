@@ -1,0 +1,70 @@
+"""What a communication hook gets: the interface of torch.distributed.GradBucket, which Python cannot make."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Hook = Callable[[Any, Any], torch.futures.Future[Any]]
+
+
+class GradBucket:
+    """One bucket of gradients, at the moment in which it would be reduced."""
+
+    def __init__(
+        self, index: int, buffer: torch.Tensor, gradients: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor], last: bool,
+    ) -> None:  # fmt: skip
+        self._index, self._buffer, self._last = index, buffer, last
+        self._gradients, self._parameters = list(gradients), list(parameters)
+
+    def index(self) -> int:
+        """Its number, in the order in which buckets leave."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """All its gradients, flat, not yet divided by the number of ranks."""
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Views into the buffer, shaped as the parameters."""
+        return self._gradients
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in the order of `gradients`."""
+        return self._parameters
+
+    def is_last(self) -> bool:
+        """Whether it is the last one of this backward."""
+        return self._last
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        """Use another buffer from here on."""
+        self._buffer = tensor
+
+
+def check_hook(hook: object) -> None:
+    """TypeError unless `hook` can be called, ValueError if its annotations are another interface's."""
+    if not callable(hook):
+        raise TypeError(f"a communication hook is a function (state, bucket) -> Future, not {hook!r}")
+    signature = inspect.signature(hook)
+    bucket = signature.parameters.get("bucket")
+    if bucket is not None and bucket.annotation not in (
+        inspect.Parameter.empty, dist.GradBucket, GradBucket, "dist.GradBucket", "GradBucket",
+    ):  # fmt: skip
+        raise ValueError(
+            f"a communication hook's bucket is a dist.GradBucket; {_name(hook)} wants {bucket.annotation}"
+        )
+    given = signature.return_annotation
+    if given is not inspect.Signature.empty and "Future" not in str(given):
+        raise ValueError(
+            f"a communication hook returns a torch.futures.Future; {_name(hook)} returns {given}"
+        )
+
+
+def _name(hook: object) -> str:
+    return str(getattr(hook, "__qualname__", hook))

@@ -1,0 +1,59 @@
+"""Ranks that have run out of inputs: they take part in the others' collectives until all have ended.
+
+torch's Join runs the loop; this is what a rank that has ended does in each of its turns, in the order in
+which DistributedDataParallel.forward and backward do it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.algorithms.join import JoinHook
+
+from imece.collectives import ops
+from imece.data_parallel.same import sync_from
+
+if TYPE_CHECKING:
+    from imece.data_parallel.replicate import DistributedDataParallel
+
+
+class DDPJoinHook(JoinHook):
+    """One model's part in torch's Join."""
+
+    def __init__(self, model: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
+        self._model = model
+        model.reducer.average.present_only = not divide_by_initial_world_size
+
+    def main_hook(self) -> None:
+        """One step of the others."""
+        model = self._model
+        if model.will_sync_module_buffers():
+            model._sync_buffers(joining=True, present=False)
+        synchronises = agree(model, False)
+        model.require_forward_param_sync = synchronises
+        if synchronises:
+            model.reducer.shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All have ended: the model of those who trained longest is everybody's."""
+        model = self._model
+        root = common_rank(model, is_last_joiner)
+        states = model.states(buffers=model.forward_sync_buffers)
+        sync_from(root, states, model.process_group, "the model after uneven inputs")
+
+
+def agree(model: DistributedDataParallel, synchronise: bool) -> bool:
+    """Whether any rank synchronises the backward of this turn."""
+    flag = torch.tensor([int(synchronise)], dtype=torch.int32, device=model.device)
+    ops.all_reduce(flag, "max", group=model.process_group, label="ranks that synchronise")
+    return bool(flag.item())
+
+
+def common_rank(model: DistributedDataParallel, candidate: bool) -> int:
+    """The highest rank of the group that is a candidate."""
+    group: Any = model.process_group
+    highest = torch.tensor([group.rank() if candidate else -1], dtype=torch.int32, device=model.device)
+    ops.all_reduce(highest, "max", group=group, label="rank whose model counts")
+    assert highest.item() >= 0, "no rank is there any more"
+    return int(highest.item())

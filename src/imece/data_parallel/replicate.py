@@ -1,0 +1,456 @@
+"""DistributedDataParallel: torch's interface over imece's reducer."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.utils import _to_kwargs
+
+from imece import mesh
+from imece.collectives.calls import group_or_default
+from imece.data_parallel.average import Average, Over
+from imece.data_parallel.finite import Finite
+from imece.data_parallel.grad_bucket import Hook, check_hook
+from imece.data_parallel.joining import DDPJoinHook, agree, common_rank
+from imece.data_parallel.reducer import Reducer, Way
+from imece.data_parallel.same import check_drift, check_same_shapes, sync_from
+from imece.data_parallel.trace import StepTrace
+from imece.data_parallel.watch import Watch
+from imece.errors import UserError
+
+_MIB = 2**20
+DEFAULT_CAP_MB = 25.0
+FIRST_BUCKET_BYTES = _MIB
+_BUILTIN_HOOKS = {
+    dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+    dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+}
+
+
+class DistributedDataParallel(nn.Module, Joinable):
+    """One model on every rank, trained as one: after backward each .grad is the mean over all ranks.
+
+    Takes torch.nn.parallel.DistributedDataParallel's arguments, in its order, and has its methods. What is
+    different: .grad is always a view into a bucket; parameters that stay unused need no flag; a rank whose
+    model differs is an error that names the parameter. torch's flags for the rest are accepted.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | Sequence[float] | Literal["auto"] | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        average: Over = "ranks",
+        wire: Literal["bf16"] | None = None,
+        schedule: str | None = None,
+        drift_check_every: int = 0,
+        check_finite: bool = False,
+    ) -> None:
+        """module: has at least one parameter that wants a gradient; all ranks construct at the same time.
+
+        bucket_cap_mb: MiB of gradients that travel together (25, the first bucket 1), one for each bucket, or
+        "auto": chosen after the first backward from its times and the measured links (cap.py).
+        average: "ranks" as torch does; "samples" or "tokens": say how many each loss is the mean of with
+        `weigh`, and the gradient is that of one process on all of them.
+        wire, schedule: as for imece.all_reduce; by default "hierarchical" between the CPUs of several hosts.
+        drift_check_every: compare all ranks' parameters, bit for bit, every so many synchronised forwards.
+        check_finite: after each backward `nonfinite` says which ranks brought NaN or Inf in which parameters.
+
+        ValueError, RuntimeError: arguments or a model that this class cannot train, with the reason.
+        MismatchError: the ranks' models differ.
+        """
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        _refuse(delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision, check_reduction)
+        self.process_group = _group(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self.module = module
+        self.dim = dim
+        self.parameters_to_ignore: set[str] = set(
+            getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ()
+        )
+        named = self._named_parameters()
+        self.device = named[0][1].device
+        self.device_type = self.device.type
+        self.is_multi_device_module = len({each.device for _, each in named}) > 1
+        self.device_ids, self.output_device = self._check_devices(device_ids, output_device, named)
+        self.forward_sync_buffers, sync_buffers_now = _buffer_flags(broadcast_buffers, forward_sync_buffers)
+        self.find_unused_parameters = find_unused_parameters
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.static_graph = static_graph
+        self.mixed_precision = None
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.drift_check_every = drift_check_every
+        self._set_caps(bucket_cap_mb, bucket_cap_mb_list)
+        self._way = Way(schedule or _best_schedule(self.process_group, self.device), wire)
+        self._over: Over = average
+        self._check_finite = check_finite
+        self._synchronised = 0  # forwards whose backward is synchronised
+        if init_sync:
+            check_same_shapes(named, self.process_group, self.device)
+            states = [
+                each for name, each in module.named_parameters() if name not in self.parameters_to_ignore
+            ]
+            sync_from(0, states + (self._buffers_of_module() if sync_buffers_now else []),
+                      self.process_group, "the model at construction")  # fmt: skip
+        self._make_reducer(named)
+
+    # Training.
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward. With gradients enabled its backward will be synchronised, but in no_sync."""
+        inputs, kwargs = self._before_forward(inputs, kwargs)
+        output = self.module(*inputs, **kwargs)
+        return self._after_forward(output)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of forwards inside stay on their rank, to be added to by the first one outside."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def weigh(self, loss: torch.Tensor, count: float) -> torch.Tensor:
+        """With average="samples" or "tokens": `model.weigh(loss, count).backward()`.
+
+        loss: the mean over `count` samples or tokens of this rank, which may be 0. The result is a sum, to
+        call backward on; gradients become those of the mean over all ranks and micro-batches.
+        """
+        return self.reducer.average.weigh(loss, count)
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context for loops in which ranks run out of inputs at different times.
+
+        Ranks that have left the loop take part in the others' collectives with nothing to give.
+        divide_by_initial_world_size: gradients are divided by all ranks; otherwise by those still there. With
+        average="samples" or "tokens" neither matters. throw_on_early_termination: all ranks raise
+        RuntimeError as soon as the first one has ended.
+        """
+        return Join(
+            [self], enable, throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )  # fmt: skip
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """`hook(state, bucket)` reduces each bucket instead of imece, and returns a future of the result.
+
+        bucket: has the methods of torch's GradBucket, so torch's own hooks run. TypeError or ValueError for
+        what is no hook; RuntimeError if there is one already.
+        """
+        check_hook(hook)
+        if self.reducer.hook is not None:
+            raise RuntimeError("register_comm_hook: this model has a communication hook already")
+        self.reducer.hook, self.reducer.hook_state = hook, state
+
+    def record_trace(self, record: bool = True) -> None:
+        """From now on `last_trace` holds the times of the latest synchronised step."""
+        self.reducer.watch = Watch() if record else None
+
+    @property
+    def last_trace(self) -> StepTrace | None:
+        """When things happened in the latest step since record_trace()."""
+        return self.reducer.watch.last if self.reducer.watch is not None else None
+
+    @property
+    def nonfinite(self) -> dict[int, list[str]]:
+        """With check_finite: {rank: parameters in which it brought NaN or Inf} of the last backward."""
+        return self.reducer.finite.brought if self.reducer.finite is not None else {}
+
+    def check_parameters(self) -> None:
+        """All ranks call it: MismatchError that names ranks and parameters unless all hold the same bits."""
+        check_drift(self._named_parameters(), self.process_group, self._synchronised)
+
+    # Around forward. torch.compile leaves both alone and compiles the module between them.
+
+    @torch._disable_dynamo(recursive=True)
+    def _before_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        synchronise = torch.is_grad_enabled() and self.require_backward_grad_sync
+        joining = self._join_config.enable
+        self.reducer.may_rebuild = not joining  # who has run out knows no order
+        Join.notify_join_context(self)
+        if synchronise:
+            self._synchronised += 1
+            if self.drift_check_every and self._synchronised % self.drift_check_every == 0 and not joining:
+                self.check_parameters()
+            self.reducer.prepare()
+        if self.will_sync_module_buffers():
+            self._sync_buffers(joining)
+        if joining:
+            agree(self, synchronise)
+        if not self.device_ids:
+            return inputs, kwargs
+        device = torch.device(self.device_type, self.device_ids[0])
+        moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, False)
+        return moved[0], moved_kwargs[0]
+
+    @torch._disable_dynamo(recursive=True)
+    def _after_forward(self, output: Any) -> Any:
+        synchronise = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self.require_forward_param_sync = synchronise
+        if synchronise:
+            found = False
+            for tensor in _tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._on_output_gradient)
+                    found = True
+            self.reducer.armed = not found
+        return output
+
+    def _on_output_gradient(self, _gradient: torch.Tensor) -> None:
+        self.reducer.begin()
+
+    # Buffers and the end of uneven inputs.
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The older name of forward_sync_buffers."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward broadcasts buffers."""
+        return (
+            self.require_forward_param_sync and self.forward_sync_buffers and bool(self._buffers_of_module())
+        )
+
+    def _sync_buffers(self, joining: bool, *, present: bool = True) -> None:
+        root = common_rank(self, present) if joining else 0
+        buffers = self._buffers_of_module()
+        with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+            sync_from(root, buffers, self.process_group, "buffers")
+
+    def states(self, *, buffers: bool) -> list[torch.Tensor]:
+        """All parameters, and all buffers if wanted, but for those to ignore."""
+        found: list[torch.Tensor] = [
+            each for name, each in self.module.named_parameters() if name not in self.parameters_to_ignore
+        ]
+        return found + self._buffers_of_module() if buffers else found
+
+    def _buffers_of_module(self) -> list[torch.Tensor]:
+        return [each for name, each in self.module.named_buffers() if name not in self.parameters_to_ignore]
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's Join."""
+        return DDPJoinHook(self, bool(kwargs.get("divide_by_initial_world_size", True)))
+
+    @property
+    def join_device(self) -> torch.device:
+        """For torch's Join."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """For torch's Join."""
+        return self.process_group
+
+    # Construction.
+
+    def _named_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """Those that want a gradient, each once."""
+        named: list[tuple[str, torch.Tensor]] = [
+            (name, parameter)
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad and name not in self.parameters_to_ignore
+        ]
+        if not named:
+            raise RuntimeError(
+                "DistributedDataParallel is not needed when a module doesn't have any parameter that "
+                "requires a gradient"
+            )
+        for name, parameter in named:
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise RuntimeError(
+                    f"parameter {name} has no shape yet: run one forward before wrapping the module"
+                )
+        for prefix, module in self.module.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise ValueError(
+                    f"{prefix or 'the module'} has sparse gradients, which do not fit into a flat bucket: "
+                    f"construct it with sparse=False"
+                )
+        return named
+
+    def _check_devices(
+        self,
+        device_ids: Sequence[int | torch.device] | None,
+        output_device: int | torch.device | None,
+        named: list[tuple[str, torch.Tensor]],
+    ) -> tuple[list[int] | None, int | None]:
+        types = {each.device.type for _, each in named}
+        if len(types) > 1:
+            raise ValueError(f"all parameters must be on one type of device; these are on {sorted(types)}")
+        if device_ids is not None and len(device_ids) > 1:
+            raise ValueError(f"device_ids can name one device of this rank, not {list(device_ids)}")
+        if not device_ids or self.device_type == "cpu" or self.is_multi_device_module:
+            if device_ids or output_device is not None:
+                devices = sorted({str(each.device) for _, each in named})
+                raise ValueError(
+                    f"device_ids={device_ids} and output_device={output_device} are for a module on one GPU; "
+                    f"this one is on {', '.join(devices)}"
+                )
+            return None, None
+        indices = [torch.cuda._utils._get_device_index(each, True) for each in (device_ids[0], output_device)
+                   if each is not None]  # fmt: skip
+        return indices[:1], indices[-1]
+
+    def _set_caps(self, cap_mb: object, cap_list: Sequence[float] | None) -> None:
+        self._choose_cap = cap_mb == "auto" and not cap_list
+        if self._choose_cap:
+            cap_mb = None
+        given = list(cap_list or (cap_mb if isinstance(cap_mb, list | tuple) else ()))
+        single = given == [] and isinstance(cap_mb, int | float)
+        caps = [float(cap_mb)] if single else given  # type: ignore[arg-type]
+        if any(not each > 0 for each in caps) or (cap_mb is not None and not caps):
+            raise ValueError(f"bucket_cap_mb={cap_mb!r}: MiB, more than 0; a list of them; or 'auto'")
+        self.bucket_bytes_cap = int(max(caps, default=DEFAULT_CAP_MB) * _MIB)
+        self.bucket_bytes_cap_list = [int(each * _MIB) for each in given]
+        self.bucket_bytes_cap_default = not caps
+
+    def _make_reducer(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        self.reducer = Reducer(
+            named,
+            self.process_group,
+            Average(self._over, self.process_group, self.device),
+            cap_bytes=self.bucket_bytes_cap_list or self.bucket_bytes_cap,
+            first_bytes=FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else None,
+            choose_cap=self._choose_cap,
+            way=self._way,
+            static_graph=self.static_graph,
+            finite=Finite(self.process_group) if self._check_finite else None,
+        )
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Sequence[str]) -> None:
+        """torch's private way, which other libraries use, to leave parameters and buffers to their rank."""
+        module._ddp_params_and_buffers_to_ignore = list(names)  # type: ignore[assignment]
+        for name, parameter in module.named_parameters():
+            if name in names:
+                parameter._ddp_ignored = True  # type: ignore[attr-defined]
+        for name, buffer in module.named_buffers():
+            if name in names:
+                buffer._ddp_ignored = True  # type: ignore[attr-defined]
+
+    def _set_static_graph(self) -> None:
+        self.static_graph = self.reducer.static_graph = True
+        self.reducer._learning = True
+
+    def _register_builtin_comm_hook(self, kind: dist.BuiltinCommHookType) -> None:
+        self.register_comm_hook(self.process_group, _BUILTIN_HOOKS[kind])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy and pickle: not the group, which must be the default one, nor what belongs to it."""
+        if self.process_group is not dist.group.WORLD:
+            raise RuntimeError("only a model on the default process group can be pickled")
+        state = copy.copy(self.__dict__)
+        del state["process_group"], state["reducer"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.process_group = group_or_default(None)
+        self._make_reducer(self._named_parameters())
+
+
+def _refuse(delayed: object, delayed_by: object, mixed_precision: object, check_reduction: bool) -> None:
+    if delayed is not None or delayed_by is not None:
+        raise ValueError(
+            "delay_all_reduce_named_params is not supported: a parameter is reduced as soon as it is ready"
+        )
+    if mixed_precision is not None:
+        raise ValueError("mixed_precision is not supported: use torch.autocast around the forward")
+    if check_reduction:
+        warnings.warn("check_reduction does nothing, as in torch", FutureWarning, stacklevel=3)
+
+
+def _group(group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    if device_mesh is None:
+        return group_or_default(group)
+    if group is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh.ndim != 1:
+        raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+    return device_mesh.get_group(0)
+
+
+def _best_schedule(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """ "hierarchical" for all CPU ranks of several hosts; NCCL finds such ways by itself."""
+    with contextlib.suppress(UserError):
+        arranged = mesh.current()
+        if device.type == "cpu" and len(arranged.hosts) > 1 and group is arranged.world_group:
+            return "hierarchical" if arranged.cross_group is not None else None
+    return None
+
+
+def _buffer_flags(broadcast: bool | None, forward: bool | None) -> tuple[bool, bool]:
+    """(broadcast buffers before each forward, broadcast them at construction)."""
+    if broadcast is not None:
+        warnings.warn(
+            "Both `broadcast_buffers` and `forward_sync_buffers` were specified; the former, which is "
+            "deprecated, is ignored." if forward is not None else
+            "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead; with False it still "
+            "broadcasts buffers once, at construction.",
+            FutureWarning,
+            stacklevel=3,
+        )  # fmt: skip
+    if forward is not None:
+        return forward, True
+    each = broadcast is not False
+    return each, each
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in an output: of lists, tuples, mappings and dataclasses, however nested."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, list | tuple | set):
+        for each in value:
+            yield from _tensors(each)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for member in dataclasses.fields(value):
+            yield from _tensors(getattr(value, member.name, None))

@@ -1,0 +1,132 @@
+"""All ranks hold the same model: checked at construction, brought about from rank 0, watched for drift."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from imece.collectives import ops
+from imece.errors import MismatchError
+
+_FLAT_BYTES = 64 * 2**20
+_TEXT_BYTES = 2**20
+
+
+def check_same_shapes(
+    named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """MismatchError on every rank that names the first parameter that differs, unless all ranks agree.
+
+    Compared are names, shapes, dtypes, strides and the number of parameters.
+    """
+    mine = [f"{name}: {_kind(each)}" for name, each in named]
+    digest = hashlib.sha256("\n".join(mine).encode()).digest()
+    words = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
+    digests = words.new_empty(group.size() * words.numel())
+    ops.all_gather(digests, words, group=group, label="digest of the parameters")
+    if len({tuple(row) for row in digests.view(group.size(), -1).tolist()}) == 1:
+        return
+    texts = _everybodys(mine, group, device)
+    raise MismatchError(_first_difference(texts))
+
+
+def sync_from(root: int, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, label: str) -> None:
+    """Rank `root`'s values in all tensors of all ranks. They travel flat, up to 64 MiB at a time."""
+    flats: list[list[torch.Tensor]] = []
+    open_flat: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
+    for tensor in tensors:
+        key = (tensor.dtype, tensor.device)
+        members, nbytes = open_flat.get(key, ([], 0))
+        if not members or nbytes + tensor.nbytes > _FLAT_BYTES:
+            members, nbytes = [], 0
+            flats.append(members)
+        members.append(tensor.detach())
+        open_flat[key] = members, nbytes + tensor.nbytes
+    with torch.no_grad():
+        for members in flats:
+            flat = torch.cat([each.reshape(-1) for each in members])
+            ops.broadcast(flat, root, group=group, label=label)
+            for member, part in zip(members, flat.split([each.numel() for each in members]), strict=True):
+                member.copy_(part.view(member.shape))
+
+
+def check_drift(named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup, step: int) -> None:
+    """MismatchError that names ranks and parameters unless all ranks hold the same bits."""
+    device = named[0][1].device
+    with torch.no_grad():
+        mine = torch.stack([_digest(each) for _, each in named]).to(device)
+    everybody = mine.new_empty(group.size() * mine.numel())
+    ops.all_gather(everybody, mine, group=group, label="digests of the parameters")
+    rows = everybody.view(group.size(), -1)
+    if bool((rows == rows[0]).all()):
+        return
+    said = []
+    for (name, _), column in zip(named, rows.t().tolist(), strict=True):
+        votes = Counter(column)
+        if len(votes) > 1:
+            (most, count), *_ = votes.most_common()
+            odd = [rank for rank, value in enumerate(column) if value != most]
+            who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))}"
+            said.append(f"{name} on {who}" if count > 1 else f"{name} on all ranks")
+    shown = "; ".join(said[:5]) + (f"; and {len(said) - 5} more" if len(said) > 5 else "")
+    raise MismatchError(
+        f"step {step}: the ranks' parameters have drifted apart: {shown} (of {len(named)} parameters). "
+        f"Something changed them on one rank alone, or an operation gives other results there"
+    )
+
+
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    """int64 of all bits, in any order of summation the same."""
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = raw.numel() // 8 * 8
+    words = raw[:whole].view(torch.int64)
+    # A plain sum would not see two words that changed places.
+    places = torch.arange(words.numel(), device=words.device, dtype=torch.int64)
+    return ((words ^ (words >> 29)) * (2 * places + 1)).sum() + raw[whole:].to(torch.int64).sum() * 7919
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    strides = "" if tensor.is_contiguous() else f" strides {list(tensor.stride())}"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{strides}"
+
+
+def _everybodys(mine: list[str], group: dist.ProcessGroup, device: torch.device) -> list[list[str]]:
+    data = json.dumps(mine).encode()
+    while len(data) > _TEXT_BYTES:
+        mine = mine[: len(mine) // 2]
+        data = json.dumps(mine).encode()
+    lengths = torch.empty(group.size(), dtype=torch.int64, device=device)
+    ops.all_gather(lengths, torch.tensor([len(data)], device=device), group=group)
+    longest = int(lengths.max())
+    row = torch.zeros(longest, dtype=torch.uint8, device=device)
+    row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    rows = row.new_empty(group.size() * longest)
+    ops.all_gather(rows, row, group=group)
+    return [json.loads(raw.tobytes().rstrip(b"\0")) for raw in rows.view(-1, longest).cpu().numpy()]
+
+
+def _first_difference(texts: list[list[str]]) -> str:
+    counts = {rank: len(text) for rank, text in enumerate(texts)}
+    for at in range(max(counts.values())):
+        here = {rank: text[at] if at < len(text) else "no parameter" for rank, text in enumerate(texts)}
+        if len(set(here.values())) > 1:
+            return (
+                f"DDP expects same model across all ranks, but parameter {at} is {_by_rank(here)}; "
+                f"the ranks have {_by_rank(counts)} parameters. Do all ranks build the same model?"
+            )
+    return "DDP expects same model across all ranks, but they differ. Do all ranks build the same model?"
+
+
+def _by_rank(said: Mapping[int, object]) -> str:
+    by_words: dict[str, list[int]] = {}
+    for rank, words in said.items():
+        by_words.setdefault(str(words), []).append(rank)
+    return ", ".join(
+        f"{words} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        for words, ranks in by_words.items()
+    )
