@@ -20,6 +20,7 @@ from imece.collectives.ops import (
     send,
 )
 from imece.collectives.shared_memory import shared_empty
+from imece.data_parallel.batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.launch.spawn import spawn
 from imece.mesh import Mesh, at_opening, init
@@ -36,12 +37,14 @@ __all__ = [
     "Pending",
     "Recv",
     "Send",
+    "SyncBatchNorm",
     "World",
     "__version__",
     "all_gather",
     "all_reduce",
     "barrier",
     "broadcast",
+    "convert_sync_batchnorm",
     "errors",
     "exchange",
     "init",

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from imece.collectives import ops
-
-if TYPE_CHECKING:
-    from imece.data_parallel.reducer import Bucket
+from imece.data_parallel.buckets import Bucket
 
 _MAX_BYTES = 4096
 

@@ -17,20 +17,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from imece import layout
 from imece.collectives import ops
 from imece.collectives.auto import links_of
 from imece.collectives.choice import predict
 from imece.collectives.pending import Pending
-from imece.collectives.shared_memory import shared_empty
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel.average import Average
+from imece.data_parallel.buckets import Bucket, Buckets, Slot
 from imece.data_parallel.cap import best_cap
 from imece.data_parallel.finite import Finite
 from imece.data_parallel.grad_bucket import GradBucket, Hook
@@ -38,39 +37,6 @@ from imece.data_parallel.trace import BucketTrace
 from imece.data_parallel.watch import Watch
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-
-
-@dataclass(eq=False, slots=True)
-class Slot:
-    """One parameter on its way."""
-
-    index: int  # in registration order
-    name: str
-    parameter: torch.Tensor
-    bucket: Bucket
-    view: torch.Tensor  # shaped and strided as the parameter, in the bucket's memory
-    uses: int = 1  # gradients that autograd writes in one backward
-    fired: int = 0
-    touched: bool = False
-    kept: torch.Tensor | None = None  # the gradient of an unused parameter, until it is known to be so
-
-
-@dataclass(eq=False, slots=True)
-class Bucket:
-    """A flat buffer that travels as one message."""
-
-    index: int
-    flat: torch.Tensor  # 1D, padded
-    used_numel: int
-    label: str  # for errors of the collective
-    slots: list[Slot] = field(default_factory=list)
-    pending: int = 0  # slots that are not ready
-    work: Pending | torch.futures.Future[Any] | None = None
-
-    @property
-    def buffer(self) -> torch.Tensor:
-        """Without the padding."""
-        return self.flat[: self.used_numel]
 
 
 @dataclass(frozen=True)
@@ -109,12 +75,12 @@ class Reducer:
         self.may_rebuild = True
         self.watch: Watch | None = None
         self._cap_bytes, self._first_bytes, self._choose_cap = cap_bytes, first_bytes, choose_cap
-        self._named = list(named_parameters)
-        self.buckets: list[Bucket] = []
-        self.slots: list[Slot] = []
-        self._lay(None)
+        in_host = isinstance(group, SharedMemoryGroup) or way.schedule == "hierarchical"
+        self._laid = Buckets(named_parameters, shared=in_host)
+        self._laid.lay(cap_bytes, first_bytes, None)
         self.armed = False  # the forward returned nothing to hang on to: the first gradient begins
         self._syncing = False
+        self._graphed = False
         self._next = 0  # bucket to leave next
         self._scale: float | None = None  # of gradients on their way into buckets; None: not known yet
         self._learning = static_graph  # the first backward counts how often each parameter fires
@@ -122,9 +88,18 @@ class Reducer:
         self._used_anywhere: list[int] = []  # by parameter, in the last backward that asked
         self._arrivals: list[tuple[int, float]] = []  # bytes and time of each, in that order
         self._handles = [
-            slot.parameter.register_post_accumulate_grad_hook(self._on_gradient(position))
-            for position, slot in enumerate(self.slots)
+            slot.parameter.register_post_accumulate_grad_hook(self._on_gradient(slot)) for slot in self.slots
         ]
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """In the order in which they leave."""
+        return self._laid.all
+
+    @property
+    def slots(self) -> list[Slot]:
+        """By parameter, in registration order."""
+        return self._laid.slots
 
     # Forward.
 
@@ -148,6 +123,7 @@ class Reducer:
     def start(self, *, present: bool = True) -> None:
         """Everything back to the beginning of a backward."""
         self._next = 0
+        self._graphed = torch.is_grad_enabled()  # backward(create_graph=True)
         for bucket in self.buckets:
             bucket.pending = len(bucket.slots)
         self.average.begin(present=present)
@@ -157,41 +133,48 @@ class Reducer:
 
     # Backward.
 
-    def _on_gradient(self, position: int) -> Callable[[torch.Tensor], None]:
-        """What autograd calls after it has written a parameter's gradient."""
+    def _on_gradient(self, slot: Slot) -> Callable[[torch.Tensor], None]:
+        """What autograd calls after it has written a parameter's gradient. Every microsecond counts here."""
 
         def on_gradient(parameter: torch.Tensor) -> None:
-            slot = self.slots[position]
             if not self._syncing:
                 if not self.armed:
                     slot.touched = True
                     return
                 self.begin()
-            if parameter.grad is None:
+            grad = parameter.grad
+            if grad is None:
                 return  # an undefined gradient came: as if nothing had
             slot.fired += 1
-            if self._learning or slot.fired < slot.uses:
+            if (self._order is not None or slot.fired != slot.uses) and not self._complete(slot):
                 return
-            if slot.fired > slot.uses:
-                self._refuse_change(slot) if self.static_graph else self._refuse_second(slot)
-            if self._order is not None:
-                self._order.append(position)
-                self._arrivals.append((parameter.nbytes, time.perf_counter()))
-            self._ready(slot, parameter.grad)
+            self._ready(slot, grad)
             parameter.grad = slot.view
 
         return on_gradient
 
+    def _complete(self, slot: Slot) -> bool:
+        """Whether this was the parameter's last gradient in this backward; notes the order in the first."""
+        if self._learning or slot.fired < slot.uses:
+            return False
+        if slot.fired > slot.uses:
+            self._refuse_change(slot) if self.static_graph else self._refuse_second(slot)
+        if self._order is not None:
+            self._order.append(slot.index)
+            self._arrivals.append((slot.parameter.nbytes, time.perf_counter()))
+        return True
+
     def _ready(self, slot: Slot, grad: torch.Tensor | None) -> None:
         """`grad`, scaled, into the bucket; and the bucket goes if it was the last one."""
-        scale, view, bucket = self._scale, slot.view, slot.bucket
+        scale = self._scale
         if scale is None:
             scale = self._scale = self._agreed_scale()
-        if torch.is_grad_enabled():  # backward(create_graph=True)
+        if self._graphed:
             with torch.no_grad():
-                _put(grad, view, scale)
+                _put(grad, slot.view, scale)
         else:
-            _put(grad, view, scale)
+            _put(grad, slot.view, scale)
+        bucket = slot.bucket
         bucket.pending -= 1
         if not bucket.pending:
             self._let_go()
@@ -268,7 +251,7 @@ class Reducer:
     def _fill_in(self) -> list[Slot]:
         """What is not in the buckets yet; the slots whose parameter this rank did not use."""
         absent = []
-        for position, slot in enumerate(self.slots):
+        for slot in self.slots:
             parameter, fired = slot.parameter, slot.fired
             if fired and fired == slot.uses and not self._learning:
                 continue
@@ -276,7 +259,7 @@ class Reducer:
             if self._learning:
                 slot.uses = fired
                 if fired and self._order is not None:
-                    self._order.append(position)
+                    self._order.append(slot.index)
             elif self.static_graph and fired != slot.uses:
                 self._refuse_change(slot)
             if fired or (slot.touched and grad is not None):
@@ -375,59 +358,6 @@ class Reducer:
 
     # Buckets.
 
-    def _lay(self, order: Sequence[int] | None) -> None:
-        """Buckets and views for this order of parameters; gradients that lie in old buckets move over."""
-        items = [
-            layout.Item(
-                name,
-                tuple(each.shape),
-                str(each.dtype).removeprefix("torch."),
-                each.itemsize,
-                str(each.device),
-            )
-            for name, each in self._named
-        ]
-        self.layout = layout.build(
-            items, cap_bytes=self._cap_bytes, first_bytes=self._first_bytes, order=order
-        )
-        moving = [
-            (position, slot.parameter.grad.clone())
-            for position, slot in enumerate(self.slots)
-            if slot.parameter.grad is slot.view
-        ]
-        old, self.slots, self.buckets = self.slots, [], []
-        for position, _ in moving:
-            old[position].parameter.grad = None
-        uses = [slot.uses for slot in old] or [1] * len(items)
-        touched = [slot.touched for slot in old] or [False] * len(items)
-        del old
-        slots: list[Slot | None] = [None] * len(items)
-        for plan in self.layout.buckets:
-            names = [items[place.item].name for place in plan.places]
-            label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-            flat = self._memory(plan.numel, self._named[plan.places[0].item][1])
-            bucket = Bucket(plan.index, flat, plan.used_numel, label)
-            for place in plan.places:
-                name, parameter = self._named[place.item]
-                view = _view(flat[place.start : place.stop], parameter)
-                slot = Slot(place.item, name, parameter, bucket, view, uses[place.item])
-                slot.touched = touched[place.item]
-                slots[place.item] = slot
-                bucket.slots.append(slot)
-            self.buckets.append(bucket)
-        self.slots = [slot for slot in slots if slot is not None]
-        for position, grad in moving:
-            slot = self.slots[position]
-            slot.view.copy_(grad)
-            slot.parameter.grad = slot.view
-
-    def _memory(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Zeros for a bucket; where ranks of this host reduce it in place, in shared memory."""
-        in_host = isinstance(self.group, SharedMemoryGroup) or self.way.schedule == "hierarchical"
-        if in_host and like.device.type == "cpu":
-            return shared_empty((numel,), like.dtype).zero_()
-        return torch.zeros(numel, dtype=like.dtype, device=like.device)
-
     def _rebuild(self) -> None:
         """Once: the order in which gradients really came on rank 0; those that did not come go last."""
         assert self._order is not None
@@ -442,7 +372,7 @@ class Reducer:
             self._cap_bytes = cap
         self._order, self._arrivals = None, []
         with torch.no_grad():
-            self._lay(order)
+            self._laid.lay(self._cap_bytes, self._first_bytes, order)
 
     def _best_cap(self) -> int:
         links = links_of(self.group, self.buckets[0].flat.device)
@@ -477,13 +407,3 @@ def _put(grad: torch.Tensor | None, view: torch.Tensor, scale: float) -> None:
             torch.mul(grad, scale, out=view)
     elif scale != 1.0:
         view.mul_(scale)
-
-
-def _view(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """`flat`, [numel], shaped and strided as the parameter if that leaves no gaps."""
-    expected = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return flat.view(parameter.shape)
-        expected *= size
-    return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
