@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from imece.bench.report import size_text
 
@@ -57,17 +58,87 @@ HOSTS = (
 )
 
 
+Promise = Literal["added", "speed", "memory"]
+
+
+@dataclass(frozen=True)
+class StepTarget:
+    """imece.DistributedDataParallel beside `against`, in a training step of `tokens` tokens a rank."""
+
+    tokens: int
+    what: Promise
+    """added: what it adds to a step without synchronisation is at most `bound` of what the other adds.
+    speed: tokens/s are at least `bound` times the other's. memory: the peak is at most `bound` times."""
+    against: str
+    bound: float
+
+    @property
+    def text(self) -> str:
+        """As the summary names it."""
+        promise = {
+            "added": f"adds at most {self.bound:.0%} of what {self.against} adds",
+            "speed": f"at least {self.bound:g} x the tokens/s of {self.against}",
+            "memory": f"peak memory at most {self.bound:g} x that of {self.against}",
+        }[self.what]
+        return f"{self.tokens} tokens a rank: {promise}"
+
+    def met(self, found: float) -> bool:
+        """Whether the measured figure is good enough; what torch DDP on shm adds must be undercut."""
+        if self.what == "speed":
+            return found >= self.bound
+        return found < self.bound or (found == self.bound and self.against != "torch-shm")
+
+    def figure(self, found: float) -> str:
+        """The measured figure as a person reads it."""
+        return f"{found:.0%}" if self.what == "added" else f"{found:.3g} x"
+
+
+STEP = (
+    StepTarget(128, "added", "torch-gloo", 0.2),
+    StepTarget(512, "added", "torch-gloo", 0.2),
+    StepTarget(128, "added", "torch-shm", 1.0),
+    StepTarget(512, "added", "torch-shm", 1.0),
+    StepTarget(128, "speed", "no-sync", 0.97),
+    StepTarget(512, "speed", "no-sync", 0.97),
+    StepTarget(128, "speed", "torch-gloo", 1.2),
+    StepTarget(128, "speed", "accelerate", 1.2),
+    StepTarget(128, "speed", "fabric", 1.2),
+    StepTarget(128, "memory", "torch-gloo-view", 1.0),
+    StepTarget(512, "memory", "torch-gloo-view", 1.0),
+)
+
+PARAMETER_COST_US = 8.0  # of processor time in backward, for each parameter
+PARAMETER_GROWTH = 1.25  # of that cost from 1,000 to 10,000 parameters: linear, but for noise
+
+
 def lines(targets: Sequence[Target], ratio: Callable[[Target], float | None]) -> list[str]:
     """One line a target: met, missed, or not measured in this run. `ratio` gives the measured figure."""
     shown = []
     for target in targets:
         found = ratio(target)
         if found is None:
-            shown.append(f"  --      {target.text}: not measured in this run")
+            shown.append(verdict(None, target.text))
             continue
-        word = "met   " if found >= target.least else "MISSED"
         figure = f"{found:.0%}" if target.against == "limit" else f"{found:.3g} x"
         if target.against != "limit" and target.least < 1:
             figure = f"{1 / found:.3g} x its time"
-        shown.append(f"  {word}  {target.text}: {figure}")
+        shown.append(verdict(found >= target.least, target.text, figure))
     return shown
+
+
+def step_lines(targets: Sequence[StepTarget], found: Callable[[StepTarget], float | None]) -> list[str]:
+    """The same for a training step."""
+    shown = []
+    for target in targets:
+        figure = found(target)
+        if figure is None:
+            shown.append(verdict(None, target.text))
+        else:
+            shown.append(verdict(target.met(figure), target.text, target.figure(figure)))
+    return shown
+
+
+def verdict(met: bool | None, text: str, figure: str = "not measured in this run") -> str:
+    """One line: what was promised, and what was found."""
+    word = {True: "met   ", False: "MISSED", None: "--    "}[met]
+    return f"  {word}  {text}: {figure}"

@@ -1,4 +1,4 @@
-"""`imece bench`: measure this machine's collectives, two emulated hosts, and a model's step."""
+"""`imece bench`: measure this machine's collectives, two emulated hosts, and a model's training step."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from imece.bench import collectives, ddp, hosts, machine, report, targets
+from imece.bench import collectives, ddp, hosts, machine, parameter_cost, report, step, targets
 from imece.bench.contenders import LIBRARIES, OPS
 from imece.bench.namespaces import HostsUnavailable
+from imece.bench.reference_model import REFERENCE
+from imece.bench.step_ways import WAYS
 from imece.cli.options import nearest, parse
 from imece.errors import UserError
 
@@ -116,12 +118,69 @@ class DdpOptions:
         return ddp.Plan(self.ranks, self.rounds, self.steps, self.wrap)
 
 
+@dataclass(frozen=True)
+class StepOptions:
+    """Options of `imece bench step`."""
+
+    tokens: str = "128,512"
+    """Tokens of one rank in one step: a list."""
+    ways: str = ",".join(WAYS)
+    """Which ways of training; those that are not installed are left out, and no-sync is always there."""
+    ranks: int = 2
+    """Number of ranks."""
+    rounds: int = 7
+    """Alternating rounds."""
+    steps: int = 4
+    """Training steps of a round."""
+    memory: bool = False
+    """Measure memory too, each way in ranks of its own."""
+    parameters: str = ""
+    """Measure instead what a parameter costs backward, among so many: a list, for instance 1000,10000."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    plot: Path | None = None
+    """Draw the timeline of one step (PNG) to this file; with several --tokens, a file for each (-128)."""
+    trace: Path | None = None
+    """Write the same for ui.perfetto.dev (Chrome trace events) to this file, likewise."""
+    quick: bool = False
+    """2 rounds of 1 step: to see that it works, not to quote."""
+
+    def plan(self) -> step.Plan:
+        """What to measure; UserError for what cannot be."""
+        self._check()
+        tokens = _counts(self.tokens, "--tokens")
+        for count in tokens:
+            if count > REFERENCE.length and count % REFERENCE.length:
+                raise UserError(
+                    f"--tokens {count}: more than {REFERENCE.length} must be a multiple of {REFERENCE.length}"
+                )
+        ways = step.wanted(report.read_choices(self.ways, WAYS, "--ways"))
+        rounds, steps = (min(self.rounds, 2), 1) if self.quick else (self.rounds, self.steps)
+        return step.Plan(ways, tokens, self.ranks, rounds, steps, self.memory)
+
+    def parameter_plan(self) -> parameter_cost.Plan:
+        """What to measure of --parameters; UserError for what cannot be."""
+        self._check()
+        counts = tuple(sorted(_counts(self.parameters, "--parameters")))
+        return parameter_cost.Plan(counts, self.ranks, min(self.rounds, 2) if self.quick else self.rounds)
+
+    def _check(self) -> None:
+        if not 2 <= self.ranks <= 64:
+            raise UserError(f"--ranks {self.ranks}: from 2 to 64 ranks can be measured")
+        _at_least_one(self.rounds, "--rounds")
+        _at_least_one(self.steps, "--steps")
+
+
 def run(argv: Sequence[str]) -> int:
     """`imece bench WHAT ...`: exit status 0, or 1 if a result was wrong."""
     commands: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         "collectives": (run_collectives, "all_reduce and others beside Gloo, MPICH and DeepSpeed"),
         "hosts": (run_hosts, "two emulated hosts on a slow cable: hierarchical all_reduce, ring broadcast"),
         "ddp": (run_ddp, "a training step of torch's DistributedDataParallel on shm and on Gloo"),
+        "step": (
+            run_step,
+            "what synchronisation adds to a step: imece, torch, Accelerate, Fabric; a timeline",
+        ),
     }
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: imece bench WHAT [options]\n")
@@ -191,6 +250,47 @@ def run_ddp(argv: Sequence[str]) -> int:
     results = ddp.run(plan, _say)
     _write_figures(options.json, results.as_json())
     return 0 if results.same_losses else 1
+
+
+def run_step(argv: Sequence[str]) -> int:
+    """`imece bench step`."""
+    options = parse(
+        StepOptions, argv, "imece bench step",
+        "Time a training step of imece.DistributedDataParallel beside no synchronisation and other wrappers.",
+    )  # fmt: skip
+    for path in (options.json, options.plot, options.trace):
+        report.check_writable(path)
+    if options.parameters:
+        return _run_parameters(options)
+    plan = options.plan()
+    print(machine.describe())
+    results = step.run(plan, _say)
+    _say_targets(
+        "what the plan of this project asks for, on an idle machine with two cores",
+        targets.step_lines(targets.STEP, results.found),
+    )
+    _write_figures(options.json, results.as_json())
+    step.write_timelines(results, options.trace, options.plot, _say)
+    return 1 if results.odd_ones else 0
+
+
+def _run_parameters(options: StepOptions) -> int:
+    plan = options.parameter_plan()
+    if options.plot or options.trace:
+        raise UserError("--parameters measures no timeline: leave --plot and --trace out")
+    print(machine.describe())
+    results = parameter_cost.run(plan, _say)
+    _say_targets("what the plan of this project asks for", parameter_cost.judged(results))
+    _write_figures(options.json, results.as_json())
+    return 0
+
+
+def _counts(text: str, option: str) -> tuple[int, ...]:
+    """ "128,512" -> (128, 512); UserError for anything but whole numbers from 1."""
+    counts = tuple(dict.fromkeys(_whole(word, option) for word in text.split(",")))
+    for count in counts:
+        _at_least_one(count, option)
+    return counts
 
 
 def _at_least_one(number: int, option: str) -> None:

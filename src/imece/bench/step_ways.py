@@ -1,0 +1,95 @@
+"""Ways to train one model on all ranks, each behind the same three calls: forward, backward, optimizer."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import imece
+from imece.bench.reference_model import REFERENCE, new_decoder, optimizer_of
+
+ALONE, OURS = "no-sync", "imece"
+OTHERS = ("torch-shm", "torch-gloo", "torch-gloo-view", "accelerate", "fabric")
+WAYS = (ALONE, OURS, *OTHERS)
+PACKAGES = {"accelerate": "accelerate", "fabric": "lightning"}
+
+
+@dataclass
+class Way:
+    """One model and its optimizer."""
+
+    model: nn.Module
+    optimizer: Any
+    """A torch optimizer, or what Accelerate or Fabric put around one."""
+    backward: Callable[[torch.Tensor], object] = torch.Tensor.backward
+
+
+def missing(way: str) -> str | None:
+    """Why `way` cannot be measured here; None if it can."""
+    package = PACKAGES.get(way)
+    if package is not None and importlib.util.find_spec(package) is None:
+        return f"{package} is not installed (pip install {package})"
+    return None
+
+
+class Builder:
+    """Makes the ways of one rank; every rank must make the same ones in the same order."""
+
+    def __init__(self) -> None:
+        self._shm: dist.ProcessGroup | None = None
+
+    def build(self, way: str) -> Way:
+        """A reference model of its own with its optimizer, to be trained in one of WAYS."""
+        model = new_decoder(REFERENCE)
+        if way == "accelerate":
+            return _accelerate(model)
+        if way == "fabric":
+            return _fabric(model)
+        wrapped = self.wrap(way, model)
+        return Way(wrapped, optimizer_of(wrapped))
+
+    def wrap(self, way: str, model: nn.Module) -> nn.Module:
+        """`model` in the wrapper of `way`: of those that are nothing but a wrapper."""
+        if way == ALONE:
+            return model
+        if way == OURS:
+            return imece.DistributedDataParallel(model, process_group=self._shared_memory())
+        group = self._shared_memory() if way == "torch-shm" else None
+        return DistributedDataParallel(
+            model, process_group=group, gradient_as_bucket_view=way == "torch-gloo-view"
+        )
+
+    def _shared_memory(self) -> dist.ProcessGroup:
+        """The group on shm: made when first wanted, since who does not use it should not pay for it."""
+        if self._shm is None:
+            self._shm = dist.new_group(backend="shm")
+        return self._shm
+
+
+def _accelerate(model: nn.Module) -> Way:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == dist.get_world_size()
+    prepared, optimizer = accelerator.prepare(model, optimizer_of(model))
+    return Way(prepared, optimizer, accelerator.backward)
+
+
+def _fabric(model: nn.Module) -> Way:
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    fabric = Fabric(
+        accelerator="cpu", strategy="ddp", devices=dist.get_world_size(), plugins=[TorchElasticEnvironment()]
+    )
+    fabric.launch()
+    assert fabric.world_size == dist.get_world_size()
+    prepared, optimizer = fabric.setup(model, optimizer_of(model))
+    return Way(prepared, optimizer, fabric.backward)

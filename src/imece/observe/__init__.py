@@ -1,0 +1,1 @@
+"""What training shows of itself: for now the timeline of a step."""

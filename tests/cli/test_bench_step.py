@@ -1,0 +1,209 @@
+"""`imece bench step`: its arithmetic, its verdicts, and one quick run of everything."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imece.bench import parameter_cost, step, targets
+from imece.bench.reference_model import REFERENCE, batch, new_decoder
+from imece.bench.step import Memory, Plan, Results
+from imece.bench.step_rank import Rank
+from imece.bench.step_ways import ALONE, OURS, WAYS
+from imece.bench.targets import StepTarget
+from imece.cli.main import main
+from imece.data_parallel.trace import BucketTrace, StepTrace
+
+GLOO, SHM, VIEW = "torch-gloo", "torch-shm", "torch-gloo-view"
+
+
+def measured(**seconds: list[float]) -> Results:
+    """128 tokens; ways with _ for -."""
+    ways = {name.replace("_", "-"): rounds for name, rounds in seconds.items()}
+    return Results(Plan(tuple(ways)), 1000, seconds={128: ways})
+
+
+def test_what_is_added_is_taken_round_by_round() -> None:
+    # A machine that gets slower, and one round disturbed: medians of the columns would say 1.0, not 0.1.
+    results = measured(
+        no_sync=[1.0, 2.0, 3.0], imece=[1.1, 3.0, 3.1], torch_gloo=[1.5, 2.5, 2.9], torch_shm=[0.9, 1.9, 2.9]
+    )
+    assert results.added_s(128, OURS) == pytest.approx(0.1)
+    assert results.share(128, OURS, GLOO) == pytest.approx(0.2)
+    assert results.speed(128, OURS, ALONE) == pytest.approx(1.0 / 1.1)
+    assert results.share(128, OURS, SHM) == math.inf  # the other added nothing
+    assert results.share(128, SHM, SHM) == 0.0
+
+
+def test_targets_are_judged_by_what_was_measured() -> None:
+    results = measured(no_sync=[1.0], imece=[1.02], torch_gloo=[1.25], torch_shm=[1.02])
+    results.memory[128] = {OURS: Memory(300, 0, 0), VIEW: Memory(200, 0, 0)}
+    shown = dict(zip(targets.STEP, targets.step_lines(targets.STEP, results.found), strict=True))
+    words = {(t.tokens, t.what, t.against): line.split()[0] for t, line in shown.items()}
+    assert words[128, "added", GLOO] == "met"
+    assert words[128, "added", SHM] == "MISSED"  # as much is not less
+    assert words[128, "speed", ALONE] == "met"
+    assert words[128, "speed", GLOO] == "met"
+    assert words[128, "speed", "fabric"] == "--" and words[512, "added", GLOO] == "--"
+    assert words[128, "memory", VIEW] == "MISSED"
+    first = shown[StepTarget(128, "added", GLOO, 0.2)]
+    assert "128 tokens a rank: adds at most 20% of what torch-gloo adds: 8%" in first
+    slow = measured(no_sync=[1.0], imece=[1.1], torch_gloo=[1.25])
+    assert [line.split()[0] for line in targets.step_lines(targets.STEP, slow.found)][:5:2] == [
+        "MISSED", "--", "MISSED",
+    ]  # fmt: skip
+
+
+def test_a_way_that_trains_another_model_is_told() -> None:
+    results = Results(Plan(WAYS), losses={ALONE: 9.0, OURS: 5.0, SHM: 5.001, GLOO: 5.02, VIEW: math.nan})
+    assert results.odd_ones == [GLOO, VIEW]
+    del results.losses[GLOO], results.losses[VIEW]
+    assert results.odd_ones == []
+
+
+def test_the_reference_model_has_the_size_that_is_quoted() -> None:
+    parameters = sum(parameter.numel() for parameter in new_decoder(REFERENCE).parameters())
+    assert f"{parameters / 1e6:.1f}" == "10.9"
+    assert batch(REFERENCE, 128, 0).shape == (1, 129)
+    assert batch(REFERENCE, 512, 0).shape == (2, 257)
+    for tokens in (0, 300):
+        with pytest.raises(ValueError, match="whole sequences"):
+            batch(REFERENCE, tokens, 0)
+
+
+def test_the_step_that_is_shown_is_the_median_one() -> None:
+    def lasting(*lengths: float) -> list[StepTrace]:
+        return [StepTrace(1.0, 1.0, 1.0, 1.0 + length, [BucketTrace(0, 8, 1.0, 1.0)]) for length in lengths]
+
+    traces = {0: lasting(1, 5, 2), 1: lasting(9, 1, 4)}  # the slowest rank: 9, 5, 4
+    chosen = step.typical(traces)
+    assert chosen == {0: [traces[0][1]], 1: [traces[1][1]]}
+    assert step.step_trace(json.loads(json.dumps(asdict(traces[0][0])))) == traces[0][0]
+
+
+def test_a_way_that_cannot_be_built_is_left_out_with_its_error() -> None:
+    class Refusing:
+        def build(self, way: str) -> Any:
+            raise RuntimeError(f"no {way}\nhere")
+
+    rank = Rank.__new__(Rank)
+    rank._builder, rank._ways, rank._steps = Refusing(), {}, {}  # type: ignore[assignment]
+    answer = rank.build(OURS)
+    assert answer == {"refused": "RuntimeError: no imece here"}
+
+    class OneRank:
+        def ask(self, do: str, way: str) -> list[dict[str, Any]]:
+            return [{"parameters": 7}, answer] if way == OURS else [{"parameters": 7}] * 2
+
+    results = Results(Plan((ALONE, OURS, GLOO)))
+    step._build(OneRank(), results)  # type: ignore[arg-type]
+    assert results.left_out == {OURS: "RuntimeError: no imece here"}
+    assert list(results.losses) == [ALONE, GLOO] and results.parameters == 7
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--tokens", "300"], "--tokens 300: more than 256 must be a multiple of 256"),
+        (["--tokens", "0"], "--tokens 0: at least 1 is needed"),
+        (["--tokens", "many"], "'many' is not a whole number"),
+        (["--ways", "torch-nccl"], "'torch-nccl' is not one of no-sync, imece, torch-shm"),
+        (["--ranks", "1"], "from 2 to 64 ranks"),
+        (["--rounds", "0"], "--rounds 0: at least 1"),
+        (["--steps", "0"], "--steps 0: at least 1"),
+        (["--parameters", "1000,-1"], "--parameters -1: at least 1"),
+        (["--parameters", "1000", "--plot", "x.png"], "leave --plot and --trace out"),
+        (["--trace", "/proc/nowhere/x.json"], "cannot write /proc/nowhere/x.json"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "step", *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("imece: ") and captured.err.count("\n") == 1
+    assert said in captured.err and not captured.out
+
+
+def test_a_quick_run_measures_traces_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures, trace, plot = (tmp_path / name for name in ("step.json", "trace.json", "step.png"))
+    argv = ["--quick", "--tokens", "8", "--ways", f"{GLOO},{OURS}"]
+    files = ["--json", str(figures), "--trace", str(trace), "--plot", str(plot)]
+    assert main(["bench", "step", *argv, *files]) == 0
+    text = capsys.readouterr().out
+    assert "WRONG" not in text and "left out" not in text
+    assert "a GPT of 10.9M parameters, 8 tokens a rank" in text and "one step of imece with 8 tokens" in text
+    content = json.loads(figures.read_text())
+    assert list(content["seconds"]["8"]) == [ALONE, GLOO, OURS]
+    assert all(len(seconds) == 2 and min(seconds) > 1e-4 for seconds in content["seconds"]["8"].values())
+    assert content["losses"][OURS] == pytest.approx(content["losses"][GLOO], rel=1e-3)
+    assert content["losses"][ALONE] != pytest.approx(content["losses"][GLOO], rel=1e-6)
+    assert set(content["traces"]["8"]) == {"0", "1"}
+    for facts in (facts for steps in content["traces"]["8"].values() for facts in steps):
+        found = step.step_trace(facts)
+        assert found.forward_start_s < found.backward_start_s < found.backward_end_s <= found.end_s
+        assert sum(bucket.nbytes for bucket in found.buckets) >= 4 * content["parameters"]
+        for bucket in found.buckets:
+            assert found.backward_start_s <= bucket.ready_s <= bucket.launched_s <= bucket.done_s
+            assert bucket.done_s <= found.end_s
+    assert {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]} == {1, 2}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_several_numbers_of_tokens_have_files_of_their_own(tmp_path: Path) -> None:
+    results = Results(Plan((ALONE,)), traces={n: {0: [StepTrace(0.0, 1.0, 2.0, 3.0)]} for n in (128, 512)})
+    said: list[str] = []
+    step.write_timelines(results, tmp_path / "new" / "trace.json", None, said.append)
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["trace-128.json", "trace-512.json"]
+    del results.traces[512]
+    step.write_timelines(results, tmp_path / "trace.json", None, said.append)
+    assert (tmp_path / "trace.json").exists()
+    results.traces.clear()
+    step.write_timelines(results, tmp_path / "none.json", None, said.append)
+    assert said[-1] == "no timeline: imece was not measured"
+
+
+def test_the_cost_of_a_parameter_is_the_difference_of_backwards() -> None:
+    results = parameter_cost.Results(parameter_cost.Plan((1_000, 10_000), rounds=3))
+    for parameters, each in ((1_000, 7e-6), (10_000, 9e-6)):
+        bare = [0.01, 0.02, 0.03]
+        results.processor_s[parameters] = {
+            ALONE: bare, OURS: [s + parameters * each for s in bare], SHM: bare,
+        }  # fmt: skip
+        results.seconds[parameters] = results.processor_s[parameters]
+    assert results.cost_us(1_000, OURS) == pytest.approx(7.0)
+    assert results.growth == pytest.approx(9 / 7)
+    assert [line.split()[0] for line in parameter_cost.judged(results)] == ["met", "MISSED", "MISSED"]
+    assert [line.split()[-1] for line in parameter_cost.lines(results) if f" {OURS} " in line] == [
+        "7.00",
+        "9.00",
+    ]
+
+
+def test_a_quick_run_of_parameters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    figures = tmp_path / "cost.json"
+    assert main(["bench", "step", "--quick", "--parameters", "200,50", "--json", str(figures)]) == 0
+    text = capsys.readouterr().out
+    assert "50 parameters: at most 8 us" in text and "linear: a parameter of 200" in text
+    content = json.loads(figures.read_text())
+    assert list(content["seconds"]) == ["50", "200"]
+    for ways in content["processor_s"].values():
+        assert list(ways) == [ALONE, OURS, SHM]
+        assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in ways.values())
+
+
+@pytest.mark.slow
+def test_memory_is_measured_for_each_way_in_ranks_of_its_own() -> None:
+    said: list[str] = []
+    results = step.run(Plan((ALONE, OURS, VIEW), (8, 4), rounds=1, steps=1, memory=True), said.append)
+    assert list(results.memory) == [4, 8]
+    for ways in results.memory.values():
+        assert list(ways) == [ALONE, OURS, VIEW]
+        assert all(memory.peak_bytes > memory.parts_bytes > 100e6 for memory in ways.values())
+        assert ways[ALONE].shared_bytes < 10e6 < ways[OURS].shared_bytes
+    assert any("peak   shared  divided" in line for line in said)
