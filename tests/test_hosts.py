@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from imece.bench import hosts, namespaces
+from imece.bench import hosts, hosts_step, namespaces
 from imece.bench.hosts_rank import WAYS
+from imece.bench.hosts_step import WAYS as WAYS_OF_STEPS
+from imece.bench.hosts_step import StepResults
 from imece.bench.namespaces import HostsUnavailable, existing, reason_against, remove_leftovers, two_hosts
 from imece.cli.main import main
 
@@ -96,7 +98,7 @@ def test_hosts_of_a_killed_owner_are_removed_and_those_of_a_live_one_are_not() -
 @needs_hosts
 def test_the_benchmark_measures_right_results() -> None:
     said: list[str] = []
-    plan = hosts.Plan(size_bytes=2**20, rounds=2, rate="100mbit", parts=(1, 8))
+    plan = hosts.Plan(size_bytes=2**20, rounds=2, rate="100mbit", parts=(1, 8), steps=False)
     results = hosts.run(plan, said.append)
     assert set(results.right) == {*WAYS, "broadcast"} and all(results.right.values())
     assert all(len(rounds) == 2 for rounds in results.seconds.values())
@@ -117,3 +119,12 @@ def test_where_hosts_cannot_be_made_it_says_so(
         pass
     assert main(["bench", "hosts", "--quick"]) == 0
     assert capsys.readouterr().out == "skipped: making network namespaces needs root\n"
+
+
+def test_the_verdicts_on_training_steps() -> None:
+    slow, fast = [0.8, 0.9, 0.7], [0.4, 0.3, 0.5]
+    ways = {"no-sync": [0.3] * 3, "torch-gloo": slow, "imece": slow, "imece bf16": fast}
+    results = StepResults({128: ways, 512: ways}, dict.fromkeys(WAYS_OF_STEPS, 6.25))
+    lines = hosts_step.lines(results)
+    assert [line.split()[0] for line in lines if "at least" in line] == ["MISSED", "met", "MISSED"]
+    assert any(line.split() == ["imece", "bf16", "400.0", "2.00", "6.2500"] for line in lines), lines

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from imece.bench import machine, namespaces, tcp
+from imece.bench import hosts_step, machine, namespaces, tcp
 from imece.bench.crew import Crew
 from imece.bench.hosts_rank import WAYS
+from imece.bench.hosts_step import StepResults
 from imece.bench.namespaces import ADDRESSES, Hosts, two_hosts
 from imece.bench.report import size_text
 from imece.bench.targets import HOSTS, Target
@@ -33,6 +34,8 @@ class Plan:
     rounds: int = 5
     rate: str = "1gbit"
     parts: tuple[int, ...] = PARTS
+    steps: bool = True
+    """Time training steps too."""
 
 
 @dataclass
@@ -48,6 +51,7 @@ class Results:
     """What goes before each call on Gloo: all ranks tell each other what they are about to do."""
     link_s: list[float] = field(default_factory=list)
     """The whole message from one host to the other, by Gloo."""
+    steps: StepResults | None = None
     broadcast_s: dict[int, list[float]] = field(default_factory=dict)
     """Of the pipelined ring, by number of parts."""
 
@@ -87,6 +91,11 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
             _broadcast(crew, results)
         for line in broadcast_lines(results):
             say(line)
+        if plan.steps:
+            with _crew(hosts, "aabb") as crew:
+                results.steps = hosts_step.measure(crew, plan.rounds)
+            for line in hosts_step.lines(results.steps):
+                say(line)
     return results
 
 

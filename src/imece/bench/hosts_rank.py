@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import imece
-from imece.bench import crew
+from imece.bench import crew, hosts_step
 from imece.collectives import checks, ops
 
 WAYS = ("gloo", "ring", "hierarchical fp32", "hierarchical bf16")
 _PATTERN = 251
+_ORDERS = ("prepare", "measure", "broadcast", "check", "link", "train")
 
 
 class Rank:
@@ -24,6 +26,8 @@ class Rank:
         torch.set_num_threads(1)
         self._mesh = imece.init()
         self._tensor = torch.empty(0)  # fp32[numel]
+        self._models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
+        self._steps = 0
 
     def prepare(self, size_bytes: int) -> dict[str, Any]:
         """Allocate; tell which ways give the right sum, after one warm-up of each."""
@@ -49,6 +53,18 @@ class Rank:
         self._tensor.fill_(float(self._mesh.rank == 0))
         answer = self._timed(lambda: ops.broadcast(self._tensor, 0, schedule="pipelined_ring", parts=parts))
         return answer | {"right": bool((self._tensor == 1).all())}
+
+    def train(self, way: str, tokens: int, steps: int) -> dict[str, Any]:
+        """Seconds of one of `steps` training steps after a barrier, and the last loss."""
+        if way not in self._models:
+            self._models[way] = hosts_step.build(way)
+        first, self._steps = self._steps, self._steps + steps
+        ranks = self._mesh.world_size
+        seeds = [at * ranks + self._mesh.rank for at in range(first, first + steps)]
+        dist.barrier()
+        begin = time.perf_counter()
+        loss = hosts_step.train(*self._models[way], tokens, seeds)
+        return {"seconds": (time.perf_counter() - begin) / steps, "loss": loss}
 
     def check(self) -> dict[str, Any]:
         """Seconds that the check takes that goes before each call."""
@@ -87,7 +103,7 @@ class Rank:
 def main() -> None:
     """Entry of `python -m imece.bench.hosts_rank`, which only a crew starts."""
     rank = Rank()
-    crew.serve({name: getattr(rank, name) for name in ("prepare", "measure", "broadcast", "check", "link")})
+    crew.serve({name: getattr(rank, name) for name in _ORDERS})
 
 
 if __name__ == "__main__":

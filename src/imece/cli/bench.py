@@ -74,10 +74,12 @@ class HostsOptions:
     """Rate of the cable in each direction, as tc reads it."""
     rounds: int = 5
     """Alternating rounds."""
+    steps: bool = True
+    """Time training steps across the cable too."""
     json: Path | None = None
     """Write all figures to this file."""
     quick: bool = False
-    """2 MiB and 2 rounds: to see that it works, not to quote."""
+    """2 MiB, 2 rounds and no training steps: to see that it works, not to quote."""
 
     def plan(self) -> hosts.Plan:
         """What to measure; UserError for what cannot be."""
@@ -86,8 +88,8 @@ class HostsOptions:
         _at_least_one(self.rounds, "--rounds")
         size = report.read_size(self.size) // 4 * 4
         if self.quick:
-            return hosts.Plan(min(size, 2 * 2**20), min(self.rounds, 2), self.rate, (1, 4))
-        return hosts.Plan(size, self.rounds, self.rate)
+            return hosts.Plan(min(size, 2 * 2**20), min(self.rounds, 2), self.rate, (1, 4), False)
+        return hosts.Plan(size, self.rounds, self.rate, steps=self.steps)
 
 
 @dataclass(frozen=True)

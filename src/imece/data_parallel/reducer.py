@@ -84,7 +84,8 @@ class Reducer:
         self._next = 0  # bucket to leave next
         self._scale: float | None = None  # of gradients on their way into buckets; None: not known yet
         self._learning = static_graph  # the first backward counts how often each parameter fires
-        self._order: list[int] | None = []  # slots as they fired in the first backward; None: no more wanted
+        self._order: list[int] | None = []  # slots as they fire in the first backward; None after it
+        self._came: list[int] | None = None  # that order, until the buckets are rebuilt by it
         self._used_anywhere: list[int] = []  # by parameter, in the last backward that asked
         self._arrivals: list[tuple[int, float]] = []  # bytes and time of each, in that order
         self._handles = [
@@ -107,8 +108,8 @@ class Reducer:
         """Before a forward whose backward is to be synchronised; a collective of all ranks."""
         if self._syncing:
             self._recover()
-        if self._order and not self.rebuilt and self.may_rebuild:
-            self._rebuild()
+        if self._came is not None and self.may_rebuild:
+            self._rebuild(self._came)
         if self.watch is not None:
             self.watch.forward()
 
@@ -238,15 +239,19 @@ class Reducer:
             self._note_used(used, read=bool(absent) or self._learning)
         for slot in absent:
             self._settle(slot)
-        if self._order is not None and not self._order:
-            self._order = None
-        self._learning = False
+        self._end_first()
         for slot in self.slots:
             slot.fired, slot.touched = 0, False
         if self.finite is not None:
             self.finite.judge(self.buckets)
         if watch is not None:
             watch.ended()
+
+    def _end_first(self) -> None:
+        """Whoever took part in the first backward, if only as a shadow: all ranks rebuild, or none."""
+        self._learning = False
+        if self._order is not None:
+            self._came, self._order = self._order, None
 
     def _fill_in(self) -> list[Slot]:
         """What is not in the buckets yet; the slots whose parameter this rank did not use."""
@@ -354,23 +359,22 @@ class Reducer:
             used = self._wait_for_all()
             if used is not None:
                 used.wait()
-            self._learning = False
+            self._end_first()
 
     # Buckets.
 
-    def _rebuild(self) -> None:
+    def _rebuild(self, came: list[int]) -> None:
         """Once: the order in which gradients really came on rank 0; those that did not come go last."""
-        assert self._order is not None
-        self.rebuilt = True
-        seen = set(self._order)
-        order = [*self._order, *(at for at in reversed(range(len(self.slots))) if at not in seen)]
+        self.rebuilt, self._came = True, None
+        seen = set(came)
+        order = [*came, *(at for at in reversed(range(len(self.slots))) if at not in seen)]
         cap = self._best_cap() if self._choose_cap else 0
         agreed = torch.tensor([cap, *order], dtype=torch.int64, device=self.buckets[0].flat.device)
         ops.broadcast(agreed, 0, group=self.group, label="order of gradients")
         cap, *order = agreed.tolist()
         if cap:
             self._cap_bytes = cap
-        self._order, self._arrivals = None, []
+        self._arrivals = []
         with torch.no_grad():
             self._laid.lay(self._cap_bytes, self._first_bytes, order)
 

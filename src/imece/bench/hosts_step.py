@@ -1,0 +1,97 @@
+"""The third part of `imece bench hosts`: a training step whose gradients go through the slow cable."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import imece
+from imece.bench.crew import Crew
+from imece.bench.reference_model import REFERENCE, batch, new_decoder, optimizer_of
+from imece.bench.targets import verdict
+
+TOKENS = (128, 512)
+STEPS = 2  # of a round
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "no-sync": lambda model: model,
+    "torch-gloo": DistributedDataParallel,
+    "imece": imece.DistributedDataParallel,
+    "imece bf16": lambda model: imece.DistributedDataParallel(model, wire="bf16"),
+}
+TARGETS = ((128, "imece", 1.45), (128, "imece bf16", 2.0), (512, "imece", 1.35))
+"""(tokens, way, at least so many times the speed of torch-gloo)."""
+
+
+@dataclass
+class StepResults:
+    """Seconds of one step: the slowest rank's."""
+
+    seconds: dict[int, dict[str, list[float]]] = field(default_factory=dict)
+    """Tokens -> way -> a figure for each round."""
+    losses: dict[str, float] = field(default_factory=dict)
+
+    def speed(self, tokens: int, way: str) -> float:
+        """How many times as fast as torch-gloo."""
+        rounds = self.seconds[tokens]
+        return statistics.median(rounds["torch-gloo"]) / statistics.median(rounds[way])
+
+
+def build(way: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The reference model in one of WAYS."""
+    model = WAYS[way](new_decoder(REFERENCE))
+    return model, optimizer_of(model)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: int, seeds: list[int]) -> float:
+    """A step for each seed; the last loss."""
+    for seed in seeds:
+        loss: torch.Tensor = model(batch(REFERENCE, tokens, seed))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def measure(crew: Crew, rounds: int) -> StepResults:
+    """All ways, by turns."""
+    results = StepResults()
+    for tokens in TOKENS:
+        results.seconds[tokens] = {way: [] for way in WAYS}
+        for way in WAYS:
+            crew.ask("train", way=way, tokens=tokens, steps=STEPS)
+        for turn in range(rounds):
+            ways = list(WAYS)
+            first = turn % len(ways)
+            for way in ways[first:] + ways[:first]:
+                answers: list[dict[str, Any]] = crew.ask("train", way=way, tokens=tokens, steps=STEPS)
+                results.seconds[tokens][way].append(max(float(answer["seconds"]) for answer in answers))
+                results.losses[way] = float(answers[0]["loss"])
+    return results
+
+
+def lines(results: StepResults) -> list[str]:
+    """The tables and the verdicts."""
+    shown = []
+    for tokens, rounds in results.seconds.items():
+        shown += [
+            "",
+            f"a training step of a GPT of 10.9M parameters, {tokens} tokens a rank, 2 ranks on each host",
+            f"  {'':<14}{'ms/step':>9}{'x torch-gloo':>14}{'last loss':>11}",
+        ]
+        for way, seconds in rounds.items():
+            shown.append(
+                f"  {way:<14}{statistics.median(seconds) * 1e3:>9.1f}{results.speed(tokens, way):>14.2f}"
+                f"{results.losses[way]:>11.4f}"
+            )
+    shown += ["", "targets of the training step"]
+    for tokens, way, least in TARGETS:
+        found = results.speed(tokens, way)
+        text = f"{tokens} tokens a rank, {way}: at least {least:g} x torch-gloo"
+        shown.append(verdict(found >= least, text, f"{found:.3g} x"))
+    return shown
