@@ -20,6 +20,7 @@ from imece.collectives.ops import (
     send,
 )
 from imece.collectives.shared_memory import shared_empty
+from imece.data.sampler import DistributedSampler
 from imece.data_parallel.batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.launch.spawn import spawn
@@ -33,6 +34,7 @@ at_opening(on_signal.listen)
 
 __all__ = [
     "DistributedDataParallel",
+    "DistributedSampler",
     "Mesh",
     "Pending",
     "Recv",

@@ -1,0 +1,1 @@
+"""From samples on disk to the batches of this rank."""
