@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from imece.collectives import ops
 from imece.collectives.auto import links_of
@@ -37,6 +38,11 @@ from imece.data_parallel.trace import BucketTrace
 from imece.data_parallel.watch import Watch
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+
+_HOOKS_OF_ONE_CALL = (
+    default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -194,11 +200,24 @@ class Reducer:
             self._next += 1
             if self.finite is not None:
                 self.finite.look(bucket)
+            if self._one_by_one and bucket.index:
+                self._wait(self.buckets[bucket.index - 1])
             with torch.no_grad():
                 bucket.work = self._reduce(bucket)
             if self.watch is not None:
                 trace = BucketTrace(bucket.index, bucket.flat.nbytes, now, time.perf_counter())
                 self.watch.left(trace, bucket)
+
+    @property
+    def _one_by_one(self) -> bool:
+        """Whether a bucket waits for the one before it.
+
+        On CPU a hook's later collectives leave from other threads: the next bucket's could come between them
+        on one rank and not on another.
+        """
+        if self.hook is None or any(self.hook is each for each in _HOOKS_OF_ONE_CALL):
+            return False
+        return not self.slots[0].view.is_cuda
 
     def _reduce(self, bucket: Bucket) -> Pending | torch.futures.Future[Any]:
         if self.hook is None:
@@ -311,7 +330,8 @@ class Reducer:
 
     def _wait(self, bucket: Bucket) -> None:
         work, bucket.work = bucket.work, None
-        assert work is not None
+        if work is None:
+            return
         result = work.wait()
         if isinstance(work, Pending):
             return

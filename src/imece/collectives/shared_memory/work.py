@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +13,24 @@ import torch.distributed as dist
 
 from imece.errors import CollectiveTimeoutError
 
+_MOST_CALLBACKS = 64  # that wait for each other at the same time
 _DONE_LOCK = threading.Lock()  # for work that was over before anybody saw it; nothing contends for that
+
+
+def _new_pool() -> ThreadPoolExecutor:
+    """Threads for what is hung on futures; it makes one when none is idle."""
+    return ThreadPoolExecutor(_MOST_CALLBACKS, "imece-future")
+
+
+_callbacks = _new_pool()
+
+
+def _forget_after_fork() -> None:
+    global _callbacks
+    _callbacks = _new_pool()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 class ShmWork(dist.Work):
@@ -41,7 +60,11 @@ class ShmWork(dist.Work):
         if self._event is not None:
             self._event.set()
         if future is not None:
-            self._settle(future)
+            # What was hung on it runs now, and may itself wait for another collective: not on this thread.
+            try:
+                _callbacks.submit(self._settle, future)
+            except RuntimeError:  # the interpreter ends
+                self._settle(future)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation is over; raise what it ended with."""

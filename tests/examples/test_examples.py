@@ -1,0 +1,185 @@
+"""The examples under every launcher, and what docs/ddp.md shows of them. One start runs both scripts."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from imece import mesh
+from tests.launch.launcher import run_launch
+
+ROOT = Path(__file__).parents[2]
+BEFORE, AFTER = ROOT / "examples/minimal/before.py", ROOT / "examples/minimal/after.py"
+TRAIN_TEXT = ROOT / "examples/train_text.py"
+DOCS = ROOT / "docs/ddp.md"
+
+BOTH = f"""
+import runpy, sys
+runpy.run_path({str(AFTER)!r}, run_name="__main__")
+sys.argv[0] = "train_text.py"
+runpy.run_path({str(TRAIN_TEXT)!r}, run_name="__main__")
+"""
+STEPS = ["--steps", "10", "--heads", "1", "--layers", "1", "--accumulate", "2", "--text", argparse.__file__]
+TWO_RANKS = [*STEPS, "--batch", "4", "--out"]
+ONE_RANK = [*STEPS, "--batch", "8", "--out"]
+
+
+def run(commands: Sequence[Sequence[str | Path]], environs: Sequence[Mapping[str, str]] = ({},)) -> str:
+    """The output of processes that run at the same time; AssertionError unless all end well."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    processes = [
+        subprocess.Popen(
+            [str(word) for word in command],
+            env={**own, "OMP_NUM_THREADS": "1", **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for command, environ in zip(commands, environs, strict=True)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert not any(process.returncode for process in processes), "\n".join(outputs)
+    return "\n".join(outputs)
+
+
+def torchrun(script: Path, out: Path) -> str:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return run([[*launcher, script, *TWO_RANKS, out]])
+
+
+def imece_launch(script: Path, out: Path) -> str:
+    outcome = run_launch("--ranks", "2", script, *TWO_RANKS, out, timeout_s=120)
+    assert outcome.status == 0, outcome.err
+    return outcome.out
+
+
+def slurm(script: Path, out: Path) -> str:
+    """What srun -n 2 would start, with the variables that it sets."""
+    environs = [
+        {
+            "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NODEID": "0",
+            "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "node7", "SLURM_JOB_NODELIST": "node7",
+            "SLURM_PROCID": rank, "SLURM_LOCALID": rank,
+        }
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    return run([[sys.executable, script, *TWO_RANKS, out]] * 2, environs)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What both scripts print without a launcher, and the folder where the decoder is saved."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "both.py").write_text(BOTH)
+    return run([[sys.executable, folder / "both.py", *ONE_RANK, folder / "out" / "model"]]), folder / "out"
+
+
+def test_one_process(one_process: tuple[str, Path]) -> None:
+    output, folder = one_process
+    check_output(output, 1)
+    assert [file.name for file in folder.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("start", [torchrun, imece_launch, slurm])
+def test_two_ranks(start: Callable[[Path, Path], str], tmp_path: Path, one_process: tuple[str, Path]) -> None:
+    (tmp_path / "both.py").write_text(BOTH)
+    check_output(start(tmp_path / "both.py", tmp_path / "model"), 2)
+    parameters, expected = load_file(tmp_path / "model"), load_file(one_process[1] / "model")
+    assert parameters.keys() == expected.keys()
+    for key in expected:
+        if not key.endswith("in_proj_bias"):  # the keys' bias has no gradient but noise, which Adam enlarges
+            torch.testing.assert_close(parameters[key], expected[key], rtol=0, atol=2e-5, msg=key)
+
+
+def check_output(output: str, ranks: int) -> None:
+    """Of both scripts: losses fall, and each rank of the first one printed the same."""
+    epochs = [re.findall(rf"epoch {epoch}: loss (\d\.\d{{6}})", output) for epoch in range(5)]
+    assert [len(losses) for losses in epochs] == [ranks] * 5, output
+    assert all(len(set(losses)) == 1 for losses in epochs), f"the ranks' models differ\n{output}"
+    assert float(epochs[-1][0]) < float(epochs[0][0])
+    assert f"takes 16 = {ranks} ranks x {8 // ranks} x 2 micro-batches" in output
+    held_out = [float(loss) for loss in re.findall(r"step .* held out (\S+) nats", output)]
+    assert len(held_out) == 5
+    assert held_out == sorted(held_out, reverse=True)
+    assert held_out[-1] < held_out[0] - 0.2
+
+
+def test_three_lines_differ() -> None:
+    """And the import, and the docstring."""
+    before, after = (path.read_text().split('"""\n', 1)[1].splitlines() for path in (BEFORE, AFTER))
+    changed = 0
+    for kind, start, stop, new_start, new_stop in difflib.SequenceMatcher(
+        None,
+        [line for line in before if line],
+        [line for line in after if line and "import imece" not in line],
+    ).get_opcodes():
+        if kind != "equal":
+            changed += max(stop - start, new_stop - new_start)
+    assert changed == 3
+    assert len(after) - len([line for line in after if "import imece" not in line]) == 1
+
+
+def test_docs_show_the_example() -> None:
+    text, code = DOCS.read_text(), [line.strip() for line in AFTER.read_text().splitlines()]
+    shown = [line.split("  #")[0].strip() for line in text[text.index("    import imece") :].splitlines()[:6]]
+    assert [line for line in shown if line] == [line for line in code if "imece" in line and '"' not in line]
+    images = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
+    assert len(images) == 3
+    for image in images:
+        assert (DOCS.parent / image).is_file(), image
+
+
+def test_figures_are_drawn(tmp_path: Path) -> None:
+    """Those that need no ranks; the ring asserts that its last step leaves all sums everywhere."""
+    figures = runpy.run_path(str(ROOT / "docs/figures/ddp_figures.py"))
+    for name in ("draw_buckets", "draw_ring"):
+        figures[name](tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--steps", "0"], "--steps: '0' is not a whole number"),
+        (["--batch", "many"], "--batch: 'many'"),
+        (["--stepz", "3"], "--stepz"),
+        (["--text", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--text", "/dev/null"], "a step takes 16 pieces, and besides the 256 held out there are 0"),
+        (["--out", "/dev/null/model"], "/dev/null"),
+        (["--out", "/"], "--out / is a folder"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where the script makes its folder runs/
+    monkeypatch.setattr(sys, "argv", ["train_text.py", *words])
+    with pytest.raises(SystemExit) as leaving:
+        runpy.run_path(str(TRAIN_TEXT), run_name="__main__")
+    if dist.is_initialized():
+        mesh.current().close()
+    assert leaving.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("train_text: ")
+    assert said in line
