@@ -28,8 +28,6 @@ class Slot:
     bucket: Bucket
     view: torch.Tensor  # shaped and strided as the parameter, in the bucket's memory
     uses: int = 1  # gradients that autograd writes in one backward
-    fired: int = 0
-    touched: bool = False
     kept: torch.Tensor | None = None  # the gradient of an unused parameter, until it is known to be so
 
 

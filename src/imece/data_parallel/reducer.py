@@ -84,6 +84,8 @@ class Reducer:
         in_host = isinstance(group, SharedMemoryGroup) or way.schedule == "hierarchical"
         self._laid = Buckets(named_parameters, shared=in_host)
         self._laid.lay(cap_bytes, first_bytes, None)
+        self._fired = [0] * len(self.slots)  # by parameter: gradients in this backward
+        self._touched = [0] * len(self.slots)  # and whether any came in one that was not synchronised
         self.armed = False  # the forward returned nothing to hang on to: the first gradient begins
         self._syncing = False
         self._graphed = False
@@ -142,49 +144,55 @@ class Reducer:
 
     def _on_gradient(self, slot: Slot) -> Callable[[torch.Tensor], None]:
         """What autograd calls after it has written a parameter's gradient. Every microsecond counts here."""
+        index, multiply = slot.index, torch.mul
 
         def on_gradient(parameter: torch.Tensor) -> None:
             if not self._syncing:
                 if not self.armed:
-                    slot.touched = True
+                    self._touched[index] = 1
                     return
                 self.begin()
             grad = parameter.grad
             if grad is None:
                 return  # an undefined gradient came: as if nothing had
-            slot.fired += 1
-            if (self._order is not None or slot.fired != slot.uses) and not self._complete(slot):
+            fired = self._fired[index] = self._fired[index] + 1
+            if (self._order is not None or fired != slot.uses) and not self._complete(slot):
                 return
-            self._ready(slot, grad)
-            parameter.grad = slot.view
+            view, bucket = slot.view, slot.bucket
+            if self._scale is None or self._graphed or grad is view:
+                self._put(grad, view)
+            else:
+                multiply(grad, self._scale, out=view)
+            parameter.grad = view
+            bucket.pending -= 1
+            if not bucket.pending:
+                self._let_go()
 
         return on_gradient
 
     def _complete(self, slot: Slot) -> bool:
         """Whether this was the parameter's last gradient in this backward; notes the order in the first."""
-        if self._learning or slot.fired < slot.uses:
+        fired = self._fired[slot.index]
+        if self._learning or fired < slot.uses:
             return False
-        if slot.fired > slot.uses:
+        if fired > slot.uses:
             self._refuse_change(slot) if self.static_graph else self._refuse_second(slot)
         if self._order is not None:
             self._order.append(slot.index)
             self._arrivals.append((slot.parameter.nbytes, time.perf_counter()))
         return True
 
-    def _ready(self, slot: Slot, grad: torch.Tensor | None) -> None:
-        """`grad`, scaled, into the bucket; and the bucket goes if it was the last one."""
-        scale = self._scale
-        if scale is None:
-            scale = self._scale = self._agreed_scale()
-        if self._graphed:
-            with torch.no_grad():
-                _put(grad, slot.view, scale)
-        else:
-            _put(grad, slot.view, scale)
-        bucket = slot.bucket
-        bucket.pending -= 1
-        if not bucket.pending:
-            self._let_go()
+    def _put(self, grad: torch.Tensor | None, view: torch.Tensor) -> None:
+        """view = grad * scale, 0 without a gradient; grad may be the view itself."""
+        if self._scale is None:
+            self._scale = self._agreed_scale()
+        with torch.no_grad():
+            if grad is None:
+                view.zero_()
+            elif grad is not view:
+                torch.mul(grad, self._scale, out=view)
+            elif self._scale != 1.0:
+                view.mul_(self._scale)
 
     def _agreed_scale(self) -> float:
         factor = self.average.factor()
@@ -259,8 +267,7 @@ class Reducer:
         for slot in absent:
             self._settle(slot)
         self._end_first()
-        for slot in self.slots:
-            slot.fired, slot.touched = 0, False
+        self._fired, self._touched = [0] * len(self.slots), [0] * len(self.slots)
         if self.finite is not None:
             self.finite.judge(self.buckets)
         if watch is not None:
@@ -274,9 +281,11 @@ class Reducer:
 
     def _fill_in(self) -> list[Slot]:
         """What is not in the buckets yet; the slots whose parameter this rank did not use."""
-        absent = []
+        absent: list[Slot] = []
+        if not any(bucket.pending for bucket in self.buckets):
+            return absent
         for slot in self.slots:
-            parameter, fired = slot.parameter, slot.fired
+            parameter, fired = slot.parameter, self._fired[slot.index]
             if fired and fired == slot.uses and not self._learning:
                 continue
             grad = parameter.grad
@@ -286,14 +295,15 @@ class Reducer:
                     self._order.append(slot.index)
             elif self.static_graph and fired != slot.uses:
                 self._refuse_change(slot)
-            if fired or (slot.touched and grad is not None):
-                self._ready(slot, grad)
+            used = bool(fired) or (bool(self._touched[slot.index]) and grad is not None)
+            if not used:
+                absent.append(slot)
+                if grad is slot.view:
+                    slot.kept = grad.clone()
+            self._put(grad, slot.view)
+            if used:
                 parameter.grad = slot.view
-                continue
-            absent.append(slot)
-            if grad is slot.view:
-                slot.kept = grad.clone()
-            self._ready(slot, grad)
+            slot.bucket.pending -= 1
         return absent
 
     def _wait_for_all(self) -> Pending | None:
@@ -308,8 +318,10 @@ class Reducer:
         """Which parameters some rank used; None if that is known already."""
         if self.static_graph and not self._learning:
             return None
-        flags = bytes(bool(slot.fired or slot.touched) for slot in self.slots)
-        used = torch.frombuffer(bytearray(flags), dtype=torch.uint8).to(self.buckets[0].flat.device)
+        counts = map(max, self._fired, self._touched) if any(self._touched) else self._fired
+        used = torch.frombuffer(bytearray(map(bool, counts)), dtype=torch.uint8).to(
+            self.buckets[0].flat.device
+        )
         return cast(
             Pending, ops.all_reduce(used, "max", group=self.group, async_op=True, label="used parameters")
         )
@@ -349,8 +361,9 @@ class Reducer:
         for bucket in self.buckets:
             if bucket.work is not None:
                 self._wait(bucket)
+        self._fired = [0] * len(self.slots)
         for slot in self.slots:
-            slot.fired, slot.kept = 0, None
+            slot.kept = None
 
     def _refuse_second(self, slot: Slot) -> None:
         raise RuntimeError(
@@ -361,8 +374,8 @@ class Reducer:
 
     def _refuse_change(self, slot: Slot) -> None:
         raise RuntimeError(
-            f"static_graph=True, but parameter {slot.name} got {slot.fired} gradients in this backward and "
-            f"{slot.uses} in the first one. Leave static_graph away: unused parameters need no flag"
+            f"static_graph=True, but parameter {slot.name} got {self._fired[slot.index]} gradients in this "
+            f"backward and {slot.uses} in the first one. Leave static_graph away: unused parameters need no flag"
         )
 
     # A rank that has run out of inputs.
@@ -418,16 +431,3 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def _put(grad: torch.Tensor | None, view: torch.Tensor, scale: float) -> None:
-    """view = grad * scale; grad may be the view itself."""
-    if grad is None:
-        view.zero_()
-    elif grad is not view:
-        if scale == 1.0:
-            view.copy_(grad)
-        else:
-            torch.mul(grad, scale, out=view)
-    elif scale != 1.0:
-        view.mul_(scale)
