@@ -375,7 +375,7 @@ class Reducer:
     def _refuse_change(self, slot: Slot) -> None:
         raise RuntimeError(
             f"static_graph=True, but parameter {slot.name} got {self._fired[slot.index]} gradients in this "
-            f"backward and {slot.uses} in the first one. Leave static_graph away: unused parameters need no flag"
+            f"backward and {slot.uses} in the first. Leave static_graph away: unused parameters need no flag"
         )
 
     # A rank that has run out of inputs.
