@@ -87,7 +87,7 @@ class Results:
             memory = self.memory.get(target.tokens, {})
             if OURS not in memory or target.against not in memory:
                 return None
-            return memory[OURS].peak_bytes / max(1, memory[target.against].peak_bytes)
+            return memory[OURS].parts_bytes / max(1, memory[target.against].parts_bytes)
         rounds = self.seconds.get(target.tokens, {})
         if not rounds.get(OURS) or not rounds.get(target.against):
             return None

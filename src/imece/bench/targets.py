@@ -68,7 +68,8 @@ class StepTarget:
     tokens: int
     what: Promise
     """added: what it adds to a step without synchronisation is at most `bound` of what the other adds.
-    speed: tokens/s are at least `bound` times the other's. memory: the peak is at most `bound` times."""
+    speed: tokens/s are at least `bound` times the other's. memory: what is resident after a
+    backward, pages that ranks share divided among them, is at most `bound` times."""
     against: str
     bound: float
 
@@ -78,7 +79,7 @@ class StepTarget:
         promise = {
             "added": f"adds at most {self.bound:.0%} of what {self.against} adds",
             "speed": f"at least {self.bound:g} x the tokens/s of {self.against}",
-            "memory": f"peak memory at most {self.bound:g} x that of {self.against}",
+            "memory": f"resident memory at most {self.bound:g} x that of {self.against}",
         }[self.what]
         return f"{self.tokens} tokens a rank: {promise}"
 

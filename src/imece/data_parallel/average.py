@@ -35,6 +35,7 @@ class Average:
         self._group, self._device = group, device
         self._world_size = group.size()
         self._weight = 0.0  # of this rank's micro-batches since the last synchronisation
+        self._weighed = False  # whether there were any
         self._agreeing: Pending | None = None
         self._factor: float | None = None
 
@@ -45,6 +46,7 @@ class Average:
         if not count >= 0 or count == float("inf"):
             raise ValueError(f"a loss is the mean over a number of {self.over}, not over {count}")
         self._weight += count
+        self._weighed = True
         return loss * count if count else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
 
     @property
@@ -59,11 +61,12 @@ class Average:
             self._factor = 1.0 / self._world_size
             return
         weight = float(present) if self.over == "ranks" else self._weight
-        total = torch.tensor([weight], dtype=torch.float64, device=self._device)
+        forgot = float(present and self.over != "ranks" and not self._weighed)
+        total = torch.tensor([weight, forgot], dtype=torch.float64, device=self._device)
         self._agreeing = cast(
             Pending, ops.all_reduce(total, group=self._group, async_op=True, label=f"number of {self.over}")
         )
-        self._weight = 0.0
+        self._weight, self._weighed = 0.0, False
 
     def factor(self) -> float:
         """What each gradient is multiplied by; waits for the ranks to agree."""
@@ -72,11 +75,11 @@ class Average:
             total = self._agreeing.wait()
             self._agreeing = None
             assert total is not None
-            amount = float(total.item())
-            if amount == 0 and self.over != "ranks":
+            amount, forgot = total.tolist()
+            if forgot:
                 raise ValueError(
-                    f"average={self.over!r}: no rank said how many {self.over} its loss is the mean over; "
-                    f"call model.weigh(loss, count).backward()"
+                    f"average={self.over!r}: {forgot:.0f} of {self._world_size} ranks did not say how many "
+                    f"{self.over} their loss is the mean over; call model.weigh(loss, count).backward()"
                 )
             self._factor = 1.0 / amount if amount else 0.0
         return self._factor

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
 from imece.collectives import ops
 from imece.data_parallel.same import sync_from
@@ -33,6 +33,8 @@ class DDPJoinHook(JoinHook):
         synchronises = agree(model, False)
         model.require_forward_param_sync = synchronises
         if synchronises:
+            model._synchronised += 1
+            model.reducer.prepare()
             model.reducer.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -41,6 +43,7 @@ class DDPJoinHook(JoinHook):
         root = common_rank(model, is_last_joiner)
         states = model.states(buffers=model.forward_sync_buffers)
         sync_from(root, states, model.process_group, "the model after uneven inputs")
+        model._join_config = _JoinConfig.construct_disabled_join_config()  # torch leaves it on
 
 
 def agree(model: DistributedDataParallel, synchronise: bool) -> bool:

@@ -16,6 +16,7 @@ the graph, and nobody has to say beforehand that parameters will stay unused.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -43,6 +44,11 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 _HOOKS_OF_ONE_CALL = (
     default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook,
 )  # fmt: skip
+
+
+# Reducers in the backward that is under way, by group, in the order in which it reached them. The buckets of
+# one leave before those of the next: whether a rank has unused parameters must not decide whose come first.
+_lines: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Reducer]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,6 @@ class Reducer:
         self.hook: Hook | None = None
         self.hook_state: Any = None
         self.rebuilt = False
-        self.may_rebuild = True
         self.watch: Watch | None = None
         self._cap_bytes, self._first_bytes, self._choose_cap = cap_bytes, first_bytes, choose_cap
         in_host = isinstance(group, SharedMemoryGroup) or way.schedule == "hierarchical"
@@ -88,12 +93,14 @@ class Reducer:
         self._touched = [0] * len(self.slots)  # and whether any came in one that was not synchronised
         self.armed = False  # the forward returned nothing to hang on to: the first gradient begins
         self._syncing = False
+        self._following = False  # `finish` is queued for the backward that is under way
         self._graphed = False
         self._next = 0  # bucket to leave next
         self._scale: float | None = None  # of gradients on their way into buckets; None: not known yet
         self._learning = static_graph  # the first backward counts how often each parameter fires
         self._order: list[int] | None = []  # slots as they fire in the first backward; None after it
         self._came: list[int] | None = None  # that order, until the buckets are rebuilt by it
+        self._used: Pending | None = None  # their exchange, under way
         self._used_anywhere: list[int] = []  # by parameter, in the last backward that asked
         self._arrivals: list[tuple[int, float]] = []  # bytes and time of each, in that order
         self._handles = [
@@ -114,9 +121,7 @@ class Reducer:
 
     def prepare(self) -> None:
         """Before a forward whose backward is to be synchronised; a collective of all ranks."""
-        if self._syncing:
-            self._recover()
-        if self._came is not None and self.may_rebuild:
+        if self._came is not None:
             self._rebuild(self._came)
         if self.watch is not None:
             self.watch.forward()
@@ -126,12 +131,30 @@ class Reducer:
         if self._syncing:
             return
         self._syncing = True
-        _queue_callback(self.finish)
+        self._follow()
         self.start()
+
+    def _follow(self) -> None:
+        """`finish` runs at the end of the backward that is under way in this thread."""
+        self._following = True
+        _queue_callback(self.finish)
+
+    def _arrive(self, index: int) -> bool:
+        """A gradient where nothing is to follow this backward yet: whether it is to be reduced."""
+        if self._syncing:  # a checkpointed block's own backward is over, the one around it goes on
+            self._follow()
+        elif self.armed:
+            self.begin()
+        else:
+            self._touched[index] = 1
+        return self._syncing
 
     def start(self, *, present: bool = True) -> None:
         """Everything back to the beginning of a backward."""
-        self._next = 0
+        self._next, self._used = 0, None
+        line = _lines.setdefault(self.group, [])
+        if self not in line:
+            line.append(self)
         self._graphed = torch.is_grad_enabled()  # backward(create_graph=True)
         for bucket in self.buckets:
             bucket.pending = len(bucket.slots)
@@ -147,11 +170,8 @@ class Reducer:
         index, multiply = slot.index, torch.mul
 
         def on_gradient(parameter: torch.Tensor) -> None:
-            if not self._syncing:
-                if not self.armed:
-                    self._touched[index] = 1
-                    return
-                self.begin()
+            if not self._following and not self._arrive(index):
+                return
             grad = parameter.grad
             if grad is None:
                 return  # an undefined gradient came: as if nothing had
@@ -203,6 +223,9 @@ class Reducer:
     def _let_go(self) -> None:
         """All buckets that are ready, in order: the same order on every rank."""
         now = time.perf_counter() if self.watch is not None else 0.0
+        line = _lines.get(self.group)
+        if not line or line[0] is not self:
+            return  # all have left, or it is another model's turn
         while self._next < len(self.buckets) and not self.buckets[self._next].pending:
             bucket = self.buckets[self._next]
             self._next += 1
@@ -215,6 +238,12 @@ class Reducer:
             if self.watch is not None:
                 trace = BucketTrace(bucket.index, bucket.flat.nbytes, now, time.perf_counter())
                 self.watch.left(trace, bucket)
+        if self._next == len(self.buckets):
+            if self.hook is None:
+                self._used = self._exchange_used()
+            line.remove(self)
+            if line:
+                line[0]._let_go()
 
     @property
     def _one_by_one(self) -> bool:
@@ -248,11 +277,19 @@ class Reducer:
 
     def finish(self) -> None:
         """All gradients that will come are there: reduce the rest, wait for all, leave .grad right."""
+        if self._is_nested() and any(bucket.pending for bucket in self.buckets):
+            self._following = False
+            return
         try:
             with torch.no_grad():
                 self._finish()
         finally:
-            self._syncing = self.armed = False
+            self._syncing = self._following = self.armed = False
+
+    @staticmethod
+    def _is_nested() -> bool:
+        """Whether this backward runs inside another one's node, as re-entrant checkpoints make it."""
+        return torch._C._current_autograd_node() is not None
 
     def _finish(self) -> None:
         watch = self.watch
@@ -309,10 +346,9 @@ class Reducer:
     def _wait_for_all(self) -> Pending | None:
         """All buckets end. Returns which parameters were used anywhere, under way."""
         # A hook's collectives may follow each other from other threads: none of ours may come between.
-        used = self._exchange_used() if self.hook is None else None
         for bucket in self.buckets:
             self._wait(bucket)
-        return used if self.hook is None else self._exchange_used()
+        return self._used if self.hook is None else self._exchange_used()
 
     def _exchange_used(self) -> Pending | None:
         """Which parameters some rank used; None if that is known already."""
@@ -355,9 +391,16 @@ class Reducer:
         if result.data_ptr() != buffer.data_ptr() or result.dtype != buffer.dtype:
             buffer.copy_(result.view(-1))
 
-    def _recover(self) -> None:
-        """The last backward raised: buckets that had left end, and all starts anew."""
-        self._syncing = False
+    def recover(self) -> None:
+        """Before a forward: if the last backward raised, buckets that had left end, and all starts anew."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # a checkpoint that holds this model runs it again in backward
+        _lines.pop(self.group, None)
+        if not self._syncing:
+            return
+        self._syncing = self._following = self.armed = False
+        if self._order is not None:
+            self._order, self._arrivals = [], []
         for bucket in self.buckets:
             if bucket.work is not None:
                 self._wait(bucket)
@@ -384,14 +427,18 @@ class Reducer:
         """The collectives of one backward, with nothing to give."""
         with torch.no_grad():
             self.start(present=False)
-            for bucket in self.buckets:
-                bucket.flat.zero_()
-                bucket.pending = 0
             self._scale = self._agreed_scale()
+            for slot in self.slots:
+                # With weights, micro-batches before the end count: their weights are in the sum already.
+                left = self._touched[slot.index] and self.average.over != "ranks"
+                self._put(slot.parameter.grad if left else None, slot.view)
+            for bucket in self.buckets:
+                bucket.pending = 0
             self._let_go()
             used = self._wait_for_all()
             if used is not None:
                 used.wait()
+            self._touched = [0] * len(self.slots)
             self._end_first()
 
     # Buckets.

@@ -120,7 +120,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._check_finite = check_finite
         self._synchronised = 0  # forwards whose backward is synchronised
         if init_sync:
-            check_same_shapes(named, self.process_group, self.device)
+            everything = [*module.named_parameters(), *module.named_buffers()]
+            kept = [(name, each) for name, each in everything if name not in self.parameters_to_ignore]
+            check_same_shapes(kept, self.process_group, self.device)
             states = [
                 each for name, each in module.named_parameters() if name not in self.parameters_to_ignore
             ]
@@ -206,17 +208,18 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _before_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         synchronise = torch.is_grad_enabled() and self.require_backward_grad_sync
         joining = self._join_config.enable
-        self.reducer.may_rebuild = not joining  # who has run out knows no order
+        if torch.is_grad_enabled():
+            self.reducer.recover()
         Join.notify_join_context(self)
+        if self.will_sync_module_buffers():
+            self._sync_buffers(joining)
+        if joining:
+            agree(self, synchronise)
         if synchronise:
             self._synchronised += 1
             if self.drift_check_every and self._synchronised % self.drift_check_every == 0 and not joining:
                 self.check_parameters()
             self.reducer.prepare()
-        if self.will_sync_module_buffers():
-            self._sync_buffers(joining)
-        if joining:
-            agree(self, synchronise)
         if not self.device_ids:
             return inputs, kwargs
         device = torch.device(self.device_type, self.device_ids[0])
@@ -228,12 +231,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         synchronise = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = synchronise
         if synchronise:
-            found = False
+            found = opaque = False
             for tensor in _tensors(output):
-                if tensor.grad_fn is not None:
+                if tensor is None:
+                    opaque = True
+                elif tensor.grad_fn is not None:
                     tensor.register_hook(self._on_output_gradient)
                     found = True
-            self.reducer.armed = not found
+            self.reducer.armed = opaque or not found
         return output
 
     def _on_output_gradient(self, _gradient: torch.Tensor) -> None:
@@ -441,8 +446,11 @@ def _buffer_flags(broadcast: bool | None, forward: bool | None) -> tuple[bool, b
     return each, each
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in an output: of lists, tuples, mappings and dataclasses, however nested."""
+def _tensors(value: Any) -> Iterator[torch.Tensor | None]:
+    """All tensors in an output, of lists, tuples, mappings and dataclasses, however nested.
+
+    None for an object that may hold some where nobody can see them.
+    """
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -454,3 +462,5 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for member in dataclasses.fields(value):
             yield from _tensors(getattr(value, member.name, None))
+    elif value is not None and not isinstance(value, bool | int | float | complex | str | bytes):
+        yield None

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from imece.collectives import ops
 from imece.errors import MismatchError
@@ -83,16 +84,18 @@ def check_drift(named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGr
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
     """int64 of all bits, in any order of summation the same."""
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    whole = raw.numel() // 8 * 8
-    words = raw[:whole].view(torch.int64)
+    padded = raw.new_zeros(-(-raw.numel() // 8) * 8)
+    padded[: raw.numel()] = raw
+    words = padded.view(torch.int64)
     # A plain sum would not see two words that changed places.
     places = torch.arange(words.numel(), device=words.device, dtype=torch.int64)
-    return ((words ^ (words >> 29)) * (2 * places + 1)).sum() + raw[whole:].to(torch.int64).sum() * 7919
+    return ((words ^ (words >> 29)) * (2 * places + 1)).sum()
 
 
 def _kind(tensor: torch.Tensor) -> str:
     strides = "" if tensor.is_contiguous() else f" strides {list(tensor.stride())}"
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{strides}"
+    frozen = " frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{strides}{frozen}"
 
 
 def _everybodys(mine: list[str], group: dist.ProcessGroup, device: torch.device) -> list[list[str]]:

@@ -10,7 +10,7 @@ import torch
 
 from imece.data_parallel.trace import BucketTrace, StepTrace
 
-_LOOK_EVERY_S = 0.0001
+_LOOK_EVERY_S = 0.0003
 
 
 class Watch:
