@@ -1,0 +1,274 @@
+""".grad with average="tokens" or "samples" is that of one process on all ranks' tokens, to 1e-12.
+
+Every rank knows what all ranks were given, and computes the same alone.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from imece import DistributedDataParallel
+from imece.data_parallel.average import OVER, Over
+from tests.data_parallel.checks import Check, Job, jobs, passed
+
+CLASSES = 5
+Part = tuple[torch.Tensor, torch.Tensor]  # float64[tokens, 3], int64[tokens]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, CLASSES)
+        self.seldom = nn.Linear(4, CLASSES)
+        self.double()
+
+    def forward(self, x: torch.Tensor, seldom: bool = False) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        return (self.seldom if seldom else self.last)(hidden)  # type: ignore[no-any-return]
+
+
+def part(count: int, seed: int) -> Part:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 3, generator=generator, dtype=torch.float64)
+    return x, torch.randint(CLASSES, (count,), generator=generator)
+
+
+def wrap(group: dist.ProcessGroup, over: Over = "tokens") -> DistributedDataParallel:
+    cap_mb = 100 / 2**20  # three buckets
+    return DistributedDataParallel(Net(), process_group=group, average=over, bucket_cap_mb=cap_mb)
+
+
+def whole(module: nn.Module, parts: list[Part]) -> nn.Module:
+    """A copy with the gradient of the mean over everything."""
+    alone = copy.deepcopy(module)
+    alone.zero_grad()
+    x, y = (torch.cat(each) for each in zip(*parts, strict=True))
+    functional.cross_entropy(alone(x), y).backward()
+    return alone
+
+
+def same(model: DistributedDataParallel, alone: nn.Module, what: str = "") -> None:
+    for (name, expected), got in zip(alone.named_parameters(), model.module.parameters(), strict=True):
+        if expected.grad is None or got.grad is None:
+            assert got.grad is expected.grad, f"{what}: {name} is {got.grad}, expected {expected.grad}"
+            continue
+        apart = (got.grad - expected.grad).abs().max().item()
+        assert apart <= 1e-12, f"{what}: {name} is off by {apart}"
+
+
+def bring(model: DistributedDataParallel, mine: Part) -> None:
+    """Forward and backward of one micro-batch, whose loss is a mean, NaN if it is empty."""
+    x, y = mine
+    model.weigh(functional.cross_entropy(model(x), y), len(y)).backward()
+
+
+# Counts of each rank: of micro-batches, of which all but the last are in no_sync.
+COUNTS: dict[int, list[list[list[int]]]] = {
+    2: [[[5], [2]], [[7], [0]], [[5, 1], [2, 6]], [[4, 0, 3], [0, 0, 9]], [[0, 3], [8, 0]]],
+    3: [[[5], [2], [9]], [[0], [4], [0]], [[5, 1], [2, 0], [9, 4]], [[0, 0], [1, 0], [3, 2]]],
+}
+
+
+def any_counts(group: dist.ProcessGroup) -> None:
+    rank = dist.get_rank()
+    for over in OVER[1:]:
+        model = wrap(group, over)
+        for step, counts in enumerate(COUNTS[group.size()]):
+            parts = [
+                [part(count, 100 * step + 10 * at + micro) for micro, count in enumerate(each)]
+                for at, each in enumerate(counts)
+            ]
+            alone = whole(model.module, [one for each in parts for one in each])
+            model.zero_grad(set_to_none=step % 2 == 0)
+            *before, last = parts[rank]
+            with model.no_sync():
+                for one in before:
+                    bring(model, one)
+            bring(model, last)
+            if step % 2:
+                alone.seldom.weight.grad = alone.seldom.bias.grad = None  # type: ignore[union-attr]
+                for each in model.module.seldom.parameters():  # type: ignore[union-attr]
+                    assert each.grad is None or not each.grad.any()
+                    each.grad = None
+            same(model, alone, f"{over}, counts {counts}")
+
+
+def fractions(group: dist.ProcessGroup) -> None:
+    """Weights need not be whole: the mean of losses, each with its own."""
+    weights = [0.25, 3.5, 1e-3][: group.size()]
+    model = wrap(group, "samples")
+    parts = [part(4, seed) for seed in range(group.size())]
+    alone = copy.deepcopy(model.module)
+    losses = [functional.cross_entropy(alone(x), y) * w for (x, y), w in zip(parts, weights, strict=True)]
+    (torch.stack(losses).sum() / sum(weights)).backward()
+    x, y = parts[dist.get_rank()]
+    loss = functional.cross_entropy(model(x), y)
+    model.weigh(loss, weights[dist.get_rank()]).backward()
+    same(model, alone)
+
+
+def nothing_to_predict(way: str) -> Check:
+    """A rank whose tokens are all padding, in the ways in which the loss of none is written."""
+
+    def check(group: dist.ProcessGroup) -> None:
+        idle = dist.get_rank() == 0
+        model = wrap(group)
+        x, y = part(6, 7)
+        alone = whole(model.module, [(x, y)] * (group.size() - 1))
+        for _ in range(2):
+            if not idle:
+                loss = functional.cross_entropy(model(x), y)
+            elif way == "ignored":
+                loss = functional.cross_entropy(model(x), torch.full_like(y, -100))
+            elif way == "empty":
+                loss = functional.cross_entropy(model(x[:0]), y[:0])
+            else:
+                each, mask = functional.cross_entropy(model(x), y, reduction="none"), torch.zeros(6)
+                loss = (each * mask).sum() / mask.sum().clamp(min=1)
+            assert loss.isnan() == (idle and way != "masked")
+            model.zero_grad()
+            model.weigh(loss, 0 if idle else 6).backward()
+            same(model, alone)
+
+    return check
+
+
+def unused_here(group: dist.ProcessGroup) -> None:
+    """A branch that one rank takes: its gradient is over all tokens, too."""
+    rank = dist.get_rank()
+    model = wrap(group)
+    parts = [part(2 + seed, seed) for seed in range(group.size())]
+    alone = copy.deepcopy(model.module)
+    total = sum(len(y) for _, y in parts)
+    for at, (x, y) in enumerate(parts):
+        (functional.cross_entropy(alone(x, at == 0), y) * len(y) / total).backward()
+    x, y = parts[rank]
+    for _ in range(2):
+        model.zero_grad()
+        model.weigh(functional.cross_entropy(model(x, rank == 0), y), len(y)).backward()
+        same(model, alone)
+
+
+# Ranks that run out: micro-batches of each rank.
+RAGGED: dict[int, list[list[int]]] = {
+    2: [[3, 1, 4, 1, 5], [2, 6]],
+    3: [[3, 1], [], [2, 7, 1, 8]],
+}
+
+
+def ranks_that_run_out(group: dist.ProcessGroup) -> None:
+    for divide in (True, False):
+        lengths = RAGGED[group.size()]
+        model = wrap(group)
+        parts = [
+            [part(count, 10 * at + micro) for micro, count in enumerate(each)]
+            for at, each in enumerate(lengths)
+        ]
+        with model.join(divide_by_initial_world_size=divide):
+            for step, mine in enumerate(parts[dist.get_rank()]):
+                alone = whole(model.module, [each[step] for each in parts if step < len(each)])
+                model.zero_grad()
+                bring(model, mine)
+                same(model, alone, f"step {step}")
+        for step in range(2):
+            parts_now = [part(2 + at, 50 + 10 * at + step) for at in range(group.size())]
+            alone = whole(model.module, parts_now)
+            model.zero_grad()
+            bring(model, parts_now[dist.get_rank()])
+            same(model, alone, f"step {step} after it")
+
+
+def ranks_that_run_out_in_an_accumulation(group: dist.ProcessGroup) -> None:
+    """Two micro-batches a step, and the last rank has only the first of the second step.
+
+    What it has computed is in the mean with its gradient, as with its count.
+    """
+    rank, last = dist.get_rank(), group.size() - 1
+    model = wrap(group)
+    parts = [[part(2 + at + micro, 10 * at + micro) for micro in range(3 if at == last else 6)]
+             for at in range(group.size())]  # fmt: skip
+    with model.join():
+        for step in range(3):
+            now = [each[2 * step : 2 * step + 2] for each in parts]
+            if not now[rank]:
+                break
+            alone = whole(model.module, [one for each in now for one in each])
+            model.zero_grad()
+            with model.no_sync():
+                bring(model, now[rank][0])
+            if len(now[rank]) == 2:
+                bring(model, now[rank][1])
+                same(model, alone, f"step {step}")
+
+
+def trained_together(group: dist.ProcessGroup) -> None:
+    """Ten optimizer steps with changing counts end where one process ends."""
+    model = wrap(group)
+    alone = copy.deepcopy(model.module)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, alone)]
+    for step in range(10):
+        parts = [part((3 * at + 5 * step) % 7, 10 * step + at) for at in range(group.size())]
+        expected = whole(alone, parts)
+        for mine, other in zip(alone.parameters(), expected.parameters(), strict=True):
+            mine.grad = other.grad
+        model.zero_grad()
+        bring(model, parts[dist.get_rank()])
+        for optimizer in optimizers:
+            optimizer.step()
+    for got, expected_value in zip(model.module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(got, expected_value, rtol=1e-12, atol=1e-12)
+
+
+def mistakes(group: dist.ProcessGroup) -> None:
+    x, y = part(3, 0)
+    model = DistributedDataParallel(Net(), process_group=group)
+    with pytest.raises(ValueError, match="averages over ranks"):
+        model.weigh(torch.tensor(1.0), 3)
+    model = wrap(group, "samples")
+    for count in (-1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"number of samples, not over {count}"):
+            model.weigh(torch.tensor(1.0), count)
+    with pytest.raises(ValueError, match=r"how many samples.*weigh"):
+        functional.cross_entropy(model(x), y).backward()
+    for step in range(2):  # a right step after it
+        parts = [part(2 + at, step) for at in range(group.size())]
+        alone = whole(model.module, parts)
+        model.zero_grad()
+        bring(model, parts[dist.get_rank()])
+        same(model, alone)
+
+
+def forgotten_on_one_rank(group: dist.ProcessGroup) -> None:
+    """All ranks must learn of it: the sum would be wrong on all of them."""
+    x, y = part(3, 0)
+    model = wrap(group)
+    loss = functional.cross_entropy(model(x), y)
+    with pytest.raises(ValueError, match="weigh"):
+        (loss if dist.get_rank() == 0 else model.weigh(loss, 3)).backward()
+
+
+CHECKS: dict[str, Check] = {
+    "any counts": any_counts,
+    "fractions": fractions,
+    **{f"nothing to predict, {way}": nothing_to_predict(way) for way in ("ignored", "empty", "masked")},
+    "unused here": unused_here,
+    "ranks that run out": ranks_that_run_out,
+    "ranks that run out in an accumulation": ranks_that_run_out_in_an_accumulation,
+    "trained together": trained_together,
+    "mistakes": mistakes,
+    "forgotten on one rank": forgotten_on_one_rank,
+}
+
+
+ON_GLOO = ["any counts", "ranks that run out", "ranks that run out in an accumulation", "forgotten on one rank"]
+
+
+@pytest.mark.parametrize("job", jobs(__name__, CHECKS, (3, "shm")) + jobs(__name__, ON_GLOO, (3, "gloo")))
+def test_average(job: Job, request: pytest.FixtureRequest) -> None:
+    passed(job, request)

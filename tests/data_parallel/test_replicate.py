@@ -1,0 +1,712 @@
+"""imece's DistributedDataParallel by itself: where gradients lie, what is left alone, what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import UninitializedParameter
+from torch.utils.checkpoint import checkpoint
+
+from imece import DistributedDataParallel
+from imece.collectives import ops
+from imece.collectives.shared_memory.arena import ARENAS
+from tests.data_parallel.checks import Check, Job, jobs, passed
+
+SMALL_MB = 80 / 2**20  # of two layers' gradients, 96 bytes, more than one bucket
+
+
+class Branches(nn.Module):
+    """Layers of which each forward uses those that are picked, in that order."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(count))
+
+    def forward(self, x: torch.Tensor, picked: list[int] | None = None) -> torch.Tensor:
+        for index in range(len(self.layers)) if picked is None else picked:
+            x = self.layers[index](x).tanh()
+        return x
+
+
+def wrap(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> Any:
+    return DistributedDataParallel(module, process_group=group, **options)
+
+
+def own_input(step: int = 0) -> torch.Tensor:
+    """Another on each rank, in float64 as all of these models: comparisons need no room for rounding."""
+    generator = torch.Generator().manual_seed(step * 10 + dist.get_rank())
+    return torch.randn(4, 3, generator=generator, dtype=torch.float64)
+
+
+def double(module: nn.Module) -> nn.Module:
+    return module.double()
+
+
+Gradients = dict[str, torch.Tensor | None]
+
+
+def gradients(model: nn.Module) -> Gradients:
+    """Those of the module that `model` wraps, as they are."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    assert isinstance(inner, nn.Module)
+    return {name: each.grad for name, each in inner.named_parameters()}
+
+
+def mean_over(
+    group: dist.ProcessGroup, module: nn.Module, loss: Callable[..., torch.Tensor], *inputs: Any
+) -> Gradients:
+    """What `loss(module, *inputs)` gives as gradients, mean over the ranks; None for what no rank used."""
+    alone = copy.deepcopy(module)
+    alone.zero_grad()
+    loss(alone, *inputs).backward()
+    found: Gradients = {}
+    for name, parameter in alone.named_parameters():
+        used = torch.tensor([parameter.grad is not None], dtype=torch.int32)
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        # Not torch's calls: they would keep no order with those of a backward that failed.
+        ops.all_reduce(used, group=group)
+        ops.all_reduce(grad, group=group)
+        found[name] = grad / group.size() if used.item() else None
+    return found
+
+
+def same(got: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor | None]) -> None:
+    assert got.keys() == expected.keys() and expected
+    for name, each in expected.items():
+        other = got[name]
+        if each is None or other is None:
+            assert other is each, f"{name} is {other}, expected {each}"
+        else:
+            assert torch.allclose(other, each, rtol=1e-12, atol=1e-13), f"{name} is {other}, expected {each}"
+
+
+def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def total(model: Any, *inputs: Any) -> torch.Tensor:
+    return model(*inputs).sum()  # type: ignore[no-any-return]
+
+
+def train_step(model: Any, group: dist.ProcessGroup, step: int = 0, picked: list[int] | None = None) -> None:
+    """One backward, whose gradients must be the mean."""
+    expected = mean_over(group, model.module, total, own_input(step), picked)
+    model.zero_grad()
+    model(own_input(step), picked).sum().backward()
+    same(gradients(model), expected)
+
+
+# Where gradients lie.
+
+
+def gradients_are_views(group: dist.ProcessGroup) -> None:
+    model = wrap(double(Branches()), group, bucket_cap_mb=SMALL_MB)
+    assert len(model.reducer.buckets) > 2
+    for step in range(3):
+        model.zero_grad(set_to_none=step != 1)
+        model(own_input(step)).sum().backward()
+        flats = [bucket.flat for bucket in model.reducer.buckets]
+        for name, grad in gradients(model).items():
+            assert grad is not None
+            holders = [
+                flat for flat in flats
+                if flat.data_ptr() <= grad.data_ptr() and
+                grad.data_ptr() + grad.nbytes <= flat.data_ptr() + flat.nbytes
+            ]  # fmt: skip
+            assert len(holders) == 1, f"step {step}: {name} lies in {len(holders)} buckets"
+        shared = [ARENAS.locate(flat.data_ptr(), flat.nbytes) is not None for flat in flats]
+        assert shared == [group.name() == "shm"] * len(flats)
+
+
+def rebuilt_once_in_the_order_of_arrival(group: dist.ProcessGroup) -> None:
+    module = double(Branches())
+    came: list[str] = []
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))
+    model = wrap(module, group, bucket_cap_mb=SMALL_MB)
+
+    def laid() -> list[list[str]]:
+        return [[slot.name for slot in bucket.slots] for bucket in model.reducer.buckets]
+
+    before = laid()
+    # Ranks disagree about the order, and layer 3 comes on no rank.
+    train_step(model, group, 0, [1, 0, 2] if dist.get_rank() == 0 else [2, 1, 0])
+    arrived = gathered(came, group)[0]
+    assert laid() == before and not model.reducer.rebuilt
+    train_step(model, group, 1, [3, 2, 1, 0])
+    after = laid()
+    assert after != before and gathered(after, group) == [after] * group.size()
+    flat = [name for bucket in after for name in bucket]
+    assert len(arrived) == 6 and flat[:6] == arrived
+    assert set(flat[6:]) == {"layers.3.weight", "layers.3.bias"}
+    for step in range(2, 4):
+        train_step(model, group, step, [0, 1, 2, 3])
+        assert laid() == after
+
+
+def order_after_two_backwards(group: dist.ProcessGroup) -> None:
+    """The first order is that of one backward, though two have passed before the next forward."""
+    model = wrap(double(Branches()), group)
+    first, second = model(own_input(0)), model(own_input(1), [2, 0])
+    first.sum().backward()
+    second.sum().backward()
+    for step in range(2):
+        train_step(model, group, step)
+
+
+def a_rank_that_uses_nothing(group: dist.ProcessGroup) -> None:
+    """In the first backward one rank's output has a gradient, but no parameter has."""
+    model = wrap(double(Branches(2)), group)
+    for step in range(3):
+        picked = [] if dist.get_rank() == 0 and step == 0 else [0, 1]
+        x = own_input(step).requires_grad_()
+        alone = copy.deepcopy(model.module)
+        expected = mean_over(group, alone, lambda alone, *inputs: (alone(*inputs) * 1.0).sum(), x, picked)
+        model.zero_grad()
+        (model(x * 1.0, picked) * 1.0).sum().backward()
+        same(gradients(model), expected)
+
+
+# no_sync, failures.
+
+
+class Broken(Exception):
+    pass
+
+
+class Fuse(torch.autograd.Function):
+    """The identity; its backward raises while `blown`."""
+
+    blown = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if Fuse.blown:
+            raise Broken
+        return grads[0]
+
+
+class Fused(Branches):
+    """Its backward fails in the middle when the fuse is blown."""
+
+    def forward(self, x: torch.Tensor, picked: list[int] | None = None) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if index == 1:
+                x = Fuse.apply(x)  # type: ignore[no-untyped-call]
+        return x
+
+
+@contextlib.contextmanager
+def blown() -> Iterator[None]:
+    Fuse.blown = True
+    try:
+        with pytest.raises(Broken):
+            yield
+    finally:
+        Fuse.blown = False
+
+
+def no_sync_ends_with_its_body(group: dist.ProcessGroup) -> None:
+    model = wrap(double(Branches()), group)
+    with pytest.raises(Broken), model.no_sync():
+        assert not model.require_backward_grad_sync
+        raise Broken
+    assert model.require_backward_grad_sync
+    with model.no_sync():
+        with pytest.raises(Broken), model.no_sync():
+            raise Broken
+        assert not model.require_backward_grad_sync
+    train_step(model, group)
+
+
+def no_sync_stays_local(group: dist.ProcessGroup) -> None:
+    model = wrap(double(Branches()), group)
+    for step in range(3):
+        alone = copy.deepcopy(model.module)
+        alone(own_input(step)).sum().backward()
+        model.zero_grad()
+        with model.no_sync():
+            model(own_input(step)).sum().backward()
+        same(gradients(model), gradients(alone))
+        train_step(model, group, step)
+
+
+def a_step_after_a_failed_backward(group: dist.ProcessGroup) -> None:
+    for fails_at in (0, 1, 3):
+        for cap in (25, SMALL_MB):  # no bucket has left, some have left
+            model = wrap(double(Fused()), group, bucket_cap_mb=cap)
+            for step in range(6):
+                if step == fails_at:
+                    model.zero_grad()
+                    with blown():
+                        model(own_input(step)).sum().backward()
+                else:
+                    train_step(model, group, step)
+
+
+def no_sync_after_a_failed_backward(group: dist.ProcessGroup) -> None:
+    for cap in (25, SMALL_MB):
+        model = wrap(double(Fused()), group, bucket_cap_mb=cap)
+        train_step(model, group)
+        model.zero_grad()
+        with blown():
+            model(own_input(1)).sum().backward()
+        alone = copy.deepcopy(model.module)
+        alone.zero_grad()
+        alone(own_input(2)).sum().backward()
+        model.zero_grad()
+        with model.no_sync():
+            model(own_input(2)).sum().backward()
+        same(gradients(model), gradients(alone))
+        train_step(model, group, 3)
+
+
+def a_second_gradient_is_refused(group: dist.ProcessGroup) -> None:
+    """Re-entrant checkpoints that share a parameter: refused by name; right with static_graph."""
+
+    class Twice(Branches):
+        def forward(self, x: torch.Tensor, picked: list[int] | None = None) -> torch.Tensor:
+            x = x.clone().requires_grad_()
+            for index in (0, 1, 0):
+                x = checkpoint(self.layers[index], x, use_reentrant=True)
+            return x
+
+    model = wrap(double(Twice(2)), group)
+    words = r"layers\.0\.\w+ got a second gradient.*use_reentrant=False.*static_graph"
+    with pytest.raises(RuntimeError, match=words):
+        model(own_input()).sum().backward()
+    model = wrap(double(Twice(2)), group, static_graph=True)
+    for step in range(3):
+        train_step(model, group, step)
+
+
+def a_static_graph_that_changes(group: dist.ProcessGroup) -> None:
+    model = wrap(double(Branches(2)), group, static_graph=True)
+    train_step(model, group, 0, [0, 1])
+    train_step(model, group, 1, [0, 1])
+    with pytest.raises(RuntimeError, match=r"static_graph=True, but parameter layers\.0"):
+        model(own_input(), [1]).sum().backward()
+
+
+# Unused parameters.
+
+
+def unused_everywhere_is_left_alone(group: dist.ProcessGroup) -> None:
+    model = wrap(double(Branches()), group)
+    parameter = model.module.layers[3].weight
+    for step in range(3):
+        train_step(model, group, step, [0, 1, 2])
+        assert parameter.grad is None
+    foreign = torch.full_like(parameter, dist.get_rank() + 1.0)
+    parameter.grad = foreign
+    model(own_input(), [0, 1]).sum().backward()
+    assert parameter.grad is foreign and foreign.eq(dist.get_rank() + 1.0).all()
+    train_step(model, group, 3)
+    view, values = parameter.grad, parameter.grad.clone()
+    assert view is not foreign
+    model(own_input(), [0]).sum().backward()
+    assert parameter.grad is view and torch.equal(view, values)
+
+
+def used_by_some_rank_is_the_mean(group: dist.ProcessGroup) -> None:
+    model = wrap(double(Branches()), group, bucket_cap_mb=SMALL_MB)
+    rank = dist.get_rank()
+    for step in range(4):
+        train_step(model, group, step, [rank, 2] if step % 2 else [(rank + step) % 2, 3])
+    # Not zeroed: what was there stays, once.
+    before = {name: None if grad is None else grad.clone() for name, grad in gradients(model).items()}
+    more = mean_over(group, model.module, total, own_input(9), [rank])
+    model(own_input(9), [rank]).sum().backward()
+    expected = {
+        name: (before[name] if grad is None else grad + (0 if before[name] is None else before[name]))  # type: ignore[operator]
+        for name, grad in more.items()
+    }
+    same(gradients(model), expected)
+
+
+def frozen_later(group: dist.ProcessGroup) -> None:
+    model = wrap(double(Branches()), group)
+    train_step(model, group)
+    model.module.layers[1].requires_grad_(False)
+    for step in range(2):
+        train_step(model, group, step)
+
+
+# Outputs.
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: Any
+
+
+@dataclass
+class Record:
+    loss: Any
+    words: str = "of no tensor"
+
+
+OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "a list": (lambda x: [1, x], lambda output: output[1]),
+    "a dict in a tuple": (lambda x: (None, {"loss": x}), lambda output: output[1]["loss"]),
+    "a named tuple": (lambda x: Pair(x.detach(), [x]), lambda output: output.second[0]),
+    "a dataclass in a dict": (lambda x: {"all": Record([x])}, lambda output: output["all"].loss[0]),
+    "one of two": (lambda x: (x * 2, x), lambda output: output[1]),
+}
+
+
+def outputs_of_all_kinds(group: dist.ProcessGroup) -> None:
+    for name, (put, take) in OUTPUTS.items():
+
+        class Out(Branches):
+            def forward(
+                self, x: torch.Tensor, picked: list[int] | None = None, *, put: Callable[..., Any] = put
+            ) -> Any:
+                return put(super().forward(x, picked))
+
+        model = wrap(double(Out()), group)
+        for step in range(2):
+            x = own_input(step)
+            expected = mean_over(group, model.module, lambda alone, x: take(alone(x)).sum(), x)  # noqa: B023
+            model.zero_grad()
+            output = model(x, picked=None)
+            assert type(output) is type(model.module(own_input())), name
+            take(output).sum().backward()
+            same(gradients(model), expected)
+
+
+def outputs_and_parameters_together(group: dist.ProcessGroup) -> None:
+    """A penalty on the parameters themselves, and one parameter that is in nothing else."""
+
+    def loss(model: Any) -> torch.Tensor:
+        penalty = sum((each**2).sum() for each in model.parameters())
+        return model(own_input(), [0, 1]).sum() + penalty  # type: ignore[no-any-return]
+
+    model = wrap(double(Branches()), group)
+    for _ in range(2):
+        expected = mean_over(group, model.module, loss)
+        model.zero_grad()
+        loss(model).backward()
+        same(gradients(model), expected)
+
+
+def gradients_by_autograd_grad(group: dist.ProcessGroup) -> None:
+    """torch.autograd.grad asks for gradients of its own: none is synchronised, and the next step is right."""
+    model = wrap(double(Branches()), group)
+    x = own_input().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    assert all(each is None for each in gradients(model).values())
+    slope.square().sum().backward()
+    for step in range(2):
+        train_step(model, group, step)
+
+
+def evaluation_is_local(group: dist.ProcessGroup) -> None:
+    """Without gradients one rank may call forward alone."""
+    model = wrap(double(Branches()), group)
+    train_step(model, group)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model.eval()(own_input())
+    dist.barrier(group)
+    train_step(model, group, 1)
+
+
+def two_models_one_backward(group: dist.ProcessGroup) -> None:
+    """One behind the other; each rank leaves another part of the second unused."""
+    first = wrap(double(Branches()), group, bucket_cap_mb=SMALL_MB)
+    second = wrap(double(Branches()), group, bucket_cap_mb=SMALL_MB)
+    both = nn.ModuleList([copy.deepcopy(first.module), copy.deepcopy(second.module)])
+    for step in range(4):
+        picked = [[0, 1, 2, 3], [2, 0]][(dist.get_rank() + step) % 2]
+        inputs = own_input(step), picked
+        expected = mean_over(group, both, lambda both, x, picked: both[1](both[0](x), picked).sum(), *inputs)
+        first.zero_grad()
+        second.zero_grad()
+        second(first(inputs[0]), picked).sum().backward()
+        got = {f"0.{name}": each for name, each in gradients(first).items()}
+        same(got | {f"1.{name}": each for name, each in gradients(second).items()}, expected)
+
+
+def checkpointed_from_outside(group: dist.ProcessGroup) -> None:
+    """The wrapper's own forward runs again in backward."""
+    for reentrant in (False, True):
+        model = wrap(double(Branches()), group, bucket_cap_mb=SMALL_MB)
+        for step in range(3):
+            x = own_input(step).requires_grad_()
+            expected = mean_over(group, model.module, total, x)
+            model.zero_grad()
+            checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+            same(gradients(model), expected)
+
+
+def compiled_as_a_whole(group: dist.ProcessGroup) -> None:
+    model = wrap(double(Branches()), group)
+    compiled: Any = torch.compile(model, backend="eager")
+    for step in range(3):
+        expected = mean_over(group, model.module, total, own_input(step))
+        model.zero_grad()
+        compiled(own_input(step)).sum().backward()
+        same(gradients(model), expected)
+
+
+def complex_parameters(group: dist.ProcessGroup) -> None:
+    """As with torch's class."""
+    model = wrap(nn.Linear(3, 2, dtype=torch.complex128), group)
+    for step in range(2):
+        x = own_input(step).to(torch.complex128) * (1 + 2j)
+        alone = copy.deepcopy(model.module)
+        alone.zero_grad()
+        alone(x).abs().sum().backward()
+        model.zero_grad()
+        model(x).abs().sum().backward()
+        for name, parameter in alone.named_parameters():
+            assert parameter.grad is not None
+            parts = torch.view_as_real(parameter.grad).clone()
+            dist.all_reduce(parts, group=group)
+            same({name: gradients(model)[name]}, {name: torch.view_as_complex(parts / group.size())})
+
+
+def a_group_of_one(group: dist.ProcessGroup) -> None:
+    mine = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    model = wrap(double(Branches()), mine)
+    for step in range(3):
+        train_step(model, mine, step, [0, 1])
+
+
+# Hooks.
+
+
+def hooks_may_answer_in_several_ways(group: dist.ProcessGroup) -> None:
+    def answer(value: Any) -> Any:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(value)
+        return future
+
+    seen: list[tuple[int, bool, int, int]] = []
+
+    def hook(state: str, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        assert state == "mine"
+        views, parameters = bucket.gradients(), bucket.parameters()
+        assert [view.shape for view in views] == [each.shape for each in parameters]
+        assert sum(view.numel() for view in views) == bucket.buffer().numel()
+        seen.append((bucket.index(), bucket.is_last(), len(views), bucket.buffer().numel()))
+        doubled = bucket.buffer() * 2
+        return answer([doubled] if bucket.index() % 2 else doubled)  # type: ignore[no-any-return]
+
+    model = wrap(double(Branches()), group, bucket_cap_mb=SMALL_MB)
+    model.register_comm_hook("mine", hook)
+    for step in range(2):
+        seen.clear()
+        alone = copy.deepcopy(model.module)
+        alone.zero_grad()
+        alone(own_input(step)).sum().backward()
+        model.zero_grad()
+        model(own_input(step)).sum().backward()
+        own = gradients(alone)
+        same(gradients(model), {name: grad * 2 for name, grad in own.items() if grad is not None})
+        count = len(model.reducer.buckets)
+        assert [(index, last) for index, last, *_ in seen] == [(at, at == count - 1) for at in range(count)]
+        assert sum(views for *_, views, _ in seen) == 8 and sum(numel for *_, numel in seen) == 48
+
+    model = wrap(double(Branches()), group)
+    model.register_comm_hook(None, lambda state, bucket: answer("words"))
+    with pytest.raises(TypeError, match="gave str, not a tensor"):
+        model(own_input()).sum().backward()
+
+
+def hooks_that_are_refused(group: dist.ProcessGroup) -> None:
+    def of_another_kind(state: object, bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        raise NotImplementedError
+
+    def without_future(state: object, bucket: dist.GradBucket) -> torch.Tensor:
+        raise NotImplementedError
+
+    model = wrap(double(Branches()), group)
+    with pytest.raises(TypeError, match="is a function"):
+        model.register_comm_hook(None, "hook")
+    with pytest.raises(ValueError, match=r"bucket is a dist\.GradBucket; .*of_another_kind wants"):
+        model.register_comm_hook(None, of_another_kind)
+    with pytest.raises(ValueError, match=r"returns a torch\.futures\.Future; .*without_future returns"):
+        model.register_comm_hook(None, without_future)
+    model.register_comm_hook(None, lambda state, bucket: None)
+    with pytest.raises(RuntimeError, match="already"):
+        model.register_comm_hook(None, lambda state, bucket: None)
+
+
+# Names, copies.
+
+
+def names_are_torchs(group: dist.ProcessGroup) -> None:
+    ours = wrap(double(Branches()), group)
+    theirs = nn.parallel.DistributedDataParallel(double(Branches()), process_group=group)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert next(iter(ours.state_dict())) == "module.layers.0.weight"
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
+    for step in range(2):
+        train_step(ours, group, step)
+
+
+def saved_and_loaded(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def copies_train(group: dist.ProcessGroup) -> None:
+    """On the default group, as torch wants it; copies share nothing with their original."""
+    world = dist.group.WORLD
+    assert world is not None
+    options: dict[str, Any] = {"bucket_cap_mb": SMALL_MB, "static_graph": True, "average": "tokens"}
+    original = DistributedDataParallel(double(Branches()), **options)
+    original.weigh(original(own_input()).sum(), 1).backward()
+    for twin in (copy.deepcopy(original), saved_and_loaded(original)):
+        assert all(each is None for each in gradients(twin).values())
+        assert twin.static_graph and len(twin.reducer.buckets) == len(original.reducer.buckets) > 1
+        same(dict(twin.state_dict()), dict(original.state_dict()))
+        before = {name: grad.clone() for name, grad in gradients(original).items() if grad is not None}
+        for step in range(3):
+            expected = mean_over(world, twin.module, total, own_input(step))
+            twin.zero_grad()
+            twin.weigh(twin(own_input(step)).sum(), 3).backward()
+            same(gradients(twin), expected)
+            with torch.no_grad():
+                for parameter in twin.parameters():
+                    assert parameter.grad is not None
+                    parameter -= 0.1 * parameter.grad
+        same(gradients(original), before)
+    original.zero_grad()
+    expected = mean_over(world, original.module, total, own_input(1))
+    original.weigh(original(own_input(1)).sum(), 2).backward()
+    same(gradients(original), expected)
+
+    with pytest.raises(RuntimeError, match="default process group"):
+        copy.deepcopy(wrap(double(Branches()), group))
+
+
+# What is refused.
+
+
+def frozen() -> nn.Module:
+    return Branches().requires_grad_(False)
+
+
+def sparse() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2, sparse=True))
+
+
+def without_shape() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
+
+
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    ranks = torch.arange(dist.get_world_size()).view(shape)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=tuple("abc"[: len(shape)]))
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], str]] = {
+    "nothing to train": (frozen, {}, RuntimeError, "doesn't have any parameter that requires a gradient"),
+    "sparse": (sparse, {}, ValueError, "1 has sparse gradients.*sparse=False"),
+    "no shape": (without_shape, {}, RuntimeError, r"parameter 1\.weight has no shape yet"),
+    "mixed_precision": (Branches, {"mixed_precision": object()}, ValueError, "mixed_precision.*autocast"),
+    "two devices": (Branches, {"device_ids": [0, 1]}, ValueError, r"one device of this rank, not \[0, 1\]"),
+    "a device on CPU": (Branches, {"device_ids": [0]}, ValueError, "on one GPU; this one is on cpu"),
+    "an output device on CPU": (Branches, {"output_device": 0}, ValueError, "on one GPU; this one is on cpu"),
+    "delayed": (
+        Branches,
+        {"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": None},
+        ValueError,
+        "delay_all_reduce_named_params is not supported",
+    ),
+    "average": (Branches, {"average": "words"}, ValueError, "'words'.*ranks, samples, tokens"),
+    **{
+        f"cap {cap}": (Branches, {"bucket_cap_mb": cap}, ValueError, re.escape(f"bucket_cap_mb={cap}"))
+        for cap in (0, -1, float("nan"), [], [25, 0])
+    },
+    "bucket_cap_mb in words": (Branches, {"bucket_cap_mb": "large"}, ValueError, "bucket_cap_mb='large'"),
+    "bucket_cap_mb_list": (Branches, {"bucket_cap_mb_list": [1, -2]}, ValueError, "more than 0"),
+}  # fmt: skip
+
+
+def refused_with_the_reason(group: dist.ProcessGroup) -> None:
+    assert isinstance(next(without_shape()[1].parameters()), UninitializedParameter)  # type: ignore[index]
+    for name, (build, options, kind, words) in REFUSED.items():
+        try:
+            wrap(build(), group, **options)
+        except kind as error:
+            assert re.search(words, str(error)), f"{name}: {error}"
+        else:
+            raise AssertionError(f"{name} is not refused")
+    line = mesh_of((dist.get_world_size(),))
+    with pytest.raises(RuntimeError, match="both process_group and device_mesh"):
+        wrap(Branches(), group, device_mesh=line)
+    with pytest.raises(RuntimeError, match="Only 1D device mesh"):
+        DistributedDataParallel(Branches(), device_mesh=mesh_of((1, dist.get_world_size())))
+    train_step(DistributedDataParallel(double(Branches()), device_mesh=line), group)
+
+
+CHECKS: dict[str, Check] = {
+    "gradients are views": gradients_are_views,
+    "rebuilt once": rebuilt_once_in_the_order_of_arrival,
+    "order after two backwards": order_after_two_backwards,
+    "no_sync ends with its body": no_sync_ends_with_its_body,
+    "no_sync stays local": no_sync_stays_local,
+    "a failed backward": a_step_after_a_failed_backward,
+    "no_sync after a failed backward": no_sync_after_a_failed_backward,
+    "a second gradient": a_second_gradient_is_refused,
+    "a static graph that changes": a_static_graph_that_changes,
+    "unused everywhere": unused_everywhere_is_left_alone,
+    "used by some rank": used_by_some_rank_is_the_mean,
+    "frozen later": frozen_later,
+    "outputs": outputs_of_all_kinds,
+    "outputs and parameters": outputs_and_parameters_together,
+    "autograd.grad": gradients_by_autograd_grad,
+    "evaluation": evaluation_is_local,
+    "checkpointed from outside": checkpointed_from_outside,
+    "compiled as a whole": compiled_as_a_whole,
+    "complex parameters": complex_parameters,
+    "a group of one": a_group_of_one,
+    "hooks' answers": hooks_may_answer_in_several_ways,
+    "refused hooks": hooks_that_are_refused,
+    "names": names_are_torchs,
+    "copies": copies_train,
+    "refused": refused_with_the_reason,
+    "a rank that uses nothing": a_rank_that_uses_nothing,
+    "two models, one backward": two_models_one_backward,
+}
+
+
+# Where the order of collectives matters.
+ON_GLOO = [
+    "gradients are views", "rebuilt once", "order after two backwards", "no_sync stays local", "a failed backward",
+    "no_sync after a failed backward", "unused everywhere", "used by some rank", "hooks' answers",
+    "a rank that uses nothing", "two models, one backward",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("job", jobs(__name__, CHECKS, (2, "shm")) + jobs(__name__, ON_GLOO, (3, "gloo")))
+def test_replicate(job: Job, request: pytest.FixtureRequest) -> None:
+    passed(job, request)
