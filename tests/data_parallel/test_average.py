@@ -266,7 +266,12 @@ CHECKS: dict[str, Check] = {
 }
 
 
-ON_GLOO = ["any counts", "ranks that run out", "ranks that run out in an accumulation", "forgotten on one rank"]
+ON_GLOO = [
+    "any counts",
+    "ranks that run out",
+    "ranks that run out in an accumulation",
+    "forgotten on one rank",
+]
 
 
 @pytest.mark.parametrize("job", jobs(__name__, CHECKS, (3, "shm")) + jobs(__name__, ON_GLOO, (3, "gloo")))

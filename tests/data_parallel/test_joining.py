@@ -319,7 +319,14 @@ CHECKS: dict[str, Check] = {
 }
 
 
-ON_GLOO = ["divided as asked", "the last one's model", "buffers", "accumulating", "two models", "drift after it"]
+ON_GLOO = [
+    "divided as asked",
+    "the last one's model",
+    "buffers",
+    "accumulating",
+    "two models",
+    "drift after it",
+]
 
 
 @pytest.mark.parametrize("job", jobs(__name__, CHECKS, (3, "shm")) + jobs(__name__, ON_GLOO, (3, "gloo")))

@@ -27,7 +27,7 @@ class Rank:
         self._mesh = imece.init()
         self._tensor = torch.empty(0)  # fp32[numel]
         self._models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
-        self._steps = 0
+        self._steps: dict[str, int] = {}  # by way, so that all of them see the same batches
 
     def prepare(self, size_bytes: int) -> dict[str, Any]:
         """Allocate; tell which ways give the right sum, after one warm-up of each."""
@@ -58,7 +58,8 @@ class Rank:
         """Seconds of one of `steps` training steps after a barrier, and the last loss."""
         if way not in self._models:
             self._models[way] = hosts_step.build(way)
-        first, self._steps = self._steps, self._steps + steps
+        first = self._steps.get(way, 0)
+        self._steps[way] = first + steps
         ranks = self._mesh.world_size
         seeds = [at * ranks + self._mesh.rank for at in range(first, first + steps)]
         dist.barrier()

@@ -31,6 +31,7 @@ from imece.errors import UserError
 
 _MIB = 2**20
 DEFAULT_CAP_MB = 25.0
+BETWEEN_HOSTS_CAP_MB = 5.0  # a slow wire must not wait for the first 25 MiB
 FIRST_BUCKET_BYTES = _MIB
 _BUILTIN_HOOKS = {
     dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
@@ -77,8 +78,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> None:
         """module: has at least one parameter that wants a gradient; all ranks construct at the same time.
 
-        bucket_cap_mb: MiB of gradients that travel together (25, the first bucket 1), one for each bucket, or
-        "auto": chosen after the first backward from its times and the measured links (cap.py).
+        bucket_cap_mb: MiB of gradients that travel together (25, hierarchically 5, the first bucket 1), one
+        for each bucket, or "auto": chosen after the first backward, from its times and the measured links.
         average: "ranks" as torch does; "samples" or "tokens": say how many each loss is the mean of with
         `weigh`, and the gradient is that of one process on all of them.
         wire, schedule: as for imece.all_reduce; by default "hierarchical" between the CPUs of several hosts.
@@ -114,8 +115,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.drift_check_every = drift_check_every
-        self._set_caps(bucket_cap_mb, bucket_cap_mb_list)
         self._way = Way(schedule or _best_schedule(self.process_group, self.device), wire)
+        self._set_caps(bucket_cap_mb, bucket_cap_mb_list)
         self._over: Over = average
         self._check_finite = check_finite
         self._synchronised = 0  # forwards whose backward is synchronised
@@ -350,7 +351,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         caps = [float(cap_mb)] if single else given  # type: ignore[arg-type]
         if any(not each > 0 for each in caps) or (cap_mb is not None and not caps):
             raise ValueError(f"bucket_cap_mb={cap_mb!r}: MiB, more than 0; a list of them; or 'auto'")
-        self.bucket_bytes_cap = int(max(caps, default=DEFAULT_CAP_MB) * _MIB)
+        default = BETWEEN_HOSTS_CAP_MB if self._way.schedule == "hierarchical" else DEFAULT_CAP_MB
+        self.bucket_bytes_cap = int(max(caps, default=default) * _MIB)
         self.bucket_bytes_cap_list = [int(each * _MIB) for each in given]
         self.bucket_bytes_cap_default = not caps
 
