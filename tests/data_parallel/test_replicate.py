@@ -393,6 +393,37 @@ def outputs_of_all_kinds(group: dist.ProcessGroup) -> None:
             same(gradients(model), expected)
 
 
+class Opaque:
+    """An object in which nobody finds tensors."""
+
+    __slots__ = ("get",)
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.get = lambda: loss
+
+
+class Hiding(Branches):
+    """All its layers are in re-entrant checkpoints, and its output hides where backward begins."""
+
+    def forward(self, x: torch.Tensor, picked: list[int] | None = None) -> Any:
+        for index in range(len(self.layers)) if picked is None else picked:
+            x = checkpoint(self.layers[index], x, use_reentrant=True)
+        return Opaque(x.sum())
+
+
+def hidden_outputs(group: dist.ProcessGroup) -> None:
+    """Backward begins and ends inside of checkpoints: with all layers used, and with some left unused."""
+    rank = dist.get_rank()
+    for picked in ([0, 1, 2, 3], [0, 1, 2], [2, 3], [rank, 2]):
+        model = wrap(double(Hiding()), group, bucket_cap_mb=SMALL_MB)
+        for step in range(3):
+            x = own_input(step).requires_grad_()
+            expected = mean_over(group, model.module, lambda alone, *inputs: alone(*inputs).get(), x, picked)
+            model.zero_grad()
+            model(x, picked).get().backward()
+            same(gradients(model), expected)
+
+
 def outputs_and_parameters_together(group: dist.ProcessGroup) -> None:
     """A penalty on the parameters themselves, and one parameter that is in nothing else."""
 
@@ -682,6 +713,7 @@ CHECKS: dict[str, Check] = {
     "used by some rank": used_by_some_rank_is_the_mean,
     "frozen later": frozen_later,
     "outputs": outputs_of_all_kinds,
+    "hidden outputs": hidden_outputs,
     "outputs and parameters": outputs_and_parameters_together,
     "autograd.grad": gradients_by_autograd_grad,
     "evaluation": evaluation_is_local,
