@@ -42,7 +42,7 @@ def test_what_is_added_is_taken_round_by_round() -> None:
 
 def test_targets_are_judged_by_what_was_measured() -> None:
     results = measured(no_sync=[1.0], imece=[1.02], torch_gloo=[1.25], torch_shm=[1.02])
-    results.memory[128] = {OURS: Memory(300, 0, 0), VIEW: Memory(200, 0, 0)}
+    results.memory[128] = {OURS: Memory(0, 0, 300), VIEW: Memory(0, 0, 200)}
     shown = dict(zip(targets.STEP, targets.step_lines(targets.STEP, results.found), strict=True))
     words = {(t.tokens, t.what, t.against): line.split()[0] for t, line in shown.items()}
     assert words[128, "added", GLOO] == "met"
