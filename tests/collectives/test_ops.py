@@ -38,7 +38,7 @@ Maker = Callable[[int], torch.Tensor]  # a rank's tensor, from its number
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_contract(backend: str, world_size: int) -> None:
-    results = run_ranks(run_contract, world_size, backend=backend, timeout_s=120)
+    results = run_ranks(run_contract, world_size, backend=backend, timeout_s=240)
     assert results[0]["cases"] > 400
     assert all(result == results[0] for result in results), "ranks differ in cases or in bits"
 
