@@ -93,7 +93,6 @@ class Reducer:
         self._touched = [0] * len(self.slots)  # and whether any came in one that was not synchronised
         self.armed = False  # the forward returned nothing to hang on to: the first gradient begins
         self._syncing = False
-        self._following = False  # `finish` is queued for the backward that is under way
         self._graphed = False
         self._next = 0  # bucket to leave next
         self._scale: float | None = None  # of gradients on their way into buckets; None: not known yet
@@ -131,19 +130,12 @@ class Reducer:
         if self._syncing:
             return
         self._syncing = True
-        self._follow()
+        _queue_callback(self.finish)
         self.start()
 
-    def _follow(self) -> None:
-        """`finish` runs at the end of the backward that is under way in this thread."""
-        self._following = True
-        _queue_callback(self.finish)
-
     def _arrive(self, index: int) -> bool:
-        """A gradient where nothing is to follow this backward yet: whether it is to be reduced."""
-        if self._syncing:  # a checkpointed block's own backward is over, the one around it goes on
-            self._follow()
-        elif self.armed:
+        """A gradient where no backward has begun: whether it is to be reduced."""
+        if self.armed:
             self.begin()
         else:
             self._touched[index] = 1
@@ -170,7 +162,7 @@ class Reducer:
         index, multiply = slot.index, torch.mul
 
         def on_gradient(parameter: torch.Tensor) -> None:
-            if not self._following and not self._arrive(index):
+            if not self._syncing and not self._arrive(index):
                 return
             grad = parameter.grad
             if grad is None:
@@ -277,19 +269,26 @@ class Reducer:
 
     def finish(self) -> None:
         """All gradients that will come are there: reduce the rest, wait for all, leave .grad right."""
-        if self._is_nested() and any(bucket.pending for bucket in self.buckets):
-            self._following = False
+        if not self._syncing:
+            return  # the backward that this was to end has raised, and its graph ran once more
+        around = torch._C._current_autograd_node()
+        if around is not None and any(bucket.pending for bucket in self.buckets):
+            self._finish_after(around)
             return
         try:
             with torch.no_grad():
                 self._finish()
         finally:
-            self._syncing = self._following = self.armed = False
+            self._syncing = self.armed = False
 
-    @staticmethod
-    def _is_nested() -> bool:
-        """Whether this backward runs inside another one's node, as re-entrant checkpoints make it."""
-        return torch._C._current_autograd_node() is not None
+    def _finish_after(self, node: torch.autograd.graph.Node) -> None:
+        """This backward ran inside of `node`, as re-entrant checkpoints do: the one around it goes on."""
+
+        def follow(*_gradients: Any) -> None:
+            handle.remove()
+            _queue_callback(self.finish)
+
+        handle = node.register_hook(follow)
 
     def _finish(self) -> None:
         watch = self.watch
@@ -398,7 +397,7 @@ class Reducer:
         _lines.pop(self.group, None)
         if not self._syncing:
             return
-        self._syncing = self._following = self.armed = False
+        self._syncing = self.armed = False
         if self._order is not None:
             self._order, self._arrivals = [], []
         for bucket in self.buckets:
