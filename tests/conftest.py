@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import time
 import uuid
@@ -114,11 +113,3 @@ def _used_by_others(name: str) -> bool:
         except OSError:
             continue  # ended meanwhile, or another user's
     return False
-
-
-@pytest.fixture(autouse=True)
-def _keep_sigchld() -> Iterator[None]:
-    """A DataLoader with workers leaves a handler for SIGCHLD behind, which forked launchers would inherit."""
-    before = signal.getsignal(signal.SIGCHLD)
-    yield
-    signal.signal(signal.SIGCHLD, before)

@@ -211,6 +211,26 @@ time.sleep(1000)
     assert outcome.err == f"imece: ended by {number.name}, passed on to 2 ranks\n"
 
 
+@pytest.mark.parametrize("number", [signal.SIGCHLD, signal.SIGUSR2])
+def test_other_signals_end_nothing(script: Script, number: signal.Signals) -> None:
+    """Whoever calls launch() may have handlers of its own: a DataLoader's workers leave one for SIGCHLD."""
+    text = "print('ready', flush=True)\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\nprint('done')"
+    path = script(text)
+    before = signal.signal(number, lambda *_: None)
+    try:
+        with Launcher("--ranks", "2", path, path.with_name("go")) as launcher:
+            launcher.wait_for("[rank 0] ready")
+            launcher.wait_for("[rank 1] ready")
+            launcher.signal(number)
+            time.sleep(0.2)
+            path.with_name("go").touch()
+            outcome = launcher.wait(20)
+    finally:
+        signal.signal(number, before)
+    assert outcome.status == 0 and outcome.err == "", outcome.err
+    assert outcome.out.count("done") == 2
+
+
 @pytest.mark.parametrize("grace", [True, False])
 def test_ranks_that_ignore_signals(script: Script, grace: bool) -> None:
     """A second signal ends them at once, or else the end of the grace time does."""

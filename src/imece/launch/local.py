@@ -174,7 +174,8 @@ class _Job:
             else:
                 assert isinstance(key.fileobj, socket.socket)
                 for number in key.fileobj.recv(64):
-                    self._signalled(number)
+                    if number in _SIGNALS:  # the descriptor tells of every signal that has a handler in Python
+                        self._signalled(number)
 
     def _read(self, fd: int, output: RankOutput) -> None:
         try:
