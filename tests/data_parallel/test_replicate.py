@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.checkpoint import checkpoint
 
@@ -699,7 +702,78 @@ def refused_with_the_reason(group: dist.ProcessGroup) -> None:
     train_step(DistributedDataParallel(double(Branches()), device_mesh=line), group)
 
 
+def optimizers_in_backward(group: dist.ProcessGroup) -> None:
+    """They step once, on the mean, whether they were applied before or after wrapping; unused ones do not."""
+    for before in (True, False):
+        inner = double(Branches())
+        stepped = copy.deepcopy(inner)
+        if before:
+            _apply_optimizer_in_backward(torch.optim.SGD, inner.parameters(), {"lr": 0.5})
+        model = wrap(inner, group, bucket_cap_mb=SMALL_MB)
+        if not before:
+            _apply_optimizer_in_backward(torch.optim.SGD, inner.parameters(), {"lr": 0.5})
+        stepped.load_state_dict(inner.state_dict())  # rank 0's
+        for step in range(3):
+            expected = mean_over(group, stepped, total, own_input(step), [0, 2])
+            for name, parameter in stepped.named_parameters():
+                if expected[name] is not None:
+                    parameter.data -= 0.5 * expected[name]  # type: ignore[operator]
+            model(own_input(step), [0, 2]).sum().backward()
+            same(dict(inner.named_parameters()), dict(stepped.named_parameters()))
+            assert all(each is None for each in gradients(model).values())
+
+
+def hooks_on_buffers(group: dist.ProcessGroup) -> None:
+    """They run instead of the broadcast, before or after forward; futures are awaited by backward."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.get_buffer("seen").add_(dist.get_rank() + 1)
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    def hook(state: Any, buffers: dict[str, torch.Tensor]) -> list[torch.futures.Future[Any]]:
+        assert state == "state" and list(buffers) == ["seen"]
+        done: torch.futures.Future[Any] = torch.futures.Future()
+
+        def late() -> None:
+            dist.all_reduce(buffers["seen"], group=group)
+            done.set_result(None)
+
+        threading.Timer(0.05, late).start()
+        return [done]
+
+    ranks = group.size()
+    everyone = ranks * (ranks + 1) / 2
+    for where, expected in (
+        (_BufferCommHookLocation.POST_FORWARD, [everyone, everyone * ranks + everyone]),
+        (_BufferCommHookLocation.PRE_FORWARD, [dist.get_rank() + 1, everyone + dist.get_rank() + 1]),
+    ):
+        model = wrap(double(Counting()), group)
+        model._register_buffer_comm_hook(
+            "state", hook if where is _BufferCommHookLocation.POST_FORWARD else waiting(hook), where
+        )
+        for want in expected:
+            model(own_input()).sum().backward()
+            assert model.module.seen.item() == want, (where, model.module.seen, want)
+    with pytest.raises(TypeError, match="function"):
+        model._register_buffer_comm_hook(None, "no hook")
+
+
+def waiting(hook: Callable[..., Any]) -> Callable[..., None]:
+    def wait(*arguments: Any) -> None:
+        torch.futures.wait_all(hook(*arguments))
+
+    return wait
+
+
 CHECKS: dict[str, Check] = {
+    "optimizers in backward": optimizers_in_backward,
+    "hooks on buffers": hooks_on_buffers,
     "gradients are views": gradients_are_views,
     "rebuilt once": rebuilt_once_in_the_order_of_arrival,
     "order after two backwards": order_after_two_backwards,

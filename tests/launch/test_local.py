@@ -214,7 +214,9 @@ time.sleep(1000)
 @pytest.mark.parametrize("number", [signal.SIGCHLD, signal.SIGUSR2])
 def test_other_signals_end_nothing(script: Script, number: signal.Signals) -> None:
     """Whoever calls launch() may have handlers of its own: a DataLoader's workers leave one for SIGCHLD."""
-    text = "print('ready', flush=True)\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\nprint('done')"
+    text = (
+        "print('ready', flush=True)\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\nprint('done')"
+    )
     path = script(text)
     before = signal.signal(number, lambda *_: None)
     try:

@@ -30,6 +30,7 @@ from imece.collectives.auto import links_of
 from imece.collectives.choice import predict
 from imece.collectives.pending import Pending
 from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.data_parallel import in_backward
 from imece.data_parallel.average import Average
 from imece.data_parallel.buckets import Bucket, Buckets, Slot
 from imece.data_parallel.cap import best_cap
@@ -85,6 +86,8 @@ class Reducer:
         self.hook_state: Any = None
         self.rebuilt = False
         self.watch: Watch | None = None
+        self.stepping: list[torch.Tensor] = []  # parameters with optimizers that step in backward
+        self.awaited: list[torch.futures.Future[Any]] = []  # of a hook on buffers: done when backward is
         self._cap_bytes, self._first_bytes, self._choose_cap = cap_bytes, first_bytes, choose_cap
         in_host = isinstance(group, SharedMemoryGroup) or way.schedule == "hierarchical"
         self._laid = Buckets(named_parameters, shared=in_host)
@@ -304,8 +307,11 @@ class Reducer:
             self._settle(slot)
         self._end_first()
         self._fired, self._touched = [0] * len(self.slots), [0] * len(self.slots)
+        while self.awaited:
+            self.awaited.pop().wait()
         if self.finite is not None:
             self.finite.judge(self.buckets)
+        in_backward.step(self.stepping)
         if watch is not None:
             watch.ended()
 

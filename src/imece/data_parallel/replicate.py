@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,9 +16,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _to_kwargs
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from imece import mesh
 from imece.collectives.calls import group_or_default
+from imece.data_parallel import in_backward
 from imece.data_parallel.average import Average, Over
 from imece.data_parallel.finite import Finite
 from imece.data_parallel.grad_bucket import Hook, check_hook
@@ -33,6 +35,7 @@ _MIB = 2**20
 DEFAULT_CAP_MB = 25.0
 BETWEEN_HOSTS_CAP_MB = 5.0  # a slow wire must not wait for the first 25 MiB
 FIRST_BUCKET_BYTES = _MIB
+BufferHook = Callable[[Any, dict[str, torch.Tensor]], list[torch.futures.Future[Any]] | None]
 _BUILTIN_HOOKS = {
     dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
     dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
@@ -119,6 +122,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._set_caps(bucket_cap_mb, bucket_cap_mb_list)
         self._over: Over = average
         self._check_finite = check_finite
+        self._buffer_hook: tuple[BufferHook, Any, _BufferCommHookLocation] | None = None
         self._synchronised = 0  # forwards whose backward is synchronised
         if init_sync:
             everything = [*module.named_parameters(), *module.named_buffers()]
@@ -211,8 +215,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         joining = self._join_config.enable
         if torch.is_grad_enabled():
             self.reducer.recover()
+        if not self._synchronised:
+            self.reducer.stepping = in_backward.take_over(each for _, each in self._named_parameters())
         Join.notify_join_context(self)
-        if self.will_sync_module_buffers():
+        if self.will_sync_module_buffers() and not self._buffer_hook_runs_after_forward():
             self._sync_buffers(joining)
         if joining:
             agree(self, synchronise)
@@ -229,6 +235,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @torch._disable_dynamo(recursive=True)
     def _after_forward(self, output: Any) -> Any:
+        if self.will_sync_module_buffers() and self._buffer_hook_runs_after_forward():
+            self._sync_buffers(self._join_config.enable)
         synchronise = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = synchronise
         if synchronise:
@@ -262,8 +270,36 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.require_forward_param_sync and self.forward_sync_buffers and bool(self._buffers_of_module())
         )
 
+    def _register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: BufferHook,
+        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """torch's private way to keep buffers alike by something else than a broadcast from rank 0."""
+        if not callable(hook):
+            raise TypeError(f"a hook on buffers is a function (state, {{name: buffer}}), not {hook!r}")
+        self._buffer_hook = hook, state, comm_hook_location
+
+    def _default_broadcast_coalesced(
+        self, bufs: list[torch.Tensor] | None = None, bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:  # fmt: skip
+        """What such a hook may call to do what happens without one; they all travel as one message."""
+        sync_from(
+            authoritative_rank, self._buffers_of_module() if bufs is None else bufs, self.process_group,
+            "buffers",
+        )  # fmt: skip
+
+    def _buffer_hook_runs_after_forward(self) -> bool:
+        return self._buffer_hook is not None and self._buffer_hook[2] is _BufferCommHookLocation.POST_FORWARD
+
     def _sync_buffers(self, joining: bool, *, present: bool = True) -> None:
         root = common_rank(self, present) if joining else 0
+        if self._buffer_hook is not None:
+            hook, state, _ = self._buffer_hook
+            self.reducer.awaited += hook(state, self._named_buffers()) or []
+            return
         buffers = self._buffers_of_module()
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
             sync_from(root, buffers, self.process_group, "buffers")
@@ -276,7 +312,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         return found + self._buffers_of_module() if buffers else found
 
     def _buffers_of_module(self) -> list[torch.Tensor]:
-        return [each for name, each in self.module.named_buffers() if name not in self.parameters_to_ignore]
+        return list(self._named_buffers().values())
+
+    def _named_buffers(self) -> dict[str, torch.Tensor]:
+        named = self.module.named_buffers()
+        return {name: each for name, each in named if name not in self.parameters_to_ignore}
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch's Join."""
@@ -380,12 +420,22 @@ class DistributedDataParallel(nn.Module, Joinable):
             if name in names:
                 buffer._ddp_ignored = True  # type: ignore[attr-defined]
 
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        """torch's private way to ask which parameters are not left to their rank."""
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
     def _set_static_graph(self) -> None:
         self.static_graph = self.reducer.static_graph = True
         self.reducer._learning = True
 
     def _register_builtin_comm_hook(self, kind: dist.BuiltinCommHookType) -> None:
         self.register_comm_hook(self.process_group, _BUILTIN_HOOKS[kind])
+
+    def _remove_autograd_hooks(self) -> None:
+        self.reducer.detach()
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: not the group, which must be the default one, nor what belongs to it."""

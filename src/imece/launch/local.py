@@ -174,7 +174,7 @@ class _Job:
             else:
                 assert isinstance(key.fileobj, socket.socket)
                 for number in key.fileobj.recv(64):
-                    if number in _SIGNALS:  # the descriptor tells of every signal that has a handler in Python
+                    if number in _SIGNALS:  # it tells of all that have a handler in Python
                         self._signalled(number)
 
     def _read(self, fd: int, output: RankOutput) -> None:
