@@ -112,7 +112,7 @@ def test_a_way_that_cannot_be_built_is_left_out_with_its_error() -> None:
         (["--tokens", "300"], "--tokens 300: more than 256 must be a multiple of 256"),
         (["--tokens", "0"], "--tokens 0: at least 1 is needed"),
         (["--tokens", "many"], "'many' is not a whole number"),
-        (["--ways", "torch-nccl"], "'torch-nccl' is not one of no-sync, imece, torch-shm"),
+        (["--ways", "torch-nccl"], "'torch-nccl' is not one of no-sync, imece, imece-overlap, torch-shm"),
         (["--ranks", "1"], "from 2 to 64 ranks"),
         (["--rounds", "0"], "--rounds 0: at least 1"),
         (["--steps", "0"], "--steps 0: at least 1"),
@@ -156,11 +156,16 @@ def test_a_quick_run_measures_traces_and_draws(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_several_numbers_of_tokens_have_files_of_their_own(tmp_path: Path) -> None:
-    results = Results(Plan((ALONE,)), traces={n: {0: [StepTrace(0.0, 1.0, 2.0, 3.0)]} for n in (128, 512)})
+    results = Results(
+        Plan((ALONE,)), traces={n: {0: [StepTrace(0.0, 1.0, 2.0, 3.0)]} for n in ("128", "128-overlap")}
+    )
     said: list[str] = []
     step.write_timelines(results, tmp_path / "new" / "trace.json", None, said.append)
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["trace-128.json", "trace-512.json"]
-    del results.traces[512]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        "trace-128-overlap.json",
+        "trace-128.json",
+    ]
+    del results.traces["128-overlap"]
     step.write_timelines(results, tmp_path / "trace.json", None, said.append)
     assert (tmp_path / "trace.json").exists()
     results.traces.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from imece import DistributedDataParallel
 from imece.collectives import ops
 from imece.collectives.shared_memory.arena import ARENAS
+from imece.collectives.shared_memory.group import SharedMemoryGroup
 from tests.data_parallel.checks import Check, Job, jobs, passed
 
 SMALL_MB = 80 / 2**20  # of two layers' gradients, 96 bytes, more than one bucket
@@ -771,7 +773,40 @@ def waiting(hook: Callable[..., Any]) -> Callable[..., None]:
     return wait
 
 
+def overlapped_or_not(group: dist.ProcessGroup) -> None:
+    """When buckets leave changes no bit of the gradients. By default early only where a core is free."""
+    start = copy.deepcopy(Branches())
+    found: dict[bool, list[Any]] = {True: [], False: []}
+    for overlap in found:
+        model = wrap(copy.deepcopy(start), group, bucket_cap_mb=SMALL_MB, overlap=overlap)
+        model.record_trace()
+        for step, picked in enumerate(([0, 1, 2, 3], [0, 2, 3], [dist.get_rank(), 3], [1, 1, 2])):
+            model.zero_grad()
+            model(own_input(step).float(), picked).sum().backward()
+            found[overlap].append(
+                {name: None if each is None else each.clone() for name, each in gradients(model).items()}
+            )
+            trace = model.last_trace
+            early = [bucket.launched_s < trace.backward_end_s for bucket in trace.buckets]
+            assert len(early) > 1 and not (any(early) and not overlap), early
+            assert step or any(early) == overlap, "all are used in the first step, so nothing has to wait"
+            assert all(bucket.launched_s <= bucket.done_s <= trace.end_s for bucket in trace.buckets)
+    for ours, others in zip(*found.values(), strict=True):
+        for name, each in ours.items():
+            assert (each is None and others[name] is None) or torch.equal(each, others[name]), name
+    shared = isinstance(group, SharedMemoryGroup)
+    before = torch.get_num_threads()
+    try:
+        for threads, expected in ((1, group.size() < len(os.sched_getaffinity(0))), (64, False)):
+            torch.set_num_threads(threads)
+            model = wrap(copy.deepcopy(start), group)
+            assert model.reducer.way.overlap == (expected or not shared), threads
+    finally:
+        torch.set_num_threads(before)
+
+
 CHECKS: dict[str, Check] = {
+    "overlapped or not": overlapped_or_not,
     "optimizers in backward": optimizers_in_backward,
     "hooks on buffers": hooks_on_buffers,
     "gradients are views": gradients_are_views,
@@ -807,6 +842,7 @@ CHECKS: dict[str, Check] = {
 
 # Where the order of collectives matters.
 ON_GLOO = [
+    "overlapped or not",
     "gradients are views", "rebuilt once", "order after two backwards", "no_sync stays local",
     "a failed backward", "no_sync after a failed backward", "unused everywhere", "used by some rank",
     "hooks' answers", "a rank that uses nothing", "two models, one backward",

@@ -10,7 +10,7 @@ from typing import Any
 
 from imece.bench import machine, report
 from imece.bench.crew import Crew
-from imece.bench.step_ways import ALONE, OURS, PACKAGES, missing
+from imece.bench.step_ways import ALONE, OURS, OVERLAPPED, PACKAGES, missing
 from imece.bench.targets import STEP, StepTarget
 from imece.data_parallel.trace import BucketTrace, StepTrace
 from imece.observe import timeline
@@ -59,8 +59,8 @@ class Results:
     """Tokens -> way -> a figure for each round."""
     losses: dict[str, float] = field(default_factory=dict)
     """Rank 0's after the last round."""
-    traces: dict[int, dict[int, list[StepTrace]]] = field(default_factory=dict)
-    """Tokens -> rank -> the steps that imece traced."""
+    traces: dict[str, dict[int, list[StepTrace]]] = field(default_factory=dict)
+    """"128" or "128-overlap" -> rank -> the steps that imece traced."""
     memory: dict[int, dict[str, Memory]] = field(default_factory=dict)
     """Tokens -> way -> what it took."""
 
@@ -123,16 +123,17 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
             _measure(crew, results, tokens)
             for line in lines(results, tokens):
                 say(line)
-        if OURS in results.losses:  # after all rounds: traced steps are steps of one way more
-            for tokens in plan.tokens:
-                _trace(crew, results, tokens)
+        for way in (OURS, OVERLAPPED):  # after all rounds: traced steps are steps of one way more
+            for tokens in plan.tokens if way in results.losses else ():
+                _trace(crew, results, way, tokens)
     for way, why in results.left_out.items():
         say(f"  {way} is left out: {why}")
     for way in results.odd_ones:
         say(f"  WRONG: {way} did not train the same model as the others")
-    for tokens, traces in results.traces.items():
+    for name, traces in results.traces.items():
+        number, _, overlap = name.partition("-")
         say(
-            f"\none step of {OURS} with {tokens} tokens a rank, as rank 0 saw it; "
+            f"\none step of {OVERLAPPED if overlap else OURS} with {number} tokens a rank, as rank 0 saw it; "
             "times in ms from the start of forward"
         )
         for line in timeline.table(typical(traces)[0][0]):
@@ -190,20 +191,21 @@ def write_timelines(
 ) -> None:
     """Write the traced steps for Perfetto to `trace` and a picture to `plot`.
 
-    If there are several numbers of tokens, each gets files of its own: trace.json -> trace-128.json.
+    If several were traced, each gets files of its own: trace.json -> trace-128-overlap.json.
     """
     if not results.traces and (trace or plot):
         say(f"no timeline: {OURS} was not measured")
-    for tokens, traces in results.traces.items():
+    for name, traces in results.traces.items():
+        tokens, _, overlap = name.partition("-")
         if trace is not None:
-            file = _for_tokens(trace, tokens, results)
+            file = _for_trace(trace, name, results)
             report.write_json(file, timeline.chrome_trace(traces))
             say(f"trace    {file} (open it at ui.perfetto.dev)")
         if plot is not None:
-            file = _for_tokens(plot, tokens, results)
+            file = _for_trace(plot, name, results)
             title = (
-                f"One step of imece.DistributedDataParallel: a GPT of {results.parameters / 1e6:.1f}M "
-                f"parameters, {tokens} tokens a rank\n{machine.describe()}"
+                f"One step of imece.DistributedDataParallel{'(overlap=True)' if overlap else ''}: a GPT of "
+                f"{results.parameters / 1e6:.1f}M parameters, {tokens} tokens a rank\n{machine.describe()}"
             )
             timeline.draw(typical(traces), file, title)
             say(f"plot     {file}")
@@ -246,9 +248,9 @@ def _measure(crew: Crew, results: Results, tokens: int) -> None:
             results.losses[way] = answers[0]["loss"]
 
 
-def _trace(crew: Crew, results: Results, tokens: int) -> None:
-    answers = crew.ask("trace", tokens=tokens, steps=max(3, results.plan.steps))
-    results.traces[tokens] = {
+def _trace(crew: Crew, results: Results, way: str, tokens: int) -> None:
+    answers = crew.ask("trace", way=way, tokens=tokens, steps=max(3, results.plan.steps))
+    results.traces[f"{tokens}-overlap" if way == OVERLAPPED else f"{tokens}"] = {
         rank: [step_trace(facts) for facts in answer["traces"]] for rank, answer in enumerate(answers)
     }
 
@@ -270,8 +272,8 @@ def _memory(results: Results) -> None:
                 results.memory.setdefault(tokens, {})[way] = Memory(**largest)
 
 
-def _for_tokens(path: Path, tokens: int, results: Results) -> Path:
-    return path.with_stem(f"{path.stem}-{tokens}") if len(results.traces) > 1 else path
+def _for_trace(path: Path, name: str, results: Results) -> Path:
+    return path.with_stem(f"{path.stem}-{name}") if len(results.traces) > 1 else path
 
 
 def wanted(ways: Sequence[str]) -> tuple[str, ...]:

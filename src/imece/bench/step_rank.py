@@ -15,7 +15,7 @@ from torch import nn
 
 from imece.bench import crew
 from imece.bench.reference_model import REFERENCE, batch
-from imece.bench.step_ways import OURS, Builder, Way
+from imece.bench.step_ways import Builder, Way
 
 _BACKWARDS = 3  # of a round, in the measure of what a parameter costs
 
@@ -49,14 +49,14 @@ class Rank:
             self._finish(way, loss)
         return {"seconds": (time.perf_counter() - begin) / steps, "loss": float(loss.detach())}
 
-    def trace(self, tokens: int, steps: int) -> dict[str, Any]:
-        """What `steps` steps of imece's did with their time."""
-        model: Any = self._ways[OURS].model
+    def trace(self, way: str, tokens: int, steps: int) -> dict[str, Any]:
+        """What `steps` steps of `way`, which is one of imece's, did with their time."""
+        model: Any = self._ways[way].model
         model.record_trace(True)
         dist.barrier()
         traces = []
         for _ in range(steps):
-            self._finish(OURS, self._forward(OURS, tokens))
+            self._finish(way, self._forward(way, tokens))
             traces.append(asdict(model.last_trace))
         model.record_trace(False)
         return {"traces": traces}

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 import imece
 from imece.bench.reference_model import REFERENCE, new_decoder, optimizer_of
 
-ALONE, OURS = "no-sync", "imece"
+ALONE, OURS, OVERLAPPED = "no-sync", "imece", "imece-overlap"
 OTHERS = ("torch-shm", "torch-gloo", "torch-gloo-view", "accelerate", "fabric")
-WAYS = (ALONE, OURS, *OTHERS)
+WAYS = (ALONE, OURS, OVERLAPPED, *OTHERS)
 PACKAGES = {"accelerate": "accelerate", "fabric": "lightning"}
 
 
@@ -59,8 +59,9 @@ class Builder:
         """`model` in the wrapper of `way`: of those that are nothing but a wrapper."""
         if way == ALONE:
             return model
-        if way == OURS:
-            return imece.DistributedDataParallel(model, process_group=self._shared_memory())
+        if way in (OURS, OVERLAPPED):
+            overlap = True if way == OVERLAPPED else None
+            return imece.DistributedDataParallel(model, process_group=self._shared_memory(), overlap=overlap)
         group = self._shared_memory() if way == "torch-shm" else None
         return DistributedDataParallel(
             model, process_group=group, gradient_as_bucket_view=way == "torch-gloo-view"

@@ -141,7 +141,7 @@ class StepOptions:
     json: Path | None = None
     """Write all figures to this file."""
     plot: Path | None = None
-    """Draw the timeline of one step (PNG) to this file; with several --tokens, a file for each (-128)."""
+    """Draw the timeline of one step (PNG) to this file; if several were traced, a file for each."""
     trace: Path | None = None
     """Write the same for ui.perfetto.dev (Chrome trace events) to this file, likewise."""
     quick: bool = False

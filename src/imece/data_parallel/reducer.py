@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,10 +54,11 @@ _lines: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Reducer]] = weakref.We
 
 @dataclass(frozen=True)
 class Way:
-    """How a bucket is reduced where no hook does it: as for ops.all_reduce."""
+    """How a bucket is reduced where no hook does it, as for ops.all_reduce; and when."""
 
     schedule: str | None = None
     wire: str | None = None
+    overlap: bool = True  # as soon as it is ready; False: when backward is over, on its own thread
 
 
 class Reducer:
@@ -97,12 +98,13 @@ class Reducer:
         self.armed = False  # the forward returned nothing to hang on to: the first gradient begins
         self._syncing = False
         self._graphed = False
+        self._ending = False  # all gradients that will come are there
         self._next = 0  # bucket to leave next
         self._scale: float | None = None  # of gradients on their way into buckets; None: not known yet
         self._learning = static_graph  # the first backward counts how often each parameter fires
         self._order: list[int] | None = []  # slots as they fire in the first backward; None after it
         self._came: list[int] | None = None  # that order, until the buckets are rebuilt by it
-        self._used: Pending | None = None  # their exchange, under way
+        self._used: Pending | torch.Tensor | None = None  # their exchange, under way or over
         self._used_anywhere: list[int] = []  # by parameter, in the last backward that asked
         self._arrivals: list[tuple[int, float]] = []  # bytes and time of each, in that order
         self._handles = [
@@ -146,7 +148,7 @@ class Reducer:
 
     def start(self, *, present: bool = True) -> None:
         """Everything back to the beginning of a backward."""
-        self._next, self._used = 0, None
+        self._next, self._used, self._ending = 0, None, False
         line = _lines.setdefault(self.group, [])
         if self not in line:
             line.append(self)
@@ -217,6 +219,8 @@ class Reducer:
 
     def _let_go(self) -> None:
         """All buckets that are ready, in order: the same order on every rank."""
+        if not (self.way.overlap or self._ending):
+            return
         now = time.perf_counter() if self.watch is not None else 0.0
         line = _lines.get(self.group)
         if not line or line[0] is not self:
@@ -251,15 +255,14 @@ class Reducer:
             return False
         return not self.slots[0].view.is_cuda
 
-    def _reduce(self, bucket: Bucket) -> Pending | torch.futures.Future[Any]:
+    def _reduce(self, bucket: Bucket) -> Pending | torch.futures.Future[Any] | None:
+        """What its result has to be waited for with; None if it is there."""
         if self.hook is None:
-            return cast(
-                Pending,
-                ops.all_reduce(
-                    bucket.flat, group=self.group, async_op=True, schedule=self.way.schedule,
-                    wire=self.way.wire, label=bucket.label,
-                ),
+            work = ops.all_reduce(
+                bucket.flat, group=self.group, async_op=self.way.overlap, schedule=self.way.schedule,
+                wire=self.way.wire, label=bucket.label,
             )  # fmt: skip
+            return work if isinstance(work, Pending) else None
         return self.hook(
             self.hook_state,
             GradBucket(
@@ -298,6 +301,7 @@ class Reducer:
         if watch is not None:
             watch.backward_ended()
         absent = self._fill_in()
+        self._ending = True
         self._let_go()
         assert self._next == len(self.buckets), "a bucket is left behind"
         used = self._wait_for_all()
@@ -348,14 +352,14 @@ class Reducer:
             slot.bucket.pending -= 1
         return absent
 
-    def _wait_for_all(self) -> Pending | None:
-        """All buckets end. Returns which parameters were used anywhere, under way."""
+    def _wait_for_all(self) -> Pending | torch.Tensor | None:
+        """All buckets end. Returns which parameters were used anywhere, perhaps under way."""
         # A hook's collectives may follow each other from other threads: none of ours may come between.
         for bucket in self.buckets:
             self._wait(bucket)
         return self._used if self.hook is None else self._exchange_used()
 
-    def _exchange_used(self) -> Pending | None:
+    def _exchange_used(self) -> Pending | torch.Tensor | None:
         """Which parameters some rank used; None if that is known already."""
         if self.static_graph and not self._learning:
             return None
@@ -363,12 +367,13 @@ class Reducer:
         used = torch.frombuffer(bytearray(map(bool, counts)), dtype=torch.uint8).to(
             self.buckets[0].flat.device
         )
-        return cast(
-            Pending, ops.all_reduce(used, "max", group=self.group, async_op=True, label="used parameters")
+        work: Pending | torch.Tensor = ops.all_reduce(
+            used, "max", group=self.group, async_op=self.way.overlap, label="used parameters"
         )
+        return work
 
-    def _note_used(self, used: Pending, *, read: bool) -> None:
-        flags = used.wait()
+    def _note_used(self, used: Pending | torch.Tensor, *, read: bool) -> None:
+        flags = used.wait() if isinstance(used, Pending) else used
         if read:  # on a GPU reading waits for it, which only ranks with an unused parameter need to do
             assert flags is not None
             self._used_anywhere = flags.tolist()
@@ -439,10 +444,11 @@ class Reducer:
                 self._put(slot.parameter.grad if left else None, slot.view)
             for bucket in self.buckets:
                 bucket.pending = 0
+            self._ending = True
             self._let_go()
             used = self._wait_for_all()
             if used is not None:
-                used.wait()
+                self._note_used(used, read=False)
             self._touched = [0] * len(self.slots)
             self._end_first()
 

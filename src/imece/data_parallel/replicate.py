@@ -20,6 +20,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from imece import mesh
 from imece.collectives.calls import group_or_default
+from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel import in_backward
 from imece.data_parallel.average import Average, Over
 from imece.data_parallel.finite import Finite
@@ -76,6 +77,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         average: Over = "ranks",
         wire: Literal["bf16"] | None = None,
         schedule: str | None = None,
+        overlap: bool | None = None,
         drift_check_every: int = 0,
         check_finite: bool = False,
     ) -> None:
@@ -86,6 +88,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         average: "ranks" as torch does; "samples" or "tokens": say how many each loss is the mean of with
         `weigh`, and the gradient is that of one process on all of them.
         wire, schedule: as for imece.all_reduce; by default "hierarchical" between the CPUs of several hosts.
+        overlap: whether a bucket leaves while backward goes on. By default it does, but not between ranks of
+        one host whose threads fill its cores: there it would take from backward more than it hides.
         drift_check_every: compare all ranks' parameters, bit for bit, every so many synchronised forwards.
         check_finite: after each backward `nonfinite` says which ranks brought NaN or Inf in which parameters.
 
@@ -118,7 +122,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.drift_check_every = drift_check_every
-        self._way = Way(schedule or _best_schedule(self.process_group, self.device), wire)
+        self._way = Way(
+            schedule or _best_schedule(self.process_group, self.device),
+            wire,
+            _has_spare_core(self.process_group, self.device) if overlap is None else overlap,
+        )
         self._set_caps(bucket_cap_mb, bucket_cap_mb_list)
         self._over: Over = average
         self._check_finite = check_finite
@@ -479,6 +487,13 @@ def _best_schedule(group: dist.ProcessGroup, device: torch.device) -> str | None
         if device.type == "cpu" and len(arranged.hosts) > 1 and group is arranged.world_group:
             return "hierarchical" if arranged.cross_group is not None else None
     return None
+
+
+def _has_spare_core(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether something else than backward can reduce: a network, a GPU, or a core that is free."""
+    if device.type != "cpu" or not isinstance(group, SharedMemoryGroup):
+        return True
+    return group.size() * torch.get_num_threads() < group.cores
 
 
 def _buffer_flags(broadcast: bool | None, forward: bool | None) -> tuple[bool, bool]:

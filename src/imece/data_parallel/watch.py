@@ -30,8 +30,11 @@ class Watch:
         self._step.buckets.clear()
 
     def left(self, trace: BucketTrace, bucket: Any) -> None:
-        """bucket: whose `work` is under way from now on."""
+        """bucket: whose `work` is under way from now on, if it is not over already."""
         self._step.buckets.append(trace)
+        if bucket.work is None:
+            trace.done_s = time.perf_counter()
+            return
         with self._lock:
             first = not self._underway
             self._underway.append((trace, bucket.work))

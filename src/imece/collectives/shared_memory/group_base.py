@@ -67,6 +67,11 @@ class GroupBase(dist.ProcessGroup):
         return GroupName(self._name)
 
     @property
+    def cores(self) -> int:
+        """That every rank may run on: the least of all ranks."""
+        return min(peer.cores for peer in self._board.peers)
+
+    @property
     def group_desc(self) -> str:
         """What torch calls the group in its logs."""
         return self._desc
