@@ -204,7 +204,7 @@ def write_timelines(
         if plot is not None:
             file = _for_trace(plot, name, results)
             title = (
-                f"One step of imece.DistributedDataParallel{'(overlap=True)' if overlap else ''}: a GPT of "
+                f"One step of imece.DistributedDataParallel{' (overlap=True)' if overlap else ''}: a GPT of "
                 f"{results.parameters / 1e6:.1f}M parameters, {tokens} tokens a rank\n{machine.describe()}"
             )
             timeline.draw(typical(traces), file, title)

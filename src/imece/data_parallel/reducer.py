@@ -232,11 +232,11 @@ class Reducer:
                 self.finite.look(bucket)
             if self._one_by_one and bucket.index:
                 self._wait(self.buckets[bucket.index - 1])
+            launched = time.perf_counter() if self.watch is not None else 0.0
             with torch.no_grad():
                 bucket.work = self._reduce(bucket)
             if self.watch is not None:
-                trace = BucketTrace(bucket.index, bucket.flat.nbytes, now, time.perf_counter())
-                self.watch.left(trace, bucket)
+                self.watch.left(BucketTrace(bucket.index, bucket.flat.nbytes, now, launched), bucket)
         if self._next == len(self.buckets):
             if self.hook is None:
                 self._used = self._exchange_used()
