@@ -42,7 +42,7 @@ def test_every_way_gives_the_same_bits(backend: str, world_size: int) -> None:
     assert all(result == results[0] for result in results)
 
 
-@pytest.mark.parametrize(("hosts", "each"), [(1, 2), (2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("hosts", "each"), [(1, 2), (1, 3), (2, 1), (2, 2), (3, 2)])
 def test_hierarchical(hosts: int, each: int) -> None:
     """Emulated hosts: shm inside, Gloo between."""
     results = run_ranks(
@@ -178,8 +178,14 @@ def reduce_over_hosts(hosts: int) -> dict[str, Any]:
                 pending = ops.all_reduce(whole, op, schedule="hierarchical", async_op=True)
                 assert pending.wait(30) is whole
                 torch.testing.assert_close(whole.double(), exact.double(), rtol=1e-5, atol=1e-5, msg=what)
+                shared = imece.shared_empty(numel, dtype).copy_(parts[rank])
+                hierarchical.all_reduce(shared, host, cross, op, chunk_bytes=8 * 1024)
+                assert torch.equal(shared, got), f"{what}: shared memory changes the bits"
+                mixed = parts[rank].clone() if rank == 0 else shared.copy_(parts[rank])
+                hierarchical.all_reduce(mixed, host, cross, op, chunk_bytes=8 * 1024)
+                assert torch.equal(mixed, got), f"{what}: one rank's ordinary memory changes the bits"
                 hashes += [bits(got), bits(whole)]
-                cases += 2
+                cases += 4
         for op in ("sum", "avg"):
             exact = torch.stack([noise(each, numel) for each in range(world_size)]).double().sum(0)
             size = torch.stack([noise(each, numel) for each in range(world_size)]).double().abs().sum(0)
@@ -188,6 +194,9 @@ def reduce_over_hosts(hosts: int) -> dict[str, Any]:
             hierarchical.all_reduce(got, host, cross, op, wire="bf16", chunk_bytes=8 * 1024)
             error = (got.double() * scale - exact).abs()
             assert bool((error <= 2.02 * HALF_UNIT * size + 1e-6).all()), f"bf16 {op} of [{numel}]"
+            shared = imece.shared_empty(numel).copy_(noise(rank, numel))
+            hierarchical.all_reduce(shared, host, cross, op, wire="bf16", chunk_bytes=8 * 1024)
+            assert torch.equal(shared, got), f"bf16 {op} of [{numel}]: shared memory changes the bits"
             again = ops.all_reduce(noise(rank, numel), op, schedule="hierarchical", wire="bf16")
             hashes += [bits(got), bits(again)]
             cases += 2

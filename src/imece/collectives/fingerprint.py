@@ -17,7 +17,7 @@ import torch
 
 OPS = (
     "", "broadcast", "reduce", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "gather",
-    "scatter", "barrier", "send", "recv", "exchange", "all_gather_list",
+    "scatter", "barrier", "send", "recv", "exchange", "all_gather_list", "open",
 )  # fmt: skip
 REDUCE_OPS = ("", "sum", "avg", "min", "max", "product", "band", "bor", "bxor", "premul_sum")
 DTYPES: tuple[str, ...] = (

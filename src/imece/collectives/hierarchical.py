@@ -5,6 +5,9 @@ nearly 2M between neighbouring hosts. The tensor goes in chunks through a pipeli
 c runs at tick c + s · CHUNKS_AHEAD. So a chunk's messages have that many ticks to travel before somebody
 waits for them, the wire always has work in both directions, and all ranks do the same things in the same
 order whatever their timing.
+
+Where the tensors of a host lie in shared memory its ranks meet twice, at the beginning and at the end: each
+sums its slices straight out of the others' tensors, and writes the results into all of them.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from imece.collectives import native
 from imece.collectives.execute import TAG_HIERARCHICAL, Message, pieces, post
 from imece.collectives.pending import Waitable, wait_for
 from imece.collectives.reduction import combine, landed, prepared
+from imece.collectives.shared_memory.arithmetic import reduction
+from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.wire import Bf16Sum, check_bf16
 
 CHUNK_BYTES = 1024 * 1024
@@ -52,19 +57,35 @@ def all_reduce(
         buffer, base = prepared(tensor, op, world_size)
         if wire == "bf16":
             buffer = buffer.float()
+        in_host = _open(buffer, host_group)
         hosts = host_group.size()
         chunk = max(1, chunk_bytes // buffer.itemsize // hosts) * hosts
         even = buffer.numel() // hosts * hosts
-        parts = [buffer[start:stop] for start, stop in pieces(even, chunk)]
+        spans = pieces(even, chunk)
+        chunks = [
+            _Chunk(buffer[start:stop], host_group, cross_group, base, wire,
+                   [each[start:stop] for each in in_host])
+            for start, stop in spans
+        ]  # fmt: skip
         # Every chunk has H equal slices; what is left over makes a padded one.
         tail = buffer.new_zeros(hosts) if even < buffer.numel() else None
         if tail is not None:
             tail[: buffer.numel() - even].copy_(buffer[even:])
-            parts.append(tail)
-        _pipeline([_Chunk(part, host_group, cross_group, base, wire).stages() for part in parts])
+            chunks.append(_Chunk(tail, host_group, cross_group, base, wire, []))
+        _pipeline([each.stages() for each in chunks])
+        if in_host:
+            assert isinstance(host_group, SharedMemoryGroup)
+            host_group.barrier_now()  # till then others write into this rank's tensor
         if tail is not None:
             buffer[even:].copy_(tail[: buffer.numel() - even])
         return landed(buffer.to(tensor.dtype) if wire else buffer, tensor, op, world_size)
+
+
+def _open(buffer: torch.Tensor, host: dist.ProcessGroup) -> list[torch.Tensor]:
+    """The tensors of all ranks of the host, where they lie; empty unless all of them are in shared memory."""
+    if not isinstance(host, SharedMemoryGroup) or buffer.device.type != "cpu" or host.size() == 1:
+        return []
+    return host.open(buffer) or []
 
 
 def _pipeline(chunks: list[list[Stage]]) -> None:
@@ -87,10 +108,13 @@ class _Chunk:
         cross: dist.ProcessGroup,
         op: str,
         wire: str | None,
+        in_host: list[torch.Tensor],
     ) -> None:
+        """in_host: `whole` of every rank of the host, [H * n], if this rank can reach into them."""
         length = whole.numel() // host.size()
         self.whole = whole
         self.mine = whole[host.rank() * length : (host.rank() + 1) * length]
+        self.slices = [each[host.rank() * length : (host.rank() + 1) * length] for each in in_host]
         self.host, self.cross, self.op, self.wire = host, cross, op, wire
         # What belongs to a chunk under way, and is let go when it is done.
         self.works: list[Waitable] = []
@@ -108,11 +132,22 @@ class _Chunk:
         return [self.start_bf16, self.continue_bf16, self.end_bf16]
 
     def reduce_in_host(self) -> None:
-        if self.host.size() > 1:
+        if self.slices:
+            how = reduction(self.op, self.mine.dtype)
+            in_place = self.host.rank() < 2  # or an addend would be overwritten before its turn
+            scratch = self.mine.new_empty(
+                0 if in_place and how.within is how.dtype else self.mine.numel(), dtype=how.within
+            )
+            how(self.slices, self.mine, scratch, in_place)
+        elif self.host.size() > 1:
             wait_for(native.reduce_scatter(self.mine, self.whole, self.op, self.host), "the sum in the host")
 
     def gather_in_host(self) -> None:
-        if self.host.size() > 1:
+        if self.slices:
+            for rank, each in enumerate(self.slices):
+                if rank != self.host.rank():
+                    each.copy_(self.mine)
+        elif self.host.size() > 1:
             wait_for(native.all_gather(self.whole, self.mine, self.host), "the gather in the host")
 
     def send_to_other_host(self) -> None:

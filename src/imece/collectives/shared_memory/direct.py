@@ -50,6 +50,24 @@ class DirectCalls(GroupBase):
             return
         self._run_small(small, source, target, label)
 
+    def open(self, tensor: Tensor, label: str = "") -> list[Tensor] | None:
+        """Every rank's `tensor` where it lies, in rank order; None, for all, unless all are in shared memory.
+
+        tensor: flat, on the CPU, of one dtype and size on all ranks. From the return of this until all ranks
+        have called `barrier_now` a rank may read and write what is agreed to be its part of all of them.
+        """
+        found: list[Tensor] = []
+
+        def steps() -> Steps:
+            self._engine.enter(fingerprint, tensor)
+            yield from self._engine.entered(fingerprint)
+            found.extend(self._engine.in_place(range(self._engine.world_size)) or ())
+
+        fingerprint = pack("open", "", tensor.dtype, tensor.numel(), -1)
+        noted = self._noted(fingerprint, tensor.dtype, tensor.shape, steps(), nothing, label)
+        self._runner.run(self._engine.operation(fingerprint, noted))
+        return [each.view(tensor.dtype) for each in found] or None
+
     def barrier_now(self) -> None:
         """Nobody goes on before everybody is here."""
         self._run_small(self._barrier, None, None)

@@ -94,7 +94,9 @@ class Runner:
         try:
             while left := [operation for operation in left if not _ended(operation)]:
                 if patience is None:
-                    patience = Patience(self._board, timeout_s, hot=True)
+                    # A thread beside the main one shares its core with what the main one computes.
+                    hot = threading.current_thread() is threading.main_thread()
+                    patience = Patience(self._board, timeout_s, hot=hot)
                 elif moved != self._moved():
                     moved = self._moved()
                     patience.progress()
