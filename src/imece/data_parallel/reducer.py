@@ -477,7 +477,10 @@ class Reducer:
             times = predict("all_reduce", nbytes, links)
             return times.get(schedule, min(times.values()))
 
-        return best_cap(self._arrivals, seconds, self._first_bytes)[0]
+        arrivals = self._arrivals
+        if not self.way.overlap:  # nothing leaves before the last one has come
+            arrivals = [(nbytes, arrivals[-1][1]) for nbytes, _ in arrivals]
+        return best_cap(arrivals, seconds, self._first_bytes)[0]
 
     @property
     def cap_bytes(self) -> int | Sequence[int]:
