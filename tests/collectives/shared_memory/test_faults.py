@@ -270,9 +270,12 @@ def barrier() -> Call:
     return lambda rank, group: dist.barrier(group=group)
 
 
-def waited(shape: tuple[int, ...]) -> Call:
+def waited(shape: tuple[int, ...], between_s: float = 0) -> Call:
     def call(rank: int, group: Any) -> None:
-        works = [dist.all_reduce(torch.ones(shape), group=group, async_op=True) for _ in range(3)]
+        works = []
+        for _ in range(3):
+            works.append(dist.all_reduce(torch.ones(shape), group=group, async_op=True))
+            time.sleep(between_s)
         for work in works:
             work.wait()
 
@@ -358,6 +361,10 @@ DISAGREEMENTS: dict[str, tuple[Call, Call, str]] = {
         "rank 1 all_reduce(sum)",
     ),
     "async": (waited((7,)), waited((8,)), "ranks 0, 2 sent float32[8], rank 1 float32[7]"),
+    # The first has failed before the second is called.
+    "async, slowly": (
+        waited((7,), 0.05), waited((8,), 0.05), "ranks 0, 2 sent float32[8], rank 1 float32[7]",
+    ),
     "splits": (
         splits([1, 1, 1], [1, 1, 1]), splits([1, 2, 1], [1, 1, 1]),
         "sends 8 bytes to rank 1, which expects 4",

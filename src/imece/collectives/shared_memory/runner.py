@@ -79,12 +79,13 @@ class Runner:
 
     def check(self) -> None:
         """Raise if the group has failed before: no call on it can succeed any more."""
+        if (error := self._failed_before()) is not None:
+            raise error from self._error
+
+    def _failed_before(self) -> CollectiveError | None:
         if self._error is not None:
-            raise CollectiveError(
-                f"this group cannot be used any more, since: {self._error}"
-            ) from self._error
-        if self._closed:
-            raise CollectiveError("this group has been destroyed")
+            return CollectiveError(f"this group cannot be used any more, since: {self._error}")
+        return CollectiveError("this group has been destroyed") if self._closed else None
 
     def _drive(self, operations: Sequence[Operation], timeout_s: float) -> None:
         """Let the operations go on in turn until all are over."""
@@ -125,7 +126,8 @@ class Runner:
 
         Most messages fit into the ring, or have come before somebody asks for them.
         """
-        self.check()
+        if self._refused(finish):
+            return
         try:
             ended = _ended(operation)
         except BaseException as error:
@@ -140,10 +142,22 @@ class Runner:
 
     def submit(self, operation: Operation, finish: Finish) -> None:
         """Run a collective on the worker; it calls `finish(error or None)` at its end."""
-        self.check()
+        if self._refused(finish):
+            return
         with self._changed:
             self._collectives.append((operation, finish))
         self._wake_worker()
+
+    def _refused(self, finish: Finish) -> bool:
+        """End an asynchronous call on a group that has failed: its work says so, not the call.
+
+        What failed may be work that nobody has waited for yet. Who waits for all in order hears first
+        why, and only then that nothing after it was possible.
+        """
+        error = self._failed_before()
+        if error is not None:
+            finish(error)
+        return error is not None
 
     def _wake_worker(self) -> None:
         with self._changed:
