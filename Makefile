@@ -3,7 +3,7 @@
 PYTHON3 ?= python3
 # More options for pip, for instance PIP_FLAGS=--prefer-binary
 PIP_FLAGS ?=
-# More options for pytest, for instance ARGS="-k mesh -x"
+# More options for pytest or imece train: make test ARGS="-k mesh -x", make train ARGS="--steps 2000"
 ARGS ?=
 # `make test-gpu PYTHON=python3` uses a Python that already has a CUDA build of torch.
 PYTHON ?= .venv/bin/python
@@ -13,7 +13,7 @@ SETUP_STAMP := .venv/.imece-setup
 BENCH_STAMP := .venv/.imece-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all test-gpu lint format bench clean
+.PHONY: help setup train test test-all test-gpu lint format bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,6 +27,9 @@ $(SETUP_STAMP): pyproject.toml constraints.txt
 	$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
 		-c constraints.txt -e '.[dev]'
 	@touch $@
+
+train: setup  ## the main job: train a small language model, about 3 minutes on two cores; again: go on
+	$(VENV_PYTHON) -m imece train $(ARGS)
 
 test: setup  ## the tests that need no GPU and are not slow
 	$(VENV_PYTHON) -m pytest -m "not gpu and not slow" $(ARGS)

@@ -1,4 +1,4 @@
-"""`imece bench`: measure this machine's collectives, two emulated hosts, and a model's training step."""
+"""`imece bench`: measure this machine's collectives, two emulated hosts, a training step, and training."""
 
 from __future__ import annotations
 
@@ -8,13 +8,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from imece.bench import collectives, ddp, hosts, machine, parameter_cost, report, step, targets
+from imece.bench import (
+    collectives,
+    ddp,
+    hosts,
+    machine,
+    parameter_cost,
+    report,
+    step,
+    targets,
+    train,
+    train_targets,
+)
 from imece.bench.contenders import LIBRARIES, OPS
 from imece.bench.namespaces import HostsUnavailable
 from imece.bench.reference_model import REFERENCE
 from imece.bench.step_ways import WAYS
 from imece.cli.options import nearest, parse
 from imece.errors import UserError
+from imece.train.config import TrainConfig
 
 _QUICK_S = 0.004
 
@@ -111,10 +123,7 @@ class DdpOptions:
 
     def plan(self) -> ddp.Plan:
         """What to measure; UserError for what cannot be."""
-        if not 2 <= self.ranks <= 64:
-            raise UserError(f"--ranks {self.ranks}: from 2 to 64 ranks can be measured")
-        _at_least_one(self.rounds, "--rounds")
-        _at_least_one(self.steps, "--steps")
+        _check_counts(self)
         if self.quick:
             return ddp.Plan(self.ranks, min(self.rounds, 3), 1, self.wrap)
         return ddp.Plan(self.ranks, self.rounds, self.steps, self.wrap)
@@ -149,7 +158,7 @@ class StepOptions:
 
     def plan(self) -> step.Plan:
         """What to measure; UserError for what cannot be."""
-        self._check()
+        _check_counts(self)
         tokens = _counts(self.tokens, "--tokens")
         for count in tokens:
             if count > REFERENCE.length and count % REFERENCE.length:
@@ -162,15 +171,39 @@ class StepOptions:
 
     def parameter_plan(self) -> parameter_cost.Plan:
         """What to measure of --parameters; UserError for what cannot be."""
-        self._check()
+        _check_counts(self)
         counts = tuple(sorted(_counts(self.parameters, "--parameters")))
         return parameter_cost.Plan(counts, self.ranks, min(self.rounds, 2) if self.quick else self.rounds)
 
-    def _check(self) -> None:
-        if not 2 <= self.ranks <= 64:
-            raise UserError(f"--ranks {self.ranks}: from 2 to 64 ranks can be measured")
-        _at_least_one(self.rounds, "--rounds")
-        _at_least_one(self.steps, "--steps")
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Options of `imece bench train`."""
+
+    ways: str = ",".join(train_targets.WAYS)
+    """Which ways of training; the default of `imece train` is always there."""
+    ranks: int = 2
+    """Number of ranks."""
+    rounds: int = 5
+    """Alternating rounds."""
+    steps: int = 4
+    """Training steps of a round."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    quick: bool = False
+    """A tiny model, 2 rounds of 1 step: to see that it works, not to quote."""
+
+    def plan(self) -> train.Plan:
+        """What to measure; UserError for what cannot be."""
+        _check_counts(self)
+        config = train.QUICK if self.quick else TrainConfig()
+        if config.batch.sequences % self.ranks:
+            raise UserError(
+                f"--ranks {self.ranks}: they cannot share the {config.batch.sequences} sequences of a step"
+            )
+        ways = tuple(report.read_choices(self.ways, train_targets.WAYS, "--ways"))
+        rounds, steps = (min(self.rounds, 2), 1) if self.quick else (self.rounds, self.steps)
+        return train.Plan(ways, self.ranks, rounds, steps, config)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -183,6 +216,7 @@ def run(argv: Sequence[str]) -> int:
             run_step,
             "what synchronisation adds to a step: imece, torch, Accelerate, Fabric; a timeline",
         ),
+        "train": (run_train, "imece train beside a plain loop with torch on Gloo, and the machine's limit"),
     }
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: imece bench WHAT [options]\n")
@@ -285,6 +319,31 @@ def _run_parameters(options: StepOptions) -> int:
     _say_targets("what the plan of this project asks for", parameter_cost.judged(results))
     _write_figures(options.json, results.as_json())
     return 0
+
+
+def run_train(argv: Sequence[str]) -> int:
+    """`imece bench train`."""
+    options = parse(
+        TrainOptions, argv, "imece bench train",
+        "Time the steps of imece train beside a plain loop with torch's DistributedDataParallel on Gloo.",
+    )  # fmt: skip
+    plan = options.plan()
+    report.check_writable(options.json)
+    print(machine.describe())
+    results = train.run(plan, _say)
+    _say_targets(
+        "what the plan of this project asks for, on an idle machine with two cores",
+        train_targets.lines(train_targets.TRAIN, results.found),
+    )
+    _write_figures(options.json, results.as_json())
+    return 1 if results.odd_ones else 0
+
+
+def _check_counts(options: DdpOptions | StepOptions | TrainOptions) -> None:
+    if not 2 <= options.ranks <= 64:
+        raise UserError(f"--ranks {options.ranks}: from 2 to 64 ranks can be measured")
+    _at_least_one(options.rounds, "--rounds")
+    _at_least_one(options.steps, "--steps")
 
 
 def _counts(text: str, option: str) -> tuple[int, ...]:

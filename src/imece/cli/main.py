@@ -14,10 +14,16 @@ from imece.cli.options import nearest, one_line
 from imece.errors import UserError
 
 COMMANDS = {
+    "train": "train a language model on text, or go on with a run",
+    "sample": "let a trained model write",
+    "eval": "the loss of a trained model, on its own held-out text or on other",
+    "export": "a trained model in Hugging Face's format",
     "launch": "run a script on several ranks of this host",
     "bench": "measure collectives beside Gloo and others",
     "doctor": "check this host, and every collective on it",
 }
+
+_MODULES = {"eval": "evaluate"}  # whose file has another name: eval is Python's
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +57,8 @@ def _run(arguments: list[str]) -> int:
         meant = nearest(name, [*COMMANDS, "--help", "--version"])
         hint = f"did you mean {meant}?" if meant else f"the commands are {', '.join(COMMANDS)}"
         raise UserError(f"there is no command {name!r}; {hint}")
-    run: Callable[[Sequence[str]], int] = importlib.import_module(f"imece.cli.{name}").run
+    module = _MODULES.get(name, name)
+    run: Callable[[Sequence[str]], int] = importlib.import_module(f"imece.cli.{module}").run
     return run(rest)
 
 

@@ -12,7 +12,7 @@ import difflib
 import io
 import re
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -24,8 +24,14 @@ _BOX = "│╭╮╰╯─ "  # with these taken away a rule is an empty line
 _ASCII_RULE = re.compile(r"^\s*-{8,}\s*$", re.MULTILINE)
 
 
-def parse(config_class: type[Config], argv: Sequence[str], prog: str, description: str) -> Config:
-    """The `config_class` (a dataclass) that `argv` describes.
+def parse(
+    config_class: type[Config],
+    argv: Sequence[str],
+    prog: str,
+    description: str,
+    default: Config | None = None,
+) -> Config:
+    """The `config_class` (a dataclass) that `argv` describes; `default` has the values it does not name.
 
     `prog` is the command as typed ("imece bench"), `description` the text above the options in --help.
     --help prints and raises SystemExit(0). Raises UserError, in one line, for anything that cannot be
@@ -34,7 +40,8 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str, descriptio
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(config_class, args=list(argv), prog=prog, description=description)
+            start = tyro.MISSING_NONPROP if default is None else default
+            return tyro.cli(config_class, args=list(argv), prog=prog, description=description, default=start)
     except SystemExit as leaving:
         if leaving.code in (0, None):
             raise
@@ -50,11 +57,21 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in joined)
 
 
-def option_names(config_class: type[object]) -> list[str]:
-    """The long options of a dataclass, as typed: "--out-dir" for the field out_dir."""
+def option_names(config_class: type[object], prefix: str = "--") -> list[str]:
+    """The long options of a dataclass, as typed: "--out-dir", "--model.max-seq" for one within another."""
     if not dataclasses.is_dataclass(config_class):
         raise TypeError(f"{config_class.__name__} is not a dataclass")
-    return ["--" + field.name.replace("_", "-") for field in dataclasses.fields(config_class)]
+    names = []
+    hints = get_type_hints(config_class, include_extras=True)
+    for field in dataclasses.fields(config_class):
+        name, kind = prefix + field.name.replace("_", "-"), hints[field.name]
+        own, *extras = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+        if dataclasses.is_dataclass(own):
+            names += option_names(cast(type[object], own), f"{name}.")
+        else:
+            names.append(name)
+        names += [alias for extra in extras for alias in getattr(extra, "aliases", None) or ()]
+    return names
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:

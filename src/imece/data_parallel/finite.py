@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import torch
 import torch.distributed as dist
 
-from imece.collectives import ops
+from imece.collectives.texts import gather_texts
 from imece.data_parallel.buckets import Bucket
-
-_MAX_BYTES = 4096
 
 
 class Finite:
@@ -33,16 +29,6 @@ class Finite:
         found, self._found, self.brought = self._found, [], {}
         if all(bool(torch.isfinite(bucket.buffer.sum())) for bucket in buckets):
             return
-        text = json.dumps(found)
-        while len(text.encode()) > _MAX_BYTES:
-            found = found[: len(found) // 2]
-            text = json.dumps([*found, "..."])
-        row = torch.zeros(_MAX_BYTES, dtype=torch.uint8, device=buckets[0].flat.device)
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        row[: data.numel()] = data.to(row.device)
-        rows = row.new_empty(self._group.size() * _MAX_BYTES)
-        ops.all_gather(rows, row, group=self._group, label="ranks with a gradient that is not finite")
-        for rank, raw in enumerate(rows.view(-1, _MAX_BYTES).cpu().numpy()):
-            names = json.loads(raw.tobytes().rstrip(b"\0").decode())
-            if names:
-                self.brought[rank] = names
+        label = "ranks with a gradient that is not finite"
+        texts = gather_texts(found, self._group, buckets[0].flat.device, label)
+        self.brought = {rank: names for rank, names in enumerate(texts) if names}

@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch.distributed.optim import apply_optimizer_in_backward as torch_side
 
 
 def take_over(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Those with such optimizers, which from now on step by `step` alone."""
     found = [each for each in parameters if hasattr(each, "_in_backward_optimizers")]
-    for each in found:
-        for handle in torch_side.param_to_optim_hook_handle_map.get(each, []):
-            handle.remove()
+    if found:
+        # Not at the top: torch.distributed.optim imports FSDP and sympy, which takes as long as torch itself.
+        from torch.distributed.optim import apply_optimizer_in_backward as torch_side
+
+        for each in found:
+            for handle in torch_side.param_to_optim_hook_handle_map.get(each, []):
+                handle.remove()
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -12,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from imece.collectives import ops
+from imece.collectives.texts import gather_texts
 from imece.errors import MismatchError
 
 _FLAT_BYTES = 64 * 2**20
-_TEXT_BYTES = 2**20
 
 
 def check_same_shapes(
@@ -32,7 +31,7 @@ def check_same_shapes(
     ops.all_gather(digests, words, group=group, label="digest of the parameters")
     if len({tuple(row) for row in digests.view(group.size(), -1).tolist()}) == 1:
         return
-    texts = _everybodys(mine, group, device)
+    texts = gather_texts(mine, group, device)
     raise MismatchError(_first_difference(texts))
 
 
@@ -96,21 +95,6 @@ def _kind(tensor: torch.Tensor) -> str:
     strides = "" if tensor.is_contiguous() else f" strides {list(tensor.stride())}"
     frozen = " frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{strides}{frozen}"
-
-
-def _everybodys(mine: list[str], group: dist.ProcessGroup, device: torch.device) -> list[list[str]]:
-    data = json.dumps(mine).encode()
-    while len(data) > _TEXT_BYTES:
-        mine = mine[: len(mine) // 2]
-        data = json.dumps(mine).encode()
-    lengths = torch.empty(group.size(), dtype=torch.int64, device=device)
-    ops.all_gather(lengths, torch.tensor([len(data)], device=device), group=group)
-    longest = int(lengths.max())
-    row = torch.zeros(longest, dtype=torch.uint8, device=device)
-    row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    rows = row.new_empty(group.size() * longest)
-    ops.all_gather(rows, row, group=group)
-    return [json.loads(raw.tobytes().rstrip(b"\0")) for raw in rows.view(-1, longest).cpu().numpy()]
 
 
 def _first_difference(texts: list[list[str]]) -> str:

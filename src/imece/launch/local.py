@@ -36,24 +36,31 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _READ_BYTES = 65_536
 _AFTER_FAILURE_S = 2.0  # from SIGTERM to SIGKILL once a rank has failed
 _BLAME_S = 1.0  # how long a rank that lost its peer waits for that peer's own end to be seen
+_SAID = 2  # the status of a command that has told a user's mistake
 _DRAIN_S = 1.0  # for output of processes that left the ranks' process groups
 
 
 def launch(
-    command: Sequence[str], ranks: int, *, grace_s: float = 30.0, environ: Mapping[str, str] = os.environ
+    command: Sequence[str],
+    ranks: int,
+    *,
+    grace_s: float = 30.0,
+    environ: Mapping[str, str] = os.environ,
+    direct: bool = False,
 ) -> int:
     """Run `command` once for each rank and return the exit status for the whole.
 
     0 if all ranks finished; the first failing rank's status, or 128 + its signal; 128 + the signal that
     this process got. SIGINT, SIGTERM and SIGHUP are passed on to the ranks, which then have `grace_s`
-    seconds; a second one kills them at once. Call it from the main thread. Raises UserError if the ranks
-    cannot be started.
+    seconds; a second one kills them at once. direct: rank 0 has this process' own output, without a prefix,
+    and a rank that ends with status 2 has said itself what is wrong. Call it from the main thread. Raises
+    UserError if the ranks cannot be started.
     """
     if not 1 <= ranks <= MAX_RANKS:
         raise UserError(f"--ranks {ranks}: from 1 to {MAX_RANKS} ranks can run on one host")
     listener = listen()
     port = listener.getsockname()[1]
-    with _Job(serve(listener), grace_s) as job:
+    with _Job(serve(listener), grace_s, direct) as job:
         job.start(command, ranks, port, environ)
         job.watch()
     return job.report()
@@ -62,9 +69,10 @@ def launch(
 class _Job:
     """The running ranks. Leaving its block kills, drains and reaps whatever is left."""
 
-    def __init__(self, store: dist.Store, grace_s: float) -> None:
+    def __init__(self, store: dist.Store, grace_s: float, direct: bool) -> None:
         self._store = store
         self._grace_s = grace_s
+        self._direct = direct
         self._selector = selectors.DefaultSelector()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pidfds: list[int] = []
@@ -112,8 +120,8 @@ class _Job:
                     command,
                     env=worker_environment(environ, rank, ranks, port, f"imece-{launcher}-{port}"),
                     stdin=subprocess.DEVNULL,  # a background group that reads the terminal would be stopped
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
+                    stdout=None if self._is_direct(rank) else subprocess.PIPE,
+                    stderr=None if self._is_direct(rank) else subprocess.PIPE,
                     process_group=0,
                     preexec_fn=lambda: die_with_parent(launcher),
                 )
@@ -123,12 +131,16 @@ class _Job:
                 raise UserError(f"cannot start rank {rank} of {ranks}: {error}") from None
             self._selector.register(self._pidfds[-1], selectors.EVENT_READ, rank)
             for stream, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                assert stream is not None
                 output = RankOutput(rank, target.buffer, self._printed)
                 self._outputs.append(output)
+                if stream is None:
+                    continue
                 self._open_outputs += 1
                 os.set_blocking(stream.fileno(), False)
                 self._selector.register(stream, selectors.EVENT_READ, output)
+
+    def _is_direct(self, rank: int) -> bool:
+        return self._direct and rank == 0
 
     def watch(self) -> None:
         """Until every rank has ended: pass on output and signals, and end all ranks once one has failed."""
@@ -153,6 +165,8 @@ class _Job:
             return 128 + self._got_signal
         if cause is None:
             return 0
+        if self._direct and cause.status == _SAID:
+            return _SAID
         stderr = self._outputs[2 * cause.rank + 1]
         for line in stderr.failure_lines():
             self._print(stderr, line)

@@ -1,0 +1,25 @@
+"""Checkpoints on disk: written in the background, whole or not there at all, read at any number of ranks.
+
+    step     one optimizer update; a checkpoint is named after the last one that it holds
+    tensor   a named array of the whole training state, however many ranks hold it
+    piece    the elements [start, stop) of a tensor, flat, as one rank's file has them
+    attempt  one call of `Checkpoints.save`; two attempts at one step have different names
+    partial  a folder that is being written, or removed; never read
+
+    checkpoints/
+      step-00000400/                      appears by a rename, when all that is in it is on the disk
+        manifest.json                     which pieces are where, checksums, the state in JSON
+        rank-00000.safetensors            the pieces that rank 0 wrote
+        rank-00001.safetensors
+      step-00000400.old/                  only for the moment in which another one takes its place
+      step-00000600.<attempt>.partial/
+      .ranks/                             what the ranks tell each other (meeting.py)
+
+Nothing that is read here is ever unpickled.
+"""
+
+from imece.checkpoint.deal import Slice
+from imece.checkpoint.load import Saved, all_steps, best, newest, open_checkpoint
+from imece.checkpoint.save import Checkpoints
+
+__all__ = ["Checkpoints", "Saved", "Slice", "all_steps", "best", "newest", "open_checkpoint"]

@@ -1,0 +1,163 @@
+"""What rank 0 does when all ranks have written their parts: compare, put together, put in place, prune."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from imece.checkpoint import files
+from imece.checkpoint.manifest import (
+    MANIFEST,
+    MOST_BYTES,
+    File,
+    Json,
+    Kind,
+    Manifest,
+    decode,
+    encode,
+    file_from_json,
+    file_name,
+    file_to_json,
+    kinds_from_json,
+    kinds_to_json,
+    seal,
+    unseal,
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has to say besides its tensors' bytes."""
+
+    kinds: dict[str, Kind]  # of all tensors that it knows
+    sliced: frozenset[str]  # the names of those that are spread over ranks
+    file: File
+    rank_state: Any
+
+
+def part_name(rank: int) -> str:
+    """The file by which a rank says that its part is on the disk, or why it never will be."""
+    return f"rank-{rank:05d}.json"
+
+
+def write_part(partial: Path, rank: int, part: Part) -> None:
+    note = {
+        "kinds": kinds_to_json(part.kinds),
+        "sliced": sorted(part.sliced),
+        "file": file_to_json(part.file),
+        "rank_state": part.rank_state,
+    }
+    files.write_whole(partial / part_name(rank), seal(note))
+
+
+def write_excuse(partial: Path, rank: int, why: str) -> None:
+    partial.mkdir(parents=True, exist_ok=True)
+    files.write_whole(partial / part_name(rank), seal({"error": why}), durable=False)
+
+
+def read_part(partial: Path, rank: int) -> Part | str | None:
+    """What `rank` wrote; a string if it is why it could not; None if it has not yet."""
+    try:
+        note = unseal((partial / part_name(rank)).read_bytes())
+    except FileNotFoundError:
+        return None
+    if "error" in note:
+        return str(note["error"])
+    kinds = kinds_from_json(note["kinds"])
+    return Part(kinds, frozenset(note["sliced"]), file_from_json(note["file"], kinds), note["rank_state"])
+
+
+def put_together(
+    step: int, attempt: str, metric: float | None, state: Json, parts: Sequence[Part]
+) -> Manifest:
+    """ValueError, with a tensor's name, if the ranks do not agree on what there is to save."""
+    first = parts[0]
+    for rank, part in enumerate(parts):
+        for name in sorted(first.kinds.keys() | part.kinds.keys()):
+            ours, theirs = (_describe(name, of) for of in (first, part))
+            if ours != theirs:
+                raise ValueError(
+                    f"tensor {name!r} is {ours} on rank 0 and {theirs} on rank {rank}; "
+                    "all ranks must save the same tensors"
+                )
+    return Manifest(
+        step=step,
+        attempt=attempt,
+        metric=metric,
+        state=state,
+        rank_states=tuple(part.rank_state for part in parts),
+        kinds=first.kinds,
+        files=tuple(part.file for part in parts),
+    )
+
+
+def commit(partial: Path, final: Path, manifest: Manifest) -> None:
+    """Makes a checkpoint of the partial folder. OSError, ValueError: `final` is what it was before.
+
+    One that was there steps aside, but does not go away: `prune` removes it.
+    """
+    for rank, file in enumerate(manifest.files):
+        if (found := (partial / file_name(rank)).stat().st_size) != file.nbytes:
+            raise ValueError(
+                f"{file_name(rank)}: rank {rank} wrote {file.nbytes} bytes, but {found} are there"
+            )
+    files.write_whole(partial / MANIFEST, encode(manifest))
+    for rank in range(len(manifest.files)):  # all that they say is in the manifest
+        (partial / part_name(rank)).unlink()
+    files.sync_folder(partial)
+    files.put_in_place(partial, final)
+
+
+def prune(folder: Path, step: int, keep: int) -> None:
+    """Removes all but the `keep` newest and the one with the lowest metric. OSError.
+
+    The one of `step` was written just now, and is on the disk. Those of later steps are of a course of
+    training that was left when this one was resumed from an earlier step; they would be taken for the newest.
+    What cannot be read is not touched: it may be of another version.
+    """
+    found = [
+        (path, manifest) for _, path in files.step_folders(folder) if (manifest := glance(path)) is not None
+    ]
+    ours = [(path, manifest) for path, manifest in found if manifest.step <= step]
+    kept = {path for path, _ in ours[:keep]}
+    kept.update(path for path, _ in by_metric(ours)[:1])
+    for path, _ in found:
+        if path not in kept:
+            files.remove(path)
+
+
+def by_metric(found: Iterable[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:
+    """Those that have a metric, the lowest first; of equal ones the newest."""
+    measured = [(path, manifest) for path, manifest in found if manifest.metric is not None]
+    return sorted(measured, key=lambda entry: (entry[1].metric or 0.0, -entry[1].step))
+
+
+def glance(path: Path) -> Manifest | None:
+    """The manifest of a checkpoint whose files are all there with their sizes; None otherwise.
+
+    Its tensors are not read: `open_checkpoint` looks at every byte.
+    """
+    try:
+        data = path / MANIFEST
+        if not data.is_file() or data.stat().st_size > MOST_BYTES:
+            return None
+        manifest = decode(data.read_bytes())
+        sizes = [os.stat(path / file_name(rank)).st_size for rank in range(len(manifest.files))]
+    except (OSError, ValueError):
+        return None
+    return manifest if sizes == [file.nbytes for file in manifest.files] else None
+
+
+def finite(metric: float | None) -> float | None:
+    """A metric that is NaN or infinite says nothing about which checkpoint is the best."""
+    return float(metric) if metric is not None and math.isfinite(metric) else None
+
+
+def _describe(name: str, part: Part) -> str:
+    if name not in part.kinds:
+        return "missing"
+    return f"{part.kinds[name]}{' in slices' if name in part.sliced else ''}"

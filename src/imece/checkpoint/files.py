@@ -1,0 +1,168 @@
+"""Folders and files: their names; writing and removing them so that a kill at any instant does no harm."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from imece.errors import UserError
+
+PARTIAL, OLD = ".partial", ".old"
+
+_FOLDER = re.compile(r"step-(\d{8,})(\.old)?")
+_LEFTOVER = re.compile(r"step-\d{8,}(\..*)?\.partial")
+_CHUNK = 4 << 20  # bytes between two looks at whether to go on
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def partial_folder(folder: Path, step: int, attempt: str) -> Path:
+    return folder / f"{step_folder(folder, step).name}.{attempt}{PARTIAL}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a folder's name promises; None if it is not one of ours."""
+    match = _FOLDER.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def step_folders(folder: Path) -> list[tuple[int, Path]]:
+    """What may be a checkpoint, the newest first; of one step the `.old` one last.
+
+    Empty if there is no such folder. UserError if it cannot be read.
+    """
+    try:
+        paths = list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(
+            f"{folder}: cannot be read ({error.strerror}): check the path and its permissions"
+        ) from error
+    found = [(step, path) for path in paths if (step := step_of(path)) is not None and path.is_dir()]
+    return sorted(found, key=lambda entry: (-entry[0], entry[1].name))
+
+
+def write(path: Path, chunks: Iterable[bytes | memoryview], go_on: Callable[[], None]) -> tuple[int, str]:
+    """Writes a new file, and returns when it is on the disk: its bytes, and their SHA-256 in hex.
+
+    Nothing is copied. `go_on` is called now and then, and may raise to end it.
+    OSError, with the file's name.
+    """
+    digest, total = hashlib.sha256(), 0
+    with path.open("xb", buffering=0) as file:
+        try:
+            for chunk in chunks:
+                view = memoryview(chunk)
+                for start in range(0, len(view), _CHUNK):
+                    go_on()
+                    part = view[start : start + _CHUNK]
+                    digest.update(part)
+                    total += len(part)
+                    while part:
+                        part = part[os.write(file.fileno(), part) :]
+            os.fsync(file.fileno())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+    return total, digest.hexdigest()
+
+
+def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """The file has its old content or the new one, never a part. `durable`: it is on the disk on return.
+
+    Only one process writes a file of this name. OSError, with the file's name.
+    """
+    beside = path.with_name(f"{path.name}.new")
+    try:
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """What was created, renamed and removed in it is so on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from error
+    finally:
+        os.close(descriptor)
+
+
+def put_in_place(partial: Path, final: Path) -> None:
+    """Renames a finished partial folder. If `final` exists it is replaced: there is always one of the two.
+
+    A folder that is not empty cannot be renamed over, so the one before steps aside under a name that
+    readers know. OSError: then `final` is what it was.
+    """
+    old = final.with_name(final.name + OLD)
+    if not final.exists():
+        os.replace(partial, final)
+        return
+    os.replace(final, old)
+    try:
+        os.replace(partial, final)
+    except OSError:
+        os.replace(old, final)
+        raise
+
+
+def drop_old(final: Path) -> None:
+    """Removes what `final` has replaced, if anything. OSError if it cannot."""
+    old = final.with_name(final.name + OLD)
+    if old.exists():
+        remove(old)
+
+
+def remove(path: Path) -> None:
+    """First renames it, for half a checkpoint must not look like one. OSError if it cannot."""
+    beside = path.with_name(f"{path.name.removesuffix(PARTIAL)}.{secrets.token_hex(4)}{PARTIAL}")
+    os.replace(path, beside)
+    shutil.rmtree(beside)
+
+
+def withdraw(partial: Path) -> bool:
+    """Removes it, so that nobody can put it in place; False if it is not there any more."""
+    try:
+        remove(partial)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # what is left goes away with the next save
+    return True
+
+
+def clean(folder: Path, but: Path | None = None) -> None:
+    """Removes what killed processes left in the middle of writing, replacing and removing.
+
+    Rank 0 calls it, and only while no other rank can write into a folder except `but`. What cannot be removed
+    is passed over: it does no harm, and the next save tries again. OSError if `folder` cannot be read.
+    """
+    for path in folder.iterdir():
+        if _LEFTOVER.fullmatch(path.name) and path != but:
+            shutil.rmtree(path, ignore_errors=True)
+    for _, path in step_folders(folder):
+        if path.name.endswith(OLD):
+            final = path.with_name(path.name.removesuffix(OLD))
+            try:
+                if not final.exists():
+                    os.replace(path, final)
+                drop_old(final)
+            except OSError:
+                continue

@@ -1,0 +1,197 @@
+"""Reading: a rank of any world reads the elements that it needs, from the files that have them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from imece.checkpoint import files
+from imece.checkpoint.commit import by_metric, glance
+from imece.checkpoint.manifest import (
+    DTYPES,
+    MANIFEST,
+    MOST_BYTES,
+    File,
+    Json,
+    Kind,
+    Manifest,
+    UnknownVersionError,
+    decode,
+    file_name,
+    header,
+)
+from imece.errors import UserError
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint on disk. What is asked for is read then, into memory of its own."""
+
+    folder: Path
+    step: int
+    state: Json
+    rank_states: list[Any]
+    """One of each rank that saved."""
+    metric: float | None
+    _manifest: Manifest = field(repr=False)
+    _opened: dict[int, Any] = field(default_factory=dict, repr=False)
+
+    def names(self) -> list[str]:
+        return list(self._manifest.kinds)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor. UserError if there is none of this name."""
+        return self._kind(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """UserError if there is no tensor of this name."""
+        return DTYPES[self._kind(name).dtype]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """All of it, on the CPU. UserError if there is none of this name, or a file cannot be read."""
+        kind = self._kind(name)
+        return self.slice(name, 0, kind.numel).view(kind.shape)
+
+    def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """The elements [start, stop) of the flat tensor, 1-D [stop - start], on the CPU.
+
+        UserError if there is no tensor of this name, or a file cannot be read. ValueError for elements that
+        it does not have.
+        """
+        kind = self._kind(name)
+        if not 0 <= start <= stop <= kind.numel:
+            raise ValueError(f"[{start}, {stop}) is not within the {kind.numel} elements of {name!r}")
+        out = torch.empty(stop - start, dtype=DTYPES[kind.dtype])
+        for rank, piece in self._manifest.pieces.get(name, []):
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            if low < high:
+                stored = self._stored(rank, name)  # mapped, not read
+                out[low - start : high - start] = stored[low - piece.start : high - piece.start]
+        return out
+
+    def _kind(self, name: str) -> Kind:
+        try:
+            return self._manifest.kinds[name]
+        except KeyError:
+            raise UserError(
+                f"{self.folder}: it has no tensor {name!r}, but {len(self._manifest.kinds)} others: "
+                "is it of another model?"
+            ) from None
+
+    def _stored(self, rank: int, name: str) -> torch.Tensor:
+        path = self.folder / file_name(rank)
+        try:
+            if rank not in self._opened:
+                self._opened[rank] = safe_open(path, framework="pt")
+            stored: torch.Tensor = self._opened[rank].get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: cannot be read ({error}): use another checkpoint") from error
+        return stored.view(-1)
+
+
+def open_checkpoint(folder: Path, *, verify: bool = True) -> Saved:
+    """UserError, naming the file and what is wrong with it, unless the checkpoint is whole.
+
+    verify: read all files and compare their checksums. Otherwise only the manifest is compared so; of the
+    other files, the sizes and the headers.
+    """
+    manifest = _manifest(folder / MANIFEST)
+    promised = files.step_of(folder)
+    if promised is not None and promised != manifest.step:
+        raise _damaged(folder / MANIFEST, f"it is of step {manifest.step}")
+    for rank, file in enumerate(manifest.files):
+        _check(folder / file_name(rank), file, verify)
+    return Saved(folder, manifest.step, manifest.state, list(manifest.rank_states), manifest.metric, manifest)
+
+
+def newest(folder: Path, damaged: Callable[[str], None]) -> Saved | None:
+    """The newest checkpoint that is whole, every byte of it; None if there is none, or no such folder.
+
+    damaged: called with one line for each newer one that is not. UserError if the folder cannot be read.
+    """
+    while True:
+        for _, path in files.step_folders(folder):
+            before = _identity(path)
+            try:
+                return open_checkpoint(path)
+            except UserError as error:
+                if _identity(path) != before or before is None:  # a job has just replaced or removed it
+                    break
+                damaged(str(error))
+        else:
+            return None
+
+
+def best(folder: Path) -> Saved | None:
+    """The checkpoint with the lowest metric; None if none has one, or there is no such folder.
+
+    Those that can be seen to be incomplete do not count. UserError if the best is damaged otherwise.
+    """
+    found = [(path, glance(path)) for _, path in files.step_folders(folder)]
+    ranked = by_metric((path, manifest) for path, manifest in found if manifest is not None)
+    return open_checkpoint(ranked[0][0]) if ranked else None
+
+
+def all_steps(folder: Path) -> list[int]:
+    """The steps that have a checkpoint, ascending, damaged ones too. Empty if there is no such folder."""
+    return sorted({step for step, _ in files.step_folders(folder)})
+
+
+def _manifest(path: Path) -> Manifest:
+    try:
+        if not path.parent.is_dir():
+            raise UserError(f"{path.parent}: no such checkpoint: check the path")
+        if (found := _size(path)) > MOST_BYTES:
+            raise _damaged(path, f"it has {found} bytes, and may have {MOST_BYTES}")
+        return decode(path.read_bytes())
+    except OSError as error:
+        raise _damaged(path, str(error.strerror)) from error
+    except UnknownVersionError as error:
+        raise UserError(f"{path}: {error}: use the imece that wrote it") from error
+    except ValueError as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _check(path: Path, file: File, verify: bool) -> None:
+    try:
+        if (found := _size(path)) != file.nbytes:
+            raise _damaged(path, f"it has {found} bytes, not {file.nbytes}")
+        expected = header(file.pieces)
+        with path.open("rb") as opened:
+            if opened.read(len(expected)) != expected:
+                raise _damaged(path, "its header does not say what the manifest says")
+            if verify:
+                opened.seek(0)
+                if hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
+                    raise _damaged(path, "its checksum is not that of its content")
+    except OSError as error:
+        raise _damaged(path, str(error.strerror)) from error
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Another folder under the same name has another one; None if there is none."""
+    try:
+        status = os.stat(folder)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _size(path: Path) -> int:
+    """UserError for what is no plain file: to open a pipe would wait for ever."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise _damaged(path, "it is no plain file")
+    return status.st_size
+
+
+def _damaged(path: Path, what: str) -> UserError:
+    return UserError(f"{path}: damaged ({what}): use an older checkpoint")

@@ -1,0 +1,121 @@
+"""How the ranks that save together find each other, and hear what became of a save: by small files alone.
+
+    checkpoints/.ranks/00000.json   rank 0: its session, the others whom it has heard, why attempts failed
+    checkpoints/.ranks/00001.json   rank 1: its number
+
+A killed job leaves such files too, and nobody may take them for those of this one. So rank 0 draws a session
+and every other rank a number; rank 0 lists the numbers that it finds; and a rank believes a session only if
+its own number is in the list. From then on the session is in the name of every folder that they write.
+
+That an attempt succeeded is told by its manifest, that it failed by rank 0's file.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from pathlib import Path
+
+from imece.checkpoint.files import write_whole
+from imece.checkpoint.manifest import Json, seal, unseal
+
+_SHORTEST_S, _LONGEST_S = 0.01, 0.5  # between two looks at what others have written
+_MOST_FAILURES = 16  # remembered: the ranks are never more than one attempt apart
+_MOST_BYTES = 64 << 20
+
+
+class NotSavedError(Exception):
+    """Why an attempt comes to nothing."""
+
+
+class Patience:
+    """Waits between looks, and ends when for `limit_s` they have all shown the same."""
+
+    def __init__(self, limit_s: float, stop: threading.Event) -> None:
+        self._limit_s, self._stop = limit_s, stop
+        self._seen: object = self  # equal to nothing
+        self._since, self._pause_s = 0.0, _SHORTEST_S
+
+    def wait(self, seen: object, whom: str) -> None:
+        """NotSavedError if it is time to give up, or if `stop` is set."""
+        now = time.monotonic()
+        if seen != self._seen:
+            self._seen, self._since, self._pause_s = seen, now, _SHORTEST_S
+        if now - self._since > self._limit_s:
+            raise NotSavedError(
+                f"nothing came from {whom} for {self._limit_s:g} s; do all ranks see the same folder?"
+            )
+        if self._stop.wait(self._pause_s):
+            raise NotSavedError("training ended before it was complete")
+        self._pause_s = min(_LONGEST_S, 1.5 * self._pause_s)
+
+
+class Meeting:
+    """One rank's side. Everything may raise OSError."""
+
+    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
+        self._folder, self._rank, self._world_size = folder / ".ranks", rank, world_size
+        self._number = secrets.token_hex(8)
+        self._session = self._number if rank == 0 else None
+        self._heard: dict[str, str] = {}  # rank -> number
+        self._failed: dict[str, str] = {}  # attempt -> why
+        self._there = False
+
+    def arrive(self) -> None:
+        """Makes this rank known to rank 0; or lets rank 0 hear who has come since."""
+        if self._world_size == 1:
+            return
+        if self._rank == 0:
+            heard = {
+                str(rank): str(note.get("number"))
+                for rank in range(1, self._world_size)
+                if (note := self._read(rank)) is not None
+            }
+            if not self._there or not heard.items() <= self._heard.items():
+                self._heard |= heard
+                self._tell()
+        elif not self._there:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path(self._rank), seal({"number": self._number}), durable=False)
+        self._there = True
+
+    def session(self) -> str | None:
+        """What all ranks of this job, and only they, know. None as long as rank 0 has not heard this one."""
+        if self._session is None and (note := self._of_rank_0()) is not None:
+            self._session = str(note["session"])
+        return self._session
+
+    def failed(self, attempt: str, why: str) -> None:
+        """Rank 0 lets the others know that `attempt` will come to nothing."""
+        if self._world_size > 1:
+            self._failed[attempt] = why
+            self._failed = dict(list(self._failed.items())[-_MOST_FAILURES:])
+            self._tell()
+
+    def failure(self, attempt: str) -> str | None:
+        """Why `attempt` failed, if rank 0 says so."""
+        note = self._of_rank_0()
+        return None if note is None else note["failed"].get(attempt)
+
+    def _tell(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        note = {"session": self._session, "heard": self._heard, "failed": self._failed}
+        write_whole(self._path(0), seal(note), durable=False)
+
+    def _of_rank_0(self) -> Json | None:
+        note = self._read(0)
+        ours = note is not None and note.get("heard", {}).get(str(self._rank)) == self._number
+        return note if ours else None
+
+    def _read(self, rank: int) -> Json | None:
+        try:
+            with self._path(rank).open("rb") as file:
+                return unseal(file.read(_MOST_BYTES))
+        except FileNotFoundError:
+            return None
+        except ValueError:  # cut off by a power failure of long ago
+            return None
+
+    def _path(self, rank: int) -> Path:
+        return self._folder / f"{rank:05d}.json"

@@ -1,0 +1,160 @@
+"""`imece eval RUN [--data PATH ...]`: the loss of a trained model, beside models that need no training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import tyro
+
+from imece.cli.options import parse
+from imece.cli.trained import best_device, open_run, tokenizer_of
+from imece.data.baselines import baselines
+from imece.data.build import build
+from imece.data.corpus import sources
+from imece.data.tokenizer import Tokenizer
+from imece.data.tokens import Part, TokenFiles, open_tokens
+from imece.errors import UserError
+from imece.observe.units import si
+from imece.train.config import TrainConfig
+from imece.train.evaluate import evaluate
+from imece.train.precision import choose_precision
+from imece.train.run_folder import RunFolder, Which
+
+PROG = "imece eval"
+DESCRIPTION = (
+    "The loss of a trained model on the documents that its run held out, or on other text: in nats a token, "
+    "bits a byte (which compares across tokenizers) and perplexity, beside what counting tokens and pairs of "
+    "tokens in the run's training text would reach."
+)
+_SEQUENCES = 8  # at once
+_MOST_NATS = 700.0  # more, and the perplexity is no finite number
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Options of `imece eval`."""
+
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
+    """The run folder."""
+    data: tuple[str, ...] = ()
+    """Files, folders or globs, as for imece train; none: what the run itself held out."""
+    field: str | None = None
+    """Where the text is in a .jsonl or .parquet record; none: as in the run."""
+    which: Which = "best"
+    """Checkpoint: the one with the lowest validation loss, or the last."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+    def __post_init__(self) -> None:
+        if self.field == "":
+            raise ValueError("--field is empty: name the field with the text, or leave it out")
+
+
+def run(argv: Sequence[str]) -> int:
+    """`imece eval ARGV`: exit status 0."""
+    options = parse(EvalOptions, argv, PROG, DESCRIPTION)
+    folder, device = open_run(options.run), best_device()
+    config = folder.config()
+    model, saved = folder.model(options.which, device)
+    tokenizer = tokenizer_of(folder, saved)
+    with _data(options, folder, config, tokenizer) as (part, others):
+        precision = choose_precision(config.compute.dtype, device)
+        nats, tokens = evaluate(model, part, model.config.max_seq, _SEQUENCES, precision)
+        found: dict[str, Any] = {
+            "run": options.run,
+            "step": saved.step,
+            "precision": precision.name,
+            "data": list(options.data) or "held out",
+            "documents": part.documents,
+            "bytes": part.text_bytes,
+            "tokens": tokens,
+            "model": measures(nats / tokens, tokens, part.text_bytes),
+            "baselines": {
+                name: measures(loss, tokens, part.text_bytes)
+                for name, loss in (baselines(others.train, part, others.vocab_size) if others else {}).items()
+            },
+        }
+    if options.json:
+        print(json.dumps(found, indent=1, allow_nan=False))
+    else:
+        print("\n".join(_table(found)))
+    return 0
+
+
+def measures(nats_per_token: float, tokens: int, text_bytes: int) -> dict[str, float | None]:
+    """One loss in three ways; None is for what is no finite number."""
+    finite = math.isfinite(nats_per_token)
+    return {
+        "nats_per_token": nats_per_token if finite else None,
+        "bits_per_byte": nats_per_token * tokens / text_bytes / math.log(2) if finite else None,
+        "perplexity": math.exp(nats_per_token) if finite and nats_per_token < _MOST_NATS else None,
+    }
+
+
+@contextlib.contextmanager
+def _data(
+    options: EvalOptions, folder: RunFolder, config: TrainConfig, tokenizer: Tokenizer
+) -> Iterator[tuple[Part, TokenFiles | None]]:
+    """What to read, and the run's own tokens, which may be gone when other text is read."""
+    own = _own_tokens(folder, config, tokenizer, needed=not options.data)
+    if not options.data:
+        assert own is not None
+        if not len(own.validation.tokens):
+            raise UserError(f"{folder.path} held out no document: name text with --data")
+        yield own.validation, own
+        return
+    field = config.data.field if options.field is None else options.field
+    files = sources(options.data, field)
+    with tempfile.TemporaryDirectory(prefix="imece-eval-") as temporary:
+        made = build(temporary, files, field, tokenizer, share=0.0)
+        if made.skipped:
+            _note(f"{made.skipped} of {len(files)} files are not text and were left out")
+        yield replace(made.train, name="--data"), own
+
+
+def _own_tokens(
+    folder: RunFolder, config: TrainConfig, tokenizer: Tokenizer, needed: bool
+) -> TokenFiles | None:
+    try:
+        own = open_tokens(folder.tokens(config))
+        if own.tokenizer_hash != tokenizer.hash:
+            raise UserError(
+                f"{own.folder}: made with another tokenizer than this run's: imece train makes them again"
+            )
+    except UserError as error:
+        if needed:
+            raise
+        _note(f"no baselines, for the run's own tokens cannot be read ({error})")
+        return None
+    return own
+
+
+def _table(found: Mapping[str, Any]) -> Iterator[str]:
+    data = found["data"] if isinstance(found["data"], str) else ", ".join(found["data"])
+    documents = f"{found['documents']:,} document{'s' * (found['documents'] != 1)}"
+    yield (
+        f"{found['run']}, step {found['step']}, {found['precision']}, on {data}: {documents}, "
+        f"{si(found['bytes'])} bytes, {si(found['tokens'])} tokens"
+    )
+    yield ""
+    yield f"{'':<8}  {'nats a token':>12}  {'bits a byte':>11}  {'perplexity':>10}"
+    for name, values in {"model": found["model"], **dict(reversed(found["baselines"].items()))}.items():
+        yield (
+            f"{name:<8}  {_figure(values['nats_per_token'], '.3f'):>12}  "
+            f"{_figure(values['bits_per_byte'], '.3f'):>11}  {_figure(values['perplexity'], ',.1f'):>10}"
+        )
+
+
+def _figure(value: float | None, how: str) -> str:
+    return "not finite" if value is None else format(value, how)
+
+
+def _note(line: str) -> None:
+    print(f"imece: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,144 @@
+"""`imece export RUN --to hf DIR`: a trained model as a folder that transformers loads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tokenizers
+import torch
+import tyro
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from imece.checkpoint.load import Saved
+from imece.cli.options import parse
+from imece.cli.trained import open_run, tokenizer_of
+from imece.data.tokenizer import Tokenizer
+from imece.errors import UserError
+from imece.models.hugging_face import (
+    CONFIG,
+    WEIGHTS,
+    generation_config,
+    to_hugging_face,
+    tokenizer_config,
+)
+from imece.observe.units import si
+from imece.train.run_folder import Which, read_shape
+
+PROG = "imece export"
+DESCRIPTION = (
+    "Write a trained model for other programs. --to hf: a folder with config.json, model.safetensors and the "
+    "tokenizer, which transformers and what builds on it load as a Llama model."
+)
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_OF_MODEL = "model/"
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Options of `imece export`."""
+
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
+    """The run folder."""
+    folder: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")]
+    """Where to write: a folder that does not exist yet, or is empty."""
+    to: Literal["hf"] = "hf"
+    """The format: Hugging Face's."""
+    which: Which = "best"
+    """Checkpoint: the one with the lowest validation loss, or the last."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of the weights in the file. They are trained in fp32."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """`imece export ARGV`: exit status 0 when the whole folder is there."""
+    options = parse(ExportOptions, argv, PROG, DESCRIPTION)
+    folder = open_run(options.run)
+    target = free_folder(options.folder)
+    saved = folder.saved(options.which)
+    tokenizer = tokenizer_of(folder, saved)
+    with _whole(target) as partial:
+        parameters = write_hugging_face(partial, saved, tokenizer, _DTYPES[options.dtype])
+    size = sum(path.stat().st_size for path in target.iterdir())
+    print(
+        f"{options.folder}: step {saved.step}, {si(parameters)} parameters, {options.dtype}, {si(size)} bytes"
+    )
+    print(f"load  transformers.AutoModelForCausalLM.from_pretrained({options.folder!r})")
+    return 0
+
+
+def write_hugging_face(folder: Path, saved: Saved, tokenizer: Tokenizer, dtype: torch.dtype) -> int:
+    """All files, into a folder that exists; the number of parameters. OSError and SafetensorError if not."""
+    shape = read_shape(saved.state["model"])
+    stored = (
+        (name.removeprefix(_OF_MODEL), saved.tensor(name))
+        for name in saved.names()
+        if name.startswith(_OF_MODEL)
+    )
+    config, tensors = to_hugging_face(shape, stored, dtype=dtype, end=tokenizer.end)
+    save_file(dict(tensors), folder / WEIGHTS, metadata={"format": "pt"})
+    # Their post-processor would put tokens around each text that this model was not trained with.
+    plain = {**json.loads(tokenizer.to_json()), "post_processor": None}
+    end = tokenizers.Tokenizer.from_str(json.dumps(plain)).id_to_token(tokenizer.end)
+    assert end is not None, tokenizer.end
+    _write_json(folder / CONFIG, config)
+    _write_json(folder / "generation_config.json", generation_config(tokenizer.end))
+    _write_json(folder / "tokenizer.json", plain)
+    _write_json(folder / "tokenizer_config.json", tokenizer_config(shape, end))
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors lets nobody else read its file
+    return shape.parameter_count
+
+
+def free_folder(name: str) -> Path:
+    """Where to write, free of links. UserError if something is there already."""
+    target = Path(os.path.realpath(name))
+    try:
+        if target.is_dir() and any(target.iterdir()):
+            raise UserError(f"{name} is not empty: name a folder that does not exist yet")
+    except OSError as error:
+        raise UserError(f"{name}: cannot be read ({error.strerror}): name another folder") from error
+    if target.exists() and not target.is_dir():
+        raise UserError(f"{name} is a file: name a folder that does not exist yet")
+    if target == Path.cwd():  # it would be replaced, and whoever is in it would still see the old one
+        raise UserError(f"{name} is the current folder: name one that does not exist yet")
+    return target
+
+
+@contextlib.contextmanager
+def _whole(target: Path) -> Iterator[Path]:
+    """A folder beside `target` that becomes it at the end. On any error it goes away: nothing is left."""
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        for path in (*partial.iterdir(), partial):
+            _sync(path)
+        os.rename(partial, target)  # an empty folder is replaced, any other is an error
+        _sync(target.parent)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(
+            f"{target}: cannot be written ({reason}): make room or name another folder"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _sync(path: Path) -> None:
+    """It is on the disk, not only on its way."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,160 @@
+"""`imece sample RUN --prompt "..."`: what a trained model writes, while it writes it."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+import tyro
+
+from imece.cli.options import parse
+from imece.cli.trained import best_device, open_run, tokenizer_of
+from imece.data.tokenizer import Tokenizer
+from imece.errors import UserError
+from imece.models.generate import generate
+from imece.observe.visible import visible
+from imece.train.run_folder import Which
+
+PROG = "imece sample"
+DESCRIPTION = (
+    "Let a trained model write: the prompt and what follows it go to standard output as they come, until the "
+    "document ends or --tokens are written."
+)
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+_LONGEST = 4  # bytes of a character
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """Options of `imece sample`."""
+
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
+    """The run folder."""
+    prompt: str = ""
+    """The beginning of the text; -: read it from standard input. Empty: a document from its beginning."""
+    tokens: int = 200
+    """How many to write at most. Beyond the model's context it goes on from the last half of that."""
+    temperature: float = 0.8
+    """Above 1 wilder, below 1 tamer; 0: always the likeliest token."""
+    top_k: int | None = None
+    """Draw among so many tokens, the likeliest."""
+    top_p: float | None = None
+    """Draw among the fewest tokens that together have this probability."""
+    seed: int | None = None
+    """Of what is drawn; none: another text each time. The one that was used is told at the end."""
+    which: Which = "best"
+    """Checkpoint: the one with the lowest validation loss, or the last."""
+    stop: bool = True
+    """End where the document ends; --no-stop: go on with the next one."""
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError(f"--tokens {self.tokens}: at least 1")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"--temperature {self.temperature}: at least 0, and finite")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"--top-k {self.top_k}: at least 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"--top-p {self.top_p}: more than 0, at most 1")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ValueError(f"--seed {self.seed}: from 0 to 2^63 - 1")
+
+
+def run(argv: Sequence[str]) -> int:
+    """`imece sample ARGV`: exit status 0 when it has written what was asked for."""
+    options = parse(SampleOptions, argv, PROG, DESCRIPTION)
+    folder, device = open_run(options.run), best_device()
+    model, saved = folder.model(options.which, device)
+    tokenizer = tokenizer_of(folder, saved)
+    prompt = _standard_input() if options.prompt == "-" else options.prompt
+    # Training puts an end token before each document, so the model knows it as the sign of a beginning.
+    ids = [tokenizer.end, *tokenizer.encode(prompt)]
+    most = model.config.max_seq
+    if len(ids) > most:
+        _say(f"the prompt has {len(ids):,} tokens, the model's context {most:,}: it reads the last {most:,}")
+        ids = ids[-most:]
+    generator = torch.Generator(device)
+    seed = generator.seed() % 2**63 if options.seed is None else options.seed
+    tokens = generate(
+        model,
+        ids,
+        options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        generator=generator.manual_seed(seed),
+        stop={tokenizer.end} if options.stop else (),
+    )
+    began, text = time.perf_counter(), Text(tokenizer, ids)
+    _show(prompt)
+    for piece in text.pieces(tokens):
+        _show(piece)
+    seconds = time.perf_counter() - began
+    _show("\n")
+    speed = f"{text.tokens / seconds:,.0f} tokens/s" if text.tokens else "the document ended at once"
+    _say(f"step {saved.step}: {text.tokens:,} tokens, {speed}; --seed {seed} writes this again")
+    return 0
+
+
+class Text:
+    """Tokens as text, each character as soon as it is certain: a token may end in the middle of one.
+
+    tokens: how many there were.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
+        """before: some tokens that come first; a tokenizer may write the first of a text in another way."""
+        self.tokens = 0
+        self._tokenizer = tokenizer
+        # Decoded together each time: some tokens that are shown and end with a whole character, and new ones.
+        self._context, self._new = list(before[-1:]), list[int]()
+        self._shown = 0  # characters of the new ones
+
+    def pieces(self, tokens: Iterator[int]) -> Iterator[str]:
+        """Together they are the text of `tokens`."""
+        for token in tokens:
+            self.tokens += 1
+            self._new.append(token)
+            text = self._text()
+            unfinished = len(text) - len(text.rstrip(_UNKNOWN))
+            # Some tokenizers show a whole run of bytes as unknown until its last character is complete. But
+            # if so many tokens did not complete one, these are bytes that are no text.
+            held = unfinished if len(self._new) <= _LONGEST else min(unfinished, _LONGEST - 1)
+            certain = max(len(text) - held, self._shown)
+            if certain > self._shown:
+                yield text[self._shown : certain]
+            self._shown = certain
+            if not unfinished:
+                self._context, self._new, self._shown = self._new, [], 0
+        if rest := self._text()[self._shown :]:
+            yield rest
+
+    def _text(self) -> str:
+        before = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode(self._context + self._new)[len(before) :]
+
+
+def _show(text: str) -> None:
+    """A terminal must not obey what a model writes, and gets no character that it does not have."""
+    encoding = sys.stdout.encoding or "utf-8"
+    if sys.stdout.isatty():
+        text = visible(text, encoding)
+    else:
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
+    print(text, end="", flush=True)
+
+
+def _say(line: str) -> None:
+    print(f"imece: {line}", file=sys.stderr, flush=True)
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input: not UTF-8 at byte {error.start}: convert it with iconv") from error

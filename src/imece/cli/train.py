@@ -1,0 +1,91 @@
+"""`imece train [config.toml] [--any.value ...]`: from text on disk to a language model, in one run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+from imece.cli.options import parse
+from imece.errors import UserError
+from imece.launch.local import launch
+from imece.train.config import TrainConfig, read_toml, to_toml
+from imece.train.loop import NotFiniteError
+from imece.train.run_folder import RunFolder
+from imece.train.start import Progress as Report
+from imece.train.start import make_ready, run_rank
+from imece.world import read_world
+
+PROG = "imece train"
+DESCRIPTION = (
+    "Train a language model on text: imece train [config.toml] [options]. Without options it trains a small "
+    "one on the Python standard library here. The same command goes on with a run that was stopped. Options "
+    "are the values of the file: --print-config shows a whole one."
+)
+_GRACE_S = 120.0  # for a step's end and a save; a second Ctrl-C does not wait
+
+
+def run(argv: Sequence[str]) -> int:
+    """`imece train ARGV`: 0 when all is done, 128 + the signal that stopped it, 1 if it cannot go on."""
+    words = list(argv)
+    printing = "--print-config" in words
+    if printing:
+        words.remove("--print-config")
+    config = read_config(words)
+    if printing:
+        print(to_toml(config), end="")
+        return 0
+    if read_world().launcher != "single":
+        return _as_rank(config)
+    with _progress() as report:
+        ranks = make_ready(config, report)
+    command = [sys.executable, "-m", "imece", "train", str(RunFolder(config.folder).config_file)]
+    return launch(command, ranks, grace_s=_GRACE_S, direct=True)
+
+
+def read_config(words: list[str]) -> TrainConfig:
+    """What file, run folder and options say: options count before the file, the file before the rest.
+
+    Without a file, the values of a run folder that is named (or that MODEL's own is) are what options change.
+    """
+    file = Path(words.pop(0)) if words and not words[0].startswith("-") else None
+    if file is not None and os.path.isdir(file):
+        raise UserError(f"{file} is a folder: to go on with a run say {PROG} --run {file}")
+    start = read_toml(file) if file is not None else TrainConfig()
+    config = parse(TrainConfig, words, PROG, DESCRIPTION, start)
+    folder = RunFolder(config.folder)
+    if file is None and os.path.isfile(folder.config_file):
+        before = dataclasses.replace(folder.config(), run=config.run)
+        config = parse(TrainConfig, words, PROG, DESCRIPTION, before)
+    return config
+
+
+def _as_rank(config: TrainConfig) -> int:
+    try:
+        signal = run_rank(config)
+    except NotFiniteError as error:
+        print(f"imece: {error}", file=sys.stderr)
+        return 1
+    return 128 + signal if signal else 0
+
+
+@contextmanager
+def _progress() -> Iterator[Report]:
+    """A bar while text becomes tokens; it goes away, for the header says what came of it."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        tasks = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield report

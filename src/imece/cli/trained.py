@@ -1,0 +1,35 @@
+"""What `sample`, `eval` and `export` have in common: a trained run, whose parts must match."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from imece.checkpoint.load import Saved
+from imece.data.tokenizer import Tokenizer
+from imece.errors import UserError
+from imece.train.run_folder import RunFolder
+
+
+def best_device() -> torch.device:
+    """A GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def open_run(path: str) -> RunFolder:
+    """UserError if there is no run in this folder."""
+    folder = RunFolder(Path(path))
+    folder.config()
+    return folder
+
+
+def tokenizer_of(folder: RunFolder, saved: Saved) -> Tokenizer:
+    """The run's tokenizer. UserError if the checkpoint was trained with another one."""
+    tokenizer = folder.tokenizer()
+    if tokenizer.hash != saved.state["tokenizer_hash"]:
+        raise UserError(
+            f"{folder.tokenizer_file}: not the tokenizer that step {saved.step} was trained with, so its "
+            "tokens mean something else: put the old file back"
+        )
+    return tokenizer

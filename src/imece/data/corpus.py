@@ -1,0 +1,272 @@
+"""Text on disk, one document after the other; never more than one of them in memory."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import hashlib
+import json
+import math
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from imece.data import tables
+from imece.errors import UserError
+
+SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl", ".parquet")  # what is looked for in folders
+
+_WHOLE_BYTES = 1 << 18  # a file up to this size is one document
+_PIECE_BYTES = 1 << 16  # a larger one is cut at line ends into documents of about this size
+_FEWEST_PIECES = 16  # of a file that is the whole corpus: some of it is to be held out
+# In the standard library: what others installed, and tests, of which many are not text on purpose.
+_NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text that is packed whole and held out whole."""
+
+    name: str  # relative to the folder that all files have in common; "a.jsonl:7" is line 7, or row 7
+    text: str  # never empty
+
+
+def sources(paths: Sequence[Path | str], field: str = "text") -> list[Path]:
+    """The files behind folders, globs, single files and datasets: absolute, sorted, each once.
+
+    A folder is searched for SUFFIXES, in all its folders but the hidden ones; a glob gives the files it
+    matches. "hf:NAME" or "hf:NAME:SPLIT" is a dataset of the Hugging Face Hub, which is downloaded, or a
+    folder that `datasets` saved to disk, which is also known without "hf:". No path at all is the Python
+    standard library of this disk, without its tests.
+
+    What is named by itself is looked into here, so that a mistake shows before any work is done: UserError
+    if it is missing, empty or not UTF-8 text, if the first line of a .jsonl or a table has no `field`, or if
+    the package that reads it is missing. UserError also for a folder or a glob with no such file. Whether
+    files inside a folder are text, `documents` finds out.
+    """
+    if not paths:
+        return _standard_library()
+    found: dict[str, Path] = {}  # by real path: a file and a link to it are one
+    for given in paths:
+        for path in sorted(_behind(os.path.expanduser(given), field)):
+            found.setdefault(os.path.realpath(path), path)
+    files = sorted(found.values())
+    if any(path.suffix in tables.SUFFIXES for path in files):
+        tables.require()
+    return files
+
+
+def documents(
+    files: Sequence[Path], field: str = "text", skipped: list[Path] | None = None
+) -> Iterator[Document]:
+    """The documents of `files`, in their order: one a file, or one a line of a .jsonl or a row of a table,
+    where it is the text in `field`.
+
+    A text file of more than 256 KiB is cut at line ends into documents of some 64 KiB: so memory stays
+    small, and a part of a large file can be held out. A file that is alone is cut finer if it is smaller,
+    into 16 or so. Empty files, blank lines, empty texts and empty cells are passed over.
+
+    skipped: files that are not UTF-8 text are appended to it and left out; without it they are a UserError.
+    UserError for a line of a .jsonl that is no JSON object, or has no string in `field`; for a table, see
+    `tables.rows`.
+    """
+    root, alone = common_folder(files), len(files) == 1
+    for path in files:
+        name = os.path.relpath(path, root)
+        try:
+            if path.suffix in tables.SUFFIXES:
+                yield from (Document(f"{name}:{row}", text) for row, text in tables.rows(path, field))
+            elif (why_not := _why_not_text(path)) is None:
+                yield from (
+                    _lines(path, name, field) if path.suffix == ".jsonl" else _pieces(path, name, alone)
+                )
+            elif skipped is None:
+                raise UserError(why_not)
+            else:
+                skipped.append(path)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror}): check its permissions") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: changed while it was read ({error}): begin again") from error
+
+
+def total_bytes(files: Sequence[Path]) -> int:
+    """The sizes of the files on disk, together. UserError if one is gone."""
+    try:
+        return sum(path.stat().st_size for path in files)
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror}): check the path") from error
+
+
+def common_folder(files: Sequence[Path]) -> str:
+    """The deepest folder that holds all of them; names are relative to it, so a corpus can be moved."""
+    return os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in files]) if files else "/"
+
+
+def held_out(text: str, share: float = 0.02, seed: int = 0) -> bool:
+    """Whether a document is for validation: by its content alone, wherever it lies and what is beside it.
+
+    share: of the documents, in the mean; 0 holds out none. See `share_of_one`.
+    """
+    return _draw(text, seed) < share
+
+
+def share_of_one(files: Sequence[Path], field: str, share: float, seed: int) -> float:
+    """The share to call `held_out` with, so that a small corpus has a document for validation too.
+
+    It is `share`, unless that is below every document: then the least that holds one out. 0 stays 0.
+    """
+    least = 1.0
+    for document in documents(files, field, skipped=[]) if share else ():
+        least = min(least, _draw(document.text, seed))
+        if least < share:
+            return share
+    return math.nextafter(least, 1) if share else 0.0
+
+
+def fraction(text: str, purpose: str) -> float:
+    """A number in [0, 1) from the text's content, independent for each `purpose`: to draw samples by."""
+    person = hashlib.blake2b(purpose.encode(), digest_size=16).digest()
+    digest = hashlib.blake2b(text.encode(), digest_size=8, person=person).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _draw(text: str, seed: int) -> float:
+    return fraction(text, f"held out {seed}")
+
+
+def _standard_library() -> list[Path]:
+    root = sysconfig.get_path("stdlib")
+    files = []
+    for folder, folders, names in _walk(root):
+        folders[:] = [name for name in folders if name not in _NOT_LIBRARY]  # os.walk enters what is left
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    if not files:
+        raise UserError(f"{root}: no .py files, so Python's library cannot be the text: name files to read")
+    return sorted(files)
+
+
+def _walk(root: str) -> Iterator[tuple[str, list[str], list[str]]]:
+    """os.walk without hidden folders; UserError for a folder that cannot be read."""
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror}): check its permissions")
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield folder, folders, names
+
+
+def _behind(given: str, field: str) -> Iterator[Path]:
+    path = Path(os.path.abspath(given))
+    if (dataset := _dataset(given)) is not None:
+        if next(documents(dataset, field), None) is None:
+            raise UserError(f"{given}: no row of it holds any text in {field!r}: name another dataset")
+        yield from dataset
+    elif path.is_dir():
+        files = [Path(f, name) for f, _, names in _walk(str(path)) for name in names if _is_wanted(f, name)]
+        if not files:
+            raise UserError(f"{path}: no {', '.join(SUFFIXES)} files in this folder: name another, or files")
+        yield from files
+    elif path.is_file():
+        _check_named(path, field)
+        yield path
+    elif path.exists():
+        raise UserError(f"{path}: neither a file nor a folder: copy its content to a file and name that")
+    elif glob.has_magic(given):
+        matched = [Path(os.path.abspath(match)) for match in glob.glob(given, recursive=True)]
+        files = [match for match in matched if match.is_file()]
+        if not files:
+            raise UserError(f"{given}: no file matches this pattern: check the folder and the pattern")
+        yield from files
+    else:
+        raise UserError(f"{path}: no such file or folder: check the path")
+
+
+def _dataset(given: str) -> list[Path] | None:
+    """The files of a dataset; None if it is no name of one, nor a folder that holds one."""
+    called = given.startswith("hf:")
+    name, _, split = given.removeprefix("hf:").partition(":") if called else (given, "", "")
+    folder = Path(os.path.abspath(os.path.expanduser(name)))
+    files = tables.saved(folder, split or None) if folder.is_dir() else None
+    return tables.fetched(name, split or None) if called and files is None else files
+
+
+def _is_wanted(folder: str, name: str) -> bool:
+    return name.endswith(SUFFIXES) and os.path.isfile(os.path.join(folder, name))
+
+
+def _check_named(path: Path, field: str) -> None:
+    try:
+        if path.stat().st_size == 0:
+            raise UserError(f"{path}: the file is empty: name one that holds text")
+        if next(documents([path], field), None) is None:
+            raise UserError(f"{path}: nothing in it holds any text in {field!r}: name a file that holds text")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}): check its permissions") from error
+
+
+def _why_not_text(path: Path) -> str | None:
+    """What is wrong with a file that is not UTF-8 text, with its path; None for text."""
+    decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
+    with path.open("rb") as file:
+        while True:
+            block = file.read(1 << 20)
+            if (nul := block.find(b"\0")) >= 0:
+                return f"{path}: a NUL at byte {offset + nul}, so not text: name text files only"
+            pending = len(decoder.getstate()[0])
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                return f"{path}: not UTF-8 at byte {offset - pending + error.start}: convert it with iconv"
+            if not block:
+                return None
+            offset += len(block)
+
+
+def _pieces(path: Path, name: str, alone: bool) -> Iterator[Document]:
+    size = path.stat().st_size
+    if size <= _WHOLE_BYTES and not alone:
+        text = path.read_bytes().decode()  # not read_text: it would turn \r\n into \n
+        if text:
+            yield Document(name, text)
+        return
+    piece_bytes = min(_PIECE_BYTES, size // _FEWEST_PIECES + 1) if alone else _PIECE_BYTES
+    decoder = codecs.getincrementaldecoder("utf-8")()  # keeps a character that is cut for the next piece
+    with path.open("rb") as file:
+        number = 1
+        # Up to the end of a line; but one of a gigabyte must not become one document.
+        while block := file.read(piece_bytes) + file.readline(_PIECE_BYTES):
+            if text := decoder.decode(block):
+                yield Document(f"{name}#{number}", text)
+                number += 1
+
+
+def _lines(path: Path, name: str, field: str) -> Iterator[Document]:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            line = raw.decode("utf-8-sig")  # some editors put a byte order mark before line 1
+            if line.strip() and (text := _text_of(line, f"{path}:{number}", field)):
+                yield Document(f"{name}:{number}", text)
+
+
+def _text_of(line: str, where: str, field: str) -> str:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not JSON ({error}): each line must be one JSON object") from error
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: a JSON {type(record).__name__}, not an object with a field {field!r}")
+    if field not in record:
+        fields = ", ".join(map(repr, record)) or "none at all"
+        raise UserError(f"{where}: no field {field!r}; its fields are {fields}: name the one with the text")
+    text = record[field]
+    if not isinstance(text, str):
+        raise UserError(f"{where}: field {field!r} holds a {type(text).__name__}, not a string: name another")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: field {field!r} has half a surrogate pair: repair the line") from error
+    return text

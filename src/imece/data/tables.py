@@ -1,0 +1,124 @@
+"""Texts in tables: Parquet files, and Hugging Face datasets, which lie on disk as Arrow files.
+
+pyarrow reads both; the package `datasets` is only asked to fetch what is named "hf:NAME". Both come with the
+extra `data`; whoever has no tables needs neither.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from imece.errors import UserError
+
+SUFFIXES = (".parquet", ".arrow")
+
+_ROWS = 256  # at once; that many texts are in memory
+
+
+def rows(path: Path, field: str) -> Iterator[tuple[int, str]]:
+    """(row, text) of each row that has a text in the column `field`; rows count from 1.
+
+    UserError for a file that is no such table, a table without that column or with another type in it, a
+    text that is not UTF-8, and if pyarrow is missing.
+    """
+    arrow = _package("pyarrow")
+    try:
+        with arrow.OSFile(str(path)) as file:
+            row = 0
+            for column in _columns(arrow, file, path, field):
+                for text in column.to_pylist():
+                    row += 1
+                    if text:
+                        yield row, text
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: column {field!r} is not UTF-8 after row {row}: write it anew") from error
+    except (arrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: not a {path.suffix} table ({reason}): write it anew") from error
+
+
+def require() -> None:
+    """UserError if tables cannot be read here."""
+    _package("pyarrow")
+
+
+def saved(folder: Path, split: str | None) -> list[Path] | None:
+    """The files of a dataset that `save_to_disk` wrote into `folder`; None if it holds none.
+
+    split: of a folder with several; None is the only one, or else "train". UserError if it has none such,
+    and for a folder that is damaged.
+    """
+    try:
+        if (several := folder / "dataset_dict.json").is_file():
+            folder /= _chosen(json.loads(several.read_text())["splits"], split, str(folder))
+        if not (state := folder / "state.json").is_file() or not (folder / "dataset_info.json").is_file():
+            return None
+        files = [folder / file["filename"] for file in json.loads(state.read_text())["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder}: a damaged dataset ({error!r}): save it to disk anew") from error
+    for path in files:
+        if not path.is_file():
+            raise UserError(f"{path}: no such file, but the dataset in this folder needs it: save it anew")
+    return files
+
+
+def fetched(name: str, split: str | None) -> list[Path]:
+    """The files of a dataset of the Hugging Face Hub, downloaded unless they are there.
+
+    name: as `datasets.load_dataset` takes it. UserError in its words if it cannot be had.
+    """
+    datasets = _package("datasets")
+    try:
+        builder = datasets.load_dataset_builder(name)
+        builder.download_and_prepare()
+        found = list(builder.info.splits)
+    except Exception as error:  # of many classes: the network's, the Hub's, pyarrow's, a reader's own
+        reason = " ".join(str(error).split())
+        hint = "name another, or save it to disk with datasets' save_to_disk and name that folder"
+        raise UserError(f"hf:{name}: {reason or type(error).__name__}; {hint}") from error
+    dataset = builder.as_dataset(split=_chosen(found, split, f"hf:{name}"))
+    return [Path(file["filename"]) for file in dataset.cache_files]
+
+
+def _chosen(splits: list[str], split: str | None, where: str) -> str:
+    if split is None and len(splits) == 1:
+        return splits[0]
+    if (wanted := split or "train") in splits:
+        return wanted
+    raise UserError(f"{where}: no split {wanted!r}: name one of {', '.join(splits)} as hf:NAME:SPLIT")
+
+
+def _columns(arrow: Any, file: Any, path: Path, field: str) -> Iterator[Any]:
+    """The column, a piece after the other."""
+    if path.suffix == ".parquet":
+        table = importlib.import_module("pyarrow.parquet").ParquetFile(file)
+        _check(arrow, table.schema_arrow, path, field)
+        batches = table.iter_batches(_ROWS, columns=[field])
+    else:
+        stream = arrow.ipc.open_stream(file)
+        _check(arrow, stream.schema, path, field)
+        batches = (batch.slice(first, _ROWS) for batch in stream for first in range(0, len(batch), _ROWS))
+    for batch in batches:
+        yield batch.column(field)
+
+
+def _check(arrow: Any, schema: Any, path: Path, field: str) -> None:
+    if schema.names.count(field) != 1:
+        columns = ", ".join(map(repr, schema.names)) or "none at all"
+        raise UserError(f"{path}: no column {field!r}; its columns are {columns}: name the one with the text")
+    kind, types = schema.field(field).type, arrow.types
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+        raise UserError(f"{path}: column {field!r} holds {kind}, not strings: name another")
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"tables and datasets need the package {name}: pip install 'imece[data]'") from error

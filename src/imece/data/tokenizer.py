@@ -1,0 +1,229 @@
+"""Text to token ids and back: bytes, or byte-level BPE that is trained on the spot.
+
+Both kinds are saved as a tokenizer.json that the `tokenizers` package reads, bytes as a BPE without merges.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from imece.data.corpus import documents, fraction, held_out, share_of_one, total_bytes
+from imece.data.files import write_whole
+from imece.errors import UserError
+
+END = "<|end|>"
+SMALLEST_VOCAB = 257  # all bytes, and END
+
+Ids = npt.NDArray[np.uint32]
+
+_PROGRESS_BYTES = 1 << 20
+
+# What other tokenizers call the end of a document, the likelier name first.
+_ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "[EOS]", "[SEP]")
+
+
+class Tokenizer(ABC):
+    """Ids are in range(vocab_size).
+
+    For every text, with a tokenizer that was made here: decode(encode(text)) == text, and no id is `end`:
+    "<|end|>" in a text is seven plain characters. One that others made may normalise, and see an end.
+    UserError for a str with half a surrogate pair: that is no text, and has no UTF-8.
+    """
+
+    vocab_size: int
+    end: int  # id of the token that follows each document
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.encode_batch([text])[0].tolist()
+        return ids
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """The ids of each text, uint32 [its tokens], without `end`."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text; what is no UTF-8 becomes U+FFFD. UserError for an id outside range(vocab_size)."""
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """The content of tokenizer.json."""
+
+    def save(self, path: Path | str) -> None:
+        """Writes tokenizer.json: the whole file or, if it fails, none."""
+        try:
+            write_whole(Path(path), self.to_json().encode())
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror}): name another place") from error
+
+    @property
+    def hash(self) -> str:
+        """Of tokenizer.json: equal hashes encode alike."""
+        return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise UserError(
+                    f"token {token} is none of this tokenizer's {self.vocab_size}: it is another model's"
+                )
+
+
+class ByteTokenizer(Tokenizer):
+    """Token i is the byte i of UTF-8."""
+
+    vocab_size = SMALLEST_VOCAB
+    end = 256
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.frombuffer(_utf8(text), np.uint8).astype(np.uint32) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        self._check_ids(ids)
+        end = END.encode()
+        return b"".join(end if i == self.end else bytes((i,)) for i in ids).decode(errors="replace")
+
+    def to_json(self) -> str:
+        vocab = {letter: byte for byte, letter in enumerate(_letters())} | {END: self.end}
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        _make_byte_level(tokenizer, split=False)
+        tokenizer.add_special_tokens([END])
+        return tokenizer.to_str()
+
+
+class JsonTokenizer(Tokenizer):
+    """Whatever a tokenizer.json describes."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, end: int) -> None:
+        # As saved, these may cut texts off or fill them up, and each document is wanted as it is.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True  # that is: as plain text
+        self._tokenizer = tokenizer
+        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+        self.end = end
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        for text in texts:
+            _utf8(text)  # else the package raises a TypeError that blames the type
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(one.ids, np.uint32) for one in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        self._check_ids(ids)
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def to_json(self) -> str:
+        return self._tokenizer.to_str()
+
+
+def train_bpe(
+    files: Sequence[Path],
+    field: str = "text",
+    vocab_size: int = 4096,
+    *,
+    share: float = 0.02,
+    seed: int = 0,
+    sample_bytes: int = 20_000_000,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tokenizer:
+    """A byte-level BPE of the documents in `files`, the same on every machine for the same content.
+
+    vocab_size: entries, `end` and the 256 bytes included; a small corpus may fill fewer.
+    share, seed: what `tokens.build` puts into the validation part is not learned from.
+    sample_bytes: of a larger corpus only so much is learned from, about; documents are drawn by content.
+    progress: called with (bytes of text read, bytes of all files), about once a MiB.
+    UserError for a vocabulary that has no room for all bytes.
+    """
+    if vocab_size < SMALLEST_VOCAB:
+        raise UserError(
+            f"a vocabulary of {vocab_size}: at least {SMALLEST_VOCAB}, for all bytes and a document's end"
+        )
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    _make_byte_level(tokenizer, split=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=_letters(), show_progress=False
+    )
+    total = total_bytes(files)
+    share = share_of_one(files, field, share, seed)
+
+    def sample() -> Iterator[str]:
+        done = told = 0
+        for document in documents(files, field, skipped=[]):
+            text = document.text
+            drawn = total <= sample_bytes or fraction(text, "tokenizer") < sample_bytes / total
+            if drawn and not held_out(text, share, seed):
+                yield text
+            done += len(text.encode())
+            if progress and done - told >= _PROGRESS_BYTES:
+                progress(min(done, total), total)
+                told = done
+
+    tokenizer.train_from_iterator(sample(), trainer)
+    return JsonTokenizer(tokenizer, _token_of(tokenizer, END))
+
+
+def load_tokenizer(path: Path | str) -> Tokenizer:
+    """From a tokenizer.json, ours or any other, or from the folder that holds one.
+
+    UserError if there is none, if it is damaged, or if no token of it ends a document.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path /= "tokenizer.json"
+    try:
+        content = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file: name a tokenizer.json") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}): name a tokenizer.json") from error
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(content)
+    except Exception as error:  # the package raises this very class for whatever it cannot read
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: not a tokenizer.json ({reason}): name one, or train a new one") from error
+    if tokenizer.to_str() == ByteTokenizer().to_json():
+        return ByteTokenizer()
+    for name in _ENDS:
+        if tokenizer.token_to_id(name) is not None:
+            return JsonTokenizer(tokenizer, _token_of(tokenizer, name))
+    raise UserError(f"{path}: no token that ends a document ({', '.join(_ENDS)}): add one as a special token")
+
+
+def _make_byte_level(tokenizer: tokenizers.Tokenizer, split: bool) -> None:
+    """split: at words first, so that no merge crosses one."""
+    # The package's stubs know neither attribute as one that can be set.
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
+    tokenizer.decoder = decoders.ByteLevel()
+
+
+def _letters() -> list[str]:
+    """The letter that stands for each byte in a byte-level vocabulary: [0] for byte 0, and so on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # printable: as they are
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in plain else next(others)) for byte in range(256)]
+
+
+def _token_of(tokenizer: tokenizers.Tokenizer, name: str) -> int:
+    token = tokenizer.token_to_id(name)
+    assert token is not None, name
+    return token
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        found = json.dumps(text[error.start])
+        raise UserError(
+            f"half a surrogate pair, {found}, at character {error.start}: not text, take it out"
+        ) from error

@@ -1,0 +1,133 @@
+"""The token files: what tokenizing makes once, and all processes of a host map into memory.
+
+train.bin       the tokens of all training documents; each document ends with the tokenizer's `end`
+train.idx       int64 [documents + 1]: where in train.bin each document begins, then the number of tokens
+validation.bin, validation.idx
+manifest.json   what they were made from, their sizes and checksums; written last: without it there is nothing
+lock            held by the process that builds; it may stay for ever
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from imece.data.files import digest, file_digest, write_whole
+from imece.errors import UserError
+
+MANIFEST = "manifest.json"
+PARTS = ("train", "validation")
+SUFFIXES = ("bin", "idx")
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """The documents for training, or those for validation. Both arrays are mapped from disk, read-only."""
+
+    name: str  # "train" or "validation"
+    tokens: npt.NDArray[np.unsignedinteger[Any]]  # uint16 or uint32 [number of tokens]
+    offsets: npt.NDArray[np.int64]  # [documents + 1]
+    end: int  # the last token of each document
+    text_bytes: int  # what it was made from
+
+    @property
+    def documents(self) -> int:
+        return len(self.offsets) - 1
+
+    def document(self, index: int) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """The tokens of one document, `end` included."""
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+
+@dataclass(frozen=True)
+class TokenFiles:
+    folder: Path
+    train: Part
+    validation: Part
+    vocab_size: int
+    tokenizer_hash: str
+    skipped: int  # files that were not text
+    made_from: Mapping[str, Any]  # all that the content depends on, as `build` wrote it
+
+
+def open_tokens(folder: Path | str, *, verify: bool = False) -> TokenFiles:
+    """Maps the files that `build` made.
+
+    UserError, with the file's name, if one is missing, of another size than the manifest says, or if its
+    offsets are no offsets. Only with `verify` are the tokens read, and compared to their checksums.
+    """
+    return _open(Path(folder), _manifest(Path(folder)), verify)
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """The last act of making the files: from then on they are there. OSError if it cannot be written."""
+    checked = {"version": _VERSION, "checksum": digest(json.dumps(content).encode()), **content}
+    write_whole(folder / MANIFEST, json.dumps(checked, indent=2).encode() + b"\n")
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+        if (version := manifest.pop("version")) != _VERSION:
+            raise UserError(f"{path}: version {version}, not {_VERSION}: delete it, then build again")
+        if manifest.pop("checksum") != digest(json.dumps(manifest).encode()):
+            raise UserError(f"{path}: damaged, its checksum is another: delete it, then build again")
+        return dict(manifest)
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file, so no finished token files: build them first") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}): check its permissions") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: damaged ({error!r}): delete it, then build again") from error
+
+
+def _open(folder: Path, manifest: dict[str, Any], verify: bool) -> TokenFiles:
+    made_from, dtype = manifest["made_from"], np.dtype(manifest["dtype"])
+    train, validation = (
+        _open_part(folder, name, dtype, made_from["end"], manifest[name], verify) for name in PARTS
+    )
+    return TokenFiles(
+        folder=folder,
+        train=train,
+        validation=validation,
+        vocab_size=made_from["vocab_size"],
+        tokenizer_hash=made_from["tokenizer"],
+        skipped=manifest["skipped"],
+        made_from=made_from,
+    )
+
+
+def _open_part(
+    folder: Path, name: str, dtype: np.dtype[Any], end: int, counts: dict[str, Any], verify: bool
+) -> Part:
+    tokens = _map(folder / f"{name}.bin", dtype, counts["tokens"])
+    path = folder / f"{name}.idx"
+    offsets = _map(path, np.dtype(np.int64), counts["documents"] + 1)
+    if offsets[0] != 0 or offsets[-1] != len(tokens) or bool((offsets[1:] <= offsets[:-1]).any()):
+        raise UserError(f"{path}: damaged, its offsets do not ascend to {len(tokens)}: build again")
+    for suffix in SUFFIXES if verify else ():
+        path = folder / f"{name}.{suffix}"
+        if file_digest(path)[0] != counts["checksums"][suffix]:
+            raise UserError(f"{path}: damaged, its checksum is another: build again")
+    return Part(name, tokens, offsets, end, counts["bytes"])
+
+
+def _map(path: Path, dtype: np.dtype[Any], length: int) -> npt.NDArray[Any]:
+    expected = length * dtype.itemsize
+    try:
+        found = path.stat().st_size
+        if found != expected:
+            raise UserError(f"{path}: {found} bytes, but the manifest says {expected}: build again")
+        # numpy cannot map a file of no bytes
+        return np.memmap(path, dtype, "r", shape=(length,)) if length else np.empty(0, dtype)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}): build again") from error

@@ -1,0 +1,1 @@
+"""Decoder-only transformers that know nothing of ranks."""

@@ -1,0 +1,296 @@
+"""The same model under Hugging Face's names: a folder that transformers' `LlamaForCausalLM` loads, and back.
+
+Nothing is computed: both pair the channels of a head in the same order, so every tensor stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from imece.errors import UserError
+from imece.models.transformer import INIT_STD, RopeScaling, Transformer, TransformerConfig
+
+Json = dict[str, Any]
+Shape = tuple[int, ...]
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"  # of a model in several files: which tensor is in which
+
+_ENDS = {
+    "embed": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
+_IN_BLOCK = {
+    "attention.norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "mlp.norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+# What LlamaConfig takes for a key that is not in the file.
+_DEFAULTS = {
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+_DEFAULT_THETA = 10000.0
+
+
+def hugging_face_name(name: str) -> str:
+    """ "blocks.3.mlp.up.weight" -> "model.layers.3.mlp.up_proj.weight". ValueError if no parameter has it."""
+    stem = name.removesuffix(".weight")
+    if stem in _ENDS:
+        return f"{_ENDS[stem]}.weight"
+    blocks, _, rest = stem.partition(".")
+    layer, _, part = rest.partition(".")
+    if blocks != "blocks" or not layer.isdigit() or part not in _IN_BLOCK:
+        raise ValueError(f"{name!r} is no parameter of a Transformer")
+    return f"model.layers.{layer}.{_IN_BLOCK[part]}.weight"
+
+
+def to_hugging_face(
+    config: TransformerConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    dtype: torch.dtype = torch.float32,
+    end: int | None = None,
+) -> tuple[Json, Iterator[tuple[str, Tensor]]]:
+    """The content of config.json, and the tensors with their new names, in `dtype`.
+
+    `tensors` are those of `Transformer.named_parameters` in any order; they are taken one by one, as the
+    second result is read, and so are its errors: ValueError for a tensor too many or too few, or of another
+    shape. end: the token behind each document, which is the one before each document too.
+    """
+    return _config_json(config, dtype, end), _renamed(config, tensors, dtype)
+
+
+def from_hugging_face(folder: Path | str) -> tuple[TransformerConfig, dict[str, Tensor]]:
+    """The shape, and all parameters by the names that `Transformer` has for them, in the dtype of the file.
+
+    UserError, with the file's name, if it is missing or damaged, if the model is none that `Transformer` can
+    be (another architecture, biases, other rotary positions), or if a tensor is missing or of another shape.
+    """
+    folder = Path(folder)
+    path = folder / CONFIG
+    content = _read_json(path)
+    try:
+        config = _read_config(content)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise UserError(
+            f"{path}: not a model that can be read here ({reason}): name another folder"
+        ) from error
+    return config, _read_tensors(folder, config)
+
+
+def generation_config(end: int) -> Json:
+    """The content of generation_config.json: a text begins after an end token, and stops before one."""
+    return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "do_sample": True}
+
+
+def tokenizer_config(config: TransformerConfig, end: str) -> Json:
+    """The content of tokenizer_config.json, beside a tokenizer.json. end: the end token as text."""
+    return {
+        # Named, for transformers would else take Llama's own class, which changes what tokenizer.json says.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end,
+        "eos_token": end,
+        "pad_token": end,
+        "model_max_length": config.max_seq,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def _config_json(config: TransformerConfig, dtype: torch.dtype, end: int | None) -> Json:
+    rope: Json = {"rope_type": "default"}
+    if (scaling := config.rope_scaling) is not None:
+        rope = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_seq,
+        }
+    dtype_name = str(dtype).removeprefix("torch.")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.mlp_width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_width,
+        "max_position_embeddings": config.max_seq,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied_head,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "initializer_range": INIT_STD,
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "pad_token_id": None,
+        # transformers 5 reads the first of each kind, 4 the others.
+        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if config.rope_scaling is None else rope,
+        "dtype": dtype_name,
+        "torch_dtype": dtype_name,
+    }
+
+
+def _renamed(
+    config: TransformerConfig, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    expected = _shapes(config)
+    for name, tensor in tensors:
+        shape = expected.pop(name, None)
+        if shape != tuple(tensor.shape):
+            wanted = "is none of this model's, or came twice" if shape is None else f"should be {list(shape)}"
+            raise ValueError(f"{name}, {list(tensor.shape)}, {wanted}")
+        yield hugging_face_name(name), tensor.detach().to(dtype)
+    if expected:
+        raise ValueError(f"{len(expected)} tensors are missing, such as {next(iter(expected))}")
+
+
+def _shapes(config: TransformerConfig) -> dict[str, Shape]:
+    with torch.device("meta"):
+        model = Transformer(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _read_config(content: Json) -> TransformerConfig:
+    content = {**_DEFAULTS, **content}
+    for key, only in (
+        ("model_type", "llama"),
+        ("hidden_act", "silu"),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+    ):
+        if content[key] != only:
+            raise ValueError(f"{key} is {content[key]!r}, only {only!r} is possible")
+    theta, scaling = _read_rope(content)
+    config = TransformerConfig(
+        vocab_size=_whole(content, "vocab_size"),
+        layers=_whole(content, "num_hidden_layers"),
+        width=_whole(content, "hidden_size"),
+        heads=_whole(content, "num_attention_heads"),
+        kv_heads=_whole(content, "num_key_value_heads", "num_attention_heads"),
+        mlp_width=_whole(content, "intermediate_size"),
+        max_seq=_whole(content, "max_position_embeddings"),
+        rope_theta=theta,
+        norm_eps=float(content["rms_norm_eps"]),
+        tied_head=bool(content["tie_word_embeddings"]),
+        rope_scaling=scaling,
+    )
+    head_dim = content.get("head_dim") or config.head_width
+    if head_dim != config.head_width:
+        raise ValueError(f"head_dim is {head_dim!r}, only width / heads = {config.head_width} is possible")
+    return config
+
+
+def _read_rope(content: Json) -> tuple[float, RopeScaling | None]:
+    # The same precedence as in transformers 5; a file of version 4 has no rope_parameters.
+    rope: Mapping[str, Any] = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    theta = float(rope.get("rope_theta") or content.get("rope_theta") or _DEFAULT_THETA)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"its rotary positions are of the type {kind!r}, not 'default' or 'llama3'")
+    for where in (rope, content):
+        if where.get("partial_rotary_factor", 1.0) not in (None, 1.0):
+            raise ValueError(f"partial_rotary_factor is {where['partial_rotary_factor']}, not 1.0")
+    if kind == "default":
+        return theta, None
+    return theta, RopeScaling(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_max_seq=int(
+            rope.get("original_max_position_embeddings", content["max_position_embeddings"])
+        ),
+    )
+
+
+def _whole(content: Json, key: str, otherwise: str | None = None) -> int:
+    value = content[key] if otherwise is None else content.get(key) or content[otherwise]
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{key} is {value!r}, not a whole number")
+    return value
+
+
+def _read_tensors(folder: Path, config: TransformerConfig) -> dict[str, Tensor]:
+    stored = _files(folder)
+    found = {}
+    for name, shape in _shapes(config).items():
+        key = hugging_face_name(name)
+        if key not in stored:
+            raise UserError(
+                f"{folder}: there is no tensor {key}, but {CONFIG} asks for it: get the folder again"
+            )
+        try:
+            with safe_open(stored[key], framework="pt") as file:
+                tensor = file.get_tensor(key)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{stored[key]}: cannot be read ({error}): get the file again") from error
+        if tuple(tensor.shape) != shape:
+            raise UserError(
+                f"{stored[key]}: {key} is {list(tensor.shape)}, by {CONFIG} it is {list(shape)}: "
+                "get both files again, from one place"
+            )
+        found[name] = tensor
+    return found
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Tensor -> the file that has it."""
+    index = folder / INDEX
+    if index.is_file():
+        where = _read_json(index).get("weight_map")
+        if not isinstance(where, dict) or not all(_is_plain_name(name) for name in where.values()):
+            raise UserError(f"{index}: damaged, no weight_map of file names: get the file again")
+        return {key: folder / name for key, name in where.items()}
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise UserError(f"{path}: no such file, nor {INDEX}: only safetensors are read, no pickles")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict.fromkeys(file.keys(), path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read ({error}): get the file again") from error
+
+
+def _is_plain_name(name: object) -> bool:
+    return isinstance(name, str) and Path(name).name == name
+
+
+def _read_json(path: Path) -> Json:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file: name a folder of Hugging Face's format") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}): check its permissions") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON ({error}): get the file again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: a JSON {type(content).__name__}, not an object: get the file again")
+    return content

@@ -1,0 +1,353 @@
+"""A decoder-only transformer, Llama's: RMSNorm before each part, rotary positions, SwiGLU, grouped queries.
+
+    block    attention, then mlp; each reads a norm of the residual and adds to it
+    head     one of the `heads` queries; `heads / kv_heads` neighbours share one key and one value
+    pair     channels i and i + head_width / 2 of a head: what the rotary positions turn. Hugging Face's Llama
+             pairs them so too; exported weights would need a permutation if this were the interleaved order
+    rotation the cosines and sines of all pairs at some positions, each float32 [T, head_width / 2]
+
+Shapes: B sequences, T positions, V = vocab_size. Nothing here knows of ranks, and no module has a buffer: a
+model made on the meta device is complete once it has memory and `reset_parameters` was called.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from imece.models.cross_entropy import summed_cross_entropy
+
+Reduction = Literal["mean", "sum"]
+Rotation = tuple[Tensor, Tensor]
+
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's way to longer sequences: slow pairs turn `factor` times slower, fast ones as before.
+
+    A pair is slow if it turns less than low_freq_factor times in original_max_seq positions, and fast if more
+    than high_freq_factor times; between the two the change is gradual.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_seq: int  # positions the model was first trained on
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor is {self.high_freq_factor}; it must be above low_freq_factor, which is "
+                f"{self.low_freq_factor}"
+            )
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The shape of a model. ValueError, with names and values, for one that cannot be built."""
+
+    vocab_size: int
+    layers: int
+    width: int  # of the residual
+    heads: int
+    kv_heads: int  # heads of keys and values; equal to `heads` for plain multi-head attention
+    mlp_width: int
+    max_seq: int  # positions
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    tied_head: bool = False  # the embedding is the head too
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+        if self.width % self.heads:
+            raise ValueError(f"width is {self.width}, which cannot be divided among heads = {self.heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads is {self.heads}, which cannot be divided among kv_heads = {self.kv_heads}"
+            )
+        if self.head_width % 2:
+            raise ValueError(
+                f"width / heads is {self.width} / {self.heads} = {self.head_width}; rotary positions turn "
+                "pairs, so it must be even"
+            )
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_width
+
+    @property
+    def parameter_count(self) -> int:
+        """Numbers that are trained; a tied head counts once."""
+        attention = 2 * self.width * self.width + 2 * self.width * self.kv_width
+        mlp = 3 * self.width * self.mlp_width
+        tables = 1 if self.tied_head else 2
+        return (
+            tables * self.vocab_size * self.width
+            + self.layers * (attention + mlp + 2 * self.width)
+            + self.width
+        )
+
+
+class Transformer(nn.Module):
+    """The model. Weights are filled from `generator`, or from torch's own; on the meta device there are none.
+
+    checkpoint_blocks: keep only the input of each block for backward and compute the rest again there.
+    """
+
+    def __init__(self, config: TransformerConfig, *, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpoint_blocks = False
+        self.embed = _Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        if not config.tied_head:
+            self.head = _Linear(config.width, config.vocab_size)
+        if not self.embed.weight.is_meta:
+            self.reset_parameters(generator)
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Fill all weights, in one fixed order. `generator` must be on the device of the weights.
+
+        What is added to the residual starts smaller, so that its variance does not grow with the layers.
+        """
+        residual_std = INIT_STD / math.sqrt(2 * self.config.layers)
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            else:
+                adds = name.endswith(("attention.out.weight", "mlp.down.weight"))
+                parameter.normal_(std=residual_std if adds else INIT_STD, generator=generator)
+
+    def forward(self, tokens: Tensor, *, cache: KVCache | None = None, last_only: bool = False) -> Tensor:
+        """Logits [B, T, V] of the token that follows each of `tokens` (int64 [B, T]).
+
+        With a cache, the tokens come after those it holds, and it holds them too afterwards; such logits have
+        no gradient. last_only: logits of the last position only, [B, 1, V].
+
+        ValueError if tokens is not 2D, or for more positions than max_seq or than the cache has room for.
+        """
+        start = 0 if cache is None else cache.length
+        self._check_room(tokens, cache)
+        # A cache is written in place: a gradient through it would be that of the newest tokens only.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
+            x = self.embed(tokens)
+            rotation = rotation_at(self.config, start, start + tokens.shape[1], x.device)
+            for block in self.blocks:
+                if self.checkpoint_blocks and torch.is_grad_enabled():
+                    x = checkpoint(block, x, rotation, use_reentrant=False)
+                else:
+                    x = block(x, rotation, cache)
+            x = self.norm(x[:, -1:] if last_only else x)
+            logits = F.linear(x, self.embed.weight) if self.config.tied_head else self.head(x)
+        if cache is not None:
+            cache.length += tokens.shape[1]
+        return cast(Tensor, logits)
+
+    def loss(
+        self, tokens: Tensor, targets: Tensor, ignore: int = -100, reduction: Reduction = "mean"
+    ) -> Tensor:
+        """The cross-entropy of `targets` (int64 [B, T]) after `tokens` (int64 [B, T]); see `token_loss`."""
+        return token_loss(self(tokens), targets, ignore, reduction)
+
+    def _check_room(self, tokens: Tensor, cache: KVCache | None) -> None:
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens has shape {list(tokens.shape)}; it must be [batch, positions]")
+        held = 0 if cache is None else cache.length
+        after = f" after the {held} in the cache" if held else ""
+        if held + tokens.shape[1] > self.config.max_seq:
+            raise ValueError(
+                f"tokens has {tokens.shape[1]} positions{after}; max_seq is {self.config.max_seq}"
+            )
+        if cache is None:
+            return
+        if held + tokens.shape[1] > cache.capacity:
+            raise ValueError(
+                f"tokens has {tokens.shape[1]} positions{after}; the cache's capacity is {cache.capacity}"
+            )
+        if tokens.shape[0] != cache.batch:
+            raise ValueError(f"tokens has {tokens.shape[0]} sequences; the cache has {cache.batch}")
+
+
+class Block(nn.Module):
+    """Residual [B, T, width] -> residual of the same shape."""
+
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
+        super().__init__()
+        self.attention = Attention(config, layer)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, rotation: Rotation, cache: KVCache | None = None) -> Tensor:
+        x = x + self.attention(x, rotation, cache)
+        return cast(Tensor, x + self.mlp(x))
+
+
+class Attention(nn.Module):
+    """What a position takes from itself and those before it. Part `layer` of a cache is its own."""
+
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_width = config.head_width
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.q = _Linear(config.width, config.width)
+        self.k = _Linear(config.width, config.kv_width)
+        self.v = _Linear(config.width, config.kv_width)
+        self.out = _Linear(config.width, config.width)
+
+    def forward(self, x: Tensor, rotation: Rotation, cache: KVCache | None = None) -> Tensor:
+        x = self.norm(x)
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # [B, heads or kv_heads, T, ...]
+            for project in (self.q, self.k, self.v)
+        )
+        q, k = rotate(q, rotation), rotate(k, rotation)
+        if cache is not None:
+            k, v = cache.extend(self.layer, k, v)
+        new, seen = q.shape[2], k.shape[2]
+        mask = None
+        if 1 < new < seen:
+            # is_causal counts from the first key, so it would hide most of the cache from the new tokens.
+            mask = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril(seen - new)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=new == seen, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return cast(Tensor, self.out(mixed.transpose(1, 2).flatten(2)))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.gate = _Linear(config.width, config.mlp_width)
+        self.up = _Linear(config.width, config.mlp_width)
+        self.down = _Linear(config.mlp_width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return cast(Tensor, self.down(F.silu(self.gate(x)) * self.up(x)))
+
+
+class KVCache:
+    """Keys and values of the positions that a model has seen, for all layers.
+
+    Setting `length` to a smaller number forgets the positions from there on. `capacity` is in positions, by
+    default max_seq; ValueError if it or `batch` is below 1, or capacity above max_seq.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        batch: int = 1,
+        capacity: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.batch = batch
+        self.capacity = config.max_seq if capacity is None else capacity
+        self.length = 0  # positions held
+        if batch < 1:
+            raise ValueError(f"batch is {batch}; it must be at least 1")
+        if not 1 <= self.capacity <= config.max_seq:
+            raise ValueError(f"capacity is {self.capacity}; it must be from 1 to max_seq = {config.max_seq}")
+        shape = (config.layers, batch, config.kv_heads, self.capacity, config.head_width)
+        self._keys = torch.empty(shape, device=device, dtype=dtype)
+        self._values = torch.empty(shape, device=device, dtype=dtype)
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new ones [B, kv_heads, T, head_width] of a layer; return all of it, in their dtype.
+
+        `length` stays: it grows when every layer has written.
+        """
+        end = self.length + keys.shape[2]
+        self._keys[layer, :, :, self.length : end] = keys
+        self._values[layer, :, :, self.length : end] = values
+        # Under autocast the new ones are narrower than the cache, and attention takes one dtype only.
+        return (
+            self._keys[layer, :, :, :end].to(keys.dtype),
+            self._values[layer, :, :, :end].to(values.dtype),
+        )
+
+
+def token_loss(logits: Tensor, targets: Tensor, ignore: int = -100, reduction: Reduction = "mean") -> Tensor:
+    """Cross-entropy of logits [B, T, V] and targets (int64 [B, T]): a float32 scalar, whatever the dtype.
+
+    Positions whose target is `ignore` do not count; the mean over no position at all is nan. ValueError for
+    targets of another shape and for another reduction.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"targets has shape {list(targets.shape)}; tokens has shape {list(logits.shape[:-1])}"
+        )
+    nats = summed_cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore)
+    return nats / (targets != ignore).sum() if reduction == "mean" else nats
+
+
+def rotation_at(config: TransformerConfig, start: int, stop: int, device: torch.device) -> Rotation:
+    """How far each pair turns at the positions [start, stop), always in float32.
+
+    It is computed anew for each forward: a buffer would have to survive the meta device, `model.bfloat16()`
+    and loading, each of which has its own way to spoil it, and this costs next to nothing.
+    """
+    exponents = torch.arange(0, config.head_width, 2, dtype=torch.float32, device=device) / config.head_width
+    frequencies = 1.0 / config.rope_theta**exponents  # radians a position
+    scaling = config.rope_scaling
+    if scaling is not None:
+        turns = scaling.original_max_seq * frequencies / (2 * math.pi)
+        spread = scaling.high_freq_factor - scaling.low_freq_factor
+        fast = ((turns - scaling.low_freq_factor) / spread).clamp(0, 1)
+        frequencies = frequencies * (fast + (1 - fast) / scaling.factor)
+    positions = torch.arange(start, stop, dtype=torch.float32, device=device)
+    angles = positions[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Turn each pair of x [..., T, head_width]. Computed in float32 or wider, returned in the dtype of x."""
+    cos, sin = rotation
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class _Linear(nn.Linear):
+    """Without bias, and left unfilled: filling it here too would draw from torch's generator for nothing."""
+
+    def __init__(self, in_width: int, out_width: int) -> None:
+        super().__init__(in_width, out_width, bias=False)
+
+    def reset_parameters(self) -> None:
+        """`Transformer.reset_parameters` does it."""
+
+
+class _Embedding(nn.Embedding):
+    """Left unfilled, as `_Linear` is."""
+
+    def reset_parameters(self) -> None:
+        """`Transformer.reset_parameters` does it."""
+
+
+def _check_positive(config: TransformerConfig | RopeScaling) -> None:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
+            raise ValueError(f"{field.name} is {value}; it must be positive and finite")

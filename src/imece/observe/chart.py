@@ -1,0 +1,147 @@
+"""Charts as HTML with SVG inside, which need no script and no other file.
+
+The SVG is stretched to the width there is, and what is to keep its size is not in it: words are HTML at
+per-cent places, lines have the same width at any scale, and a dot is a line of no length with round ends. So
+one chart is readable on a phone and on a wide screen. Colours are CSS variables of the page.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from imece.observe.curves import Curve, Floats
+
+_SIZE = 1000  # of the SVG, in units of its own
+_LABEL_APART = 0.075  # of the height, between labels of levels
+
+
+class Axis:
+    """Values -> places from 0 to 1."""
+
+    def __init__(self, low: float, high: float, *, log: bool = False) -> None:
+        """log: the axis is logarithmic, and `low` above 0. An axis of no length gets some."""
+        self.low, self.log = low, log
+        self.high = high if high > low else low + max(abs(low), 1.0)
+
+    def place(self, values: Floats | float) -> Floats:
+        """Below 0 or above 1 for what is outside."""
+        low, high, at = (np.log(each) if self.log else np.float64(each) for each in self._ends(values))
+        return np.asarray((at - low) / (high - low))
+
+    def ticks(self, most: int) -> list[float]:
+        """Round values within the axis, or powers of ten within a logarithmic one: `most` or a few less."""
+        if self.log and self.high / self.low > 30:
+            first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+            return [10.0**power for power in range(first, last + 1, 1 + (last - first) // most)]
+        apart = _round_up((self.high - self.low) / most)
+        first, last = math.ceil(self.low / apart - 1e-9), math.floor(self.high / apart + 1e-9)
+        return [number * apart for number in range(first, last + 1)]
+
+    def _ends(self, values: Floats | float) -> tuple[float, float, Floats | float]:
+        return self.low, self.high, np.maximum(values, self.low / 10) if self.log else values
+
+
+def tick_text(value: float) -> str:
+    """20_000 -> "20k", 1_500 -> "1500", 0.0025 -> "0.0025": exact, for these are round."""
+    for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= (unit if unit > 1e3 else 1e4):
+            return f"{value / unit:.6g}{letter}"
+    return f"{value:.6g}"
+
+
+class Chart:
+    """A figure with axes; what is added first lies below."""
+
+    def __init__(
+        self, title: str, unit: str, x: Axis, y: Axis, *, wide: bool = False, tall: bool = False
+    ) -> None:
+        self._title, self._unit, self._x, self._y = title, unit, x, y
+        self._wide, self._tall = wide, tall
+        self._shapes: list[str] = []
+        self._legend: list[str] = []
+        self._levels: list[tuple[float, str]] = []
+        self.note = ""  # below the chart
+
+    def line(self, curve: Curve, style: str, name: str = "") -> None:
+        """style: a class of the page's CSS. A name puts it into the legend."""
+        if len(curve):
+            self._shapes.append(f'<polyline class="{style}" points="{self._points(curve)}"/>')
+            self._name(style, name)
+
+    def dots(self, curve: Curve, style: str, name: str = "") -> None:
+        """Each point says its step and its value when the pointer rests on it."""
+        for step, value, point in zip(curve.steps, curve.values, self._points(curve).split(), strict=True):
+            title = f"<title>step {step:.0f}: {value:.4g}</title>"
+            self._shapes.append(f'<path class="{style}" d="M{point}h0">{title}</path>')
+        if len(curve):
+            self._name(style, name)
+
+    def level(self, value: float, name: str) -> None:
+        """A line right across, with its name on it."""
+        at = self._from_top(value)
+        self._shapes.append(f'<path class="level" d="M0 {at:.1f}H{_SIZE}"/>')
+        self._levels.append((at / _SIZE, name))
+
+    def stack(self, curves: Sequence[tuple[Curve, str, str]]) -> None:
+        """Areas on top of each other: (curve, style, name)s, all with the same steps."""
+        floor = np.zeros(len(curves[0][0]))
+        for curve, style, name in curves:
+            ceiling = floor + curve.values
+            there = self._points(Curve(curve.steps, ceiling))
+            back = self._points(Curve(curve.steps[::-1], floor[::-1]))
+            self._shapes.append(f'<polygon class="{style}" points="{there} {back}"/>')
+            self._name(style, name)
+            floor = ceiling
+
+    def html(self) -> str:
+        """A <figure>."""
+        grid, words = [], []
+        for value in self._y.ticks(8 if self._tall else 5):
+            at = self._from_top(value)
+            grid.append(f'<path class="grid" d="M0 {at:.1f}H{_SIZE}"/>')
+            words.append(f'<span class="y" style="top:{at / _SIZE:.2%}">{tick_text(value)}</span>')
+        for value in self._x.ticks(8 if self._wide else 5):
+            left = float(self._x.place(value))
+            words.append(f'<span class="x" style="left:{left:.2%}">{tick_text(value)}</span>')
+        for at, name in _spread(self._levels):
+            words.append(f'<span class="name" style="top:{at:.2%}">{html.escape(name)}</span>')
+        legend = f'<p class="legend">{"".join(self._legend)}</p>' if self._legend else ""
+        note = f'<p class="note">{html.escape(self.note)}</p>' if self.note else ""
+        return (
+            f"<figure><figcaption>{html.escape(self._title)} <small>{html.escape(self._unit)}</small>"
+            f'</figcaption>{legend}<div class="plot{" tall" if self._tall else ""}">'
+            f'<svg viewBox="0 0 {_SIZE} {_SIZE}" preserveAspectRatio="none" role="img" '
+            f'aria-label="{html.escape(self._title)}">{"".join(grid + self._shapes)}</svg>'
+            f"{''.join(words)}</div>{note}</figure>"
+        )
+
+    def _points(self, curve: Curve) -> str:
+        """As SVG has them; what is far outside stays near, where it is not seen either."""
+        x = self._x.place(curve.steps) * _SIZE
+        y = (1 - np.clip(self._y.place(curve.values), -0.5, 1.5)) * _SIZE
+        return " ".join(f"{left:.1f},{top:.1f}" for left, top in zip(x, y, strict=True))
+
+    def _from_top(self, value: float) -> float:
+        return float(1 - self._y.place(value)) * _SIZE
+
+    def _name(self, style: str, name: str) -> None:
+        if name:
+            self._legend.append(f'<span><i class="{style}"></i>{html.escape(name)}</span>')
+
+
+def _round_up(number: float) -> float:
+    """The next of 1, 2, 2.5 and 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(number))
+    return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= number * (1 - 1e-9))
+
+
+def _spread(labels: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
+    """The same from above, moved down where one would lie on another."""
+    placed: list[tuple[float, str]] = []
+    for at, name in sorted(labels):
+        placed.append((max(at, placed[-1][0] + _LABEL_APART) if placed else at, name))
+    return placed

@@ -1,0 +1,71 @@
+"""What a figure was measured on: facts of the machine and versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+_PACKAGES = ("numpy", "safetensors", "tokenizers")
+
+
+def environment() -> dict[str, Any]:
+    """Machine and versions, ready for JSON: no host's name, no path, no user.
+
+    memory_bytes: of the host. gpus: those this process sees, each with name and memory_bytes; asking takes
+    the GPUs' memory for a context, so a process that computes on them should ask, not one that only starts
+    others. cuda and nccl are there with GPUs only. A package that is not installed is None.
+    """
+    facts: dict[str, Any] = {
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "vector": torch.backends.cpu.get_cpu_capability(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "imece": version("imece"),
+        **{package: version(package) for package in _PACKAGES},
+        "gpus": _gpus(),
+    }
+    if facts["gpus"]:
+        facts["cuda"] = torch.version.cuda
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
+    return facts
+
+
+def version(package: str) -> str | None:
+    """Its installed version, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_model() -> str:
+    """As the kernel calls it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        return platform.machine()
+    return platform.machine()
+
+
+def _gpus() -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        return []
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in found]

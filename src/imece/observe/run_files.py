@@ -1,0 +1,91 @@
+"""What a run folder says of its run, as far as it is there: a run may be going on, or have been cut short."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from imece.observe.metrics import read_metrics
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """All that pictures and pages of a run are made from."""
+
+    path: Path
+    records: list[Json]  # of metrics.jsonl, by step
+    config: str  # the text of config.toml, or ""
+    environment: Json  # {} if there is none, here and below
+    summary: Json
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """A file that is missing or cut is as if it were empty. OSError for one that cannot be read."""
+        config = path / "config.toml"
+        text = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
+        return cls(
+            path, read_metrics(path), text, _json(path / "environment.json"), _json(path / "summary.json")
+        )
+
+    @property
+    def name(self) -> str:
+        """As a person calls the run."""
+        return self.path.resolve().name
+
+    @property
+    def argument(self) -> str:
+        """The run folder as a shell takes it: from here, if it is below the folder one is in."""
+        near = os.path.relpath(self.path)
+        return shlex.quote(str(self.path) if near.startswith("..") else near)
+
+    @property
+    def steps_done(self) -> int:
+        """Of the newest record."""
+        return int(self.records[-1]["step"]) if self.records else 0
+
+    @property
+    def total_steps(self) -> int:
+        """That the config asks for, or what is done if it does not say."""
+        try:
+            asked = tomllib.loads(self.config).get("steps")
+        except tomllib.TOMLDecodeError:
+            asked = None
+        return asked if isinstance(asked, int) else self.steps_done
+
+    @property
+    def baselines(self) -> dict[str, float]:
+        """Name -> nats a token, the worst first."""
+        return dict(sorted((self.summary.get("baselines") or {}).items(), key=lambda each: -each[1]))
+
+    @property
+    def val_loss(self) -> float | None:
+        """Of the end, or else the newest."""
+        newest = [record["val_loss"] for record in self.records if record.get("val_loss") is not None]
+        found = self.summary.get("val_loss")
+        return float(found) if found is not None else newest[-1] if newest else None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Beside and renamed: whoever opens it sees the old one or the new one. OSError if there is no room."""
+    beside = path.with_name(f"{path.name}.partial")
+    try:
+        beside.write_bytes(content)
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def _json(path: Path) -> Json:
+    try:
+        content = json.loads(path.read_bytes()) if path.exists() else {}
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}

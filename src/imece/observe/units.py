@@ -1,0 +1,41 @@
+"""Figures as a person reads them: with a unit, and with no more digits than say something."""
+
+from __future__ import annotations
+
+import math
+
+_LARGE = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
+def si(number: float) -> str:
+    """6.8e6 -> "6.8M", 12_437 -> "12.4k", 123_456 -> "123k", 8.03e9 -> "8.0B", 812 -> "812"."""
+    size = abs(number)
+    for unit, letter in _LARGE:
+        if size >= 0.9995 * unit:  # 999.5k is rounded up, so it is 1.0M and not 1000k
+            scaled = number / unit
+            return f"{scaled:.1f}{letter}" if abs(scaled) < 99.95 else f"{scaled:.0f}{letter}"
+    return f"{number:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """91 -> "1:31", 3_723 -> "1:02:03", 200_000 -> "2 d 7:33 h"; "?" for what is no time."""
+    if not (math.isfinite(seconds) and seconds >= 0):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24} d {hours % 24}:{minutes:02} h"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def gigabytes(nbytes: float) -> str:
+    """304_000_000 -> "0.30 GB", 31_200_000_000 -> "31.2 GB"; a GB is 10^9 bytes."""
+    number = nbytes / 1e9
+    return (
+        f"{number:.2f} GB" if number < 9.995 else f"{number:.1f} GB" if number < 99.95 else f"{number:.0f} GB"
+    )
+
+
+def milliseconds(seconds: float) -> str:
+    """0.1234 -> "123 ms", 0.00123 -> "1.23 ms", 12.3 -> "12.3 s"."""
+    return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"

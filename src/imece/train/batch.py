@@ -1,0 +1,65 @@
+"""The global batch, cut for the ranks: sequences = micro-batch x accumulation x ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from imece.errors import UserError
+from imece.train.config import BatchSection
+
+_MOST_AT_ONCE = 8  # sequences: beyond that the products of a CPU rank gain nothing more
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Sequences of one step, and who computes them."""
+
+    seq: int  # tokens in each sequence
+    sequences: int  # the global batch
+    ranks: int
+    micro: int  # sequences that one rank computes at once
+    accumulation: int  # times it does so
+
+    @property
+    def tokens(self) -> int:
+        """Of the global batch."""
+        return self.sequences * self.seq
+
+    def describe(self) -> str:
+        """The arithmetic, in words."""
+        return (
+            f"{self.sequences} sequences x {self.seq} = micro-batch {self.micro} x {self.accumulation} "
+            f"accumulated x {self.ranks} rank{'s' if self.ranks > 1 else ''}, {self.tokens:,} tokens a step"
+        )
+
+
+def plan_batch(section: BatchSection, seq: int, ranks: int) -> BatchPlan:
+    """UserError, with the nearest numbers that would do, if the batch cannot be divided."""
+    sequences = section.sequences
+    if section.tokens:
+        if section.tokens % seq:
+            raise UserError(
+                f"--batch.tokens {section.tokens} is not a multiple of sequences of {seq} tokens; "
+                f"the nearest are {_nearest(section.tokens, seq)}"
+            )
+        sequences = section.tokens // seq
+    if sequences < ranks:
+        raise UserError(
+            f"--ranks {ranks} are more than the {sequences} sequences of a step: "
+            f"at most {sequences} ranks, or at least --batch.sequences {ranks}"
+        )
+    step = ranks * (section.micro or 1)
+    if sequences % step:
+        by = f"{ranks} ranks" + (f" x micro-batch {section.micro}" if section.micro else "")
+        raise UserError(
+            f"--batch.sequences {sequences} cannot be divided by {by}; "
+            f"the nearest are {_nearest(sequences, step)}"
+        )
+    share = sequences // ranks
+    micro = section.micro or max(n for n in range(1, min(share, _MOST_AT_ONCE) + 1) if share % n == 0)
+    return BatchPlan(seq, sequences, ranks, micro, share // micro)
+
+
+def _nearest(number: int, step: int) -> str:
+    below = number // step * step
+    return f"{below} and {below + step}" if below else f"{step} and {2 * step}"

@@ -1,0 +1,135 @@
+"""The end of a run: what the model has learned, on documents it never saw, and how to go on from here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from typing import Any
+
+import torch
+
+from imece.data.baselines import baselines
+from imece.data.files import write_whole
+from imece.models.generate import generate
+from imece.observe.report import write_loss_plot, write_report
+from imece.train.loop import Loop
+from imece.train.session import Session
+from imece.train.watching import Watching
+
+_SAMPLE_TOKENS = 160
+_SAMPLE_SEED = 1
+_TEMPERATURE = 0.7
+
+
+def finish(session: Session, loop: Loop, watching: Watching) -> None:
+    """Validate on all that is held out; rank 0 compares, samples, and writes summary.json and the report."""
+    held_out = session.prepared.tokens.validation
+    val_loss = loop.validate(most_tokens=0) if len(held_out.tokens) else None
+    saved = session.checkpoints.finish()
+    watching.pass_on()
+    if session.mesh.rank != 0:
+        return
+    summary = _summary(session, val_loss)
+    with contextlib.suppress(OSError):  # full disk: the checkpoint was the thing to save, and said so itself
+        _write(session, summary)
+        write_loss_plot(session.folder.path)
+        write_report(session.folder.path)
+    watching.done(_rows(summary, saved), summary["sample"]["text"], next_commands(session))
+
+
+def is_finished(session: Session) -> bool:
+    """Whether all that `finish` makes of these steps is there: it may have been killed on the way."""
+    path = session.folder.path
+    try:
+        made_from = json.loads((path / "summary.json").read_bytes())["steps"]
+        in_order = (path / "report.html").stat().st_mtime >= (path / "summary.json").stat().st_mtime
+    except (OSError, ValueError, KeyError):
+        return False
+    return in_order and made_from == session.done == session.config.steps
+
+
+def next_commands(session: Session) -> list[tuple[str, str]]:
+    """What a person may want to do now."""
+    path = session.folder.path
+    return [
+        ("next", f'imece sample {path} --prompt "{_prompt_for_people(session)}"'),
+        ("longer", f"imece train --run {path} --steps {2 * session.config.steps}"),
+        ("open", str(path / "report.html")),
+    ]
+
+
+def _summary(session: Session, val_loss: float | None) -> dict[str, Any]:
+    tokens, prompt = session.prepared.tokens, _prompt(session)
+    summary: dict[str, Any] = {
+        "steps": session.done,
+        "tokens": session.tokens,
+        "seconds": session.seconds,
+        "tokens_per_s": session.tokens / session.seconds,
+        "parameters": session.model.config.parameter_count,
+        "best_val_loss": session.best_val_loss,
+        "sample": {"prompt": prompt, "text": prompt + _sample(session, prompt)},
+    }
+    if val_loss is not None:
+        held_out = tokens.validation
+        bits_a_byte = val_loss / math.log(2) * len(held_out.tokens) / held_out.text_bytes
+        summary |= {
+            "val_loss": val_loss,
+            "val_bits_per_byte": bits_a_byte,
+            "baselines": baselines(tokens.train, held_out, tokens.vocab_size),
+        }
+    return summary
+
+
+def _rows(summary: dict[str, Any], saved: bool) -> list[tuple[str, str]]:
+    minutes, seconds = divmod(round(summary["seconds"]), 60)
+    rows = [
+        (
+            "done",
+            f"{summary['steps']:,} steps in {minutes}:{seconds:02}, {summary['tokens'] / 1e6:.1f}M tokens, "
+            f"{summary['tokens_per_s']:,.0f} tokens/s",
+        )
+    ]
+    if "val_loss" in summary:
+        others = ", ".join(f"{name} {loss:.2f}" for name, loss in summary["baselines"].items())
+        rows.append(
+            (
+                "",
+                f"validation {summary['val_loss']:.3f} nats a token = "
+                f"{summary['val_bits_per_byte']:.3f} bits a byte   ({others})",
+            )
+        )
+    if not saved:
+        rows.append(("", "the last checkpoint is not on the disk: see the warning above"))
+    return rows
+
+
+def _prompt(session: Session) -> str:
+    """The beginning of a held-out document, or of a function where the text is Python's library."""
+    held_out = session.prepared.tokens.validation
+    if not session.config.data.paths or not held_out.documents:
+        return "def "
+    return session.prepared.tokenizer.decode(held_out.document(0)[:8].tolist()[:-1]) or " "
+
+
+def _prompt_for_people(session: Session) -> str:
+    return "class Queue" if not session.config.data.paths else "Once upon a time"
+
+
+def _sample(session: Session, prompt: str) -> str:
+    tokenizer, model = session.prepared.tokenizer, session.model
+    ids = tokenizer.encode(prompt)[: max(1, model.config.max_seq // 2)]
+    room = model.config.max_seq - len(ids)
+    generator = torch.Generator(session.mesh.device).manual_seed(_SAMPLE_SEED)
+    tokens = generate(
+        model, ids, min(_SAMPLE_TOKENS, room), temperature=_TEMPERATURE, top_p=0.95, generator=generator,
+        stop={tokenizer.end},
+    )  # fmt: skip
+    model.eval()
+    with session.precision.autocast():
+        return tokenizer.decode(list(tokens))
+
+
+def _write(session: Session, summary: dict[str, Any]) -> None:
+    content = json.dumps(summary, indent=2) + "\n"
+    write_whole(session.folder.path / "summary.json", content.encode())

@@ -1,0 +1,181 @@
+"""The loop over steps: update, look, validate, save; until all steps are done or a signal comes."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from imece.collectives import ops
+from imece.train.evaluate import evaluate
+from imece.train.peak import flops_per_token, measured_peak
+from imece.train.schedule import learning_rate
+from imece.train.session import Session
+from imece.train.step import Outcome
+from imece.train.stopping import Stop
+from imece.train.watching import Watching
+
+
+class NotFiniteError(Exception):
+    """So many steps in a row had no finite gradient that going on makes no sense."""
+
+
+@dataclass(frozen=True)
+class _Together:
+    """One step over all ranks."""
+
+    loss: float  # nats a token
+    tokens: int
+    memory_bytes: int  # of the largest rank
+    signal: int  # that some rank got, else 0
+
+
+class Loop:
+    """Runs a session's steps. Every rank has one, and all do the same."""
+
+    def __init__(self, session: Session, watching: Watching, stop: Stop) -> None:
+        self._session, self._watching, self._stop = session, watching, stop
+        self._bad_steps = 0
+        self._save_s: float | None = None  # how long a save has held up the next step
+        self._process = psutil.Process()
+        mesh = session.mesh
+        ops.barrier(group=mesh.world_group)  # so that all ranks measure at the same time
+        peak = measured_peak(mesh.device, session.precision.dtype) * mesh.world_size
+        self._peak_tokens_per_s = peak / flops_per_token(session.model.config)
+
+    def run(self) -> int:
+        """Go on to the last step; the signal that ended it before, or 0.
+
+        NotFiniteError after `bad_steps` updates in a row that could not be made.
+        """
+        session, config = self._session, self._session.config
+        self._watching.start(session.done)
+        session.clock.lap()
+        while session.done < config.steps:
+            index = session.done
+            rate = learning_rate(index, config.steps, config.optimizer)
+            outcome = session.step.run(index, rate)
+            together = self._gather(outcome)
+            session.done += 1
+            record = self._record(outcome, together, rate)
+            last = session.done == config.steps
+            val_loss = (
+                self._validate_now(record) if last or _due(session.done, config.validate.every) else None
+            )
+            if outcome.skipped:
+                self._skipped(index, outcome, record)
+            else:
+                self._bad_steps = 0
+            # Before its checkpoint: a run that is killed and goes on from there would never have the record.
+            self._watching.step(record)
+            if last or together.signal or _due(session.done, config.checkpoint.every):
+                began = time.perf_counter()
+                session.save(val_loss)
+                self._save_s = time.perf_counter() - began
+                session.clock.lap()  # neither this nor validation is a part of the next step
+            if together.signal:
+                return together.signal
+        return 0
+
+    def validate(self, most_tokens: int) -> float:
+        """Nats a token of the held-out part, over all ranks."""
+        session = self._session
+        nats, tokens = evaluate(
+            session.model,
+            session.prepared.tokens.validation,
+            session.plan.seq,
+            session.plan.micro,
+            session.precision,
+            rank=session.mesh.rank,
+            world_size=session.mesh.world_size,
+            most_tokens=most_tokens,
+        )
+        both = torch.tensor([nats, tokens], dtype=torch.float64, device=session.mesh.device)
+        ops.all_reduce(both, group=session.mesh.world_group, label="validation loss")
+        total, count = both.tolist()
+        return float(total / count)
+
+    def _gather(self, outcome: Outcome) -> _Together:
+        device, group = self._session.mesh.device, self._session.mesh.world_group
+        memory = (
+            torch.cuda.max_memory_allocated(device)
+            if device.type == "cuda"
+            else self._process.memory_info().rss
+        )
+        mine = torch.tensor(
+            [outcome.nats, outcome.tokens, memory, self._stop.signal], dtype=torch.float64, device=device
+        )
+        everybodys = mine.new_empty(self._session.mesh.world_size * len(mine))
+        ops.all_gather(everybodys, mine, group=group, label="loss of each rank")
+        rows = everybodys.view(-1, len(mine))
+        nats, tokens = rows[:, :2].sum(0).tolist()
+        memory, signal = rows[:, 2:].amax(0).tolist()
+        return _Together(nats / tokens, int(tokens), int(memory), int(signal))
+
+    def _record(self, outcome: Outcome, together: _Together, rate: float) -> dict[str, Any]:
+        session = self._session
+        step_s, phases = session.clock.lap()
+        session.seconds += step_s
+        session.tokens += together.tokens
+        record: dict[str, Any] = {
+            "step": session.done,
+            "loss": together.loss,
+            "tokens": together.tokens,
+            "tokens_per_s": together.tokens / step_s,
+            "lr": rate,
+            "grad_norm": outcome.grad_norm,
+            "epoch": session.batches.epoch(session.done),
+            "time": time.time(),
+            "step_s": step_s,
+            **{f"{name}_s": seconds for name, seconds in phases.items()},
+            "other_s": step_s - sum(phases.values()),
+            "memory_bytes": together.memory_bytes,
+            "mfu": together.tokens / step_s / self._peak_tokens_per_s,
+        }
+        if self._save_s is not None:
+            record["save_s"], self._save_s = self._save_s, None
+        if outcome.skipped:
+            record["skipped"] = outcome.skipped
+        return record
+
+    def _validate_now(self, record: dict[str, Any]) -> float | None:
+        """At the end `finish` reads all that is held out; here it is for the checkpoint to be judged by."""
+        session = self._session
+        if not len(session.prepared.tokens.validation.tokens):
+            return None
+        began = time.perf_counter()
+        val_loss = self.validate(session.config.validate.tokens)
+        if math.isfinite(val_loss):
+            session.best_val_loss = min(val_loss, session.best_val_loss or math.inf)
+        record["val_loss"] = val_loss
+        record["val_s"] = time.perf_counter() - began
+        session.clock.lap()
+        return val_loss if math.isfinite(val_loss) else None
+
+    def _skipped(self, index: int, outcome: Outcome, record: dict[str, Any]) -> None:
+        session = self._session
+        self._watching.note(f"step {session.done} skipped on all ranks: {outcome.skipped}")
+        if session.step.scale >= 1:
+            return  # it was too large for fp16, and is smaller now: nothing is wrong
+        lines = session.step.blame(index)
+        session.clock.lap()
+        for line in lines or ["no rank when computed once more: a fault of the hardware, or of the sum?"]:
+            self._watching.note(f"  brought by {line}")
+        record["skipped"] = "; ".join([outcome.skipped, *lines])
+        self._bad_steps += 1
+        most = session.config.compute.bad_steps
+        if self._bad_steps >= most:
+            self._watching.step(record)
+            raise NotFiniteError(
+                f"{most} steps in a row had no finite gradient, the last one was step {session.done}: the "
+                "run ends, its checkpoints stay as they were; the usual cure is a new run with a lower "
+                "--optimizer.lr"
+            )
+
+
+def _due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0

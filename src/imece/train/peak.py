@@ -1,0 +1,41 @@
+"""How much of what the machine can multiply a step uses (model FLOP utilisation)."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from imece.models.transformer import TransformerConfig
+
+_SIZE = {"cpu": 1024, "cuda": 8192}  # of the square matrices: large enough for the highest rate
+_ROUNDS = 5
+
+
+def flops_per_token(config: TransformerConfig) -> float:
+    """Floating-point operations of forward and backward for one token, recomputation not counted.
+
+    6 for each parameter that is multiplied with (2 forward, 4 backward; the embedding only looks up), and
+    12 * layers * width * context for attention, whose causal half counts (Chowdhery et al. 2022, appendix B,
+    where it counts whole).
+    """
+    tables = 1 if config.tied_head else 2
+    looked_up = (tables - 1) * config.vocab_size * config.width  # a tied table is multiplied with as the head
+    multiplied = config.parameter_count - looked_up
+    return 6.0 * multiplied + 6.0 * config.layers * config.width * config.max_seq
+
+
+@torch.no_grad()
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of this rank in products of large matrices: the median of a few."""
+    size = _SIZE[device.type]
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    seconds = []
+    for _ in range(1 + _ROUNDS):
+        began = time.perf_counter()
+        left @ right
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return 2.0 * size**3 / statistics.median(seconds[1:])  # the first one also makes ready

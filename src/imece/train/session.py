@@ -1,0 +1,181 @@
+"""All that one rank holds while it trains: put together here, saved and taken up again here."""
+
+from __future__ import annotations
+
+import base64
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from imece.checkpoint.load import Saved, newest
+from imece.checkpoint.save import Checkpoints
+from imece.collectives.texts import gather_texts
+from imece.data.batches import Batches
+from imece.data.prepare import Prepared, prepare
+from imece.data_parallel.replicate import DistributedDataParallel
+from imece.errors import UserError
+from imece.mesh import Mesh
+from imece.models.transformer import Transformer
+from imece.train.agreeing import together
+from imece.train.batch import BatchPlan, plan_batch
+from imece.train.clock import Clock
+from imece.train.config import TrainConfig
+from imece.train.optimizer import load_optimizers, make_optimizers, optimizer_tensors
+from imece.train.precision import Precision, choose_precision
+from imece.train.run_folder import RunFolder, load_model, shape_as_json
+from imece.train.step import Step
+
+_OPTIMIZER = "optimizer/"
+
+
+@dataclass
+class Session:
+    """One rank's part of a run."""
+
+    config: TrainConfig
+    folder: RunFolder
+    mesh: Mesh
+    prepared: Prepared
+    plan: BatchPlan
+    precision: Precision
+    model: Transformer
+    wrapped: DistributedDataParallel
+    optimizers: list[torch.optim.Optimizer]
+    batches: Batches
+    clock: Clock
+    step: Step
+    checkpoints: Checkpoints
+    alarms: deque[str]  # what the saving thread has to say; the loop shows it
+    done: int = 0  # optimizer updates so far
+    seconds: float = 0.0  # spent on them
+    tokens: int = 0  # that they read
+    best_val_loss: float | None = None
+
+    @classmethod
+    def open(cls, config: TrainConfig, mesh: Mesh) -> Session:
+        """Everything at step 0, or where the newest whole checkpoint was. All ranks call it.
+
+        UserError for data, a batch or a checkpoint that cannot be used.
+        """
+        folder = RunFolder(config.folder)
+
+        def inputs() -> tuple[Prepared, BatchPlan, Batches, Precision]:
+            prepared = prepare(config.data.source(), folder.tokenizer_file, folder.tokens(config), None)
+            shape = config.model.shape(prepared.tokenizer.vocab_size)
+            plan = plan_batch(config.batch, shape.max_seq, mesh.world_size)
+            batches = Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed)
+            return prepared, plan, batches, choose_precision(config.compute.dtype, mesh.device)
+
+        prepared, plan, batches, precision = together(mesh, inputs)
+        shape = config.model.shape(prepared.tokenizer.vocab_size)
+        model = Transformer(shape, generator=torch.Generator().manual_seed(config.seed)).to(mesh.device)
+        model.checkpoint_blocks = config.compute.recompute
+        if config.compute.compile:
+            model.compile()
+        optimizers = make_optimizers(model, config.optimizer)
+        wrapped = DistributedDataParallel(model, average="tokens")
+        clock, alarms = Clock(mesh.device), deque[str]()
+        session = cls(
+            config, folder, mesh, prepared, plan, precision, model, wrapped, optimizers, batches, clock,
+            Step(wrapped, optimizers, batches, plan, precision, config.optimizer.clip, clock),
+            Checkpoints(
+                folder.checkpoints,
+                rank=mesh.rank,
+                world_size=mesh.world_size,
+                keep=config.checkpoint.keep,
+                alarm=alarms.append,
+            ),
+            alarms,
+        )  # fmt: skip
+        together(mesh, session._resume)
+        session._check_same_step()
+        return session
+
+    def save(self, val_loss: float | None) -> None:
+        """Begin to save; `checkpoints.finish()` waits until it is on the disk."""
+        tensors: dict[str, Tensor] = {
+            f"model/{name}": each.detach() for name, each in self.model.named_parameters()
+        }
+        state = optimizer_tensors(self.optimizers, self.model)
+        tensors |= {_OPTIMIZER + name: each for name, each in state.items()}
+        self.checkpoints.save(self.done, tensors, self._state(), _random_states(), metric=val_loss)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "model": shape_as_json(self.model.config),
+            "tokenizer_hash": self.prepared.tokenizer.hash,
+            "world_size": self.mesh.world_size,
+            "strategy": self.config.strategy,
+            "seed": self.config.seed,
+            "counters": {"seconds": self.seconds, "tokens": self.tokens},
+            "best_val_loss": self.best_val_loss,
+            "scaler": self.step.scaler_state,
+        }
+
+    def _resume(self) -> None:
+        """The position in the data is the step's number, so there is nothing else to find again."""
+        damaged: list[str] = []
+        saved = newest(self.folder.checkpoints, damaged.append)
+        if self.mesh.rank == 0:  # all see the same, and one to say so is enough
+            self.alarms += [f"damaged, so an older checkpoint is used: {line}" for line in damaged]
+        if saved is None:
+            if damaged:
+                raise UserError(
+                    f"{self.folder.checkpoints}: none of {len(damaged)} checkpoints can be read "
+                    f"({damaged[0]}); to begin anew, name another folder with --run"
+                )
+            return
+        self._check(saved)
+        load_model(self.model, saved)
+        names = [name for name in saved.names() if name.startswith(_OPTIMIZER)]
+        tensors = {name.removeprefix(_OPTIMIZER): saved.tensor(name) for name in names}
+        load_optimizers(self.optimizers, self.model, tensors)
+        self.step.load_scaler(saved.state["scaler"])
+        self.done, self.best_val_loss = saved.step, saved.state["best_val_loss"]
+        self.seconds, self.tokens = saved.state["counters"]["seconds"], saved.state["counters"]["tokens"]
+        if len(saved.rank_states) == self.mesh.world_size:
+            _set_random_states(saved.rank_states[self.mesh.rank])
+
+    def _check_same_step(self) -> None:
+        """All ranks call it. One that cannot read what the others can has taken an older checkpoint."""
+        mesh = self.mesh
+        said = gather_texts([str(self.done)], mesh.world_group, mesh.device, "step to go on from")
+        steps = [int(text) for (text,) in said]
+
+        def check() -> None:
+            if len(set(steps)) > 1:
+                others = [rank for rank, step in enumerate(steps) if step != max(steps)]
+                raise UserError(
+                    f"{self.folder.checkpoints}: rank {others[0]} can read step {steps[others[0]]} at most, "
+                    f"others step {max(steps)}: check that all hosts see the same disk"
+                )
+
+        together(mesh, check)
+
+    def _check(self, saved: Saved) -> None:
+        if saved.state["tokenizer_hash"] != self.prepared.tokenizer.hash:
+            entries = saved.state["model"]["vocab_size"]
+            raise UserError(
+                f"{saved.folder} was trained with another tokenizer ({entries} entries) than "
+                f"{self.folder.tokenizer_file} ({self.prepared.tokenizer.vocab_size}): put the old one back"
+            )
+
+
+def _random_states() -> dict[str, str]:
+    """torch's own, as base64. Nothing here draws from them yet; a model with dropout would."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
+
+
+def _set_random_states(states: dict[str, str]) -> None:
+    for name, text in states.items():
+        state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        if name == "cpu":
+            torch.set_rng_state(state)
+        elif torch.cuda.is_available():
+            torch.cuda.set_rng_state(state)

@@ -1,0 +1,151 @@
+"""From a config to a run: what is checked before any rank starts, and what each rank does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from imece import mesh as meshes
+from imece.collectives import ops
+from imece.collectives.texts import gather_texts
+from imece.data.batches import Batches
+from imece.data.files import write_whole
+from imece.data.prepare import Prepared, prepare
+from imece.observe.environment import environment, usable_cores
+from imece.observe.units import si
+from imece.train.agreeing import together
+from imece.train.batch import plan_batch
+from imece.train.config import TrainConfig
+from imece.train.finish import finish, is_finished
+from imece.train.loop import Loop
+from imece.train.precision import choose_precision
+from imece.train.run_folder import RunFolder
+from imece.train.session import Session
+from imece.train.stopping import Stop
+from imece.train.watching import Watching
+
+Progress = Callable[[str, int, int], None]
+
+
+def make_ready(config: TrainConfig, progress: Progress | None) -> int:
+    """All that can be checked and made without ranks; the number of ranks to start.
+
+    UserError for whatever would stop them: nothing is then left of a new run folder.
+    """
+    ranks = config.ranks or default_ranks()
+    kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    choose_precision(config.compute.dtype, kind)
+    plan = plan_batch(config.batch, config.model.shape(config.data.vocab_size).max_seq, ranks)
+    folder = RunFolder(config.folder)
+    with folder.begun(config):
+        prepared = prepare(config.data.source(), folder.tokenizer_file, folder.tokens(config), progress)
+        Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed)
+    return ranks
+
+
+def default_ranks() -> int:
+    """One for each GPU; without any, two that share the cores, if there are two."""
+    return torch.cuda.device_count() or min(2, usable_cores())
+
+
+def run_rank(config: TrainConfig) -> int:
+    """Train as one of the ranks that a launcher started, to the end; the signal that ended it, or 0.
+
+    UserError on one rank for what is wrong with the config, the data or the checkpoint; SystemExit(2) on the
+    others. NotFiniteError on all.
+    """
+    stop = Stop()
+    with stop.listening():
+        mesh = meshes.init(ranks=config.ranks or None)
+        folder = RunFolder(config.folder)
+        with contextlib.ExitStack() as until_open:
+            begun = folder.begun(config) if mesh.rank == 0 else contextlib.nullcontext()
+            together(mesh, lambda: until_open.enter_context(begun))
+            session = Session.open(config, mesh)
+        try:
+            if _is_finished(session):
+                if mesh.rank == 0:
+                    print(f"{folder.path} has its {config.steps} steps: a larger --steps goes on")
+                return 0
+            return _train(session, stop)
+        finally:
+            session.checkpoints.close()
+
+
+def _is_finished(session: Session) -> bool:
+    """As rank 0 sees it: the ranks must not disagree on what comes next."""
+    mesh = session.mesh
+    mine = ["finished"] if mesh.rank == 0 and is_finished(session) else []
+    return bool(gather_texts(mine, mesh.world_group, mesh.device, "whether the run is finished")[0])
+
+
+def _train(session: Session, stop: Stop) -> int:
+    config, mesh, path = session.config, session.mesh, session.folder.path
+    watching = Watching(path, mesh.rank, config.steps, session.done, session.alarms)
+    try:
+        if mesh.rank == 0:
+            _note_environment(path)
+        watching.header(header(session))
+        loop = Loop(session, watching, stop)
+        signal = loop.run()
+        if not signal:
+            finish(session, loop, watching)
+            ops.barrier(group=mesh.world_group)  # the others wait: a rank that leaves early looks lost
+        elif session.checkpoints.finish():
+            watching.note(f"saved after step {session.done}; go on with: imece train --run {path}")
+        return signal
+    finally:
+        session.checkpoints.close()  # here too: what it has to say is for `watching`
+        watching.close()
+
+
+def header(session: Session) -> list[tuple[str, str]]:
+    """What is about to happen."""
+    config, shape, mesh = session.config, session.model.config, session.mesh
+    hosts = len(mesh.hosts)
+    return [
+        (
+            "model",
+            f"{config.model.preset}, {si(shape.parameter_count)} parameters, "
+            f"{shape.layers} layers x {shape.width}, vocabulary {shape.vocab_size:,}",
+        ),
+        ("data", describe_data(session.prepared, config)),
+        (
+            "ranks",
+            f"{mesh.world_size} on {hosts} host{'s' if hosts > 1 else ''} "
+            f"({mesh.device.type}, {mesh.backend}), strategy {config.strategy}, {session.precision.name}"
+            f"{', compiled' if config.compute.compile else ''}",
+        ),
+        ("batch", session.plan.describe()),
+        ("steps", _steps(session)),
+        ("run", str(session.folder.path)),
+    ]
+
+
+def describe_data(prepared: Prepared, config: TrainConfig) -> str:
+    """The text in a line."""
+    name = ", ".join(config.data.paths) or "Python standard library"
+    tokens = len(prepared.tokens.train.tokens) + len(prepared.tokens.validation.tokens)
+    skipped = f", {prepared.tokens.skipped} that are not text left out" if prepared.tokens.skipped else ""
+    return (
+        f"{name}: {prepared.files:,} file{'s' if prepared.files > 1 else ''}, "
+        f"{prepared.source_bytes / 1e6:.1f} MB, {si(tokens)} tokens "
+        f"({config.data.held_out:.3g} of the documents held out){skipped}"
+    )
+
+
+def _steps(session: Session) -> str:
+    config = session.config
+    epochs = session.batches.epoch(config.steps)
+    text = f"{config.steps:,}, {si(config.steps * session.plan.tokens)} tokens, {epochs:.2g} epochs"
+    return f"{text}; going on after step {session.done:,}" if session.done else text
+
+
+def _note_environment(folder: Path) -> None:
+    content = json.dumps(environment(), indent=2) + "\n"
+    with contextlib.suppress(OSError):  # a full disk: whoever writes figures and checkpoints says so
+        write_whole(folder / "environment.json", content.encode())

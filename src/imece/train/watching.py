@@ -1,0 +1,66 @@
+"""What rank 0 shows and writes down; the other ranks only join in where all are asked."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from imece.observe.display import Display
+from imece.observe.metrics import Metrics
+
+
+class Watching:
+    """The live line and the metrics on rank 0; nothing but warnings on the others."""
+
+    def __init__(self, folder: Path, rank: int, steps: int, done: int, alarms: deque[str]) -> None:
+        self._rank, self._alarms = rank, alarms
+        self._display = Display(steps) if rank == 0 else None
+        self._metrics = Metrics(folder, from_step=done, alarm=alarms.append) if rank == 0 else None
+
+    def header(self, rows: Sequence[tuple[str, str]]) -> None:
+        """What is about to happen."""
+        if self._display is not None:
+            self._display.header(rows)
+
+    def start(self, done: int) -> None:
+        """The loop begins after `done` steps."""
+        if self._display is not None:
+            self._display.start(done)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """One step is over."""
+        self.pass_on()
+        if self._display is not None and self._metrics is not None:
+            self._metrics.write(record)
+            self._display.step(record)
+
+    def note(self, text: str) -> None:
+        """For people, once: the ranks that say the same are heard only once."""
+        if self._display is not None:
+            self._display.note(text)
+
+    def pass_on(self) -> None:
+        """What threads had to say."""
+        while self._alarms:
+            text = self._alarms.popleft()
+            if self._display is not None:
+                self._display.note(f"warning: {text}")
+            else:
+                print(f"imece: rank {self._rank}: {text}", file=sys.stderr, flush=True)
+
+    def done(
+        self, rows: Sequence[tuple[str, str]], sample: str | None, next_commands: Sequence[tuple[str, str]]
+    ) -> None:
+        """How it ended."""
+        if self._display is not None:
+            self._display.done(rows, sample, next_commands)
+
+    def close(self) -> None:
+        """The last warnings, and the files."""
+        self.pass_on()
+        if self._display is not None and self._metrics is not None:
+            self._display.close()
+            self._metrics.close()

@@ -1,0 +1,149 @@
+"""Which checkpoints stay, what a replaced one leaves, and which one is taken for the newest or the best."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from imece.checkpoint import Saved, all_steps, best, load, open_checkpoint
+from imece.checkpoint.manifest import seal, unseal
+from imece.errors import UserError
+from tests.checkpoint.crew import assert_whole, crew, newest_whole, partials, state_of
+
+
+def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+    metrics = {1: 5.0, 2: 3.0, 3: None, 4: 4.0, 5: math.nan, 6: 3.0, 7: -math.inf, 8: 0.0}
+    stay = {1: [1], 2: [1, 2], 3: [2, 3], 4: [2, 3, 4], 5: [2, 4, 5], 6: [5, 6], 7: [6, 7], 8: [7, 8]}
+    with crew(tmp_path, 2) as ranks:
+        for step, metric in metrics.items():
+            assert ranks.save(step, state_of(step), metric)
+            assert all_steps(tmp_path) == stay[step]
+            if step == 5:
+                found = best(tmp_path)
+                assert_whole(found, 2, 2)
+                assert found is not None and found.metric == 3.0
+    assert_whole(best(tmp_path), 8, 2)
+    assert [open_checkpoint(tmp_path / f"step-{step:08d}").metric for step in (7, 8)] == [None, 0.0]
+
+
+def test_no_metric_no_best(tmp_path: Path) -> None:
+    with crew(tmp_path, 1) as ranks:
+        assert ranks.save(1, state_of(1))
+    assert best(tmp_path) is None
+
+
+def test_the_best_that_is_damaged_is_not_passed_over(tmp_path: Path) -> None:
+    with crew(tmp_path, 1) as ranks:
+        assert ranks.save(1, state_of(1), 1.0) and ranks.save(2, state_of(2), 2.0)
+    path = tmp_path / "step-00000001" / "rank-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(UserError, match=r"step-00000001/rank-00000\.safetensors: damaged"):
+        best(tmp_path)
+    path.unlink()
+    assert_whole(best(tmp_path), 2, 1)
+
+
+def test_later_steps_of_a_course_that_was_left_go_away(tmp_path: Path) -> None:
+    with crew(tmp_path, 1, keep=3) as ranks:
+        for step in (2, 4, 6):
+            assert ranks.save(step, state_of(step), metric=1 / step)
+        assert ranks.save(3, state_of(3), metric=9.0)  # resumed from step 2
+    assert all_steps(tmp_path) == [2, 3]
+    assert_whole(newest_whole(tmp_path), 3, 1)
+
+
+def test_what_cannot_be_read_does_not_count_and_stays(tmp_path: Path) -> None:
+    with crew(tmp_path, 1, keep=2) as ranks:
+        for step in (1, 2):
+            assert ranks.save(step, state_of(step))
+        shutil.copytree(tmp_path / "step-00000002", tmp_path / "step-00000003")
+        path = tmp_path / "step-00000003" / "manifest.json"
+        path.write_bytes(seal(unseal(path.read_bytes()) | {"version": 2, "step": 3}))
+        assert ranks.save(4, state_of(4))
+        assert all_steps(tmp_path) == [2, 3, 4]
+        assert ranks.save(5, state_of(5))
+        assert all_steps(tmp_path) == [3, 4, 5]
+
+
+def test_the_same_step_again(tmp_path: Path) -> None:
+    with crew(tmp_path, 2) as ranks:
+        assert ranks.save(1, state_of(1))
+    with crew(tmp_path, 3) as ranks:
+        assert ranks.save(1, state_of(1))
+        assert_whole(newest_whole(tmp_path), 1, 3)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".ranks", "step-00000001"]
+
+
+@pytest.mark.parametrize("new_is_there", [False, True])
+def test_killed_while_one_takes_the_place_of_another(tmp_path: Path, new_is_there: bool) -> None:
+    """Readers find one of the two at any time; the next job puts it right."""
+    with crew(tmp_path, 1) as ranks:
+        assert ranks.save(1, state_of(1)) and ranks.save(2, state_of(2))
+    place = tmp_path / "step-00000002"
+    shutil.copytree(place, tmp_path / "step-00000002.old")
+    shutil.rmtree(place)
+    if new_is_there:
+        with crew(tmp_path / "elsewhere", 2) as ranks:
+            assert ranks.save(2, state_of(2))
+        shutil.copytree(tmp_path / "elsewhere" / "step-00000002", place)
+    world_size = 2 if new_is_there else 1
+    assert_whole(newest_whole(tmp_path), 2, world_size)
+    assert all_steps(tmp_path) == [1, 2]
+    with crew(tmp_path, 1):
+        assert not (tmp_path / "step-00000002.old").exists()
+        assert_whole(newest_whole(tmp_path), 2, world_size)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_reader_meets_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool) -> None:
+    """The newest is moved aside, or replaced as well, while it is being read."""
+    with crew(tmp_path, 1) as ranks:
+        assert ranks.save(1, state_of(1)) and ranks.save(2, state_of(2))
+    place, old, real = tmp_path / "step-00000002", tmp_path / "step-00000002.old", load.open_checkpoint
+
+    def late(folder: Path) -> Saved:
+        if old.exists():
+            return real(folder)
+        place.rename(old)
+        if replaced:
+            shutil.copytree(old, place)
+        raise UserError("some of the files were of the one, some of the other")
+
+    monkeypatch.setattr(load, "open_checkpoint", late)
+    assert_whole(newest_whole(tmp_path), 2, 1)
+    assert old.exists() and place.exists() == replaced
+
+
+def test_leftovers_of_a_killed_job_go_away_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("step-00000003.0123-4.partial", "step-00000003.partial", "step-00000004.x", "mine.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-00000.safetensors").write_text("half")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").touch()
+    (tmp_path / "step-00000005.partial").symlink_to(outside)
+    with crew(tmp_path, 1):
+        left = {path.name for path in tmp_path.iterdir()}
+    assert left - {"step-00000005.partial"} == {"step-00000004.x", "mine.partial", "outside"}
+    assert (outside / "kept").exists()
+    with crew(tmp_path, 1) as ranks:
+        (tmp_path / "step-00000003.0123-5.partial").mkdir()
+        assert ranks.save(9, state_of(9))
+        assert "step-00000003.0123-5.partial" not in partials(tmp_path)
+        assert all_steps(tmp_path) == [9]
+
+
+def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(UserError, match="file: checkpoints cannot be written there"),
+        crew(tmp_path / "file", 1),
+    ):
+        pass
+    with pytest.raises(UserError, match="file: cannot be read"):
+        newest_whole(tmp_path / "file")
+    with pytest.raises(ValueError, match="keep at least 1"), crew(tmp_path, 1, keep=0):
+        pass

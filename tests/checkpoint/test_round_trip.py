@@ -1,0 +1,199 @@
+"""What is saved by any number of ranks is read by any other number, bit for bit, and was copied once only."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from imece.checkpoint import Slice, open_checkpoint
+from imece.checkpoint.manifest import DTYPES
+from tests.checkpoint.crew import Crew, assert_whole, crew, newest_whole, state_of
+
+
+def test_every_dtype_and_form(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+
+    def of_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        """Any bit pattern, so NaNs with every payload too; of bool the two that there are."""
+        most = 2 if dtype == torch.bool else 256
+        size = math.prod(shape) * dtype.itemsize
+        return torch.randint(most, (size,), generator=generator, dtype=torch.uint8).view(dtype).view(shape)
+
+    tensors: dict[str, torch.Tensor] = {}
+    for name, dtype in DTYPES.items():
+        tensors[f"{name}/plain"] = of_bits(dtype, 37, 5)
+        tensors[f"{name}/none"] = torch.tensor(0).to(dtype)
+        tensors[f"{name}/empty"] = of_bits(dtype, 2, 0, 3)
+        tensors[f"{name}/turned"] = of_bits(dtype, 11, 7, 3).permute(2, 0, 1)
+        tensors[f"{name}/spaced"] = of_bits(dtype, 9, 8)[1::2, ::3]
+    tensors["nan"] = torch.tensor([0x7F800001, -1], dtype=torch.int32).view(torch.float32)
+    tensors["repeated"] = torch.tensor([[1.0], [2.0]]).expand(2, 5)
+    tensors["with gradient"] = torch.nn.Parameter(torch.ones(3))
+    for world_size in (1, 2, 3, 7):
+        with crew(tmp_path / str(world_size), world_size) as ranks:
+            assert ranks.save(1, tensors), ranks.alarms
+        saved = newest_whole(tmp_path / str(world_size))
+        assert saved is not None and sorted(saved.names()) == sorted(tensors)
+        for name, tensor in tensors.items():
+            found = saved.tensor(name)
+            assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
+            assert _bits(found) == _bits(tensor), name
+
+
+@st.composite
+def _spread(draw: st.DrawFn) -> tuple[int, list[tuple[tuple[int, ...], list[int] | None]]]:
+    """A number of ranks; and of each tensor the shape, and where it is cut, or None if all ranks have it."""
+    world_size = draw(st.integers(1, 4))
+    tensors = []
+    for _ in range(draw(st.integers(1, 4))):
+        shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
+        inner = st.integers(0, math.prod(shape))
+        cuts = draw(st.none() | st.lists(inner, min_size=world_size - 1, max_size=world_size - 1))
+        tensors.append((shape, cuts))
+    return world_size, tensors
+
+
+@settings(max_examples=25)
+@given(_spread(), st.integers(1, 5))
+def test_any_cut_is_read_at_any_world_size(
+    spread: tuple[int, list[tuple[tuple[int, ...], list[int] | None]]], readers: int
+) -> None:
+    world_size, drawn = spread
+    whole = {
+        f"t{i}": torch.randn(shape).to([torch.float32, torch.bfloat16, torch.float64][i % 3])
+        for i, (shape, _) in enumerate(drawn)
+    }
+
+    def of_rank(rank: int) -> dict[str, torch.Tensor | Slice]:
+        found: dict[str, torch.Tensor | Slice] = {}
+        for (name, tensor), (shape, cuts) in zip(whole.items(), drawn, strict=True):
+            bounds = None if cuts is None else [0, *sorted(cuts), tensor.numel()]
+            if bounds is None:
+                found[name] = tensor
+            else:
+                found[name] = Slice(tensor.reshape(-1)[bounds[rank] : bounds[rank + 1]], shape, bounds[rank])
+        return found
+
+    with TemporaryDirectory() as folder, crew(Path(folder), world_size) as ranks:
+        assert ranks.save(1, of_rank), ranks.alarms
+        saved = newest_whole(Path(folder))
+        assert saved is not None
+        for name, tensor in whole.items():
+            assert _bits(saved.tensor(name)) == _bits(tensor)
+            cuts = [tensor.numel() * reader // readers for reader in range(readers + 1)]
+            for start, stop in zip(cuts, cuts[1:], strict=False):
+                assert _bits(saved.slice(name, start, stop)) == _bits(tensor.reshape(-1)[start:stop])
+
+
+def test_only_the_files_that_are_needed_are_opened(tmp_path: Path) -> None:
+    with crew(tmp_path, 3) as ranks:
+        assert ranks.save(1, lambda rank: {"x": Slice(torch.arange(4) + 4 * rank, (12,), 4 * rank)})
+    saved = open_checkpoint(tmp_path / "step-00000001")
+    for rank in (0, 2):
+        (saved.folder / f"rank-{rank:05d}.safetensors").unlink()
+    assert saved.slice("x", 4, 8).tolist() == [4, 5, 6, 7]
+
+
+def test_each_element_is_in_one_file_that_safetensors_reads(tmp_path: Path) -> None:
+    with crew(tmp_path, 3) as ranks:
+        assert ranks.save(1, state_of(1))
+    numels: dict[str, int] = {}
+    for path in (tmp_path / "step-00000001").glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                numels[name] = numels.get(name, 0) + file.get_tensor(name).numel()
+    assert numels == {name: tensor.numel() for name, tensor in state_of(1).items() if tensor.numel()}
+
+
+def test_the_ranks_deal_the_bytes_out_evenly_and_keep_one_buffer(tmp_path: Path) -> None:
+    tensors = {
+        "big": torch.randn(9_999),
+        "small": torch.randn(10).double(),
+        "odd": torch.zeros(77).bfloat16(),
+    }
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    with crew(tmp_path, 3) as ranks:
+        assert ranks.save(1, tensors)
+        buffers = [checkpoints._buffer for checkpoints in ranks.ranks]
+        assert sum(buffer.numel() for buffer in buffers) == total
+        assert all(abs(buffer.numel() - total / 3) < 8 for buffer in buffers)
+        assert ranks.save(2, tensors)
+        assert [c._buffer.data_ptr() for c in ranks.ranks] == [buffer.data_ptr() for buffer in buffers]
+        assert ranks.save(3, {"big": tensors["big"]})  # of another size: the memory follows
+        assert sum(c._buffer.numel() for c in ranks.ranks) == tensors["big"].nbytes
+    assert all(checkpoints._buffer.numel() == 0 for checkpoints in ranks.ranks)
+
+
+def test_what_changes_after_save_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = threading.Event()
+    write = os.write
+
+    def waiting(descriptor: int, data: memoryview) -> int:
+        assert changed.wait(20)
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", waiting)
+    tensors, state, rank_state = state_of(1), {"step": 1}, {"rank": 0, "step": 1}
+    with crew(tmp_path, 1) as ranks:
+        ranks.ranks[0].save(1, tensors, state, rank_state)
+        for tensor in tensors.values():
+            tensor.zero_()
+        state["step"] = rank_state["step"] = 9
+        changed.set()
+        assert ranks.ranks[0].finish()
+    assert_whole(newest_whole(tmp_path), 1, 1)
+
+
+def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    with crew(tmp_path, 2, keep=9) as ranks:
+        for step in range(1, 6):
+            for checkpoints in ranks.ranks:
+                checkpoints.save(step, {"x": torch.full((1000,), step)}, {}, None)
+        assert [checkpoints.finish() for checkpoints in ranks.ranks] == [True, True]
+        for step in range(1, 6):
+            assert open_checkpoint(tmp_path / f"step-{step:08d}").tensor("x").unique().tolist() == [step]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: torch.zeros(3).to_sparse(), "strided"),
+        (lambda: torch.zeros(3, dtype=torch.complex128), "complex128"),
+        (lambda: Slice(torch.zeros(3), (4,), 2), r"\[2, 5\) is not within the 4 elements"),
+        (lambda: Slice(torch.zeros(3), (4,), -1), r"\[-1, 2\) is not within"),
+        (lambda: Slice(torch.zeros(3, 2).t(), (6,), 0), "not contiguous"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_at_once(
+    tmp_path: Path, make: Callable[[], torch.Tensor | Slice], says: str
+) -> None:
+    with crew(tmp_path, 1) as ranks:
+        with pytest.raises(ValueError, match=f"'the name'.*{says}"):
+            ranks.save(1, {"the name": make()})
+        with pytest.raises(ValueError, match="JSON"):
+            ranks.ranks[0].save(1, {}, {"loss": math.nan}, None)
+        assert ranks.save(1, state_of(1))
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_the_crew_notices_that_ranks_disagree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Crew(tmp_path, 2)
+    monkeypatch.setattr(ranks.ranks[1], "finish", lambda: False)
+    with pytest.raises(AssertionError, match="do not agree"):
+        ranks.save(1, state_of(1))
+    for checkpoints in ranks.ranks:
+        checkpoints.close()

@@ -1,0 +1,41 @@
+"""What tests of the data share: mistakes as they are printed, parts without files, full disks."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from imece.data.tokens import Part
+from imece.errors import UserError
+
+
+def mistake(function: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """The UserError that the call raises; it is one line."""
+    with pytest.raises(UserError) as raised:
+        function(*args, **options)
+    message = str(raised.value)
+    assert message and len(message.splitlines()) == 1, message
+    return message
+
+
+def part_of(documents: Sequence[Sequence[int]], end: int = 0, name: str = "train") -> Part:
+    """These documents, each of which gets its end."""
+    tokens = np.array([token for document in documents for token in (*document, end)], np.uint16)
+    offsets = np.cumsum([0, *(len(document) + 1 for document in documents)])
+    return Part(name, tokens, offsets, end, text_bytes=len(tokens))
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """A full disk, as far as a process can tell: what is written beyond `size` bytes of a file fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,0 +1,83 @@
+"""The baselines against the same formulas in plain Python, with fractions that never round."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from imece.data import baselines as baselines_module
+from imece.data.baselines import baselines
+from imece.data.tokens import Part
+from tests.data.helpers import mistake, part_of
+
+_VOCAB = 9
+_DOCUMENTS = st.lists(st.lists(st.integers(1, _VOCAB - 1), max_size=9), min_size=1, max_size=9)
+
+
+def pairs(part: Part) -> list[tuple[int, int]]:
+    tokens = part.tokens.tolist()
+    return list(zip([part.end, *tokens], tokens, strict=False))
+
+
+def slow(train: Part, validation: Part) -> dict[str, float]:
+    tokens, together = Counter(train.tokens.tolist()), Counter(pairs(train))
+    nats = {"uniform": 0.0, "unigram": 0.0, "bigram": 0.0}
+    for before, token in pairs(validation):
+        unigram = Fraction(tokens[token] + 1, len(train.tokens) + _VOCAB)
+        followers = [times for (first, _), times in together.items() if first == before]
+        bigram = unigram
+        if followers:
+            kinds = len(followers)
+            bigram = (together[before, token] + kinds * unigram) / (sum(followers) + kinds)
+        nats["uniform"] += math.log(_VOCAB)
+        nats["unigram"] -= math.log(unigram)
+        nats["bigram"] -= math.log(bigram)
+    return {name: value / len(validation.tokens) for name, value in nats.items()}
+
+
+@given(_DOCUMENTS, _DOCUMENTS, st.integers(1, 30))
+def test_against_the_formulas(train: list[list[int]], validation: list[list[int]], chunk: int) -> None:
+    parts = part_of(train), part_of(validation, name="validation")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(baselines_module, "_CHUNK", chunk)
+        found = baselines(*parts, _VOCAB)
+    assert found == pytest.approx(slow(*parts), rel=1e-12)
+
+
+def test_bigrams_are_probabilities() -> None:
+    """After each token the probabilities of all tokens have the sum 1, whether it was seen or not."""
+    train = part_of([[1, 2, 3, 1, 2], [2, 2, 4], []])
+    for before in range(_VOCAB):
+        # One document is [before, token]; a second, [before], takes what else is in it out of the mean.
+        total = 0.0
+        for token in range(1, _VOCAB):
+            total += after(train, before, token)
+        total += after(train, before, 0)
+        assert total == pytest.approx(1)
+
+
+def after(train: Part, before: int, token: int) -> float:
+    """The bigram's probability of `token` after `before`, from the means it gives."""
+    with_it = Part("validation", part_of([[before, token]]).tokens[:2], train.offsets, train.end, 0)
+    without = Part("validation", part_of([[before]]).tokens[:1], train.offsets, train.end, 0)
+    nats = 2 * baselines(train, with_it, _VOCAB)["bigram"] - baselines(train, without, _VOCAB)["bigram"]
+    return math.exp(-nats)
+
+
+def test_text_that_repeats_is_known_to_bigrams() -> None:
+    text = part_of([list(range(1, _VOCAB)) * 30] * 5)
+    found = baselines(text, text, _VOCAB)
+    assert found["uniform"] == pytest.approx(math.log(_VOCAB))
+    assert found["unigram"] > 2
+    assert found["bigram"] < 0.1
+
+
+def test_without_text_there_are_none() -> None:
+    some, none = part_of([[1, 2]]), part_of([], name="validation")
+    assert "the validation part holds no tokens" in mistake(baselines, some, none, _VOCAB)
+    assert "the train part holds no tokens" in mistake(baselines, part_of([]), some, _VOCAB)

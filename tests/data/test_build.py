@@ -1,0 +1,223 @@
+"""Token files are built when they must be, once, and are whole at every instant."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from imece.data import build as build_module
+from imece.data.build import build
+from imece.data.corpus import sources
+from imece.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
+from imece.data.tokens import MANIFEST, TokenFiles, open_tokens
+from tests.data.helpers import files_of_at_most, mistake
+from tests.data.processes import content, open_or_none, run_processes, write_texts
+
+_NAMES = sorted([MANIFEST, "lock", "train.bin", "train.idx", "validation.bin", "validation.idx"])
+
+
+class Built:
+    """Calls `build` and counts how often it had something to do."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self._done = 0
+
+    def __call__(self, *args: Any, **options: Any) -> TokenFiles:
+        self._done = 0
+        return build(*args, **{"share": 0.3, "progress": self._progress, **options})
+
+    def _progress(self, done: int, total: int) -> None:
+        assert self._done <= done <= total
+        self.times += self._done == 0
+        self._done = done
+
+
+# --- when ---
+
+
+def test_it_is_rebuilt_when_something_changes_and_only_then(tmp_path: Path) -> None:
+    folder, texts, built = tmp_path / "tokens", tmp_path / "texts", Built()
+    files = write_texts(texts, "one")
+    tokenizer = ByteTokenizer()
+
+    def times(*args: Any, **options: Any) -> int:
+        """Of builds for two calls; what it opened is what a fresh folder would get."""
+        before = built.times
+        first = built(*args, **options)
+        assert content(built(*args, **options)) == content(first)
+        shutil.rmtree(tmp_path / "fresh", ignore_errors=True)
+        fresh = build(tmp_path / "fresh", *args[1:], **{"share": 0.3, **options})
+        assert content(fresh) == content(first)
+        return built.times - before
+
+    assert times(folder, files, "text", tokenizer) == 1
+    assert times(folder, files, "text", tokenizer) == 0
+    os.utime(files[0])
+    assert times(folder, files, "text", tokenizer) == 0  # the same content
+    files[0].write_text("two 0")
+    assert times(folder, files, "text", tokenizer) == 1  # other content of the same size
+    files[0].rename(texts / "9.txt")
+    files = sources([texts])
+    assert times(folder, files, "text", tokenizer) == 1  # another name, and so another order
+    assert times(folder, files[1:], "text", tokenizer) == 1
+    assert times(folder, files, "other", tokenizer) == 1
+    assert times(folder, files, "text", tokenizer, seed=1) == 1
+    assert times(folder, files, "text", tokenizer, seed=1, share=0.5) == 1
+    assert times(folder, files, "text", train_bpe(files, vocab_size=257), seed=1, share=0.5) == 1
+    texts.rename(tmp_path / "moved")
+    moved = sources([tmp_path / "moved"])
+    assert times(folder, moved, "text", train_bpe(moved, vocab_size=257), seed=1, share=0.5) == 0
+
+
+@pytest.mark.parametrize("name", [name for name in _NAMES if name != "lock"])
+@pytest.mark.parametrize("how", ["gone", "cut", "flipped"])
+def test_what_is_damaged_is_built_again(tmp_path: Path, name: str, how: str) -> None:
+    files, built = write_texts(tmp_path / "texts", "one"), Built()
+    expected = content(built(tmp_path / "tokens", files, "text", ByteTokenizer()))
+    path = tmp_path / "tokens" / name
+    whole = path.read_bytes()
+    if how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(whole[:-3] if how == "cut" else whole[:20] + bytes([whole[20] ^ 4]) + whole[21:])
+    assert content(built(tmp_path / "tokens", files, "text", ByteTokenizer())) == expected
+    assert built.times == 2
+    assert path.read_bytes() == whole
+
+
+def test_a_large_vocabulary_has_wider_tokens(tmp_path: Path) -> None:
+    vocab = {"a": 0, "b": 65_535, "?": 1, "</s>": 2}
+    for last, dtype in ((65_535, np.uint16), (65_536, np.uint32)):
+        package = tokenizers.Tokenizer(models.WordLevel(vocab | {"b": last}, unk_token="?"))
+        package.pre_tokenizer = pre_tokenizers.Whitespace()
+        package.add_special_tokens(["</s>"])
+        package.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "a.txt").write_text("b a b")
+        tokens = build(tmp_path / "t", [tmp_path / "a.txt"], "text", load_tokenizer(tmp_path), share=0)
+        assert tokens.train.tokens.dtype == dtype
+        assert tokens.train.tokens.tolist() == [last, 0, last, 2]
+
+
+def test_batches_of_documents_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = write_texts(tmp_path / "texts", "some words", count=30)
+    tokenizer = train_bpe(files, vocab_size=280)
+    expected = content(build(tmp_path / "whole", files, "text", tokenizer))
+    monkeypatch.setattr(build_module, "_BATCH_DOCUMENTS", 4)
+    assert content(build(tmp_path / "four", files, "text", tokenizer)) == expected
+    monkeypatch.setattr(build_module, "_BATCH_BYTES", 30)
+    assert content(build(tmp_path / "bytes", files, "text", tokenizer)) == expected
+
+
+# --- what cannot be ---
+
+
+def test_a_small_corpus_is_split_too(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"line {number} of a text\n" for number in range(200)))
+    tokens = build(tmp_path / "tokens", [tmp_path / "a.txt"], "text", ByteTokenizer(), share=0.001)
+    assert tokens.validation.documents == 1
+    assert tokens.train.documents > 8
+
+
+def test_parts_that_would_be_empty(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a single line")
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    arguments = (tmp_path / "tokens", [tmp_path / "a.txt"], "text", ByteTokenizer())
+    assert "of 1 documents none is left for train" in mistake(build, *arguments)
+    tokens = build(*arguments, share=0)
+    assert (tokens.train.documents, tokens.validation.documents) == (1, 0)
+    assert len(tokens.validation.tokens) == 0
+    assert "no text in 1 files" in mistake(build, arguments[0], [tmp_path / "b.txt"], *arguments[2:], share=0)
+    for share in (1, -0.1, float("nan")):
+        assert f"a held-out share of {share}" in mistake(build, *arguments, share=share)
+    skipped = build(arguments[0], [tmp_path / "a.txt", tmp_path / "b.txt"], *arguments[2:], share=0)
+    assert skipped.skipped == 1
+
+
+def test_a_bad_line_leaves_the_old_files(tmp_path: Path) -> None:
+    files = write_texts(tmp_path / "texts", "one")
+    expected = content(build(tmp_path / "tokens", files, "text", ByteTokenizer()))
+    (tmp_path / "texts/a.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
+    bad = sources([tmp_path / "texts"])
+    assert "a.jsonl:2" in mistake(build, tmp_path / "tokens", bad, "text", ByteTokenizer())
+    assert content(open_tokens(tmp_path / "tokens", verify=True)) == expected
+    assert sorted(os.listdir(tmp_path / "tokens")) == _NAMES
+    files[0].unlink()
+    assert f"{files[0]}: cannot be read" in mistake(build, tmp_path / "t", files, "text", ByteTokenizer())
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """Wherever the disk is full: one line, no half file, and the old files as long as none was replaced."""
+    folder = tmp_path / "tokens"
+    old = content(build(folder, write_texts(tmp_path / "old", "old"), "text", ByteTokenizer(), share=0.3))
+    files = write_texts(tmp_path / "new", "new" * 10)
+    seen = Counter[str]()
+    arguments = (folder, files, "text", ByteTokenizer())
+    for size in (0, 5, 30, 60, 200, 300, 340, 600, 700):
+        before = open_or_none(folder)
+        with files_of_at_most(size):
+            message = mistake(build, *arguments, share=0.3)
+        assert f"{folder}: cannot write the token files (File too large)" in message
+        assert not [name for name in os.listdir(folder) if name.endswith(".partial")]
+        now = open_or_none(folder)
+        assert now in (before, None)
+        seen["old" if now == old else "none"] += 1
+    assert seen["old"] > 2 and seen["none"] > 0, seen
+    assert content(build(*arguments, share=0.3)) == content(build(tmp_path / "t", *arguments[1:], share=0.3))
+
+
+def test_places_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = write_texts(tmp_path / "texts", "one")
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file/below"):
+        assert f"{folder}: cannot write" in mistake(build, folder, files, "text", ByteTokenizer())
+    # A folder of others, as far as `build` can tell: it does not even take the lock.
+    expected = content(build(tmp_path / "tokens", files, "text", ByteTokenizer()))
+    (tmp_path / "tokens/lock").unlink()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert content(build(tmp_path / "tokens", files, "text", ByteTokenizer())) == expected
+    assert not (tmp_path / "tokens/lock").exists()
+
+
+# --- killed, and together ---
+
+
+def test_nothing_gets_its_name_before_it_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = write_texts(tmp_path / "texts", "one")
+    synced, renamed = set[str](), list[str]()
+    fsync, replace = os.fsync, os.replace
+
+    def record_sync(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        synced.add(f"{path} of {len(renamed)}" if Path(path).is_dir() else path)
+        fsync(descriptor)
+
+    def record_rename(source: Path, target: Path) -> None:
+        assert str(source) in synced
+        if Path(target).name == MANIFEST:  # all others have their names, for good
+            assert f"{target.parent} of {len(renamed)}" in synced
+        replace(source, target)
+        renamed.append(Path(target).name)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "replace", record_rename)
+    build(tmp_path / "tokens", files, "text", ByteTokenizer())
+    assert sorted(renamed) == [name for name in _NAMES if name != "lock"]
+    assert renamed[-1] == MANIFEST
+    assert f"{tmp_path}/tokens of {len(renamed)}" in synced
+
+
+def test_killed_at_every_line(tmp_path: Path) -> None:
+    seen = run_processes("kill_at_every_line", tmp_path)
+    assert seen["old"] > 50
+    assert seen["none"] > 10
+    assert seen["new"] > 0
+    assert seen["half"] > 20

@@ -1,0 +1,153 @@
+"""From names of texts to tokens: once, by one process, and with the tokenizer that is there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imece.cli.options import parse
+from imece.data.prepare import TextSource, prepare
+from imece.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
+from tests.data.helpers import files_of_at_most, mistake
+from tests.data.processes import content, run_processes, write_texts
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> str:
+    write_texts(tmp_path / "texts", "some words", count=40)
+    return str(tmp_path / "texts")
+
+
+def test_the_default_is_ready_to_train_on(tmp_path: Path, texts: str) -> None:
+    told: list[tuple[str, int, int]] = []
+    source = TextSource((texts,), vocab_size=270)
+    prepared = prepare(
+        source, tmp_path / "run/tokenizer.json", tmp_path / "run/tokens", lambda *args: told.append(args)
+    )
+    assert prepared.files == 40
+    assert prepared.source_bytes == sum(file.stat().st_size for file in Path(texts).iterdir())
+    assert prepared.tokenizer.vocab_size == prepared.tokens.vocab_size == 270
+    assert prepared.tokenizer.hash == prepared.tokens.tokenizer_hash
+    assert prepared.tokenizer.hash == load_tokenizer(tmp_path / "run").hash
+    parts = prepared.tokens.train, prepared.tokens.validation
+    assert sum(part.documents for part in parts) == 40
+    assert parts[1].documents > 0
+    decoded = [prepared.tokenizer.decode(part.document(0)[:-1].tolist()) for part in parts]
+    assert all(text.startswith("some words ") for text in decoded)
+    assert {what for what, _, _ in told} == {"making tokens"}  # so little is learned without a word
+    assert told[-1] == ("making tokens", prepared.source_bytes, prepared.source_bytes)
+
+
+def test_a_second_call_finds_nothing_to_do(tmp_path: Path, texts: str) -> None:
+    def call(**options: Any) -> tuple[list[str], list[list[int]]]:
+        told: list[str] = []
+        source = TextSource((texts,), **{"vocab_size": 270, **options})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("imece.data.tokenizer._PROGRESS_BYTES", 1)
+            prepared = prepare(
+                source, tmp_path / "tokenizer.json", tmp_path / "tokens", lambda what, *_: told.append(what)
+            )
+        return sorted(set(told)), content(prepared.tokens)
+
+    first = call()
+    assert first[0] == ["learning the tokenizer", "making tokens"]
+    assert call() == ([], first[1])
+    assert call(held_out=0.3)[0] == ["making tokens"]
+    assert call(held_out=0.3, seed=1)[0] == ["making tokens"]
+    (tmp_path / "tokenizer.json").unlink()
+    assert call(held_out=0.3, seed=1)[0] == first[0]
+
+
+def test_a_tokenizer_that_is_there_is_never_replaced(tmp_path: Path, texts: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    ByteTokenizer().save(path)
+    before = path.stat()
+    for tokenizer in ("bpe", "bytes", str(tmp_path / "nowhere.json")):
+        prepared = prepare(TextSource((texts,), tokenizer=tokenizer), path, tmp_path / "tokens")
+        assert isinstance(prepared.tokenizer, ByteTokenizer)
+        assert prepared.tokens.vocab_size == 257
+    assert path.stat() == before
+    path.write_text("{}")
+    assert f"{path}: not a tokenizer.json" in mistake(
+        prepare, TextSource((texts,)), path, tmp_path / "tokens"
+    )
+    assert path.read_text() == "{}"
+
+
+def test_each_kind_of_tokenizer(tmp_path: Path, texts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = train_bpe(sorted(Path(texts).iterdir()), vocab_size=260)
+    own.save(tmp_path / "own.json")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for number, (name, expected) in enumerate(
+        [("bytes", ByteTokenizer().hash), (str(tmp_path / "own.json"), own.hash), ("~/own.json", own.hash)]
+    ):
+        path = tmp_path / str(number) / "tokenizer.json"
+        assert (
+            prepare(TextSource((texts,), tokenizer=name), path, tmp_path / "tokens").tokenizer.hash
+            == expected
+        )
+    message = mistake(prepare, TextSource((texts,), tokenizer="byte"), tmp_path / "new.json", tmp_path / "t")
+    assert "no tokenizer 'byte': name bpe, bytes or the path of a tokenizer.json" in message
+    assert not (tmp_path / "new.json").exists()
+
+
+def test_what_is_wrong_leaves_no_tokenizer(tmp_path: Path, texts: str) -> None:
+    path = tmp_path / "run/tokenizer.json"
+    assert "no such file" in mistake(prepare, TextSource(("nowhere",)), path, tmp_path / "tokens")
+    assert not path.parent.exists()
+    with files_of_at_most(100):
+        assert f"{path}: cannot be written" in mistake(
+            prepare, TextSource((texts,)), path, tmp_path / "tokens"
+        )
+    (tmp_path / "file").touch()
+    below = tmp_path / "file/tokenizer.json"
+    assert f"{below}: cannot be written" in mistake(prepare, TextSource((texts,)), below, tmp_path / "tokens")
+    assert os.listdir(path.parent) == [".tokenizer.json.lock"]
+    assert prepare(TextSource((texts,)), path, tmp_path / "tokens").files == 40
+
+
+def test_of_many_processes_one_makes_each(tmp_path: Path) -> None:
+    """Two of five are killed, each while it makes something and the others wait; the next one takes over."""
+    found = run_processes("prepare_at_once", tmp_path)
+    log = [line.split()[0] for line in found["log"]]
+    assert log == ["learns", "pauses", "learns", "builds", "pauses", "builds", "done", "done", "done"]
+    assert len(set(found["log"][-3:])) == 1
+    assert found["left"] == [
+        ".tokenizer.json.lock",
+        "lock",
+        "manifest.json",
+        "tokenizer.json",
+        "train.bin",
+        "train.idx",
+        "validation.bin",
+        "validation.idx",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"vocab_size": 256}, "vocab_size is 256"),
+        ({"held_out": 1.0}, "held_out is 1.0"),
+        ({"held_out": -0.5}, "held_out is -0.5"),
+        ({"held_out": float("nan")}, "held_out is nan"),
+        ({"field": ""}, "field is ''"),
+        ({"tokenizer": ""}, "tokenizer is ''"),
+        ({"paths": ("a", "")}, "paths is ['a', '']"),
+    ],
+)
+def test_sources_that_cannot_be(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as raised:
+        TextSource(**options)
+    assert words in str(raised.value)
+
+
+def test_a_source_from_the_command_line() -> None:
+    def read(*words: str) -> TextSource:
+        return parse(TextSource, words, "imece tokens", "Makes tokens.")
+
+    assert read("--paths", "a.txt", "b", "--held-out", "0.1") == TextSource(("a.txt", "b"), held_out=0.1)
+    assert "vocab_size is 3: at least 257" in mistake(read, "--vocab-size", "3")

@@ -1,0 +1,252 @@
+"""Text comes back from its tokens, and no text can end a document."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import models, normalizers, pre_tokenizers
+
+from imece.data.corpus import fraction, held_out
+from imece.data.tokenizer import END, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+from tests.data.helpers import files_of_at_most, mistake
+
+_TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+_SAMPLE = "def read(self, size=-1):\n    return self.buffer.read(size)  # größer, 日本, 😀\r\n\tĠ Ċ\0"
+
+
+def corpus(folder: Path, count: int = 40) -> list[Path]:
+    files = []
+    for number in range(count):
+        files.append(folder / f"{number:02}.py")
+        files[-1].write_text(f"def function_{number}(argument):\n    return argument + {number}\n" * 5)
+    return files
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return train_bpe(corpus(tmp_path_factory.mktemp("bpe")), vocab_size=300)
+
+
+@pytest.fixture(params=["bytes", "bpe", "bytes, loaded", "bpe, loaded"])
+def ours(request: pytest.FixtureRequest, bpe: Tokenizer, tmp_path: Path) -> Tokenizer:
+    """Each kind that is made here, and each again after it was saved."""
+    tokenizer = bpe if request.param.startswith("bpe") else ByteTokenizer()
+    if request.param.endswith("loaded"):
+        tokenizer.save(tmp_path / "tokenizer.json")
+        tokenizer = load_tokenizer(tmp_path)
+    return tokenizer
+
+
+# --- what all of ours promise ---
+
+
+def test_text_comes_back(ours: Tokenizer) -> None:
+    @given(_TEXT)
+    @example(_SAMPLE)
+    @example(f"a{END}b{END}{END}")
+    @example("")
+    def check(text: str) -> None:
+        ids = ours.encode(text)
+        assert ours.decode(ids) == text
+        assert ours.end not in ids
+        assert all(0 <= token < ours.vocab_size for token in ids)
+
+    check()
+
+
+def test_a_batch_is_each_text_alone(ours: Tokenizer) -> None:
+    texts = [_SAMPLE, "", END, "short", _SAMPLE * 20]
+    batch = ours.encode_batch(texts)
+    assert [ids.tolist() for ids in batch] == [ours.encode(text) for text in texts]
+    assert all(ids.dtype == np.uint32 for ids in batch)
+    assert ours.encode_batch([]) == []
+
+
+def test_the_end_is_shown_but_never_read(ours: Tokenizer) -> None:
+    assert ours.decode([ours.end]) == END
+    assert ours.decode([*ours.encode("a"), ours.end, *ours.encode("b")]) == f"a{END}b"
+    assert len(ours.encode(END)) > 1
+
+
+def test_half_a_character_is_shown_as_such(ours: Tokenizer) -> None:
+    # Each byte is a token by itself also in a BPE without that letter.
+    assert ours.decode(ours.encode("😀")[:-1]).startswith("\N{REPLACEMENT CHARACTER}")
+
+
+def test_ids_of_another_model_are_refused(ours: Tokenizer) -> None:
+    for ids in ([ours.vocab_size], [3, -1]):
+        assert f"token {ids[-1]} is none of this tokenizer's {ours.vocab_size}" in mistake(ours.decode, ids)
+
+
+def test_what_is_no_text_is_refused(ours: Tokenizer) -> None:
+    assert "half a surrogate pair" in mistake(ours.encode, "ab\ud800")
+    assert "character 2" in mistake(ours.encode_batch, ["good", "ab\ud800"])
+
+
+# --- each kind ---
+
+
+def test_bytes_are_bytes() -> None:
+    tokenizer = ByteTokenizer()
+    assert tokenizer.encode(_SAMPLE) == list(_SAMPLE.encode())
+    assert (tokenizer.vocab_size, tokenizer.end) == (257, 256)
+
+
+def test_the_package_reads_our_bytes_as_we_do(tmp_path: Path) -> None:
+    ByteTokenizer().save(tmp_path / "tokenizer.json")
+    package = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert package.encode(_SAMPLE).ids == list(_SAMPLE.encode())
+    assert package.decode(package.encode(_SAMPLE).ids) == _SAMPLE
+    assert package.encode(f"a{END}").ids == [97, 256]  # the package's own default: it sees an end there
+    assert isinstance(load_tokenizer(tmp_path), ByteTokenizer)
+
+
+def test_a_bpe_has_learned_words_and_all_bytes(bpe: Tokenizer) -> None:
+    assert bpe.vocab_size == 300
+    assert len(bpe.encode("    return argument")) < 8
+    assert len(bpe.encode("日")) == 3  # never learned, so its bytes
+
+
+def test_the_same_text_gives_the_same_bpe(tmp_path: Path, bpe: Tokenizer) -> None:
+    other_place = tmp_path / "other"
+    other_place.mkdir()
+    again = train_bpe(corpus(other_place), vocab_size=300)
+    assert again.hash == bpe.hash
+    assert again.to_json() == bpe.to_json()
+    assert train_bpe(corpus(other_place), vocab_size=299).hash != bpe.hash
+    assert ByteTokenizer().hash == ByteTokenizer().hash != bpe.hash
+
+
+def test_what_is_held_out_is_not_learned_from(tmp_path: Path) -> None:
+    files = []
+    for number in range(60):
+        files.append(tmp_path / f"{number}.txt")
+        secret = held_out(f"{number} visible " * 9, 0.3) or held_out(f"{number} secret " * 9, 0.3)
+        files[-1].write_text(f"{number} {'secret' if secret else 'visible'} " * 9)
+    kept = [file for file in files if not held_out(file.read_text(), 0.3)]
+    assert 20 < len(kept) < 60
+    learned_from_kept = train_bpe(kept, vocab_size=320, share=0).hash
+    assert train_bpe(files, vocab_size=320, share=0.3).hash == learned_from_kept
+    assert train_bpe(files, vocab_size=320, share=0).hash != learned_from_kept
+
+
+def test_of_a_large_corpus_a_sample_is_learned_from(tmp_path: Path) -> None:
+    files = corpus(tmp_path)
+    share = 1000 / sum(file.stat().st_size for file in files)
+    drawn = [file for file in files if fraction(file.read_text(), "tokenizer") < share]
+    assert 0 < len(drawn) < len(files)
+    sampled = train_bpe(files, vocab_size=300, share=0, sample_bytes=1000)
+    assert sampled.hash == train_bpe(drawn, vocab_size=300, share=0).hash
+
+
+def test_progress_of_learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("imece.data.tokenizer._PROGRESS_BYTES", 500)
+    told: list[tuple[int, int]] = []
+    files = corpus(tmp_path)
+    train_bpe(files, vocab_size=257, progress=lambda done, total: told.append((done, total)))
+    total = sum(file.stat().st_size for file in files)
+    assert len(told) > 5
+    assert told == sorted(told)
+    assert {each for _, each in told} == {total}
+    assert total - 1000 < told[-1][0] <= total
+
+
+def test_a_vocabulary_without_room(tmp_path: Path) -> None:
+    files = corpus(tmp_path)
+    assert train_bpe(files, vocab_size=257).vocab_size == 257
+    assert "a vocabulary of 256: at least 257" in mistake(train_bpe, files, vocab_size=256)
+
+
+def test_a_bad_line_stops_the_learning(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
+    assert "a.jsonl:2: field 'text'" in mistake(train_bpe, [tmp_path / "a.jsonl"])
+
+
+# --- those of others ---
+
+
+def write_foreign(path: Path, end: str, *, special: bool = True, cut: bool = False) -> Path:
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens([end]) if special else tokenizer.add_tokens([end])
+    if cut:
+        tokenizer.enable_truncation(2)
+        tokenizer.enable_padding(length=8, pad_id=1)
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize("end", ["<|endoftext|>", "</s>", "[SEP]", "<|end_of_text|>", "<eos>"])
+def test_a_foreign_tokenizer(tmp_path: Path, end: str) -> None:
+    tokenizer = load_tokenizer(write_foreign(tmp_path / "tokenizer.json", end, cut=True))
+    assert (tokenizer.vocab_size, tokenizer.end) == (4, 3)
+    assert tokenizer.encode("A b a b c") == [0, 1, 0, 1, 2]  # neither cut off nor filled up
+    assert 3 not in tokenizer.encode(f"a {end} b")
+    tokenizer.save(tmp_path / "copy.json")
+    copy = load_tokenizer(tmp_path / "copy.json")
+    assert copy.encode("A b a b c") == [0, 1, 0, 1, 2]
+    assert copy.hash == tokenizer.hash
+
+
+def test_ours_is_the_likelier_end(tmp_path: Path) -> None:
+    write_foreign(tmp_path / "tokenizer.json", "</s>")
+    package = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    package.add_special_tokens(["<|endoftext|>"])
+    package.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).end == 4
+
+
+def test_ids_need_not_be_without_gaps(tmp_path: Path) -> None:
+    content = json.loads(write_foreign(tmp_path / "tokenizer.json", "</s>").read_text())
+    content["model"]["vocab"]["b"] = 9
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.vocab_size, tokenizer.encode("a b")) == (10, [0, 9])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "no such file"),
+        (b"", "not a tokenizer.json"),
+        (b'{"version": "1.0"}', "not a tokenizer.json"),
+        (b"\xff\xfe", "cannot be read"),
+    ],
+)
+def test_what_is_no_tokenizer(tmp_path: Path, content: bytes | None, words: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    if content is not None:
+        path.write_bytes(content)
+    message = mistake(load_tokenizer, path)
+    assert words in message and str(path) in message
+
+
+def test_a_tokenizer_without_an_end(tmp_path: Path) -> None:
+    path = write_foreign(tmp_path / "tokenizer.json", "<other>")
+    assert f"{path}: no token that ends a document" in mistake(load_tokenizer, path)
+
+
+# --- saving ---
+
+
+def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, bpe: Tokenizer) -> None:
+    path = tmp_path / "tokenizer.json"
+    ByteTokenizer().save(path)
+    for size in (0, 1, 1000, len(bpe.to_json()) - 1):
+        with files_of_at_most(size):
+            assert f"{path}: cannot be written (File too large)" in mistake(bpe.save, path)
+        assert os.listdir(tmp_path) == ["tokenizer.json"]
+        assert load_tokenizer(path).hash == ByteTokenizer().hash
+    for place in (tmp_path / "nowhere/tokenizer.json", path / "below", tmp_path):
+        assert f"{place}: cannot be written" in mistake(bpe.save, place)
+    bpe.save(path)
+    assert load_tokenizer(path).hash == bpe.hash
+    assert os.listdir(tmp_path) == ["tokenizer.json"]

@@ -1,0 +1,447 @@
+"""The transformer against explicit references, its cache against the whole, its shapes as published."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from imece.models import transformer
+from imece.models.presets import PRESETS, preset
+from imece.models.transformer import (
+    Attention,
+    KVCache,
+    RopeScaling,
+    Transformer,
+    TransformerConfig,
+    rotate,
+    rotation_at,
+    token_loss,
+)
+
+CPU = torch.device("cpu")
+CONFIG = TransformerConfig(
+    vocab_size=50, layers=3, width=32, heads=4, kv_heads=2, mlp_width=48, max_seq=24, tied_head=True
+)
+LLAMA_SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq=8192)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def loud(config: TransformerConfig = CONFIG) -> Transformer:
+    """A model with weights 10 times as large as they start: its logits differ clearly, so do its heads."""
+    model = Transformer(config, generator=seeded())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(10)
+            else:
+                parameter.uniform_(0.5, 1.5, generator=seeded(1))
+    return model
+
+
+def some_tokens(batch: int = 2, positions: int = 16, config: TransformerConfig = CONFIG) -> Tensor:
+    return torch.randint(config.vocab_size, (batch, positions), generator=seeded(2))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert found
+    assert all(gradient is not None and gradient.any() for gradient in found.values()), list(found)
+    return {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
+
+
+# ---------------------------------------------------------------- shapes and counts
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [("llama-8b", 8_030_261_248), ("llama-70b", 70_553_706_496), ("llama-405b", 405_853_388_800)],
+)
+def test_llamas_have_their_published_size(name: str, published: int) -> None:
+    config = preset(name)
+    assert config.parameter_count == published
+    assert (config.rope_theta, config.max_seq, config.rope_scaling) == (500000.0, 131072, LLAMA_SCALING)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_count_is_that_of_the_model(name: str) -> None:
+    config = preset(name)
+    for tied in (True, False):
+        with torch.device("meta"):
+            model = Transformer(replace(config, tied_head=tied))
+        assert all(parameter.is_meta for parameter in model.parameters())
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        assert numel == replace(config, tied_head=tied).parameter_count
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        ("tiny", 50_000, 200_000),
+        ("small", 4_000_000, 4_400_000),
+        ("medium", 27e6, 33e6),
+        ("1.3b", 1.25e9, 1.35e9),
+    ],
+)
+def test_our_presets_are_as_large_as_they_say(name: str, least: float, most: float) -> None:
+    assert least <= preset(name).parameter_count <= most
+
+
+def test_a_preset_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match="no preset 'lama-8b': did you mean 'llama-8b'"):
+        preset("lama-8b")
+    with pytest.raises(ValueError, match=r"one of tiny, small, .*llama-405b"):
+        preset("?")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"width": 30}, "width is 30, .* heads = 4"),
+        ({"kv_heads": 3}, "heads is 4, .* kv_heads = 3"),
+        ({"width": 12}, "width / heads is 12 / 4 = 3; .* even"),
+        ({"norm_eps": 0.0}, r"norm_eps is 0.0; it must be positive"),
+        ({"rope_theta": math.inf}, r"rope_theta is inf; it must be positive"),
+        *(
+            ({name: value}, f"^{name} is {value}; it must be positive")
+            for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "mlp_width", "max_seq")
+            for value in (0, -1)
+        ),
+    ],
+)
+def test_a_shape_that_cannot_be_built(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(CONFIG, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"factor": 0.0}, "factor is 0.0; it must be positive"),
+        ({"original_max_seq": -1}, "original_max_seq is -1; it must be positive"),
+        ({"high_freq_factor": 1.0}, r"high_freq_factor is 1.0; .* low_freq_factor, which is 1.0"),
+    ],
+)
+def test_a_scaling_that_cannot_be(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(LLAMA_SCALING, **change)
+
+
+def test_names_and_the_absence_of_everything_else() -> None:
+    block = [f"attention.{name}.weight" for name in ("norm", "q", "k", "v", "out")]
+    block += [f"mlp.{name}.weight" for name in ("norm", "gate", "up", "down")]
+    names = ["embed.weight", "norm.weight", *(f"blocks.{i}.{name}" for i in range(3) for name in block)]
+    assert sorted(Transformer(CONFIG).state_dict()) == sorted(names)
+    untied = Transformer(replace(CONFIG, tied_head=False)).state_dict()
+    assert sorted(untied) == sorted([*names, "head.weight"])
+
+
+# ---------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_from_the_meta_device_it_is_the_same_model(tied: bool) -> None:
+    config = replace(CONFIG, tied_head=tied, rope_scaling=replace(LLAMA_SCALING, original_max_seq=8))
+    direct = Transformer(config, generator=seeded(5))
+    with torch.device("meta"):
+        model = Transformer(config)
+    model = model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(math.nan)  # what empty memory may hold
+    model.reset_parameters(seeded(5))
+    for (name, one), other in zip(direct.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    assert torch.equal(direct(some_tokens()), model(some_tokens()))
+
+
+def test_torchs_own_generator_draws_the_same_weights() -> None:
+    torch.manual_seed(3)
+    direct = Transformer(CONFIG)
+    drawn_after = torch.rand(1)
+    torch.manual_seed(3)
+    direct.reset_parameters()
+    assert torch.equal(torch.rand(1), drawn_after)  # construction draws nothing besides
+    assert torch.equal(direct.embed.weight, Transformer(CONFIG, generator=seeded(3)).embed.weight)
+
+
+def test_how_large_the_weights_start() -> None:
+    model = Transformer(replace(CONFIG, width=128, tied_head=False), generator=seeded())
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert torch.equal(parameter, torch.ones(128)), name
+            continue
+        std = 0.02 / math.sqrt(6) if name.endswith(("out.weight", "down.weight")) else 0.02
+        assert float(parameter.detach().std()) == pytest.approx(std, rel=0.05), name
+        assert abs(float(parameter.mean())) < 0.002, name
+
+
+def test_a_tied_head_is_the_embedding() -> None:
+    model = loud()
+    tokens = torch.tensor([[3, 4]])
+    before = model(tokens)
+    with torch.no_grad():
+        model.embed.weight[7] = 0.0  # not among the tokens: only the head reads it
+    after = model(tokens)
+    assert not after[..., 7].any()
+    others = [token for token in range(50) if token != 7]
+    assert torch.equal(after[..., others], before[..., others])
+
+    untied = loud(replace(CONFIG, tied_head=False))
+    before = untied(tokens)
+    with torch.no_grad():
+        untied.embed.weight[7] = 0.0
+    assert torch.equal(untied(tokens), before)
+
+
+# ---------------------------------------------------------------- attention and positions
+
+
+def test_later_tokens_do_not_change_earlier_logits() -> None:
+    model, tokens = loud(), some_tokens()
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % CONFIG.vocab_size
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert ((before[:, 9:] - after[:, 9:]).abs().amax(dim=(0, 2)) > 1e-3).all()  # and do change later ones
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_against_one_with_repeated_heads(kv_heads: int) -> None:
+    model = loud(replace(CONFIG, kv_heads=kv_heads))
+    attention = model.get_submodule("blocks.0.attention")
+    assert isinstance(attention, Attention)
+    x = torch.randn(2, 10, 32, generator=seeded())
+    rotation = rotation_at(CONFIG, 0, 10, CPU)
+
+    scale = attention.norm.weight / (x.square().mean(-1, keepdim=True) + CONFIG.norm_eps).sqrt()
+    heads = []
+    for head in range(4):
+        kv_head = head // (4 // kv_heads)
+        q = rotate((x * scale) @ attention.q.weight[head * 8 : head * 8 + 8].T, rotation)
+        k = rotate((x * scale) @ attention.k.weight[kv_head * 8 : kv_head * 8 + 8].T, rotation)
+        v = (x * scale) @ attention.v.weight[kv_head * 8 : kv_head * 8 + 8].T
+        scores = (q @ k.transpose(1, 2) / math.sqrt(8)).masked_fill(
+            ~torch.ones(10, 10).tril().bool(), -math.inf
+        )
+        heads.append(scores.softmax(-1) @ v)
+    expected = torch.cat(heads, -1) @ attention.out.weight.T
+    torch.testing.assert_close(attention(x, rotation), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rotary_positions_are_products_of_complex_numbers() -> None:
+    x = torch.randn(2, 3, 12, 8, generator=seeded(), dtype=torch.float64)
+    pairs = torch.complex(x[..., :4], x[..., 4:])  # channel i with channel i + 4, as Hugging Face has it
+    frequencies = [10000.0 ** (-2 * i / 8) for i in range(4)]
+    turns = torch.tensor(
+        [[complex(math.cos(p * f), math.sin(p * f)) for f in frequencies] for p in range(5, 17)],
+        dtype=torch.complex128,
+    )
+    expected = torch.cat(((pairs * turns).real, (pairs * turns).imag), -1)
+    torch.testing.assert_close(rotate(x, rotation_at(CONFIG, 5, 17, CPU)), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scaling", [None, replace(LLAMA_SCALING, original_max_seq=64)])
+def test_only_the_distance_between_positions_counts(scaling: RopeScaling | None) -> None:
+    config = replace(CONFIG, max_seq=4096, rope_scaling=scaling)
+    q, k = torch.randn(2, 1, 8, generator=seeded())
+
+    def score(q_at: int, k_at: int) -> float:
+        turned = (rotate(x, rotation_at(config, at, at + 1, CPU)) for x, at in ((q, q_at), (k, k_at)))
+        return float(math.prod(turned, start=torch.ones(())).sum())
+
+    assert score(9, 2) == pytest.approx(score(1009, 1002), abs=1e-3)
+    assert score(9, 2) != pytest.approx(score(9, 4), abs=1e-2)
+
+
+def test_llama_scaling_slows_the_slow_pairs_only() -> None:
+    config = replace(preset("llama-8b"), rope_scaling=None)
+    plain = [500000.0 ** (-2 * i / 128) for i in range(64)]
+    expected, slow, fast = [], 0, 0
+    for frequency in plain:
+        wavelength = 2 * math.pi / frequency
+        if wavelength > 8192 / 1.0:
+            expected.append(frequency / 8)
+            slow += 1
+        elif wavelength < 8192 / 4.0:
+            expected.append(frequency)
+            fast += 1
+        else:
+            smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+            expected.append((1 - smooth) * frequency / 8 + smooth * frequency)
+    assert slow and fast and slow + fast < 64
+
+    def frequencies(config: TransformerConfig) -> Tensor:
+        _, sin = rotation_at(config, 1, 2, CPU)  # at position 1 the angle is the frequency
+        cos, _ = rotation_at(config, 1, 2, CPU)
+        return torch.atan2(sin, cos)[0]
+
+    torch.testing.assert_close(frequencies(config), torch.tensor(plain), rtol=1e-5, atol=0)
+    scaled = frequencies(replace(config, rope_scaling=LLAMA_SCALING))
+    torch.testing.assert_close(scaled, torch.tensor(expected), rtol=1e-5, atol=0)
+
+
+# ---------------------------------------------------------------- cache
+
+
+@pytest.mark.parametrize("chunks", [[16], [1] * 16, [5, 1, 1, 9], [8, 8], [1, 15]])
+def test_in_chunks_the_logits_are_those_of_the_whole(chunks: list[int]) -> None:
+    model, tokens = loud(), some_tokens()
+    cache = KVCache(CONFIG, batch=2, capacity=16)
+    for tensor in (cache._keys, cache._values):
+        tensor.fill_(math.nan)  # what empty memory may hold
+    assert sum(chunks) == 16
+    logits = torch.cat([model(chunk, cache=cache) for chunk in tokens.split(chunks, dim=1)], dim=1)
+    assert cache.length == 16
+    torch.testing.assert_close(logits, model(tokens).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_cache_can_forget() -> None:
+    model, tokens = loud(), some_tokens()
+    cache = KVCache(CONFIG, batch=2)
+    model(tokens, cache=cache)
+    cache.length = 4
+    again = model(tokens[:, 4:8], cache=cache)
+    torch.testing.assert_close(again, model(tokens)[:, 4:8].detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_logits_of_the_last_position_only() -> None:
+    model, tokens = loud(), some_tokens()
+    last = model(tokens, last_only=True)
+    torch.testing.assert_close(last, model(tokens)[:, -1:], rtol=1e-5, atol=1e-5)
+
+
+def test_no_gradient_goes_through_a_cache() -> None:
+    assert not loud()(some_tokens(), cache=KVCache(CONFIG, 2)).requires_grad
+
+
+def test_too_many_positions() -> None:
+    model = Transformer(CONFIG)
+    model(some_tokens(1, 24))
+    with pytest.raises(ValueError, match="tokens has 25 positions; max_seq is 24"):
+        model(some_tokens(1, 25))
+    with pytest.raises(ValueError, match=r"tokens has shape \[5\]; it must be \[batch, positions\]"):
+        model(torch.zeros(5, dtype=torch.int64))
+
+    cache = KVCache(CONFIG, capacity=6)
+    model(some_tokens(1, 4), cache=cache)
+    with pytest.raises(ValueError, match="3 positions after the 4 in the cache; the cache's capacity is 6"):
+        model(some_tokens(1, 3), cache=cache)
+    cache = KVCache(CONFIG)
+    model(some_tokens(1, 20), cache=cache)
+    with pytest.raises(ValueError, match="5 positions after the 20 in the cache; max_seq is 24"):
+        model(some_tokens(1, 5), cache=cache)
+    with pytest.raises(ValueError, match="tokens has 2 sequences; the cache has 1"):
+        model(some_tokens(2, 1), cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, 4), "batch is 0; it must be at least 1"),
+        ((1, 0), "capacity is 0; it must be from 1 to max_seq = 24"),
+        ((1, 25), "capacity is 25; it must be from 1 to max_seq = 24"),
+    ],
+)
+def test_a_cache_that_cannot_be(sizes: tuple[int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KVCache(CONFIG, *sizes)
+
+
+# ---------------------------------------------------------------- loss and training
+
+
+@pytest.mark.parametrize(("ignore", "reduction"), [(-100, "mean"), (-100, "sum"), (3, "mean"), (3, "sum")])
+def test_loss_counts_what_is_not_ignored(ignore: int, reduction: transformer.Reduction) -> None:
+    model, tokens = loud(), some_tokens()
+    targets = tokens.roll(-1, 1)
+    targets[0, :5], targets[1, -1] = ignore, ignore
+    kept = targets != ignore
+    assert 0 < int(kept.sum()) < targets.numel()
+    each = -model(tokens).log_softmax(-1)[kept].gather(1, targets[kept][:, None])
+    loss = model.loss(tokens, targets, ignore=ignore, reduction=reduction)
+    torch.testing.assert_close(loss, each.mean() if reduction == "mean" else each.sum())
+    default = model.loss(tokens, tokens)
+    torch.testing.assert_close(default, F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))
+
+
+def test_what_loss_refuses() -> None:
+    model, tokens = Transformer(CONFIG), some_tokens()
+    with pytest.raises(ValueError, match="reduction is 'none'; it must be 'mean' or 'sum'"):
+        model.loss(tokens, tokens, reduction="none")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"targets has shape \[2, 15\]; tokens has shape \[2, 16\]"):
+        model.loss(tokens, tokens[:, 1:])
+
+
+def test_bfloat16_in_autocast_and_throughout() -> None:
+    model, tokens = loud(), some_tokens()
+    exact = model.loss(tokens, tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(tokens)
+        loss = model.loss(tokens, tokens)
+        cached = model(tokens[:, 8:], cache=_filled(model, tokens[:, :8]))
+    assert (logits.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
+    assert float(loss) == pytest.approx(float(exact), rel=0.02)
+    assert float(cached.sub(logits[:, 8:]).abs().mean()) < 0.05 * float(logits.abs().mean())
+    loss.backward()
+    assert all(gradient.dtype == torch.float32 for gradient in gradients(model).values())
+
+    narrow = model.bfloat16()
+    assert narrow(tokens).dtype == torch.bfloat16
+    loss = narrow.loss(tokens, tokens)
+    assert loss.dtype == torch.float32
+    assert float(loss) == pytest.approx(float(exact), rel=0.05)
+    logits = narrow(tokens)
+    assert torch.equal(token_loss(logits, tokens), token_loss(logits.float(), tokens))
+
+
+def _filled(model: Transformer, tokens: Tensor) -> KVCache:
+    cache = KVCache(CONFIG, batch=len(tokens))
+    model(tokens, cache=cache)
+    return cache
+
+
+def test_checkpointed_blocks_give_equal_gradients() -> None:
+    model, tokens = loud(), some_tokens()
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    model.get_submodule("blocks.1").register_forward_pre_hook(count)
+    model.loss(tokens, tokens).backward()
+    plain = gradients(model)
+    assert calls == 1
+    model.zero_grad()
+    model.checkpoint_blocks = True
+    model.loss(tokens, tokens).backward()
+    assert calls == 3  # once more in backward
+    for name, gradient in gradients(model).items():
+        assert torch.equal(gradient, plain[name]), name
+    with torch.no_grad():
+        model(tokens)
+    assert calls == 4
+
+
+def test_it_learns_one_batch_by_heart() -> None:
+    config = preset("tiny")
+    model = Transformer(config, generator=seeded())
+    tokens = some_tokens(4, 17, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    first = float(model.loss(tokens[:, :-1], tokens[:, 1:]))
+    assert first == pytest.approx(math.log(256), rel=0.05)  # before training, every token is equally likely
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+    assert float(loss) < 0.1
