@@ -94,13 +94,22 @@ def test_names_and_shapes() -> None:
     assert names["model.layers.1.self_attn.k_proj.weight"] == [16, 32]
 
 
-@pytest.mark.parametrize(
-    "name", ["embed", "blocks.weight", "blocks.x.mlp.up.weight", "blocks.0.mlp.weight", ""]
-)
+def test_each_name_has_the_tensor_that_it_means() -> None:
+    attention = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out"}
+    mlp = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+    pairs = {"input_layernorm": "attention.norm", "post_attention_layernorm": "mlp.norm"}
+    pairs |= {f"self_attn.{theirs}": f"attention.{ours}" for theirs, ours in attention.items()}
+    pairs |= {f"mlp.{theirs}": f"mlp.{ours}" for theirs, ours in mlp.items()}
+    for theirs, ours in pairs.items():
+        assert hugging_face_name(f"blocks.12.{ours}.weight") == f"model.layers.12.{theirs}.weight"
+    model = model_of(PLAIN)
+    renamed = dict(to_hugging_face(PLAIN, model.named_parameters())[1])
+    for name, parameter in model.named_parameters():
+        assert torch.equal(renamed[hugging_face_name(name)], parameter), name
+
+
+@pytest.mark.parametrize("name", ["embed", "embed.bias", "blocks.weight", "blocks.x.mlp.up.weight", ""])
 def test_no_parameters_name(name: str) -> None:
-    if name == "embed":
-        assert hugging_face_name(name) == "model.embed_tokens.weight"
-        return
     with pytest.raises(ValueError, match="is no parameter"):
         hugging_face_name(name)
 

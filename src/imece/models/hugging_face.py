@@ -54,12 +54,12 @@ _DEFAULT_THETA = 10000.0
 
 def hugging_face_name(name: str) -> str:
     """ "blocks.3.mlp.up.weight" -> "model.layers.3.mlp.up_proj.weight". ValueError if no parameter has it."""
-    stem = name.removesuffix(".weight")
-    if stem in _ENDS:
-        return f"{_ENDS[stem]}.weight"
+    stem, _, kind = name.rpartition(".")
     blocks, _, rest = stem.partition(".")
     layer, _, part = rest.partition(".")
-    if blocks != "blocks" or not layer.isdigit() or part not in _IN_BLOCK:
+    if kind == "weight" and stem in _ENDS:
+        return f"{_ENDS[stem]}.weight"
+    if kind != "weight" or blocks != "blocks" or not layer.isdigit() or part not in _IN_BLOCK:
         raise ValueError(f"{name!r} is no parameter of a Transformer")
     return f"model.layers.{layer}.{_IN_BLOCK[part]}.weight"
 

@@ -266,7 +266,7 @@ def check_same_run(before: TrainConfig, now: TrainConfig) -> None:
     other = [name for name in old if name not in MAY_CHANGE and old[name] != new[name]]
     if other:
         name = other[0]
-        more = f" (and {len(other) - 1} more values)" if len(other) > 1 else ""
+        more = f" (and {len(other) - 1} more)" if len(other) > 1 else ""
         raise UserError(
             f"{now.folder} holds a run with {name} = {_toml(old[name])}, this command says "
             f"{_toml(new[name])}{more}: name another folder with --run, or leave that option out"
@@ -353,5 +353,7 @@ def _is_section(value: object) -> bool:
 def _toml(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
+    if value is None:
+        return "none"  # in messages only: a file leaves it out
     # JSON's strings, numbers and booleans are TOML's too; DEL alone must be escaped in the one only.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

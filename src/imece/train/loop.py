@@ -159,8 +159,9 @@ class Loop:
     def _skipped(self, index: int, outcome: Outcome, record: dict[str, Any]) -> None:
         session = self._session
         self._watching.note(f"step {session.done} skipped on all ranks: {outcome.skipped}")
-        if session.step.scale >= 1:
-            return  # it was too large for fp16, and is smaller now: nothing is wrong
+        # The loss is a sum over a micro-batch: by so much its scale may go below 1, and nothing is wrong yet.
+        if session.step.scale * session.plan.micro * session.plan.seq >= 1:
+            return  # it was too large for fp16, and is smaller now
         lines = session.step.blame(index)
         session.clock.lap()
         for line in lines or ["no rank when computed once more: a fault of the hardware, or of the sum?"]:

@@ -126,14 +126,12 @@ class Step:
         finite = math.isfinite(length)
         if finite and 0 < self._clip < length:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, norm, foreach=True)
-        if self._scaler is not None:
+        if finite:  # of all gradients: the scaler alone would make the update of each optimizer that can
             for optimizer in self._optimizers:
-                self._scaler.step(optimizer)
+                self._scaler.step(optimizer) if self._scaler is not None else optimizer.step()
+        if self._scaler is not None:
             self._scaler.update()
             return length, "" if finite else f"fp16 overflow; the scale is now {self._scaler.get_scale():g}"
-        if finite:
-            for optimizer in self._optimizers:
-                optimizer.step()
         return length, "" if finite else "the gradient is not finite"
 
     def _not_finite(self, gradients: tuple[Tensor | None, ...]) -> list[str]:

@@ -1,0 +1,135 @@
+"""`imece eval` against a loss that is computed document by document, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from imece.cli.evaluate import measures
+from imece.cli.main import main
+from imece.data.baselines import baselines
+from imece.data.tokens import open_tokens
+from imece.train.run_folder import RunFolder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def found(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert main(["eval", *argv, "--json"]) == 0
+    content: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return content
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["eval", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("imece: ") and err.count("\n") == 1, (out, err)
+    return err
+
+
+def loss_of(run: Path, tokens: list[int], which: str = "best") -> float:
+    """Nats a token, in windows of the context."""
+    model, _ = RunFolder(run).model("best" if which == "best" else "last")
+    nats, before = 0.0, 256
+    for first in range(0, len(tokens), 64):
+        targets = tokens[first : first + 64]
+        logits = model(torch.tensor([[before, *targets[:-1]]]))[0]
+        nats += float(F.cross_entropy(logits, torch.tensor(targets), reduction="sum").detach())
+        before = targets[-1]
+    return nats / len(tokens)
+
+
+def test_its_own_held_out_part(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = open_tokens(trained_run / "tokens")
+    held_out = tokens.validation
+    assert 0 < held_out.documents < 40
+    for which, step in (("best", 1), ("last", 2)):
+        content = found(capsys, str(trained_run), "--which", which)
+        nats = content["model"]["nats_per_token"]
+        assert nats == pytest.approx(loss_of(trained_run, held_out.tokens.tolist(), which), rel=1e-5)
+        assert content["model"]["perplexity"] == pytest.approx(math.exp(nats))
+        bits = nats * len(held_out.tokens) / math.log(2) / held_out.text_bytes
+        assert content["model"]["bits_per_byte"] == pytest.approx(bits)
+        assert content["step"] == step
+        counts = (held_out.documents, held_out.text_bytes, len(held_out.tokens))
+        assert (content["documents"], content["bytes"], content["tokens"]) == counts
+        expected = baselines(tokens.train, held_out, 257)
+        assert {name: each["nats_per_token"] for name, each in content["baselines"].items()} == expected
+    assert main(["eval", str(trained_run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "step 1, fp32, on held out" in lines[0]
+    assert [line.split()[0] for line in lines[3:]] == ["model", "bigram", "unigram", "uniform"]
+    assert f"{loss_of(trained_run, held_out.tokens.tolist()):.3f}" in lines[3]
+
+
+def test_other_text(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("köy " * 50, encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
+    before = sorted(os.listdir(trained_run))
+    content = found(capsys, str(trained_run), "--data", str(tmp_path / "a.txt"))
+    text = list(("köy " * 50).encode())
+    assert content["model"]["nats_per_token"] == pytest.approx(loss_of(trained_run, [*text, 256]), rel=1e-5)
+    assert (content["documents"], content["bytes"], content["tokens"]) == (1, 250, 251)
+    own = open_tokens(trained_run / "tokens")
+    assert content["baselines"]["uniform"]["nats_per_token"] == pytest.approx(math.log(own.vocab_size))
+    content = found(capsys, str(trained_run), "--data", str(tmp_path / "b.jsonl"), "--field", "body")
+    assert (content["documents"], content["tokens"]) == (2, 8)
+    assert sorted(os.listdir(trained_run)) == before
+
+
+def test_files_that_are_not_text(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").write_bytes(b"\0\0")
+    assert main(["eval", str(trained_run), "--data", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert err == "imece: 1 of 2 files are not text and were left out\n"
+    assert "1 document, 4 bytes, 5 tokens" in out
+
+
+def test_without_the_runs_own_tokens(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained_run, run)
+    shutil.rmtree(run / "tokens")
+    (tmp_path / "a.txt").write_text("text")
+    assert "no finished token files" in refused(capsys, str(run))
+    assert main(["eval", str(run), "--data", str(tmp_path / "a.txt"), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "no baselines" in err and err.count("\n") == 1
+    assert json.loads(out)["baselines"] == {}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--data", "/nowhere.txt"], "/nowhere.txt: no such file"),
+        (["--field", ""], "--field"),
+        (["--wich", "best"], "did you mean --which?"),
+    ],
+)
+def test_what_it_refuses(
+    trained_run: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    assert message in refused(capsys, str(trained_run), *argv)
+
+
+def test_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is no run folder" in refused(capsys, str(tmp_path))
+
+
+@pytest.mark.parametrize("nats", [math.nan, math.inf, 1e4])
+def test_what_json_has_no_number_for(nats: float) -> None:
+    values = measures(nats, 10, 20)
+    assert values["perplexity"] is None
+    json.dumps(values, allow_nan=False)

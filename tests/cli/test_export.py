@@ -1,0 +1,182 @@
+"""`imece export --to hf`: a folder that transformers loads, whole or not there at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+
+from imece.cli import export
+from imece.cli.main import main
+from imece.data.tokenizer import load_tokenizer
+from imece.data.tokens import open_tokens
+from imece.models.hugging_face import from_hugging_face
+from imece.models.transformer import Transformer
+from imece.train.config import DataSection
+from imece.train.run_folder import RunFolder
+from tests.cli.conftest import TEXT, make_run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FILES = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
+SENTENCE = "The çığ of 🏔 fell, \n\t<|end|> said."
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["export", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("imece: ") and err.count("\n") == 1, (out, err)
+    return err
+
+
+@pytest.mark.parametrize(("which", "dtype"), [("best", "fp32"), ("last", "bf16")])
+def test_the_folder_holds_the_model(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], which: str, dtype: str
+) -> None:
+    target = tmp_path / "new" / "model"
+    argv = ["export", str(trained_run), "--to", "hf", str(target), "--which", which, "--dtype", dtype]
+    assert main(argv) == 0
+    assert f"from_pretrained('{target}')" in capsys.readouterr().out
+    assert sorted(os.listdir(target)) == FILES
+    assert os.listdir(target.parent) == ["model"]
+    assert len({path.stat().st_mode for path in target.iterdir()}) == 1
+    expected, _ = RunFolder(trained_run).model("best" if which == "best" else "last")
+    config, tensors = from_hugging_face(target)
+    assert config == expected.config
+    for name, parameter in expected.named_parameters():
+        wanted = parameter.detach().to(torch.float32 if dtype == "fp32" else torch.bfloat16)
+        assert tensors[name].dtype == wanted.dtype and torch.equal(tensors[name], wanted), name
+    with safe_open(target / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    end = {"bos_token_id": 256, "eos_token_id": 256}
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((target / name).read_text())
+        assert {key: content[key] for key in end} == end
+    tokenizer = json.loads((target / "tokenizer_config.json").read_text())
+    assert (tokenizer["eos_token"], tokenizer["model_max_length"]) == ("<|end|>", 64)
+    assert load_tokenizer(target).encode(SENTENCE) == list(SENTENCE.encode())
+
+
+def test_tokens_that_others_would_add_are_left_out(trained_run: Path, tmp_path: Path) -> None:
+    given = tmp_path / "tokenizer.json"
+    content = json.loads((trained_run / "tokenizer.json").read_text())
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<|end|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|end|>": {"id": "<|end|>", "ids": [256], "tokens": ["<|end|>"]}},
+    }
+    given.write_text(json.dumps(content))
+    data = DataSection(paths=(str(trained_run.parent / "texts"),), tokenizer=str(given), held_out=0.2)
+    run = make_run(tmp_path / "run", data)
+    assert open_tokens(run / "tokens").vocab_size == 257
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out" / "tokenizer.json").read_text())["post_processor"] is None
+
+
+def test_an_empty_folder_and_a_link_are_taken(trained_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    assert main(["export", str(trained_run), str(tmp_path / "link")]) == 0
+    assert sorted(os.listdir(tmp_path / "empty")) == FILES
+    assert sorted(os.listdir(tmp_path)) == ["empty", "link"]
+
+
+def test_where_it_does_not_write(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "folder" / "file"
+    file.parent.mkdir()
+    file.write_text("precious")
+    assert "is not empty" in refused(capsys, str(trained_run), str(file.parent))
+    assert "is a file" in refused(capsys, str(trained_run), str(file))
+    assert "cannot be written (Not a directory)" in refused(capsys, str(trained_run), str(file / "below"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert "is the current folder" in refused(capsys, str(trained_run), ".")
+    assert "is no run folder" in refused(capsys, str(tmp_path), str(tmp_path / "out"))
+    assert file.read_text() == "precious"
+    assert sorted(os.listdir(tmp_path)) == ["folder", "here"]
+
+
+def test_another_format(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "gguf" in refused(capsys, str(trained_run), "--to", "gguf", str(tmp_path / "out"))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SafetensorError("no space"), KeyboardInterrupt()]
+)
+def test_nothing_half_written_stays(
+    trained_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+) -> None:
+    written = []
+
+    def fails(folder: Path, *_: object) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        written.append(folder)
+        raise error
+
+    monkeypatch.setattr(export, "write_hugging_face", fails)
+    status = main(["export", str(trained_run), str(tmp_path / "out")])
+    err = capsys.readouterr().err
+    assert (
+        (status, err) == (130, "") if isinstance(error, KeyboardInterrupt) else status == 2 and "space" in err
+    )
+    assert len(written) == 1 and os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_is_filled_meanwhile_is_not_replaced(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other_process(*_: object) -> int:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "file").write_text("precious")
+        return 0
+
+    monkeypatch.setattr(export, "write_hugging_face", other_process)
+    assert "cannot be written (Directory not empty)" in refused(
+        capsys, str(trained_run), str(tmp_path / "out")
+    )
+    assert os.listdir(tmp_path) == ["out"]
+    assert os.listdir(tmp_path / "out") == ["file"]
+
+
+def test_transformers_reads_it(trained_run: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    run, out = tmp_path / "run", tmp_path / "out"
+    texts = tmp_path / "texts"
+    shutil.copytree(trained_run.parent / "texts", texts)
+    make_run(run, DataSection(paths=(str(texts),), vocab_size=300, held_out=0.2))
+    assert main(["export", str(run), str(out)]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    ours, _ = RunFolder(run).model("best")
+    assert isinstance(ours, Transformer)
+    own = RunFolder(run).tokenizer()
+    text = TEXT.format(number=7) + "  naïve\t日本"
+    ids = tokenizer(text)["input_ids"]
+    assert ids == own.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_token_id == own.end == theirs.generation_config.eos_token_id
+    tokens = torch.tensor([[own.end, *ids[:60]]])
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=0, atol=1e-5)
