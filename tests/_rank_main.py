@@ -1,4 +1,4 @@
-"""One rank of a test: `python _rank_main.py DIRECTORY RANK`, started by tests/ranks.py.
+"""One rank of a test: `python _rank_main.py DIRECTORY RANK`, or `main` in a fork of tests/_zygote_main.py.
 
 DIRECTORY/job.json says what to run:
     path      list of str, sys.path of the test
@@ -28,12 +28,13 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 
 
-def main() -> int:
-    directory, rank = Path(sys.argv[1]), sys.argv[2]
+def main(directory: Path, rank: str) -> int:
+    """The exit status."""
     job: dict[str, Any] = json.loads((directory / "job.json").read_text())
-    _die_with(job["parent"])
+    die_with(job["parent"])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a SIGABRT is for the stacks, not for a core file
     faulthandler.enable(all_threads=True)  # the parent's SIGABRT then shows where this rank hangs
     sys.path[:] = job["path"]
@@ -50,12 +51,17 @@ def main() -> int:
     return 1 if error else 0
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Ask for SIGKILL when `parent` ends. It may have ended before the request: then go at once."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def name_process(name: str) -> None:
+    """What ps shows beside the command (Linux); the children of this process have it too."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def _call(job: dict[str, Any], entered: Path) -> Any:
@@ -78,4 +84,4 @@ def _call(job: dict[str, Any], entered: Path) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))

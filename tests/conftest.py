@@ -76,12 +76,16 @@ def _processes() -> set[psutil.Process]:
                 found.add(psutil.Process(int(environ.parent.name)))
         except (OSError, psutil.NoSuchProcess):
             continue  # ended meanwhile, or another user's
-    return {process for process in found if not _is_helper_of_python(process)}
+    return {process for process in found if not _is_helper(process)}
 
 
-def _is_helper_of_python(process: psutil.Process) -> bool:
-    """multiprocessing keeps one tracker and one fork server for as long as this process lives."""
+def _is_helper(process: psutil.Process) -> bool:
+    """What is kept for as long as this process lives: two zygotes by tests/zygote.py, of which ranks have the
+    command and not the name, and one tracker and one fork server by multiprocessing.
+    """
     try:
+        if process.name() == "imece-zygote":
+            return True
         command = " ".join(process.cmdline())
     except psutil.Error:
         return False

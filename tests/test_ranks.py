@@ -3,26 +3,62 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_ranks, start_ranks
+from imece.collectives import auto
+from tests import _zygote_main, zygote
+from tests.ranks import run_ranks, start_ranks, torchrun_variables
 
 ROOT = Path(__file__).parent.parent
+FORKED_AND_FRESH = pytest.mark.parametrize("fresh", [False, True], ids=["forked", "fresh"])
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="no zygotes there: every rank is fresh")
 
 
 def what_a_rank_sees(word: str) -> dict[str, object]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS")
     seen: dict[str, object] = {name: int(os.environ[name]) for name in names}
-    return seen | {"word": word, "host": os.environ.get("IMECE_HOST"), "extra": os.environ.get("EXTRA")}
+    maybe = ("IMECE_HOST", "IMECE_TEST_EXTRA", "IMECE_TEST_GONE")
+    return seen | {"word": word, **{name: os.environ.get(name) for name in maybe}}
+
+
+def what_a_start_leaves_behind() -> dict[str, object]:
+    """What a fork could share by accident with other ranks, or with the process that forked it."""
+    me = psutil.Process()
+    return {
+        "random": random.random(),
+        "numpy": np.random.random(),
+        "hash": hash("a word"),
+        "environment": sorted(os.environ),
+        "torch": torch.initial_seed(),
+        "torch threads": torch.get_num_threads(),
+        "tasks": len(me.threads()),
+        "files": [os.readlink(f"/proc/self/fd/{fd}").split("/")[-1] for fd in range(3)],
+        "more files": [file for file in os.listdir("/proc/self/fd") if int(file) > 3],  # 3 is listdir's own
+        "arguments": len(sys.argv),
+        "folder": os.getcwd(),
+        "parent": me.ppid(),
+        "process group": os.getpgid(0),
+        "ctrl-c": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+        "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+        "children": len(me.children()),
+        "tests": [name for name in sys.modules if name.startswith("tests.test_")],
+    }
+
+
+def what_torch_and_imece_read_at_their_import() -> list[object]:
+    return [torch.get_num_threads(), dist.get_debug_level().name, auto.FORCED]
 
 
 def sum_of_ranks(factor: int) -> list[float]:
@@ -65,22 +101,105 @@ def rank_1_fails_others_hang() -> None:
     time.sleep(60)
 
 
-def test_results_come_back_by_rank() -> None:
+def test_results_come_back_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IMECE_TEST_GONE", "before")
+    (before,) = run_ranks(what_a_rank_sees, 1, args=("hi",), backend=None)
+    assert before["IMECE_TEST_GONE"] == "before"
+    monkeypatch.delenv("IMECE_TEST_GONE")
     results = run_ranks(
         what_a_rank_sees,
         3,
         args=("hi",),
         backend=None,
-        env=lambda rank: {"EXTRA": str(rank)},
+        env=lambda rank: {"IMECE_TEST_EXTRA": str(rank)},
         ranks_per_host=2,
     )
     assert [r["RANK"] for r in results] == [0, 1, 2]
     assert [r["LOCAL_RANK"] for r in results] == [0, 1, 0]
     assert [r["LOCAL_WORLD_SIZE"] for r in results] == [2, 2, 1]
     assert [r["GROUP_RANK"] for r in results] == [0, 0, 1]
-    assert [r["host"] for r in results] == ["host0", "host0", "host1"]
-    assert [r["extra"] for r in results] == ["0", "1", "2"]
+    assert [r["IMECE_HOST"] for r in results] == ["host0", "host0", "host1"]
+    assert [r["IMECE_TEST_EXTRA"] for r in results] == ["0", "1", "2"]
+    assert [r["IMECE_TEST_GONE"] for r in results] == [None] * 3
     assert all(r["WORLD_SIZE"] == 3 and r["OMP_NUM_THREADS"] == 1 and r["word"] == "hi" for r in results)
+
+
+@FORKED_AND_FRESH
+def test_a_rank_shares_nothing_by_accident(
+    fresh: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ranks = run_ranks(what_a_start_leaves_behind, 2 if fresh else 4, backend=None, fresh=fresh)
+    for name in ("random", "numpy", "torch"):
+        assert len({rank.pop(name) for rank in ranks}) == len(ranks), name
+    hashes = [rank.pop("hash") for rank in ranks]
+    assert hashes[0] != hashes[1]  # not all differ: ranks 0 and 2 have one zygote
+    for number, rank in enumerate(ranks):
+        assert rank.pop("files") == ["null", f"{number}.output", f"{number}.output"]
+    zero = ranks[0]
+    assert all(rank == zero for rank in ranks)
+    assert zero == {
+        "environment": sorted(os.environ.keys() | torchrun_variables(0, 2, 0, None)),
+        "torch threads": 1,
+        "tasks": 1,
+        "more files": [],
+        "arguments": 3,
+        "folder": str(tmp_path),
+        "parent": os.getpid(),
+        "process group": os.getpgid(0),
+        "ctrl-c": True,
+        "blocked": 0,
+        "children": 0,
+        "tests": ["tests.test_ranks"],
+    }
+
+
+def test_what_is_read_at_an_import_has_fresh_ranks() -> None:
+    assert run_ranks(what_torch_and_imece_read_at_their_import, 1, backend=None) == [[1, "OFF", ""]]
+    env = {"OMP_NUM_THREADS": "2", "TORCH_DISTRIBUTED_DEBUG": "INFO", "IMECE_SCHEDULE": "ring"}
+    with pytest.warns(UserWarning, match=f"fresh ranks, as {', '.join(sorted(env))} may be read"):
+        results = run_ranks(what_torch_and_imece_read_at_their_import, 1, backend=None, env=env)
+    assert results == [[2, "INFO", "ring"]]
+
+
+@LINUX
+def test_zygotes_are_two_that_stay_and_have_no_threads() -> None:
+    run_ranks(sum_of_ranks, 3, args=(1,), backend="gloo")
+    pids = zygote.zygotes()
+    assert len(pids) == 2
+    assert [psutil.Process(pid).num_threads() for pid in pids] == [1, 1]
+    assert [psutil.Process(pid).name() for pid in pids] == ["imece-zygote"] * 2
+    run_ranks(sum_of_ranks, 1, args=(1,), backend="gloo")
+    assert zygote.zygotes() == pids
+
+
+def test_a_process_with_threads_is_no_zygote() -> None:
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    try:
+        with pytest.raises(AssertionError, match="the zygote has threads"):
+            _zygote_main.assert_no_threads()
+    finally:
+        over.set()
+        thread.join()
+
+
+@LINUX
+def test_a_zygote_that_died_is_told_or_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "main.py").write_text("raise SystemExit(3)")
+    with monkeypatch.context() as patch:
+        patch.setattr(zygote, "_MAIN", tmp_path / "main.py")
+        patch.setattr(zygote, "_zygotes", {})
+        with pytest.raises(AssertionError, match="the process that forks ranks ended with status 3"):
+            run_ranks(sum_of_ranks, 1, args=(1,), backend="gloo")
+    run_ranks(sum_of_ranks, 1, args=(1,), backend="gloo")
+    before = zygote.zygotes()
+    os.kill(before[0], signal.SIGKILL)
+    while before[0] in zygote.zygotes():
+        time.sleep(0.01)
+    run_ranks(sum_of_ranks, 1, args=(1,), backend="gloo")
+    assert before[0] not in zygote.zygotes()
 
 
 def test_the_group_is_open_around_the_function() -> None:
@@ -167,14 +286,16 @@ def test_a_killed_rank_is_told_from_the_others() -> None:
     assert [r.ok for r in results] == [True, False]
 
 
-def test_ranks_die_with_the_process_that_started_them(tmp_path: Path) -> None:
+def test_ranks_and_zygotes_die_with_the_process_that_started_them(tmp_path: Path) -> None:
     program = (
         "import time\n"
+        "from tests import zygote\n"
         "from tests.ranks import start_ranks\n"
         "from tests.test_ranks import hang_in_here\n"
-        "ranks = start_ranks(hang_in_here, 2, args=(60,))\n"
-        "ranks.wait_entered()\n"
-        "print(*ranks.pids, flush=True)\n"
+        "both = [start_ranks(hang_in_here, 1, args=(60,), fresh=fresh) for fresh in (False, True)]\n"
+        "for ranks in both:\n"
+        "    ranks.wait_entered()\n"
+        "print(*both[0].pids, *both[1].pids, *zygote.zygotes(), flush=True)\n"
         "time.sleep(60)\n"
     )
     paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
@@ -191,7 +312,7 @@ def test_ranks_die_with_the_process_that_started_them(tmp_path: Path) -> None:
     try:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
-        assert len(pids) == 2
+        assert len(pids) == (3 if sys.platform == "linux" else 2) and all(map(_lives, pids))
     finally:
         parent.kill()
         parent.communicate()
@@ -209,10 +330,30 @@ def _lives(pid: int) -> bool:
         return False
 
 
+@LINUX
+def test_half_a_start_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two zygotes the second does not answer in time; what the first forked is not left behind."""
+    answer, asked = zygote._answer, []
+
+    def answer_once(process: subprocess.Popen[bytes]) -> list[int]:
+        asked.append(answer(process))
+        assert len(asked) == 1, "late"
+        return asked[0]
+
+    monkeypatch.setattr(zygote, "_answer", answer_once)
+    with pytest.raises(AssertionError, match="late"):
+        start_ranks(hang_in_here, 2, args=(60,))
+    assert not psutil.pid_exists(asked[0][0])
+    os.kill(asked[1][0], signal.SIGKILL)  # the test has taken this one's number away
+    os.waitpid(asked[1][0], 0)
+
+
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
 def test_what_a_test_leaves_behind_fails_it(tmp_path: Path) -> None:
     name = f"imece-test-{os.getpid()}"
-    (tmp_path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
+    conftest = (Path(__file__).parent / "conftest.py").read_text()
+    assert "_GRACE_S = 3.0" in conftest
+    (tmp_path / "conftest.py").write_text(conftest.replace("_GRACE_S = 3.0", "_GRACE_S = 0.3"))
     (tmp_path / "test_leaks.py").write_text(
         "import pathlib, subprocess\n"
         f"def test_shm(): pathlib.Path('/dev/shm/{name}').write_text('left')\n"

@@ -178,12 +178,25 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
 def test_what_cannot_be_saved_is_refused_at_once(
     tmp_path: Path, make: Callable[[], torch.Tensor | Slice], says: str
 ) -> None:
-    with crew(tmp_path, 1) as ranks:
-        with pytest.raises(ValueError, match=f"'the name'.*{says}"):
-            ranks.save(1, {"the name": make()})
-        with pytest.raises(ValueError, match="JSON"):
-            ranks.ranks[0].save(1, {}, {"loss": math.nan}, None)
+    with crew(tmp_path, 2) as ranks:
+        for checkpoints in ranks.ranks:
+            with pytest.raises(ValueError, match=f"'the name'.*{says}"):
+                checkpoints.save(1, {"the name": make()}, {}, None)
+        for checkpoints in ranks.ranks:
+            with pytest.raises(ValueError, match="JSON"):
+                checkpoints.save(1, {}, {"loss": math.nan}, None)
         assert ranks.save(1, state_of(1))
+
+
+def test_a_refusal_on_one_rank_costs_that_save_only(tmp_path: Path) -> None:
+    with crew(tmp_path, 2) as ranks:
+        ranks.ranks[0]._limit_s = 0.2
+        ranks.ranks[0].save(1, state_of(1), {}, None)
+        with pytest.raises(ValueError, match="strided"):
+            ranks.ranks[1].save(1, {"x": torch.zeros(3).to_sparse()}, {}, None)
+        assert not ranks.ranks[0].finish()
+        ranks.ranks[0]._limit_s = 20.0
+        assert ranks.save(2, state_of(2)), ranks.alarms
 
 
 def _bits(tensor: torch.Tensor) -> bytes:

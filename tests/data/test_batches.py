@@ -185,6 +185,7 @@ def test_every_epoch_and_every_seed_has_its_own_order() -> None:
     other = orders(Batches(part, 4, 3, seed=6), 3)
     assert len({tuple(order) for order in [*first, *other, documents_of(part)]}) == 7
     assert orders(Batches(part, 4, 3, seed=5 + 2**64), 1) == first[:1]
+    assert orders(Batches(part, 4, 3, seed=5 + 2**63), 1) != first[:1]
     assert orders(Batches(part, 4, 3, seed=-1), 1) == orders(Batches(part, 4, 3, seed=2**64 - 1), 1)
 
 

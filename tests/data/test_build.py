@@ -65,16 +65,18 @@ def test_it_is_rebuilt_when_something_changes_and_only_then(tmp_path: Path) -> N
     assert times(folder, files, "text", tokenizer) == 0  # the same content
     files[0].write_text("two 0")
     assert times(folder, files, "text", tokenizer) == 1  # other content of the same size
-    files[0].rename(texts / "9.txt")
+    files[-1].rename(texts / "9.txt")
     files = sources([texts])
-    assert times(folder, files, "text", tokenizer) == 1  # another name, and so another order
-    assert times(folder, files[1:], "text", tokenizer) == 1
+    assert times(folder, files, "text", tokenizer) == 1  # only another name
+    files = files[1:]
+    assert times(folder, files, "text", tokenizer) == 1
     assert times(folder, files, "other", tokenizer) == 1
+    assert times(folder, files, "other", tokenizer, seed=1) == 1
     assert times(folder, files, "text", tokenizer, seed=1) == 1
     assert times(folder, files, "text", tokenizer, seed=1, share=0.5) == 1
     assert times(folder, files, "text", train_bpe(files, vocab_size=257), seed=1, share=0.5) == 1
     texts.rename(tmp_path / "moved")
-    moved = sources([tmp_path / "moved"])
+    moved = sources([tmp_path / "moved"])[1:]
     assert times(folder, moved, "text", train_bpe(moved, vocab_size=257), seed=1, share=0.5) == 0
 
 
@@ -115,6 +117,16 @@ def test_batches_of_documents_do_not_show(tmp_path: Path, monkeypatch: pytest.Mo
     assert content(build(tmp_path / "four", files, "text", tokenizer)) == expected
     monkeypatch.setattr(build_module, "_BATCH_BYTES", 30)
     assert content(build(tmp_path / "bytes", files, "text", tokenizer)) == expected
+
+
+def test_progress_does_not_run_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table holds more text than it has bytes on disk."""
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(build_module, "total_bytes", lambda files: 20)
+    monkeypatch.setattr(build_module, "_BATCH_DOCUMENTS", 1)
+    files = write_texts(tmp_path / "texts", "one")
+    build(tmp_path / "t", files, "text", ByteTokenizer(), progress=lambda *both: told.append(both))
+    assert told == [(5, 20), (10, 20), (15, 20), (20, 20), (20, 20), (20, 20), (20, 20)]
 
 
 # --- what cannot be ---

@@ -23,6 +23,7 @@ def texts(tmp_path: Path) -> str:
 
 def test_the_default_is_ready_to_train_on(tmp_path: Path, texts: str) -> None:
     told: list[tuple[str, int, int]] = []
+    (Path(texts) / "binary.txt").write_bytes(b"\0")
     source = TextSource((texts,), vocab_size=270)
     prepared = prepare(
         source, tmp_path / "run/tokenizer.json", tmp_path / "run/tokens", lambda *args: told.append(args)
@@ -70,6 +71,7 @@ def test_a_tokenizer_that_is_there_is_never_replaced(tmp_path: Path, texts: str)
         assert isinstance(prepared.tokenizer, ByteTokenizer)
         assert prepared.tokens.vocab_size == 257
     assert path.stat() == before
+    assert sorted(os.listdir(tmp_path)) == ["texts", "tokenizer.json", "tokens"]  # nor is it locked
     path.write_text("{}")
     assert f"{path}: not a tokenizer.json" in mistake(
         prepare, TextSource((texts,)), path, tmp_path / "tokens"

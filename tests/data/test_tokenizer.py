@@ -137,6 +137,15 @@ def test_what_is_held_out_is_not_learned_from(tmp_path: Path) -> None:
     assert train_bpe(files, vocab_size=320, share=0).hash != learned_from_kept
 
 
+def test_also_the_one_document_of_a_small_corpus_is_held_out(tmp_path: Path) -> None:
+    files = corpus(tmp_path, count=5)
+    draws = {file: fraction(file.read_text(), "held out 3") for file in files}
+    kept = [file for file in files if draws[file] > min(draws.values())]
+    learned_from_kept = train_bpe(kept, vocab_size=300, share=0).hash
+    assert train_bpe(files, vocab_size=300, share=1e-9, seed=3).hash == learned_from_kept
+    assert train_bpe(files, vocab_size=300, share=0).hash != learned_from_kept
+
+
 def test_of_a_large_corpus_a_sample_is_learned_from(tmp_path: Path) -> None:
     files = corpus(tmp_path)
     share = 1000 / sum(file.stat().st_size for file in files)

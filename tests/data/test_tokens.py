@@ -67,7 +67,9 @@ def test_damage_is_named(made: TokenFiles, name: str) -> None:
 def test_offsets_are_looked_at_every_time(made: TokenFiles) -> None:
     path = made.folder / "train.idx"
     offsets = np.fromfile(path, np.int64)
-    for damaged in (offsets[::-1], offsets - 1, np.append(offsets[1:], offsets[-1]), offsets * 0):
+    for place, value in ((0, 1), (-1, offsets[-1] + 1), (2, offsets[1]), (2, offsets[3] + 1), (1, -1)):
+        damaged = offsets.copy()
+        damaged[place] = value
         damaged.tofile(path)
         assert f"{path}: damaged, its offsets do not ascend" in mistake(open_tokens, made.folder)
 

@@ -118,7 +118,7 @@ def test_a_finished_run_is_told_whole(tmp_path: Path) -> None:
     page = Page(run / "report.html")
     for said in (
         "2026-11-21-small",
-        "All 300 steps are done.",
+        "Finished: 300 of 300 steps.",
         "UTC",
         "2.613",
         "1.083",
@@ -216,9 +216,9 @@ def test_commands_name_the_folder_as_a_shell_takes_it(
 
 
 def test_the_loss_plot_is_a_picture_of_its_size(tmp_path: Path) -> None:
-    write(tmp_path / "run $x$", [record(step, val_loss=3.0) for step in range(1, 50)], SUMMARY)
-    write_loss_plot(tmp_path / "run $x$")
-    png = (tmp_path / "run $x$" / "loss.png").read_bytes()
+    write(tmp_path / "run $\\x$", [record(step, val_loss=3.0) for step in range(1, 50)], SUMMARY)
+    write_loss_plot(tmp_path / "run $\\x$")
+    png = (tmp_path / "run $\\x$" / "loss.png").read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", png[16:24]) == (1200, 700)
 
@@ -227,6 +227,16 @@ def test_without_a_loss_there_is_no_plot(tmp_path: Path) -> None:
     write(tmp_path, [record(1, loss=None)])
     write_loss_plot(tmp_path)
     assert not (tmp_path / "loss.png").exists()
+
+
+def test_who_reads_the_page_while_it_is_written_sees_one_of_both(tmp_path: Path) -> None:
+    write(tmp_path, [record(1)])
+    write_report(tmp_path)
+    with (tmp_path / "report.html").open() as reader:
+        write(tmp_path, [record(1), record(2)])
+        write_report(tmp_path)
+        assert "Finished: 1 of 1 steps" in reader.read()
+    assert "Finished: 2 of 2 steps" in Page(tmp_path / "report.html").text
 
 
 def test_a_full_disk_leaves_the_page_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +287,7 @@ def test_one_loss_gone_astray_does_not_press_the_others_together() -> None:
     values[0], values[500] = 8.0, 1e9
     raw = Curve(np.arange(1000.0), values)
     assert frame(raw, [8.3]) == pytest.approx((3 - 0.265, 8.3 + 0.265))
+    assert frame(Curve(raw.steps[:1], values[:1]), []) == (7.0, 9.0)
     assert frame(Curve(raw.steps[:3], values[:3]), []) == pytest.approx((2.75, 8.25))
 
 

@@ -52,11 +52,12 @@ def write_part(partial: Path, rank: int, part: Part) -> None:
         "rank_state": part.rank_state,
     }
     files.write_whole(partial / part_name(rank), seal(note))
+    # Nothing that may fail can follow: rank 0 has perhaps seen it already, and counts on this rank's file.
 
 
 def write_excuse(partial: Path, rank: int, why: str) -> None:
     partial.mkdir(parents=True, exist_ok=True)
-    files.write_whole(partial / part_name(rank), seal({"error": why}), durable=False)
+    files.write_whole(partial / part_name(rank), seal({"error": why}))
 
 
 def read_part(partial: Path, rank: int) -> Part | str | None:
@@ -105,10 +106,10 @@ def commit(partial: Path, final: Path, manifest: Manifest) -> None:
             raise ValueError(
                 f"{file_name(rank)}: rank {rank} wrote {file.nbytes} bytes, but {found} are there"
             )
-    files.write_whole(partial / MANIFEST, encode(manifest))
+    files.write_whole(partial / MANIFEST, encode(manifest), durable=True)
     for rank in range(len(manifest.files)):  # all that they say is in the manifest
         (partial / part_name(rank)).unlink()
-    files.sync_folder(partial)
+    files.sync_folder(partial)  # the names of all ranks' files
     files.put_in_place(partial, final)
 
 

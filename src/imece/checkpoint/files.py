@@ -74,10 +74,10 @@ def write(path: Path, chunks: Iterable[bytes | memoryview], go_on: Callable[[], 
     return total, digest.hexdigest()
 
 
-def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """The file has its old content or the new one, never a part. `durable`: it is on the disk on return.
+def write_whole(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """The file has its old content or the new one, never a part; if `durable`, after a power failure too.
 
-    Only one process writes a file of this name. OSError, with the file's name.
+    Only one process writes a file of this name. OSError, with the file's name: then it has the old content.
     """
     beside = path.with_name(f"{path.name}.new")
     try:
@@ -90,8 +90,6 @@ def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
-    if durable:
-        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

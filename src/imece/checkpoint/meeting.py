@@ -77,7 +77,7 @@ class Meeting:
                 self._tell()
         elif not self._there:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path(self._rank), seal({"number": self._number}), durable=False)
+            write_whole(self._path(self._rank), seal({"number": self._number}))
         self._there = True
 
     def session(self) -> str | None:
@@ -101,7 +101,7 @@ class Meeting:
     def _tell(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         note = {"session": self._session, "heard": self._heard, "failed": self._failed}
-        write_whole(self._path(0), seal(note), durable=False)
+        write_whole(self._path(0), seal(note))
 
     def _of_rank_0(self) -> Json | None:
         note = self._read(0)

@@ -100,6 +100,7 @@ class Checkpoints:
         its tensor, and for what is no JSON. That ranks disagree on their tensors is an alarm.
         """
         self._join()
+        self._saves += 1  # also if this one is refused here: the other ranks count it
         step = int(step)
         if step < 0 or self._stop.is_set():
             raise ValueError(f"step {step}: at least 0, and not after close()")
@@ -108,7 +109,6 @@ class Checkpoints:
         buffer = self._room(sum(piece.nbytes for piece in pieces))
         if buffer is not None:
             deal.copy_into(buffer, tensors, pieces)
-        self._saves += 1
         job = _Job(
             number=self._saves,
             step=step,
@@ -162,8 +162,7 @@ class Checkpoints:
             self._saved = True
         except BaseException as error:
             self._alarm(
-                f"the checkpoint of step {job.step} was not saved: {_why(error)}; "
-                "training goes on, and those before are as they were"
+                f"the checkpoint of step {job.step} was not saved: {_why(error)}; older ones are as they were"
             )
             if not isinstance(error, NotSavedError):  # a mistake of ours: with its traceback
                 raise

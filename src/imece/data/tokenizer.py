@@ -95,7 +95,7 @@ class ByteTokenizer(Tokenizer):
     def to_json(self) -> str:
         vocab = {letter: byte for byte, letter in enumerate(_letters())} | {END: self.end}
         tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-        _make_byte_level(tokenizer, split=False)
+        _make_byte_level(tokenizer)
         tokenizer.add_special_tokens([END])
         return tokenizer.to_str()
 
@@ -149,7 +149,7 @@ def train_bpe(
             f"a vocabulary of {vocab_size}: at least {SMALLEST_VOCAB}, for all bytes and a document's end"
         )
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    _make_byte_level(tokenizer, split=True)
+    _make_byte_level(tokenizer)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END], initial_alphabet=_letters(), show_progress=False
     )
@@ -199,10 +199,10 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     raise UserError(f"{path}: no token that ends a document ({', '.join(_ENDS)}): add one as a special token")
 
 
-def _make_byte_level(tokenizer: tokenizers.Tokenizer, split: bool) -> None:
-    """split: at words first, so that no merge crosses one."""
+def _make_byte_level(tokenizer: tokenizers.Tokenizer) -> None:
+    """Texts are split at words first, so that no merge crosses one."""
     # The package's stubs know neither attribute as one that can be set.
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
 
 

@@ -30,7 +30,7 @@ PRESETS: dict[str, TransformerConfig] = {
     ),
     # 4M: after three minutes on two CPU cores its text looks like what it has read.
     "small": TransformerConfig(
-        vocab_size=4096, layers=4, width=256, heads=8, kv_heads=4, mlp_width=768, max_seq=256, tied_head=True
+        vocab_size=4096, layers=4, width=256, heads=4, kv_heads=2, mlp_width=768, max_seq=256, tied_head=True
     ),
     # 29M
     "medium": TransformerConfig(

@@ -111,12 +111,13 @@ class Chart:
             words.append(f'<span class="name" style="top:{at:.2%}">{html.escape(name)}</span>')
         legend = f'<p class="legend">{"".join(self._legend)}</p>' if self._legend else ""
         note = f'<p class="note">{html.escape(self.note)}</p>' if self.note else ""
+        # Words first, so that no curve is hidden behind one.
         return (
             f"<figure><figcaption>{html.escape(self._title)} <small>{html.escape(self._unit)}</small>"
-            f'</figcaption>{legend}<div class="plot{" tall" if self._tall else ""}">'
+            f'</figcaption>{legend}<div class="plot{" tall" if self._tall else ""}">{"".join(words)}'
             f'<svg viewBox="0 0 {_SIZE} {_SIZE}" preserveAspectRatio="none" role="img" '
-            f'aria-label="{html.escape(self._title)}">{"".join(grid + self._shapes)}</svg>'
-            f"{''.join(words)}</div>{note}</figure>"
+            f'aria-label="{html.escape(self._title)}">{"".join(grid + self._shapes)}</svg></div>'
+            f"{note}</figure>"
         )
 
     def _points(self, curve: Curve) -> str:

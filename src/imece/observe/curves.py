@@ -41,7 +41,7 @@ def smoothed(raw: Curve) -> Curve:
     are, so that the curve does not end with the noise of the last step.
     """
     count = len(raw)
-    reach, places = int(count * _WINDOW / 2), np.arange(count)
+    reach, places = max(int(count * _WINDOW / 2), min(3, count // 10)), np.arange(count)
     first = places - np.minimum(places, reach)
     end = np.minimum(places + np.minimum(places, reach), count - 1) + 1
     sums = np.concatenate(([0.0], np.cumsum(raw.values)))

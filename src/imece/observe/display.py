@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from imece.observe.progress import Progress, bar
+from imece.observe.progress import Progress
 from imece.observe.units import duration, gigabytes, si
 from imece.observe.visible import visible
 
@@ -27,7 +27,6 @@ _DRAW_S = 0.125  # between two drawings of the line on a terminal
 _PLAIN_S = 10.0  # between two plain lines, if no tenth of the run lies between them
 _PLAIN_WIDTH = 100  # of a sample, where no terminal says how wide it is
 _LEAST_TEXT = 20  # columns beside a label, on however narrow a terminal
-_BYTES_BAR = 24
 
 
 class Display:
@@ -54,23 +53,11 @@ class Display:
         self._live: Live | None = None
         self._next_s = 0.0  # when the line is due again
         self._next_step = 0  # and from which step on, if there is no terminal
-        self._preparing = ""
 
     def header(self, rows: Sequence[tuple[str, str]]) -> None:
         """What is about to happen: a label and its text a row; a label alone is a heading."""
         self._print_rows(rows, _indent(rows))
         self._print("")
-
-    def preparing(self, what: str, done_bytes: int, total_bytes: int) -> None:
-        """How far work before the first step is, such as reading text. Without a terminal: that it began."""
-        if not self._draws:
-            if what != self._preparing:
-                self._print(what)
-        elif self._is_due() or what != self._preparing:
-            share = done_bytes / max(total_bytes, 1)
-            sizes = f"{done_bytes / 1e6:.1f} of {total_bytes / 1e6:.1f} MB"
-            self._draw(Text("  ").join([Text(what), bar(share, _BYTES_BAR, self._blocks), Text(sizes)]))
-        self._preparing = what
 
     def start(self, step: int) -> None:
         """Training begins, or goes on, with so many steps done."""
@@ -114,8 +101,8 @@ class Display:
         self._print_rows(rows, indent)
         if sample is not None:
             self._print(Text("sample", "bold"))
-            for line in visible(sample, self._console.encoding).splitlines():
-                self._print(self._cut(" " * indent + line.expandtabs()))
+            for line in visible(sample, self._console.encoding).rstrip().split("\n"):
+                self._print(self._cut((" " * indent + line.expandtabs()).rstrip()))
         for label, command in next_commands:
             self._print(Text.assemble((f"{label:<{indent}}", "bold"), self._text(command)))
 
@@ -170,7 +157,7 @@ class Display:
                 self._print(Text.assemble((f"{'' if number else label:<{indent}}", "bold"), line))
 
     def _text(self, text: str) -> Text:
-        return Text(visible(text, self._console.encoding).expandtabs())
+        return Text(visible(text, self._console.encoding))
 
     def _cut(self, line: str) -> Text:
         text = Text(line)

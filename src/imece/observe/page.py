@@ -26,9 +26,9 @@ h2 { font-size: 1.1rem; margin: 2.2rem 0 .6rem; }
 .under, .note, small { color: var(--soft); }
 .under { margin: .2rem 0 1.2rem; }
 .note { font-size: .85rem; margin: .5rem 0 0; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.6rem, 1fr)); gap: .75rem; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(7.5rem, 1fr)); gap: .75rem; }
 .tiles div, figure, .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
-.tiles div { padding: .7rem .9rem; }
+.tiles div { padding: .7rem .8rem; }
 .tiles b { display: block; font-size: 1.5rem; line-height: 1.2; font-weight: 650; }
 .tiles span { font-size: .85rem; color: var(--soft); }
 .card { padding: .9rem 1rem; margin: .75rem 0; overflow-x: auto; }
@@ -52,8 +52,7 @@ figcaption small { font-weight: 400; margin-left: .3rem; }
   font-variant-numeric: tabular-nums; }
 .plot .y { right: 100%; margin-right: .45rem; transform: translateY(-50%); }
 .plot .x { top: 100%; margin-top: .45rem; transform: translateX(-50%); }
-.plot .name { right: 0; transform: translateY(-115%); padding: 0 .2rem; background: var(--card);
-  opacity: .9; }
+.plot .name { right: 0; transform: translateY(-115%); padding: 0 .2rem; }
 svg * { vector-effect: non-scaling-stroke; }
 polyline, path { fill: none; stroke: currentColor; stroke-linejoin: round; stroke-width: 1.8; }
 polygon { fill: currentColor; }

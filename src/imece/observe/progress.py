@@ -17,10 +17,12 @@ _LEAST_BAR, _MOST_BAR = 5, 24
 
 # Who stays beside the step when a line is too short for all: those that fit, asked in this order.
 _IMPORTANCE = ("loss", "left", "skipped", "tokens", "val", "bar", "exposed", "memory", "mfu")
+# The room that is kept for a field even if it is shorter just now, so that its neighbours do not come and go.
+_ROOM = {"loss": 10, "left": 10, "tokens": 14, "val": 9, "exposed": 14, "memory": 7, "mfu": 8}
 _STYLES = {"loss": "bold", "val": "bold cyan", "skipped": "yellow", "left": "dim"}
 
 
-def bar(share: float, width: int, blocks: str) -> Text:
+def _bar(share: float, width: int, blocks: str) -> Text:
     """`share` (0 to 1) of `width` columns; `blocks` are the two characters, for done and to do."""
     done = min(width, int(width * share))
     return Text.assemble((blocks[0] * done, "green"), (blocks[1] * (width - done), "dim"))
@@ -52,18 +54,17 @@ class Progress:
         """`step` updates of `total_steps` are done."""
         self.total_steps, self.step = total_steps, step
         self._skipped = 0
-        self._last: Mapping[str, Any] = {}  # the newest record
+        self._memory_bytes = 0
         self._val_loss: float | None = None
         self._exposes = False  # a run of one rank has no communication, and nothing to say of it
         self._recent = _Recent(_SHOWN_S)
         self._pace = _Recent(_PACE_S)
-        self._at: float | None = (
-            None  # when the last step ended; the first one's time is not like the others'
-        )
+        # When the last step ended. The first step is not like the others, so its time does not count.
+        self._at: float | None = None
 
     def add(self, record: Mapping[str, Any], now: float) -> None:
         """One more step, which ended at `now` seconds: a record as metrics.jsonl has it."""
-        self.step, self._last = record["step"], record
+        self.step, self._memory_bytes = record["step"], record.get("memory_bytes") or 0
         step_s = record.get("step_s") or 0.0
         self._recent.add(
             step_s, s=step_s, exposed_s=record.get("exposed_s") or 0.0, tokens=record.get("tokens", 0)
@@ -71,6 +72,8 @@ class Progress:
         loss = record.get("loss")
         if loss is not None and math.isfinite(loss):
             self._recent.add(step_s, loss=loss, losses=1)
+        if (mfu := record.get("mfu")) is not None:
+            self._recent.add(step_s, mfu=mfu, mfus=1)
         if self._at is not None:
             self._pace.add(now - self._at, s=now - self._at, steps=1)
         self._at = now
@@ -90,11 +93,12 @@ class Progress:
         fields = {"step": step, "bar": blocks[1] * _LEAST_BAR} | self._fields()
         shown, left = {"step"}, width - len(step)
         for name in _IMPORTANCE:
-            if name in fields and (needed := len(_GAP) + len(fields[name])) <= left:
+            needed = len(_GAP) + max(len(fields.get(name, "")), _ROOM.get(name, 0))
+            if name in fields and needed <= left:
                 shown.add(name)
                 left -= needed
         words = [
-            bar(self.step / self.total_steps, min(_LEAST_BAR + left, _MOST_BAR), blocks)
+            _bar(self.step / self.total_steps, min(_LEAST_BAR + left, _MOST_BAR), blocks)
             if name == "bar"
             else Text(text, _STYLES.get(name, ""))
             for name, text in fields.items()
@@ -115,10 +119,10 @@ class Progress:
             fields["tokens"] = f"{si(tokens_per_s)} tokens/s"
         if (exposed := self._recent.ratio("exposed_s", "s")) is not None and self._exposes:
             fields["exposed"] = f"exposed {100 * exposed:.1f} %"
-        if (mfu := self._last.get("mfu")) is not None:
+        if (mfu := self._recent.ratio("mfu", "mfus")) is not None:
             fields["mfu"] = f"mfu {100 * mfu:.0f} %"
-        if memory_bytes := self._last.get("memory_bytes"):
-            fields["memory"] = gigabytes(memory_bytes)
+        if self._memory_bytes:
+            fields["memory"] = gigabytes(self._memory_bytes)
         if self._skipped:
             fields["skipped"] = f"{self._skipped} skipped"
         pace_s = self._pace.ratio("s", "steps")

@@ -63,7 +63,7 @@ def _head(files: RunFiles) -> str:
     if not done:
         state = "No step is recorded yet."
     elif done >= total:
-        state = f"All {total:,} steps are done."
+        state = f"Finished: {done:,} of {total:,} steps."
     else:
         state = f"Step {done:,} of {total:,}: the run goes on, or was stopped here."
     if files.records and (at := files.records[-1].get("time")):
@@ -180,9 +180,9 @@ def _split(files: RunFiles, parts: dict[str, Curve]) -> str:
     chart = Chart("Time of a step", "ms, by step", _steps(files), y, wide=True, tall=True)
     chart.stack(areas)
     if len(files.records) > _MOST_AREAS:
-        chart.note = f"Means of {_MOST_AREAS} pieces of the run."
+        chart.note = f"Means of {_MOST_AREAS} pieces of the run. "
     if total.max() > y.high:
-        chart.note += f" The longest of them is {milliseconds(total.max() / 1e3)} a step."
+        chart.note += f"What is above the frame goes up to {milliseconds(total.max() / 1e3)} a step."
     return chart.html()
 
 

@@ -52,8 +52,9 @@ def is_finished(session: Session) -> bool:
 def next_commands(session: Session) -> list[tuple[str, str]]:
     """What a person may want to do now."""
     path = session.folder.path
+    prompt = "" if session.config.data.paths else ' --prompt "class Queue"'
     return [
-        ("next", f'imece sample {path} --prompt "{_prompt_for_people(session)}"'),
+        ("next", f"imece sample {path}{prompt}"),
         ("longer", f"imece train --run {path} --steps {2 * session.config.steps}"),
         ("open", str(path / "report.html")),
     ]
@@ -112,17 +113,12 @@ def _prompt(session: Session) -> str:
     return session.prepared.tokenizer.decode(held_out.document(0)[:8].tolist()[:-1]) or " "
 
 
-def _prompt_for_people(session: Session) -> str:
-    return "class Queue" if not session.config.data.paths else "Once upon a time"
-
-
 def _sample(session: Session, prompt: str) -> str:
     tokenizer, model = session.prepared.tokenizer, session.model
-    ids = tokenizer.encode(prompt)[: max(1, model.config.max_seq // 2)]
-    room = model.config.max_seq - len(ids)
+    ids = [tokenizer.end, *tokenizer.encode(prompt)]  # training puts an end before each document
     generator = torch.Generator(session.mesh.device).manual_seed(_SAMPLE_SEED)
     tokens = generate(
-        model, ids, min(_SAMPLE_TOKENS, room), temperature=_TEMPERATURE, top_p=0.95, generator=generator,
+        model, ids[-model.config.max_seq :], _SAMPLE_TOKENS, temperature=_TEMPERATURE, top_p=0.95, generator=generator,
         stop={tokenizer.end},
     )  # fmt: skip
     model.eval()
