@@ -7,7 +7,7 @@ from collections import Counter
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imece.data import baselines as baselines_module
@@ -40,6 +40,7 @@ def slow(train: Part, validation: Part) -> dict[str, float]:
     return {name: value / len(validation.tokens) for name, value in nats.items()}
 
 
+@settings(max_examples=50)
 @given(_DOCUMENTS, _DOCUMENTS, st.integers(1, 30))
 def test_against_the_formulas(train: list[list[int]], validation: list[list[int]], chunk: int) -> None:
     parts = part_of(train), part_of(validation, name="validation")

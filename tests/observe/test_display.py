@@ -143,6 +143,20 @@ def test_a_narrow_terminal_has_fewer_fields_on_one_line(width: int, shown: str) 
     assert re.sub(r"[█░]{5,24}", "BAR", line) == shown
 
 
+@pytest.mark.parametrize("width", range(40, 121, 8))
+def test_fields_do_not_come_and_go_with_a_digit(width: int) -> None:
+    out, clock = console(width), Clock()
+    display = Display(800, console=out, clock=clock)
+    display.start(0)
+    run(display, clock, range(1, 3), mfu=0.1, val_loss=3.0)
+    shown = set()
+    for step, exposed_s in enumerate((0.02, 0.1, 0.02, 0.001), start=3):
+        run(display, clock, range(step, step + 1), exposed_s=exposed_s, step_s=0.5, mfu=0.1)
+        shown.add(re.sub(r"[\d. ]+", " ", screen(written(out))[-1].replace("█", "░")))
+    assert len(shown) == 1
+    display.close()
+
+
 def test_steps_between_two_drawings_write_nothing() -> None:
     out, clock = console(), Clock()
     display = Display(800, console=out, clock=clock)

@@ -64,7 +64,7 @@ def build(
         ) from error
 
 
-def source_hash(files: Sequence[Path], field: str) -> str:
+def _source_hash(files: Sequence[Path], field: str) -> str:
     """Over names, sizes and contents: it changes whenever any of them does, and not when all are moved."""
     root, total = common_folder(files), hashlib.blake2b(field.encode(), digest_size=DIGEST_BYTES)
     for path in files:
@@ -77,7 +77,7 @@ def _wanted(
 ) -> dict[str, Any]:
     """All that the content of the token files depends on."""
     return {
-        "source": source_hash(files, field),
+        "source": _source_hash(files, field),
         "tokenizer": tokenizer.hash,
         "vocab_size": tokenizer.vocab_size,
         "end": tokenizer.end,

@@ -29,8 +29,8 @@ h2 { font-size: 1.1rem; margin: 2.2rem 0 .6rem; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(7.5rem, 1fr)); gap: .75rem; }
 .tiles div, figure, .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
 .tiles div { padding: .7rem .8rem; }
-.tiles b { display: block; font-size: 1.5rem; line-height: 1.2; font-weight: 650; }
-.tiles span { font-size: .85rem; color: var(--soft); }
+.tiles b { display: block; font-size: 1.4rem; white-space: nowrap; line-height: 1.2; font-weight: 650; }
+.tiles span { display: block; margin-top: .2rem; font-size: .85rem; line-height: 1.3; color: var(--soft); }
 .card { padding: .9rem 1rem; margin: .75rem 0; overflow-x: auto; }
 .bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: .4rem .8rem;
   align-items: center; font-size: .92rem; }

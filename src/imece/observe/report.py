@@ -76,9 +76,9 @@ def _tiles(files: RunFiles) -> str:
     summary, records = files.summary, files.records
     tiles = []
     if files.val_loss is not None:
-        tiles.append((f"{files.val_loss:.3f}", "validation loss, nats a token"))
+        tiles.append((f"{files.val_loss:.3f}", "nats a token, validation"))
     if bits := summary.get("val_bits_per_byte"):
-        tiles.append((f"{bits:.3f}", "bits a byte of validation text"))
+        tiles.append((f"{bits:.3f}", "bits a byte, validation"))
     seconds = summary.get("seconds", sum(record.get("step_s") or 0.0 for record in records))
     tokens = summary.get("tokens", sum(record.get("tokens") or 0 for record in records))
     if seconds and tokens:
@@ -87,9 +87,9 @@ def _tiles(files: RunFiles) -> str:
     if parameters := summary.get("parameters"):
         tiles.append((si(parameters), "parameters"))
     if memory := max((record.get("memory_bytes") or 0 for record in records), default=0):
-        tiles.append((gigabytes(memory), "memory of the largest rank"))
+        tiles.append((gigabytes(memory), "memory, largest rank"))
     if shares := [record["mfu"] for record in records if record.get("mfu") is not None]:
-        tiles.append((f"{100 * float(np.median(shares)):.0f} %", "of the measured peak (MFU), median"))
+        tiles.append((f"{100 * float(np.median(shares)):.0f} %", "of measured peak (MFU)"))
     inner = "".join(f"<div><b>{_text(number)}</b><span>{_text(what)}</span></div>" for number, what in tiles)
     return f'<div class="tiles">{inner}</div>' if tiles else ""
 

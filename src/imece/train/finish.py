@@ -92,14 +92,15 @@ def _rows(summary: dict[str, Any], saved: bool) -> list[tuple[str, str]]:
         )
     ]
     if "val_loss" in summary:
-        others = ", ".join(f"{name} {loss:.2f}" for name, loss in summary["baselines"].items())
+        others = ", ".join(f"{name} {loss:.3f}" for name, loss in summary["baselines"].items())
         rows.append(
             (
                 "",
                 f"validation {summary['val_loss']:.3f} nats a token = "
-                f"{summary['val_bits_per_byte']:.3f} bits a byte   ({others})",
+                f"{summary['val_bits_per_byte']:.3f} bits a byte",
             )
         )
+        rows.append(("", f"without a model it would be {others}"))
     if not saved:
         rows.append(("", "the last checkpoint is not on the disk: see the warning above"))
     return rows
@@ -118,9 +119,14 @@ def _sample(session: Session, prompt: str) -> str:
     ids = [tokenizer.end, *tokenizer.encode(prompt)]  # training puts an end before each document
     generator = torch.Generator(session.mesh.device).manual_seed(_SAMPLE_SEED)
     tokens = generate(
-        model, ids[-model.config.max_seq :], _SAMPLE_TOKENS, temperature=_TEMPERATURE, top_p=0.95, generator=generator,
+        model,
+        ids[-model.config.max_seq :],
+        _SAMPLE_TOKENS,
+        temperature=_TEMPERATURE,
+        top_p=0.95,
+        generator=generator,
         stop={tokenizer.end},
-    )  # fmt: skip
+    )
     model.eval()
     with session.precision.autocast():
         return tokenizer.decode(list(tokens))

@@ -60,7 +60,9 @@ class RunFolder:
         UserError if it holds another run, or one of more steps, or files that are no run, or if it cannot be
         written to.
         """
+        new = not os.path.isdir(self.path)
         try:
+            content = to_toml(config).encode()
             if self.config_file.exists():
                 check_same_run(self.config(), config)
                 self._check_steps(config)
@@ -71,10 +73,12 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             for leftover in self._leftovers():
                 leftover.unlink(missing_ok=True)
-            content = to_toml(config).encode()
             if not self.config_file.exists() or self.config_file.read_bytes() != content:
                 write_whole(self.config_file, content)
         except OSError as error:
+            with suppress(OSError):  # if it is not empty, above all
+                if new:
+                    self.path.rmdir()
             raise UserError(
                 f"{self.path}: the run folder cannot be written ({error.strerror}): make room or name another"
             ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,10 +12,10 @@ from imece.observe.metrics import Metrics
 
 
 class Watching:
-    """The live line and the metrics on rank 0; nothing but warnings on the others."""
+    """The live line and the metrics on rank 0; nothing on the others."""
 
     def __init__(self, folder: Path, rank: int, steps: int, done: int, alarms: deque[str]) -> None:
-        self._rank, self._alarms = rank, alarms
+        self._alarms = alarms
         self._display = Display(steps) if rank == 0 else None
         self._metrics = Metrics(folder, from_step=done, alarm=alarms.append) if rank == 0 else None
 
@@ -43,13 +42,11 @@ class Watching:
             self._display.note(text)
 
     def pass_on(self) -> None:
-        """What threads had to say."""
+        """What threads had to say. A save that failed is known to all ranks; one of them says so."""
         while self._alarms:
             text = self._alarms.popleft()
             if self._display is not None:
                 self._display.note(f"warning: {text}")
-            else:
-                print(f"imece: rank {self._rank}: {text}", file=sys.stderr, flush=True)
 
     def done(
         self, rows: Sequence[tuple[str, str]], sample: str | None, next_commands: Sequence[tuple[str, str]]

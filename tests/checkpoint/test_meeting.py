@@ -1,0 +1,146 @@
+"""Ranks that save together find each other, agree on what becomes of it, and wait for none for ever."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from imece.checkpoint import Checkpoints, Slice, all_steps, files
+from tests.checkpoint.crew import Crew, assert_whole, crew, newest_whole, partials, state_of
+
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_never_comes(tmp_path: Path, absent: int) -> None:
+    with crew(tmp_path, 2) as ranks:
+        assert ranks.save(1, state_of(1))
+        there = ranks.ranks[1 - absent]
+        there._limit_s = 0.2
+        there.save(2, state_of(2), {}, None)
+        assert not there.finish()
+        assert f"nothing came from rank {absent}" in ranks.alarms[1 - absent][0]
+        assert not partials(tmp_path)
+        assert_whole(newest_whole(tmp_path), 1, 2)
+    assert ranks.alarms[absent] == []
+    with crew(tmp_path, 2) as others:
+        assert others.save(3, state_of(3)) and not partials(tmp_path)
+        assert_whole(newest_whole(tmp_path), 3, 2)
+
+
+@pytest.mark.parametrize("first", ["rank 0", "rank 1"])
+def test_they_agree_when_one_gives_up_while_the_other_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Rank 1 loses its patience at the very moment in which rank 0 puts the checkpoint in place."""
+    given_up, in_place = threading.Event(), threading.Event()
+    put, withdraw = files.put_in_place, files.withdraw
+
+    def slow_put(partial: Path, final: Path) -> None:
+        assert given_up.wait(20)
+        put(partial, final)
+        in_place.set()
+
+    def watched_withdraw(partial: Path) -> bool:
+        if first == "rank 1":
+            assert withdraw(partial)
+            given_up.set()
+            return True
+        given_up.set()
+        assert in_place.wait(20)
+        return withdraw(partial)
+
+    with crew(tmp_path, 2) as ranks:
+        assert ranks.save(1, state_of(1))
+        ranks.ranks[1]._limit_s = 0.1
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "put_in_place", slow_put)
+            patch.setattr(files, "withdraw", watched_withdraw)
+            done = ranks.save(2, state_of(2))
+        assert done == (first == "rank 0")
+        assert [len(alarms) for alarms in ranks.alarms] == ([0, 0] if done else [1, 1])
+        assert_whole(newest_whole(tmp_path), 2 if done else 1, 2)
+        assert not partials(tmp_path)
+
+
+def test_a_rank_that_comes_too_late_hears_of_it(tmp_path: Path) -> None:
+    with crew(tmp_path, 3) as ranks:
+        assert ranks.save(1, state_of(1))
+        limit_s, ranks.ranks[0]._limit_s = ranks.ranks[0]._limit_s, 0.5
+        for rank in (2, 0):
+            ranks.ranks[rank].save(2, state_of(2), {}, None)
+        assert not ranks.ranks[0].finish() and not ranks.ranks[2].finish()
+        ranks.ranks[1].save(2, state_of(2), {}, None)
+        assert not ranks.ranks[1].finish()
+        ranks.ranks[0]._limit_s = limit_s
+        assert [len(alarms) for alarms in ranks.alarms] == [1, 1, 1]
+        assert all("nothing came from rank 1 for" in alarms[0] for alarms in ranks.alarms)
+        assert ranks.save(3, state_of(3)) and not partials(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("odd", "says"),
+    [
+        ({"a": torch.zeros(3)}, "tensor 'b' is float32[2] on rank 0 and missing on rank 1"),
+        ({"a": torch.zeros(3), "b": torch.zeros(2), "c": torch.zeros(1)}, "tensor 'c' is missing on rank 0"),
+        (
+            {"a": torch.zeros(3), "b": torch.zeros(2).long()},
+            "tensor 'b' is float32[2] on rank 0 and int64[2]",
+        ),
+        ({"a": torch.zeros(3), "b": Slice(torch.zeros(1), (2,), 1)}, "float32[2] in slices on rank 1"),
+    ],
+)
+def test_ranks_that_disagree(tmp_path: Path, odd: dict[str, torch.Tensor | Slice], says: str) -> None:
+    usual = {"a": torch.zeros(3), "b": torch.zeros(2)}
+    with crew(tmp_path, 2) as ranks:
+        assert not ranks.save(1, lambda rank: odd if rank else usual)
+        assert all(len(alarms) == 1 and says in alarms[0] for alarms in ranks.alarms)
+        assert all_steps(tmp_path) == [] and not partials(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("starts", "says"), [((0, 3), r"[2, 3) are in no file"), ((0, 1), r"[1, 2) are in two files")]
+)
+def test_slices_that_do_not_make_a_tensor(tmp_path: Path, starts: tuple[int, int], says: str) -> None:
+    with crew(tmp_path, 2) as ranks:
+        assert not ranks.save(1, lambda rank: {"x": Slice(torch.zeros(2), (5,), starts[rank])})
+        assert all(f"tensor 'x': its elements {says}" in alarms[0] for alarms in ranks.alarms)
+
+
+def test_what_a_killed_job_left_is_not_taken_for_ours(tmp_path: Path) -> None:
+    """Rank 1 of the killed job had its part of step 2 on the disk, and told where."""
+    killed = Crew(tmp_path, 2)
+    assert killed.save(1, state_of(1))
+    killed.ranks[1].save(2, state_of(7), {}, None)
+    for _ in range(2000):
+        if list(tmp_path.glob("*.partial/rank-00001.json")):
+            break
+        time.sleep(0.01)
+    killed.ranks[1].close()  # a thread cannot be killed; nothing of what it wrote goes away
+    assert list(tmp_path.glob("*.partial/rank-00001.json"))
+    alarms: list[str] = []
+    first = Checkpoints(tmp_path, rank=1, world_size=2, alarm=alarms.append, limit_s=10)
+    first.save(2, state_of(2), {"step": 2}, {"rank": 1, "step": 2})  # before there is a new rank 0
+    second = Checkpoints(tmp_path, rank=0, world_size=2, alarm=alarms.append, limit_s=10)
+    second.save(2, state_of(2), {"step": 2}, {"rank": 0, "step": 2})
+    assert second.finish() and first.finish() and not alarms
+    assert_whole(newest_whole(tmp_path), 2, 2)
+    assert not partials(tmp_path)
+    for checkpoints in (first, second, killed.ranks[0]):
+        checkpoints.close()
+
+
+def test_closing_gives_up_what_is_under_way(tmp_path: Path) -> None:
+    with crew(tmp_path, 2) as ranks:
+        assert ranks.save(1, state_of(1))
+        ranks.ranks[0].save(2, state_of(2), {}, None)
+        ranks.ranks[0].close()
+        assert not ranks.ranks[0].finish()
+        assert "step 2 was not saved: training ended" in ranks.alarms[0][0]
+        assert all_steps(tmp_path) == [1] and not partials(tmp_path)
+        with pytest.raises(ValueError, match="after close"):
+            ranks.ranks[0].save(3, state_of(3), {}, None)
