@@ -172,7 +172,7 @@ class ValidateSection:
     every: int = 100
     """Steps between two validations; 0: only at the end."""
     tokens: int = 32_768
-    """Tokens a validation reads, from the beginning of the held-out part; 0: all."""
+    """Tokens a validation reads, spread over the held-out part; 0: all."""
 
     def __post_init__(self) -> None:
         _least("validate.every", self.every, 0)

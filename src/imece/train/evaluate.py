@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import nn
 
+from imece.data.batches import Tokens
 from imece.data.tokens import Part
 from imece.models.transformer import token_loss
 from imece.train.precision import Precision
@@ -29,19 +31,20 @@ def evaluate(
 ) -> tuple[float, int]:
     """(nats, tokens): this rank's share, to be added up over the ranks.
 
-    The part is read once from its beginning, in windows of `seq` tokens that do not overlap, `batch` at a
-    time. Each token counts once; the one before a document's first is an end token, as in training.
-    most_tokens: of the beginning only; 0 for all.
+    The part is read in windows of `seq` tokens that do not overlap, `batch` at a time. Each token counts
+    once; the one before a document's first is an end token, as in training.
+    most_tokens: in so many windows only, at equal distances over the whole part; 0 for all.
     """
-    length = min(len(part.tokens), most_tokens or len(part.tokens))
-    windows = math.ceil(length / seq)
+    windows = math.ceil(len(part.tokens) / seq)
+    chosen = min(windows, math.ceil(most_tokens / seq)) if most_tokens else windows
     device = next(model.parameters()).device
     # Whole batches are dealt out, so that each product has the same shape whatever the number of ranks.
     nats, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
     was_training = model.training
     model.eval()
-    for first in range(rank * batch, windows, world_size * batch):
-        inputs, targets = _windows(part, seq, first, min(first + batch, windows), length)
+    for first in range(rank * batch, chosen, world_size * batch):
+        numbers = range(first, min(first + batch, chosen))
+        inputs, targets = _windows(part, seq, [number * windows // chosen for number in numbers])
         with precision.autocast():
             logits = model(torch.from_numpy(inputs).to(device))
         nats += token_loss(
@@ -52,13 +55,14 @@ def evaluate(
     return float(nats), tokens
 
 
-def _windows(part: Part, seq: int, first: int, last: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets, each int64 [last - first, seq]; what lies behind `length` does not count."""
-    begin, end = first * seq, min(last * seq, length)
-    stream = np.full((last - first) * seq + 1, part.end, np.int64)
-    if begin:
-        stream[0] = part.tokens[begin - 1]
-    stream[1 : 1 + end - begin] = part.tokens[begin:end]
-    targets = stream[1:].copy()
-    targets[end - begin :] = IGNORE
-    return stream[:-1].reshape(-1, seq).copy(), targets.reshape(-1, seq)
+def _windows(part: Part, seq: int, numbers: Sequence[int]) -> tuple[Tokens, Tokens]:
+    """Inputs and targets, each int64 [windows, seq]; what lies behind the part's end does not count."""
+    inputs = np.full((len(numbers), seq), part.end, np.int64)
+    targets = np.full((len(numbers), seq), IGNORE, np.int64)
+    for row, number in enumerate(numbers):
+        tokens = part.tokens[number * seq : (number + 1) * seq]
+        targets[row, : len(tokens)] = tokens
+        inputs[row, 1 : len(tokens)] = tokens[:-1]
+        if number:
+            inputs[row, 0] = part.tokens[number * seq - 1]
+    return inputs, targets

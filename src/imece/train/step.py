@@ -99,11 +99,11 @@ class Step:
             with self._precision.autocast():
                 loss = token_loss(self._model.module(inputs), targets)
             gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-            bad = self._not_finite(gradients)
-            if bad or not math.isfinite(float(loss)):
+            bad, nats = self._not_finite(gradients), float(loss.detach())
+            if bad or not math.isfinite(nats):
                 begin = first + number * self._plan.micro
                 documents = self._batches.names(index, begin, begin + len(inputs))
-                found.append(json.dumps([float(loss), bad, documents]))
+                found.append(json.dumps([nats, bad, documents]))
         device = self._model.device
         texts = gather_texts(found, self._model.process_group, device, "who brought what is not finite")
         return [self._describe(rank, text) for rank, said in enumerate(texts) for text in said]
