@@ -66,6 +66,7 @@ bench: setup $(BENCH_STAMP)  ## measure the collectives; figures go to build/ben
 	$(VENV_PYTHON) -m imece bench step --memory --json build/bench/step.json \
 		--plot build/bench/step.png --trace build/bench/step-trace.json
 	$(VENV_PYTHON) -m imece bench step --parameters 1000,10000
+	$(VENV_PYTHON) -m imece bench train --json build/bench/train.json
 
 clean:  ## remove what was built, .venv excepted
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -110,7 +110,8 @@ class Loop:
             [outcome.nats, outcome.tokens, memory, self._stop.signal], dtype=torch.float64, device=device
         )
         everybodys = mine.new_empty(self._session.mesh.world_size * len(mine))
-        ops.all_gather(everybodys, mine, group=group, label="loss of each rank")
+        with self._session.clock.phase("exposed"):  # it waits for the slowest rank
+            ops.all_gather(everybodys, mine, group=group, label="loss of each rank")
         rows = everybodys.view(-1, len(mine))
         nats, tokens = rows[:, :2].sum(0).tolist()
         memory, signal = rows[:, 2:].amax(0).tolist()

@@ -1,0 +1,220 @@
+"""The options of `imece bench`: one dataclass a benchmark, and the plan it makes of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from imece.bench import collectives, ddp, hosts, parameter_cost, report, step, train_contenders
+from imece.bench.contenders import LIBRARIES, OPS
+from imece.bench.reference_model import REFERENCE
+from imece.bench.step_ways import WAYS
+from imece.bench.train_targets import WAYS as TRAIN_WAYS
+from imece.errors import UserError
+from imece.train.config import TrainConfig
+
+_QUICK_S = 0.004
+
+
+@dataclass(frozen=True)
+class CollectivesOptions:
+    """Options of `imece bench collectives`."""
+
+    ranks: str = "2"
+    """Numbers of ranks, for instance 2,4."""
+    sizes: str = "1KiB..256MiB,6MiB"
+    """Message sizes: a list, or a range of which each is four times the one before."""
+    ops: str = ",".join(OPS)
+    """Which operations."""
+    rounds: int = 5
+    """Rounds in each of which every library is timed once."""
+    against: str = "gloo,mpich,deepspeed"
+    """Other libraries; those that are not installed are left out."""
+    shared: bool = True
+    """Measure shm with tensors in shared memory (imece.shared_empty)."""
+    ordinary: bool = True
+    """Measure shm with ordinary tensors."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    plot: Path | None = None
+    """Write a plot (PNG) to this file."""
+    quick: bool = False
+    """Few sizes, 3 short rounds: to see that it works, not to quote."""
+
+    def plan(self) -> collectives.Plan:
+        """What to measure; UserError for what cannot be."""
+        ranks = tuple(_whole(word, "--ranks") for word in self.ranks.split(","))
+        if any(not 2 <= count <= 64 for count in ranks):
+            raise UserError(f"--ranks {self.ranks}: from 2 to 64 ranks can be measured")
+        _at_least_one(self.rounds, "--rounds")
+        against = report.read_choices(self.against, LIBRARIES[2:], "--against")
+        ours = [name for name, wanted in zip(LIBRARIES, (self.shared, self.ordinary), strict=False) if wanted]
+        chosen = tuple(ours + against)
+        ops = tuple(report.read_choices(self.ops, OPS, "--ops"))
+        if not chosen or not ops:
+            raise UserError("nothing to measure: name at least one operation and one library")
+        sizes = tuple(report.read_sizes(self.sizes))
+        if self.quick:
+            default = self.sizes == CollectivesOptions.sizes
+            quick_sizes = tuple(report.read_sizes("1KiB,64KiB,1MiB,8MiB")) if default else sizes
+            return collectives.Plan(ranks, ops, quick_sizes, chosen, min(self.rounds, 3), _QUICK_S)
+        return collectives.Plan(ranks, ops, sizes, chosen, self.rounds)
+
+
+@dataclass(frozen=True)
+class HostsOptions:
+    """Options of `imece bench hosts`."""
+
+    size: str = "16MiB"
+    """Message size."""
+    rate: str = "1gbit"
+    """Rate of the cable in each direction, as tc reads it."""
+    rounds: int = 5
+    """Alternating rounds."""
+    steps: bool = True
+    """Time training steps across the cable too."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    quick: bool = False
+    """2 MiB, 2 rounds and no training steps: to see that it works, not to quote."""
+
+    def plan(self) -> hosts.Plan:
+        """What to measure; UserError for what cannot be."""
+        if re.fullmatch(r"[0-9]+(\.[0-9]+)?[kmg]?bit", self.rate) is None:
+            raise UserError(f"--rate {self.rate!r} is not a rate like 1gbit or 100mbit")
+        _at_least_one(self.rounds, "--rounds")
+        size = report.read_size(self.size) // 4 * 4
+        if self.quick:
+            return hosts.Plan(min(size, 2 * 2**20), min(self.rounds, 2), self.rate, (1, 4), False)
+        return hosts.Plan(size, self.rounds, self.rate, steps=self.steps)
+
+
+@dataclass(frozen=True)
+class DdpOptions:
+    """Options of `imece bench ddp`."""
+
+    ranks: int = 2
+    """Number of ranks."""
+    rounds: int = 7
+    """Alternating rounds."""
+    steps: int = 4
+    """Training steps of a round."""
+    wrap: Literal["ddp", "fully_shard"] = "ddp"
+    """torch's DistributedDataParallel or its fully_shard."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    quick: bool = False
+    """3 rounds of 1 step: to see that it works, not to quote."""
+
+    def plan(self) -> ddp.Plan:
+        """What to measure; UserError for what cannot be."""
+        _check_counts(self)
+        if self.quick:
+            return ddp.Plan(self.ranks, min(self.rounds, 3), 1, self.wrap)
+        return ddp.Plan(self.ranks, self.rounds, self.steps, self.wrap)
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Options of `imece bench step`."""
+
+    tokens: str = "128,512"
+    """Tokens of one rank in one step: a list."""
+    ways: str = ",".join(WAYS)
+    """Which ways of training; those that are not installed are left out, and no-sync is always there."""
+    ranks: int = 2
+    """Number of ranks."""
+    rounds: int = 7
+    """Alternating rounds."""
+    steps: int = 4
+    """Training steps of a round."""
+    memory: bool = False
+    """Measure memory too, each way in ranks of its own."""
+    parameters: str = ""
+    """Measure instead what a parameter costs backward, among so many: a list, for instance 1000,10000."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    plot: Path | None = None
+    """Draw the timeline of one step (PNG) to this file; if several were traced, a file for each."""
+    trace: Path | None = None
+    """Write the same for ui.perfetto.dev (Chrome trace events) to this file, likewise."""
+    quick: bool = False
+    """2 rounds of 1 step: to see that it works, not to quote."""
+
+    def plan(self) -> step.Plan:
+        """What to measure; UserError for what cannot be."""
+        _check_counts(self)
+        tokens = _counts(self.tokens, "--tokens")
+        for count in tokens:
+            if count > REFERENCE.length and count % REFERENCE.length:
+                raise UserError(
+                    f"--tokens {count}: more than {REFERENCE.length} must be a multiple of {REFERENCE.length}"
+                )
+        ways = step.wanted(report.read_choices(self.ways, WAYS, "--ways"))
+        rounds, steps = (min(self.rounds, 2), 1) if self.quick else (self.rounds, self.steps)
+        return step.Plan(ways, tokens, self.ranks, rounds, steps, self.memory)
+
+    def parameter_plan(self) -> parameter_cost.Plan:
+        """What to measure of --parameters; UserError for what cannot be."""
+        _check_counts(self)
+        counts = tuple(sorted(_counts(self.parameters, "--parameters")))
+        return parameter_cost.Plan(counts, self.ranks, min(self.rounds, 2) if self.quick else self.rounds)
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Options of `imece bench train`."""
+
+    ways: str = ",".join(TRAIN_WAYS)
+    """Which ways of training; the default of `imece train` is always there."""
+    ranks: int = 2
+    """Number of ranks."""
+    rounds: int = 5
+    """Alternating rounds."""
+    steps: int = 4
+    """Training steps of a round."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    quick: bool = False
+    """A tiny model, 2 rounds of 1 step: to see that it works, not to quote."""
+
+    def plan(self) -> train_contenders.Plan:
+        """What to measure; UserError for what cannot be."""
+        _check_counts(self)
+        config = train_contenders.QUICK if self.quick else TrainConfig()
+        if config.batch.sequences % self.ranks:
+            raise UserError(
+                f"--ranks {self.ranks}: they cannot share the {config.batch.sequences} sequences of a step"
+            )
+        ways = tuple(report.read_choices(self.ways, TRAIN_WAYS, "--ways"))
+        rounds, steps = (min(self.rounds, 2), 1) if self.quick else (self.rounds, self.steps)
+        return train_contenders.Plan(ways, self.ranks, rounds, steps, config)
+
+
+def _check_counts(options: DdpOptions | StepOptions | TrainOptions) -> None:
+    if not 2 <= options.ranks <= 64:
+        raise UserError(f"--ranks {options.ranks}: from 2 to 64 ranks can be measured")
+    _at_least_one(options.rounds, "--rounds")
+    _at_least_one(options.steps, "--steps")
+
+
+def _counts(text: str, option: str) -> tuple[int, ...]:
+    """ "128,512" -> (128, 512); UserError for anything but whole numbers from 1."""
+    counts = tuple(dict.fromkeys(_whole(word, option) for word in text.split(",")))
+    for count in counts:
+        _at_least_one(count, option)
+    return counts
+
+
+def _at_least_one(number: int, option: str) -> None:
+    if number < 1:
+        raise UserError(f"{option} {number}: at least 1 is needed")
+
+
+def _whole(text: str, option: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{option} {text!r} is not a whole number") from None

@@ -1,0 +1,182 @@
+"""`imece bench train`: its arithmetic, its verdicts, and one quick run."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from imece.bench import train, train_rank, train_targets
+from imece.bench.train import Results, Save
+from imece.bench.train_contenders import QUICK, Plan, batch_of
+from imece.bench.train_targets import ALONE, ONE_RANK, OURS, PLAIN, SAME_LOSS, TRAIN, WAYS
+from imece.cli.main import main
+
+BF16 = replace(QUICK, compute=replace(QUICK.compute, dtype="bf16"))
+FP32 = replace(QUICK, compute=replace(QUICK.compute, dtype="fp32"))
+
+
+def measured(**seconds: list[float]) -> Results:
+    """Ways with _ for -, where imece trains in bf16 by default; 1000 tokens a step."""
+    ways = {name.replace("_", "-"): rounds for name, rounds in seconds.items()}
+    return Results(Plan(tuple(ways), config=BF16), tokens=1000, seconds=ways)
+
+
+def verdicts(results: Results) -> dict[str, str]:
+    """what (and against what) -> met, MISSED or --."""
+    shown = train_targets.lines(TRAIN, results.found)
+    return {f"{t.what} {t.against}".strip(): line.split()[0] for t, line in zip(TRAIN, shown, strict=True)}
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    # A machine that gets slower: the medians of the columns would say 1.0, and 4.0 the other way round.
+    results = measured(imece_bf16=[1.0, 2.0, 8.0], plain_bf16=[1.3, 2.6, 2.0], no_sync=[0.9, 1.9, 8.0])
+    assert results.speed(OURS["bf16"], PLAIN["bf16"]) == pytest.approx(1.3)
+    assert results.speed(OURS["bf16"], ALONE) == pytest.approx(0.95)
+    assert results.tokens_per_s(OURS["bf16"]) == pytest.approx(500.0)
+
+
+def test_the_default_is_first_and_depends_on_the_precision() -> None:
+    assert Plan((ALONE, *PLAIN.values()), config=BF16).ways == (OURS["bf16"], ALONE, *PLAIN.values())
+    assert Plan(WAYS, config=FP32).ways[:2] == (OURS["fp32"], OURS["bf16"])
+    assert len(Plan(WAYS, config=FP32).ways) == len(WAYS)
+
+
+def test_targets_are_judged_by_what_was_measured() -> None:
+    results = measured(imece_bf16=[1.0], imece_fp32=[1.6], plain_bf16=[1.2], plain_fp32=[1.9], no_sync=[0.96])
+    step = {"step_s": 1.0, "data_s": 0.004, "other_s": 0.01, "forward_s": 0.986}
+    results.phases = [step, step | {"other_s": 0.5}, step]
+    results.save = Save([0.2, 3.0, 0.9], 0, grown_bytes=101, written_bytes=100)
+    assert verdicts(results) == {
+        "speed plain-fp32": "met", "speed plain-bf16": "met", "limit no-sync": "met",
+        "overhead": "met", "delay": "met", "memory": "met",
+    }  # fmt: skip
+    shown = train_targets.lines(TRAIN, results.found)
+    assert "MISSED  imece-fp32: at least 1.2 x the tokens/s of plain-fp32: 1.19 x" in shown[0]
+    assert "met     default: at least 1.6 x the tokens/s of plain-fp32: 1.9 x" in shown[2]
+    assert "96.0%" in shown[3] and "1.40%" in shown[4] and "0.90" in shown[5] and "1.01" in shown[6]
+
+
+def test_targets_that_are_missed() -> None:
+    results = measured(imece_bf16=[1.0], plain_bf16=[1.19], plain_fp32=[1.59], no_sync=[0.94])
+    results.phases = [{"step_s": 1.0, "data_s": 0.01, "other_s": 0.011}]
+    results.save = Save([1.1], 1, grown_bytes=150, written_bytes=100)
+    shown = train_targets.lines(TRAIN, results.found)
+    assert [line.split()[0] for line in shown] == ["--", *["MISSED"] * 6]
+
+
+def test_what_was_not_measured_is_neither() -> None:
+    shown = train_targets.lines(TRAIN, measured(imece_bf16=[1.0]).found)
+    assert [line.split()[0] for line in shown] == ["--"] * len(TRAIN)
+
+
+def test_a_way_that_trains_another_model_is_told() -> None:
+    losses = {OURS["bf16"]: 5.0, OURS["fp32"]: 5.01, PLAIN["fp32"]: 5.05, ONE_RANK: math.nan, ALONE: 9.0}
+    results = Results(Plan(WAYS, config=BF16), losses=losses)
+    assert results.odd_ones == [PLAIN["fp32"], ONE_RANK]
+    del losses[PLAIN["fp32"]], losses[ONE_RANK]
+    assert results.odd_ones == []
+
+
+def test_a_save_is_judged_by_the_rank_that_suffers_most() -> None:
+    class TwoRanks:
+        way = OURS["bf16"]
+
+        def ask(self, do: str, **details: Any) -> list[dict[str, Any]]:
+            answers: dict[str, list[dict[str, Any]]] = {
+                "save": [{"grown_bytes": grown, "written_bytes": 100} for grown in (90, 130)],
+                "measure": [{"phases": [{"step_s": s} for s in (1.0, 2.0, 9.0)]}] * 2,
+                "measure_save": [
+                    {"steps_s": [3.0, 2.0, 2.0], "whole": True},
+                    {"steps_s": [4.0, 2.0, 2.0], "whole": False},
+                ],
+            }
+            return answers[do]
+
+    results = Results(Plan((), rounds=2, steps=3, config=BF16))
+    train._measure_saves(TwoRanks(), results)  # type: ignore[arg-type]
+    assert results.save == Save([1.0, 1.0], outlasted=2, grown_bytes=130, written_bytes=100)
+    results.phases = [{"step_s": 2.0, "other_s": 0.1}]
+    assert "2 saves held it up by +1.00 to +1.00 steps, of which 2 went on" in train.lines(results)[-1]
+
+
+def test_the_peak_of_memory_counts_from_when_it_is_asked() -> None:
+    nbytes = 100 * 2**20
+    torch.empty(nbytes, dtype=torch.uint8).fill_(1)  # before, so it does not count
+    before = train_rank._peak_from_now_on()
+    if before is None:
+        pytest.skip("this kernel does not tell the peak of resident memory")
+    assert train_rank._peak_bytes() - before < nbytes / 2
+    torch.empty(nbytes, dtype=torch.uint8).fill_(1)
+    assert train_rank._peak_bytes() - before > 0.9 * nbytes
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--ways", "torch"], "'torch' is not one of imece-bf16, imece-fp32, plain-bf16"),
+        (["--ranks", "1"], "from 2 to 64 ranks"),
+        (["--ranks", "3"], "--ranks 3: they cannot share the 16 sequences of a step"),
+        (["--rounds", "0"], "--rounds 0: at least 1"),
+        (["--steps", "0"], "--steps 0: at least 1"),
+        (["--json", "/proc/nowhere/x.json"], "cannot write /proc/nowhere/x.json"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "train", *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("imece: ") and captured.err.count("\n") == 1
+    assert said in captured.err and not captured.out
+
+
+def run_quick(tmp_path: Path, ways: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The figures of a run that must have gone well."""
+    figures = tmp_path / "train.json"
+    argv = ["bench", "train", "--quick", "--ways", ",".join(ways), "--json", str(figures)]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert "WRONG" not in text and "tiny, 0.1M parameters, 4 sequences x 64" in text
+    content: dict[str, Any] = json.loads(figures.read_text())
+    assert set(content["seconds"]) == {content["default"], *ways}
+    assert all(len(rounds) == 2 and min(rounds) > 1e-4 for rounds in content["seconds"].values())
+    return content
+
+
+def test_a_quick_run_measures_training_and_saving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = run_quick(tmp_path, (OURS["fp32"], PLAIN["fp32"]), capsys)
+    losses, default = content["losses"], content["default"]
+    assert losses[OURS["fp32"]] == pytest.approx(losses[PLAIN["fp32"]], rel=1e-5)
+    assert content["tokens_per_s"][default] == pytest.approx(256 / (sum(content["seconds"][default]) / 2))
+    assert len(content["phases"]) == 2
+    for step in content["phases"]:
+        assert step["step_s"] == pytest.approx(sum(step.values()) - step["step_s"])
+        assert min(step[f"{name}_s"] for name in ("data", "forward", "backward", "optimizer")) > 0
+    save = content["save"]
+    assert len(save["delays"]) == 2
+    # This rank's half of the weights and of at least one number of the optimizer for each of them.
+    assert save["written_bytes"] > 4 * content["parameters"]
+    assert save["grown_bytes"] is None or save["grown_bytes"] >= 0.9 * save["written_bytes"]
+    measured = {target["what"] for target in content["targets"] if target["measured"] is not None}
+    assert {"overhead", "delay"} <= measured and "limit" not in measured
+
+
+@pytest.mark.slow
+def test_all_ways_train_the_same_model_but_those_that_never_meet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = run_quick(tmp_path, WAYS, capsys)
+    losses = content["losses"]
+    together = losses.pop(content["default"])
+    assert losses.pop(ALONE) != pytest.approx(together, rel=2e-3)
+    assert set(losses.values()) and all(loss == pytest.approx(together, rel=2e-3) for loss in losses.values())
+    assert losses[SAME_LOSS["fp32"]] == pytest.approx(losses[PLAIN["fp32"]], rel=1e-5)
+    measured = {target["what"] for target in content["targets"] if target["measured"] is not None}
+    assert {"speed", "limit"} <= measured
+    assert batch_of(QUICK, 2).tokens == content["tokens"]
