@@ -12,7 +12,7 @@
 or stacks. `start_ranks` is for tests in which ranks are meant to die: it returns a handle and judges nothing.
 
 Ranks are forks of a process that has imported torch and imece (tests/zygote.py), unless `fresh`, or unless
-the environment has something that may be read at an import. A start costs about 0.2 s of CPU time, a fresh
+the environment has something that may be read at an import. A start costs about 0.3 s of CPU time, a fresh
 one 2 s: let the function loop over many cases rather than start ranks for each. Arguments and values travel
 as JSON, so tuples arrive as lists. Ranks die with the process that started them (Linux).
 """

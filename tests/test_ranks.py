@@ -147,7 +147,7 @@ def test_a_rank_shares_nothing_by_accident(
         "folder": str(tmp_path),
         "parent": os.getpid(),
         "process group": os.getpgid(0),
-        "ctrl-c": True,
+        "ctrl-c": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
         "blocked": 0,
         "children": 0,
         "tests": ["tests.test_ranks"],
@@ -171,6 +171,16 @@ def test_zygotes_are_two_that_stay_and_have_no_threads() -> None:
     assert [psutil.Process(pid).name() for pid in pids] == ["imece-zygote"] * 2
     run_ranks(sum_of_ranks, 1, args=(1,), backend="gloo")
     assert zygote.zygotes() == pids
+
+
+@LINUX
+def test_what_looks_for_leftovers_sees_ranks_and_no_zygotes(pytestconfig: pytest.Config) -> None:
+    """Both have the same command: a rank is told from its zygote by its name."""
+    plugins = pytestconfig.pluginmanager.get_plugins()
+    (conftest,) = (p for p in plugins if getattr(p, "__file__", None) == str(ROOT / "tests" / "conftest.py"))
+    with start_ranks(hang_in_here, 1, args=(60,)) as ranks:
+        seen = {process.pid for process in conftest._processes()}
+        assert set(ranks.pids) <= seen and zygote.zygotes() and not seen & set(zygote.zygotes())
 
 
 def test_a_process_with_threads_is_no_zygote() -> None:

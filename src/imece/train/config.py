@@ -123,7 +123,7 @@ class OptimizerSection:
     """The highest learning rate. adamw wants about a third of what muon does."""
     schedule: Schedule = "cosine"
     """cosine: down to min_lr at the last step; wsd: level, then down over the last fifth; constant."""
-    warmup: int = 40
+    warmup: int = 20
     """Steps over which the rate rises from 0."""
     min_lr: float = 0.1
     """Where it ends, as a share of lr."""
@@ -169,7 +169,7 @@ class ComputeSection:
 class ValidateSection:
     """Validation while it trains. At the end, all that is held out is read."""
 
-    every: int = 100
+    every: int = 50
     """Steps between two validations; 0: only at the end."""
     tokens: int = 32_768
     """Tokens a validation reads, spread over the held-out part; 0: all."""
@@ -183,7 +183,7 @@ class ValidateSection:
 class CheckpointSection:
     """What is kept of the run."""
 
-    every: int = 100
+    every: int = 50
     """Steps between two saves; 0: only at the end and when it is stopped."""
     keep: int = 2
     """Newest ones that are kept; the one with the lowest validation loss stays beside them."""
@@ -201,7 +201,7 @@ class TrainConfig:
     """The run folder; empty: runs/MODEL. If it holds a run, that one is gone on with."""
     ranks: int = 0
     """Processes that train together; 0: one for each GPU, or without any 2 (1 on a single core)."""
-    steps: int = 800
+    steps: int = 250
     """Optimizer updates in all. A larger number makes a finished run longer."""
     strategy: Strategy = "replicate"
     """How ranks share the work: replicate (also called ddp, NO_SHARD), each holding the whole model."""

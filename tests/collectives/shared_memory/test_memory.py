@@ -96,7 +96,7 @@ def test_works_with_a_full_dev_shm() -> None:
     program = (
         "from tests.ranks import run_ranks\n"
         "from tests.collectives.shared_memory.test_memory import all_reduce_8_mib\n"
-        "print(run_ranks(all_reduce_8_mib, 2))\n"
+        "print(run_ranks(all_reduce_8_mib, 2, fresh=True))\n"
     )
     mount = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$0" -c "$1"'
     found = subprocess.run(

@@ -1,7 +1,7 @@
 """Every collective that torch calls, on the backend "shm", against references that each rank computes itself.
 
 What rank r holds is a function of r, so a reference needs no communication. One start of ranks a world size
-runs all checks: a start costs more than all of them.
+runs all checks.
 """
 
 from __future__ import annotations

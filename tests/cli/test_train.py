@@ -1,0 +1,328 @@
+"""`imece train` up to the moment at which it would start ranks: options, files, and mistakes in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from imece.cli import train
+from imece.cli.main import main
+from imece.cli.options import option_names
+from imece.train.config import TrainConfig, read_toml, to_toml
+from imece.train.run_folder import RunFolder
+from tests.train.small import options
+
+Launch = tuple[list[str], int]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """(command, ranks) of each launch; nothing is started."""
+    launches: list[Launch] = []
+
+    def launch(command: list[str], ranks: int, *, grace_s: float, direct: bool) -> int:
+        assert grace_s >= 60 and direct, "a step and a save need time, and mistakes are to be said once"
+        launches.append((command, ranks))
+        return 0
+
+    monkeypatch.setattr(train, "launch", launch)
+    return launches
+
+
+@pytest.fixture
+def mistake(launched: list[Launch], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs `imece train ...`, which must be refused: the one line that it says."""
+
+    def run(*words: str | Path) -> str:
+        assert main(["train", *map(str, words)]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and not launched
+        assert err.startswith("imece: ") and err.endswith("\n") and err.count("\n") == 1, err
+        return err.removeprefix("imece: ").rstrip("\n")
+
+    return run
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Every file below it, and every folder."""
+    paths = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
+    return {name: path.read_bytes() if path.is_file() else b"" for name, path in paths.items()}
+
+
+def test_help_explains_every_option(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")  # boxes one below the other
+    with pytest.raises(SystemExit) as leaving:
+        main(["train", "--help"])
+    assert leaving.value.code == 0
+    out = capsys.readouterr().out
+    assert "--print-config" in out and "imece train [config.toml] [options]" in " ".join(out.split())
+    lines = "\n".join(line.strip("│ ") for line in out.splitlines())
+    described: dict[str, str] = {}
+    for entry in re.split(r"\n(?=--)", lines):
+        text = re.sub(r"--\S+|\{\S+\}|[A-Z]{3,}|\(default.*", "", entry, flags=re.DOTALL)
+        described |= dict.fromkeys(re.findall(r"(?:^|, )(--[a-z0-9.-]+)", entry.splitlines()[0]), text)
+    names = option_names(TrainConfig)
+    assert len(names) >= 40
+    for name in names:
+        assert len(re.findall(r"[a-z]{2,}", described[name])) >= 3, f"{name} is not explained"
+    for name in ("--model", "--data", "--ranks", "--steps", "--run", "--strategy"):
+        assert name in names
+
+
+def test_the_printed_config_is_a_whole_one(
+    tmp_path: Path, launched: list[Launch], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--steps=7", "--print-config", "--model=tiny", "--data", "a", "b"]) == 0
+    out = capsys.readouterr().out
+    (tmp_path / "printed.toml").write_text(out)
+    config = read_toml(tmp_path / "printed.toml")
+    assert (config.steps, config.model.preset, config.data.paths) == (7, "tiny", ("a", "b"))
+    assert main(["train", str(tmp_path / "printed.toml"), "--print-config"]) == 0
+    assert capsys.readouterr().out == out
+    assert not launched and not (tmp_path / "runs").exists()
+
+
+def test_options_count_before_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("steps = 5\nseed = 6\n[optimizer]\nlr = 0.5\nwarmup = 3\n")
+    config = train.read_config([str(file), "--steps", "8", "--optimizer.lr=0.25", "--checkpoint.keep", "9"])
+    assert (config.steps, config.seed) == (8, 6)
+    assert (config.optimizer.lr, config.optimizer.warmup, config.checkpoint.keep) == (0.25, 3, 9)
+    assert config.validate == TrainConfig().validate
+
+
+def test_a_run_folders_values_are_what_options_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = train.read_config(options(tmp_path, "run", "--steps=5", "--checkpoint.every=3"))
+    RunFolder(tmp_path / "run").begin(begun)
+    again = train.read_config([f"--run={tmp_path / 'run'}", "--steps", "9"])
+    assert again == dataclasses.replace(begun, steps=9)
+    # A run that was moved is where it is now, whatever its file says.
+    (tmp_path / "run").rename(tmp_path / "moved")
+    moved = str(tmp_path / "moved")
+    assert train.read_config(["--run", moved]) == dataclasses.replace(begun, run=moved)
+    # Without --run it is that of the model; and a file says all that is wanted, so the folder adds nothing.
+    monkeypatch.chdir(tmp_path)
+    small = dataclasses.replace(begun, run="")
+    RunFolder(Path("runs/tiny")).begin(small)
+    assert train.read_config(["--model=tiny"]) == small
+    assert train.read_config([]) == TrainConfig()
+    Path("b.toml").write_text("[model]\npreset = 'tiny'\n")
+    assert train.read_config(["b.toml"]).steps == TrainConfig().steps
+
+
+def test_what_is_launched(tmp_path: Path, launched: list[Launch]) -> None:
+    words = options(tmp_path, "run", "--ranks=3", "--steps=5")
+    assert main(["train", *words]) == 0
+    config_file = tmp_path / "run" / "config.toml"
+    command = [sys.executable, "-m", "imece", "train", str(config_file)]
+    assert launched == [(command, 3)]
+    assert read_toml(config_file) == train.read_config(words)
+    assert {"tokenizer.json", "tokens"} < {path.name for path in (tmp_path / "run").iterdir()}
+    launched.clear()
+    before = files(tmp_path / "run")
+    assert main(["train", "--run", str(tmp_path / "run")]) == 0
+    assert launched == [(command, 3)] and files(tmp_path / "run") == before
+
+
+def test_ranks_by_default(tmp_path: Path, launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    for cores, ranks in ((1, 1), (2, 2), (64, 2)):
+        monkeypatch.setattr("imece.train.start.usable_cores", lambda cores=cores: cores)
+        assert main(["train", *options(tmp_path, f"run{cores}")]) == 0
+        assert launched.pop()[1] == ranks
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert main(["train", *options(tmp_path, "run-gpus")]) == 0
+    assert launched.pop()[1] == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--stepz=5"], "Unrecognized options: --stepz=5; did you mean --steps?"),
+        (["--optimizer.lrr", "1"], "Unrecognized options: --optimizer.lrr, 1; did you mean --optimizer.lr?"),
+        (["--steps=many"], r"'many'.*--steps|--steps.*'many'"),
+        (["--strategy=zero9"], r"'zero9'.*'replicate', 'ddp', 'NO_SHARD'"),
+        (["--model=smal"], r"there is no preset 'smal': did you mean 'small'\?"),
+        (["--model.heads=3"], r"width is 16, which cannot be divided among heads = 3"),
+        (["--optimizer.lr=nan"], r"optimizer\.lr is nan: at least 0"),
+        (["--seed=-1"], r"seed is -1: from 0 to 9223372036854775807"),
+        (["--seed=99999999999999999999"], r"seed is 99999999999999999999: from 0 to"),
+        (["--data.held-out=1"], r"held_out is 1\.0: at least 0 and less than 1"),
+        (["--ranks=5"], r"--batch\.sequences 12 cannot be divided by 5 ranks; the nearest are 10 and 15"),
+        (["--batch.micro=5", "--ranks=2"], r"cannot be divided by 2 ranks x micro-batch 5; .* 10 and 20"),
+        (
+            ["--batch.tokens=100"],
+            r"--batch\.tokens 100 is not a multiple of sequences of 16 tokens; .* 96 and",
+        ),
+        (["--ranks=13"], r"--ranks 13 are more than the 12 sequences of a step: at most 12 ranks, or"),
+        (
+            ["--batch.sequences=2000"],
+            r"the train part holds \d+ tokens, but a step reads 2000 sequences x 16 ",
+        ),
+        (["--data={tmp}/none.txt"], r"none\.txt: no such file or folder: check the path"),
+        (["--data={tmp}/*.none"], r"\*\.none: no file matches this pattern"),
+        (["--data={tmp}/empty.txt"], r"empty\.txt: the file is empty: name one that holds text"),
+        (["--data={tmp}/binary.txt"], r"binary\.txt: a NUL at byte 3, so not text"),
+        (["--data={tmp}/latin.txt"], r"latin\.txt: not UTF-8 at byte 1: convert it with iconv"),
+        (["--data.field=body"], r"text\.jsonl:1: no field 'body'; its fields are 'text'"),
+        (["--data.tokenizer={tmp}/none.json"], r"no tokenizer '.*none\.json': name bpe, bytes or the path"),
+        (["--data.tokenizer={tmp}/empty.txt"], r"empty\.txt: not a tokenizer\.json"),
+        (
+            ["--data.folder={tmp}/empty.txt/x"],
+            r"empty\.txt/x: cannot write the token files \(Not a directory\)",
+        ),
+        (["--run={tmp}/empty.txt"], r"empty\.txt is a file: name a folder with --run"),
+        (["--run={tmp}/empty.txt/x"], r"the run folder cannot be written \(Not a directory\): make room or"),
+        (["--run={tmp}/foreign"], r"foreign holds other files, but no run: name another folder with --run"),
+        (["--run=/proc/run"], r"/proc/run: the run folder cannot be written \(No such file"),
+        (["--run={tmp}/" + "x" * 300], r"the run folder cannot be written \(File name too long\)"),
+        (["--run={tmp}/\udcff"], r'run = ".*\\udcff": a name that is not UTF-8'),
+        (["stray.toml"], r"[Uu]nrecognized .*: stray\.toml"),
+    ],
+)
+def test_mistakes_leave_nothing(
+    words: list[str], said: str, tmp_path: Path, mistake: Callable[..., str]
+) -> None:
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "notes").write_text("not ours")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary.txt").write_bytes(b"abc\0")
+    (tmp_path / "latin.txt").write_bytes(b"f\xfcr")
+    usual = options(tmp_path, "run")
+    before = files(tmp_path)
+    assert re.search(said, mistake(*usual, *(word.format(tmp=tmp_path) for word in words)))
+    assert files(tmp_path) == before and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"steps = 5\n[optimiser]\nlr = 1\n", "a.toml: there is no optimiser; did you mean optimizer?"),
+        (b"steps = [\n", "a.toml: not TOML (Invalid value (at end of document)); imece train --print-config"),
+        (b"run = '\xff'\n", "a.toml: not TOML ('utf-8' codec can't decode byte 0xff"),
+        (b"strategy = 'zero9'\n", "a.toml: strategy is 'zero9': one of replicate, ddp, NO_SHARD"),
+        (
+            b"ranks = 3\n[batch]\nsequences = 4",
+            "--batch.sequences 4 cannot be divided by 3 ranks; the nearest",
+        ),
+    ],
+)
+def test_mistakes_in_a_file(
+    content: bytes, said: str, tmp_path: Path, mistake: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.toml").write_bytes(content)
+    assert mistake("a.toml").startswith(said)
+    assert files(tmp_path) == {"a.toml": content}
+
+
+def test_files_that_are_none(tmp_path: Path, mistake: Callable[..., str]) -> None:
+    assert mistake(tmp_path / "none.toml").endswith(
+        "cannot be read (No such file or directory): name a TOML file, or none"
+    )
+    assert mistake(tmp_path).endswith(f"is a folder: to go on with a run say imece train --run {tmp_path}")
+    assert mistake("x" * 300).endswith("cannot be read (File name too long): name a TOML file, or none")
+
+
+def test_the_next_command_may_mend_any_option(
+    tmp_path: Path, mistake: Callable[..., str], launched: list[Launch]
+) -> None:
+    """What a refused command has begun is taken back, so the folder is not that of its mistake."""
+    assert "no such file" in mistake(*options(tmp_path, "run", f"--data={tmp_path / 'none'}"))
+    assert "the train part holds" in mistake(*options(tmp_path, "run", "--batch.sequences=2000"))
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    assert "no tokenizer" in mistake(*options(tmp_path, "run", "--data.tokenizer=none.json"))
+    assert (tmp_path / "run").is_dir() and not files(tmp_path / "run")
+    assert main(["train", *options(tmp_path, "run")]) == 0
+    assert len(launched) == 1
+
+
+def test_a_run_is_as_it_was_after_a_mistake(
+    tmp_path: Path, mistake: Callable[..., str], launched: list[Launch]
+) -> None:
+    assert main(["train", *options(tmp_path, "run", "--ranks=2")]) == 0
+    launched.clear()
+    before = files(tmp_path / "run")
+    for words, said in (
+        (["--optimizer.lr=0.5"], f"{tmp_path / 'run'} holds a run with optimizer.lr = 0.004, this command"),
+        (
+            ["--seed=5", "--model.width=32"],
+            f"{tmp_path / 'run'} holds a run with seed = 1, this command says 5 (and 1 more)",
+        ),
+        (["--ranks=7"], "--batch.sequences 12 cannot be divided by 7 ranks"),
+        (
+            [f"--data.folder={tmp_path / 'text.jsonl'}"],
+            f"{tmp_path / 'text.jsonl'}: cannot write the token files",
+        ),
+    ):
+        assert mistake("--run", tmp_path / "run", *words).startswith(said)
+        assert files(tmp_path / "run") == before
+
+
+def test_fewer_steps_than_are_done(
+    tmp_path: Path, mistake: Callable[..., str], launched: list[Launch]
+) -> None:
+    assert main(["train", *options(tmp_path, "run", "--steps=50")]) == 0
+    launched.clear()
+    (tmp_path / "run" / "checkpoints" / "step-00000040").mkdir(parents=True)  # damaged, but it may be mended
+    before = files(tmp_path / "run")
+    run = tmp_path / "run"
+    said = mistake("--run", run, "--steps=39")
+    assert said == f"{run} has 40 steps already, more than --steps 39: at least 40"
+    assert files(run) == before
+    assert main(["train", "--run", str(run), "--steps=40"]) == 0 and len(launched) == 1
+
+
+def test_a_damaged_config_in_the_run_folder(tmp_path: Path, mistake: Callable[..., str]) -> None:
+    RunFolder(tmp_path / "run").begin(TrainConfig())
+    (tmp_path / "run" / "config.toml").write_text(to_toml(TrainConfig())[:-8])
+    assert "config.toml: not TOML" in mistake("--run", tmp_path / "run")
+
+
+def test_killed_while_it_began(tmp_path: Path, launched: list[Launch]) -> None:
+    """A folder that holds only what a process left that never came to an end is as good as empty."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml.4711.partial").write_text("steps = 5\nse")
+    assert main(["train", *options(tmp_path, "run")]) == 0
+    assert len(launched) == 1
+    assert not list((tmp_path / "run").glob("*.partial"))
+
+
+def test_the_disk_is_full(
+    tmp_path: Path, mistake: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each of the writes, one after the other, that come before the ranks."""
+    words = options(tmp_path, "run")
+    before = files(tmp_path)
+    places = []
+    for number in range(20):
+        writes = 0
+
+        def sync(file: object, number: int = number) -> None:
+            nonlocal writes
+            writes += 1
+            if writes > number:
+                raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("imece.data.files.sync", sync)
+            patch.setattr("imece.data.build.sync", sync)
+            try:
+                said = mistake(*words)
+            except AssertionError:
+                assert writes == number, "all has been written, so it may begin"
+                break
+            assert "(No space left on device)" in said
+            places.append(said.split(":")[0].removeprefix(str(tmp_path)))
+            assert files(tmp_path) == before and not (tmp_path / "run").exists()
+    assert {"/run", "/run/tokenizer.json", "/run/tokens"} == set(places)

@@ -1,0 +1,248 @@
+"""The config: one thing in three forms, and what of a run may change."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from imece.errors import UserError
+from imece.models.presets import PRESETS
+from imece.train.config import (
+    MAY_CHANGE,
+    BatchSection,
+    CheckpointSection,
+    ComputeSection,
+    DataSection,
+    ModelSection,
+    OptimizerSection,
+    TrainConfig,
+    ValidateSection,
+    check_same_run,
+    flat,
+    read_toml,
+    to_toml,
+)
+
+WORDS = st.text(st.characters(codec="utf-8"), max_size=12)  # control characters too
+NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
+COUNTS = st.integers(1, 2**40)
+COUNTS_OR_0 = st.integers(0, 2**40)
+SHARES = st.floats(0, 1, exclude_max=True)
+RATES = st.floats(0, 1e30)
+
+
+def some(section: type[Any], /, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Instances of a dataclass, all fields of which are drawn."""
+    assert set(fields) == {each.name for each in dataclasses.fields(section)}, section.__name__
+    return st.builds(section, **fields)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelSection:
+    """Shapes that can be, some values left to the preset."""
+    kv_heads, group, half = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 8))
+    heads = kv_heads * group
+    shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "width": heads * half * 2}
+    others: dict[str, st.SearchStrategy[Any]] = {
+        "layers": st.integers(1, 9),
+        "mlp_width": COUNTS,
+        "max_seq": COUNTS,
+        "tied_head": st.booleans(),
+    }
+    chosen = shape if draw(st.booleans()) else {}
+    chosen = chosen | {name: draw(st.none() | values) for name, values in others.items()}
+    return ModelSection(preset=draw(st.sampled_from(sorted(PRESETS))), **chosen)
+
+
+CONFIGS = some(
+    TrainConfig,
+    run=WORDS,
+    ranks=COUNTS_OR_0,
+    steps=COUNTS,
+    strategy=st.sampled_from(["replicate", "ddp", "NO_SHARD"]),
+    seed=st.integers(0, 2**63 - 1),
+    model=models(),
+    data=some(
+        DataSection,
+        paths=st.lists(NAMES, max_size=3).map(tuple),
+        field=NAMES,
+        tokenizer=NAMES,
+        vocab_size=st.integers(257, 2**40),
+        held_out=SHARES,
+        folder=WORDS,
+    ),
+    batch=some(BatchSection, sequences=COUNTS, tokens=COUNTS_OR_0, micro=COUNTS_OR_0),
+    optimizer=some(
+        OptimizerSection,
+        kind=st.sampled_from(["muon", "adamw"]),
+        lr=RATES,
+        schedule=st.sampled_from(["cosine", "wsd", "constant"]),
+        warmup=COUNTS_OR_0,
+        min_lr=st.floats(0, 1),
+        weight_decay=RATES,
+        beta1=SHARES,
+        beta2=SHARES,
+        eps=RATES,
+        clip=RATES,
+    ),
+    compute=some(
+        ComputeSection,
+        dtype=st.sampled_from(["auto", "bf16", "fp32", "fp16"]),
+        compile=st.booleans(),
+        recompute=st.booleans(),
+        bad_steps=COUNTS,
+    ),
+    validate=some(ValidateSection, every=COUNTS_OR_0, tokens=COUNTS_OR_0),
+    checkpoint=some(CheckpointSection, every=COUNTS_OR_0, keep=COUNTS),
+)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("config") / "config.toml"
+
+
+@given(config=CONFIGS)
+def test_toml_and_back(config: TrainConfig, file: Path) -> None:
+    file.write_text(to_toml(config), encoding="utf-8")
+    assert read_toml(file) == config
+    assert [type(value) for value in flat(read_toml(file)).values()] == [
+        type(value) for value in flat(config).values()
+    ]
+
+
+def test_toml_names_every_value(file: Path) -> None:
+    """A file that is printed to be changed must show all there is, but for what the preset says."""
+    content = to_toml(TrainConfig())
+    for name in flat(TrainConfig()):
+        key = name.rpartition(".")[2]
+        assert (f"\n{key} = " in f"\n{content}") == (flat(TrainConfig())[name] is not None), name
+
+
+def test_what_a_file_leaves_out_is_as_ever(file: Path) -> None:
+    file.write_text("")
+    assert read_toml(file) == TrainConfig()
+    file.write_text('steps = 5\n[optimizer]\nlr = 1\n[data]\npaths = "a.txt"\n[model]\nlayers = 3\n')
+    changed = dataclasses.replace(
+        TrainConfig(steps=5),
+        optimizer=OptimizerSection(lr=1.0),
+        data=DataSection(paths=("a.txt",)),
+        model=ModelSection(layers=3),
+    )
+    assert read_toml(file) == changed
+    assert type(read_toml(file).optimizer.lr) is float
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("setps = 5", "there is no setps; did you mean steps?"),
+        ("[optimizer]\nlearning_rate = 1", "there is no optimizer.learning_rate; there are "),
+        ("[checkpoint]\nevry = 1", "there is no checkpoint.evry; did you mean checkpoint.every?"),
+        ("[optimiser]\nlr = 1", "there is no optimiser; did you mean optimizer?"),
+        ("model = 'tiny'", "model is a section, [model], not a value"),
+        ("[steps]\nx = 1", "steps is {'x': 1}: a whole number"),
+        ("steps = 1.5", "steps is 1.5: a whole number"),
+        ("steps = true", "steps is True: a whole number"),
+        ("steps = '5'", "steps is '5': a whole number"),
+        ("steps = 0", "steps is 0: at least 1"),
+        ("seed = -1", "seed is -1: from 0 to 9223372036854775807"),
+        ("run = 5", "run is 5: a string"),
+        ("strategy = 'zero9'", "strategy is 'zero9': one of replicate, ddp, NO_SHARD"),
+        ("strategy = ['ddp']", "strategy is ['ddp']: one of replicate, ddp, NO_SHARD"),
+        ("[compute]\ncompile = 1", "compute.compile is 1: true or false"),
+        ("[optimizer]\nlr = true", "optimizer.lr is True: a number"),
+        ("[optimizer]\nlr = nan", "optimizer.lr is nan: at least 0"),
+        ("[optimizer]\nlr = inf", "optimizer.lr is inf: at least 0"),
+        ("[optimizer]\nlr = 1979-05-27", "optimizer.lr is datetime.date(1979, 5, 27): a number"),
+        ("[optimizer]\nbeta1 = 1.0", "optimizer.beta1 is 1.0: at least 0 and less than 1"),
+        ("[optimizer]\nmin_lr = 1.5", "optimizer.min_lr is 1.5: a share of lr, so at most 1"),
+        ("[data]\npaths = [1]", "data.paths is [1]: a list of strings"),
+        ("[data]\nheld_out = 1.0", "held_out is 1.0: at least 0 and less than 1"),
+        ("[model]\npreset = 'smal'", "there is no preset 'smal': did you mean 'small'?"),
+        ("[model]\nheads = 3", "width is 256, which cannot be divided among heads = 3"),
+        ("steps = ", "not TOML (Invalid value (at end of document)); imece train --print-config shows"),
+        ("steps = 1\nsteps = 2", "not TOML (Cannot overwrite a value"),
+    ],
+)
+def test_mistakes_in_a_file(content: str, said: str, file: Path) -> None:
+    file.write_text(content)
+    with pytest.raises(UserError) as mistake:
+        read_toml(file)
+    assert str(mistake.value).startswith(f"{file}: {said}")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.toml: cannot be read \(No such file or directory\)"):
+        read_toml(tmp_path / "none.toml")
+    with pytest.raises(UserError, match=r"cannot be read \(Is a directory\)"):
+        read_toml(tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b"run = '\xfc'\n")
+    with pytest.raises(UserError, match=r"latin\.toml: not TOML \('utf-8' codec"):
+        read_toml(tmp_path / "latin.toml")
+
+
+# A value for each field that is none of TrainConfig()'s.
+OTHER: dict[str, Any] = {
+    "run": "x", "ranks": 3, "steps": 9, "strategy": "ddp", "seed": 2, "model.preset": "tiny",
+    "model.layers": 1, "model.width": 64, "model.heads": 4, "model.kv_heads": 2, "model.mlp_width": 8,
+    "model.max_seq": 9, "model.tied_head": False, "data.paths": ("a",), "data.field": "body",
+    "data.tokenizer": "bytes", "data.vocab_size": 300, "data.held_out": 0.5, "data.folder": "x",
+    "batch.sequences": 8, "batch.tokens": 512, "batch.micro": 2, "optimizer.kind": "adamw",
+    "optimizer.lr": 1.0,
+    "optimizer.schedule": "wsd", "optimizer.warmup": 1, "optimizer.min_lr": 0.5,
+    "optimizer.weight_decay": 0.5, "optimizer.beta1": 0.5, "optimizer.beta2": 0.5, "optimizer.eps": 1e-6,
+    "optimizer.clip": 2.0, "compute.dtype": "fp32", "compute.compile": True, "compute.recompute": True,
+    "compute.bad_steps": 1, "validate.every": 1, "validate.tokens": 1, "checkpoint.every": 1,
+    "checkpoint.keep": 1,
+}  # fmt: skip
+
+
+def changed(name: str) -> TrainConfig:
+    """TrainConfig() with another value there."""
+    section, _, key = name.rpartition(".")
+    if not section:
+        return dataclasses.replace(TrainConfig(), **{key: OTHER[name]})
+    part = dataclasses.replace(getattr(TrainConfig(), section), **{key: OTHER[name]})
+    return dataclasses.replace(TrainConfig(), **{section: part})
+
+
+def test_every_value_has_another_here() -> None:
+    assert OTHER.keys() == flat(TrainConfig()).keys()
+    assert MAY_CHANGE.issubset(OTHER)
+
+
+@pytest.mark.parametrize("name", sorted(OTHER))
+def test_what_may_change(name: str) -> None:
+    config = changed(name)
+    assert [key for key, value in flat(config).items() if value != flat(TrainConfig())[key]] == [name]
+    check_same_run(TrainConfig(), TrainConfig())
+    if name in MAY_CHANGE:
+        check_same_run(TrainConfig(), config)
+        check_same_run(config, TrainConfig())
+        return
+    with pytest.raises(UserError, match=f"holds a run with {name} = .*, this command says .*--run"):
+        check_same_run(TrainConfig(), config)
+    with pytest.raises(UserError, match=f"holds a run with {name} = "):
+        check_same_run(config, TrainConfig())
+
+
+def test_several_values_that_may_not_change() -> None:
+    now = dataclasses.replace(changed("optimizer.lr"), seed=7, run="runs/x")
+    with pytest.raises(UserError) as mistake:
+        check_same_run(TrainConfig(), now)
+    assert str(mistake.value) == (
+        "runs/x holds a run with seed = 1, this command says 7 (and 1 more): "
+        "name another folder with --run, or leave that option out"
+    )
+
+
+def test_the_run_folder() -> None:
+    assert TrainConfig().folder == Path("runs/small")
+    assert changed("model.preset").folder == Path("runs/tiny")
+    assert TrainConfig(run="here").folder == Path("here")

@@ -1,0 +1,84 @@
+"""Which parameter is updated by what, and that the state can be taken up again."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from imece.models.presets import PRESETS
+from imece.models.transformer import Transformer
+from imece.train.config import Optimizer, OptimizerSection
+from imece.train.optimizer import load_optimizers, make_optimizers, optimizer_tensors
+
+KINDS: tuple[Optimizer, ...] = ("adamw", "muon")
+SECTION = OptimizerSection(lr=0.25, weight_decay=0.5, beta1=0.7, beta2=0.8, eps=1e-6)
+
+
+def small(tied: bool = False) -> Transformer:
+    config = dataclasses.replace(PRESETS["tiny"], width=16, mlp_width=24, vocab_size=30, tied_head=tied)
+    return Transformer(config, generator=torch.Generator().manual_seed(1))
+
+
+def updates(model: Transformer, optimizers: list[torch.optim.Optimizer], steps: int, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def values(model: Transformer) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_once_and_decay_on_matrices(kind: Optimizer, tied: bool) -> None:
+    model = small(tied)
+    optimizers = make_optimizers(model, dataclasses.replace(SECTION, kind=kind))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+    found = [names[parameter] for _, group in groups for parameter in group["params"]]
+    assert sorted(found) == sorted(names.values())
+    for optimizer, group in groups:
+        assert group["lr"] == 0.25
+        for parameter in group["params"]:
+            matrix = names[parameter].split(".")[-2] != "norm"
+            assert group["weight_decay"] == (0.5 if matrix else 0.0), names[parameter]
+            inner = matrix and names[parameter].startswith("blocks.")
+            assert isinstance(optimizer, torch.optim.Muon) == (kind == "muon" and inner), names[parameter]
+        if isinstance(optimizer, torch.optim.AdamW):
+            assert (group["betas"], group["eps"]) == ((0.7, 0.8), 1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_and_back(kind: Optimizer) -> None:
+    section = dataclasses.replace(SECTION, kind=kind)
+    model = small()
+    optimizers = make_optimizers(model, section)
+    updates(model, optimizers, 3, seed=1)
+    saved = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizers, model).items()}
+    at_three = values(model)
+    for name in at_three:
+        kept = {key.rpartition("/")[2] for key in saved if key.rpartition("/")[0] == name}
+        assert kept in ({"exp_avg", "exp_avg_sq", "step"}, {"momentum_buffer"}), name
+
+    updates(model, optimizers, 2, seed=2)
+    again = small()
+    again.load_state_dict(at_three)
+    others = make_optimizers(again, section)
+    load_optimizers(others, again, saved)
+    updates(again, others, 2, seed=2)
+    for name, tensor in values(model).items():
+        assert torch.equal(tensor, values(again)[name]), name
+    assert optimizer_tensors(others, again).keys() == saved.keys()
+
+    # And without its state it goes elsewhere.
+    fresh = small()
+    fresh.load_state_dict(at_three)
+    updates(fresh, make_optimizers(fresh, section), 2, seed=2)
+    assert not any(torch.equal(tensor, values(fresh)[name]) for name, tensor in values(model).items())

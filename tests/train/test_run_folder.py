@@ -1,0 +1,92 @@
+"""One folder is all that a later command needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from imece.checkpoint.save import Checkpoints
+from imece.errors import UserError
+from imece.models.presets import PRESETS
+from imece.models.transformer import RopeScaling, Transformer
+from imece.train.config import TrainConfig
+from imece.train.run_folder import RunFolder, Which, load_model, read_shape, shape_as_json
+
+SHAPE = dataclasses.replace(PRESETS["tiny"], vocab_size=257, width=16, mlp_width=24)
+
+
+def model(seed: int, **changes: Any) -> Transformer:
+    return Transformer(dataclasses.replace(SHAPE, **changes), generator=torch.Generator().manual_seed(seed))
+
+
+def save(folder: RunFolder, metrics: dict[int, float | None]) -> None:
+    """Models of so many steps, each with its metric; that of step n has the seed n."""
+    alarms: list[str] = []
+    checkpoints = Checkpoints(
+        folder.checkpoints, rank=0, world_size=1, keep=len(metrics), alarm=alarms.append
+    )
+    for step, metric in metrics.items():
+        tensors = {f"model/{name}": each.detach() for name, each in model(step).named_parameters()}
+        checkpoints.save(step, tensors, {"model": shape_as_json(SHAPE)}, {}, metric=metric)
+        assert checkpoints.finish(), alarms
+    checkpoints.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    made = RunFolder(tmp_path / "run")
+    made.begin(TrainConfig(run=str(made.path)))
+    return made
+
+
+def test_shapes_as_json() -> None:
+    for shape in PRESETS.values():
+        assert read_shape(shape_as_json(shape)) == shape
+    assert isinstance(read_shape(shape_as_json(PRESETS["llama-8b"])).rope_scaling, RopeScaling)
+
+
+def test_best_and_last(folder: RunFolder) -> None:
+    save(folder, {1: 3.0, 2: 2.5, 3: 4.0})
+    steps: dict[Which, int] = {"last": 3, "best": 2}
+    for which, step in steps.items():
+        found, saved = folder.model(which)
+        assert saved.step == step and not found.training
+        for name, parameter in model(step).named_parameters():
+            assert torch.equal(found.get_parameter(name), parameter), name
+
+
+def test_a_run_that_never_validated_has_no_best(folder: RunFolder) -> None:
+    save(folder, {1: None, 2: None})
+    assert folder.saved("best").step == folder.saved("last").step == 2
+
+
+def test_nothing_to_read(folder: RunFolder, tmp_path: Path) -> None:
+    for which in get_args(Which):
+        with pytest.raises(UserError, match="run has no checkpoint that can be read yet: train first"):
+            folder.saved(which)
+    save(folder, {1: 3.0})
+    (folder.checkpoints / "step-00000001" / "manifest.json").write_text("{}")
+    with pytest.raises(UserError, match=r"no checkpoint that can be read: .*manifest\.json: damaged"):
+        folder.saved("last")
+    with pytest.raises(UserError, match=r"other is no run folder, it has no config\.toml: check the path"):
+        RunFolder(tmp_path / "other").config()
+
+
+def test_a_checkpoint_of_another_model(folder: RunFolder) -> None:
+    save(folder, {1: None})
+    saved = folder.saved()
+    load_model(model(0), saved)
+    with pytest.raises(UserError, match=r"001: blocks\.0\.mlp\.gate\.weight should be \[32, 16\], the "):
+        load_model(model(0, mlp_width=32), saved)
+    with pytest.raises(UserError, match=r"blocks\.2\.attention\.norm\.weight should be \[16\], .* none: it"):
+        load_model(model(0, layers=3), saved)
+
+
+def test_where_tokens_are(folder: RunFolder) -> None:
+    assert folder.tokens(TrainConfig()) == folder.path / "tokens"
+    shared = dataclasses.replace(TrainConfig().data, folder="shared")
+    assert folder.tokens(dataclasses.replace(TrainConfig(), data=shared)) == Path("shared")

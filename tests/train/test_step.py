@@ -1,0 +1,293 @@
+"""One update: of the whole global batch, by all ranks or by none."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import imece
+from imece.data.batches import Batches
+from imece.data.tokens import Part
+from imece.data_parallel.replicate import DistributedDataParallel
+from imece.models.presets import PRESETS
+from imece.models.transformer import Transformer, token_loss
+from imece.train.batch import plan_batch
+from imece.train.clock import Clock
+from imece.train.config import BatchSection, OptimizerSection
+from imece.train.optimizer import make_optimizers, optimizer_tensors
+from imece.train.precision import Precision
+from imece.train.step import Step
+from tests.ranks import run_ranks
+
+SEQ, SEQUENCES = 8, 12
+FP32 = Precision("fp32", "cpu")
+Found = dict[str, list[Any]]
+
+
+def batches() -> Batches:
+    """Of 60 documents of 10 to 20 tokens."""
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(10, 21, 60)
+    tokens = draw.integers(0, 256, lengths.sum()).astype(np.uint16)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    tokens[offsets[1:] - 1] = 256
+    return Batches(Part("train", tokens, offsets, 256, len(tokens)), SEQ, SEQUENCES, seed=1)
+
+
+class Bench:
+    """A small model and its Step, as a Session has them."""
+
+    def __init__(
+        self,
+        micro: int = 0,
+        clip: float = 0.0,
+        optimizers: Sequence[str] = (),
+        precision: Precision = FP32,
+    ) -> None:
+        """optimizers: "adamw" or "muon"; none: one that only moves by the gradient itself."""
+        mesh = imece.init()
+        config = dataclasses.replace(PRESETS["tiny"], vocab_size=257, width=16, mlp_width=24, max_seq=SEQ)
+        self.model = Transformer(config, generator=torch.Generator().manual_seed(1))
+        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(self.model.parameters())]
+        for kind in optimizers:
+            section = OptimizerSection(kind=kind)  # type: ignore[arg-type]
+            self.optimizers = make_optimizers(self.model, section)
+        self.batches = batches()
+        self.plan = plan_batch(BatchSection(sequences=SEQUENCES, micro=micro), SEQ, mesh.world_size)
+        self.clock = Clock(mesh.device)
+        wrapped = DistributedDataParallel(self.model, average="tokens")
+        self.step = Step(wrapped, self.optimizers, self.batches, self.plan, precision, clip, self.clock)
+
+    def gradients(self) -> list[Tensor]:
+        return [parameter.grad.clone() for parameter in self.model.parameters() if parameter.grad is not None]
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of parameters and of all that the optimizers keep."""
+        own = dict(self.model.named_parameters()) | optimizer_tensors(self.optimizers, self.model)
+        return {name: tensor.detach().clone() for name, tensor in own.items()}
+
+    def whole_batch(self, index: int) -> tuple[float, list[Tensor]]:
+        """Loss and gradient by one process: the mean over all tokens of the step."""
+        alone = copy.deepcopy(self.model)
+        sequences = torch.from_numpy(self.batches.sequences(index))
+        loss = token_loss(alone(sequences[:, :-1]), sequences[:, 1:])
+        return loss.item(), list(torch.autograd.grad(loss, list(alone.parameters())))
+
+
+def distance(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Of all together, relative to the length of what is expected."""
+    length = torch.cat([each.flatten() for each in expected]).norm()
+    apart = torch.cat([(a - b).flatten() for a, b in zip(found, expected, strict=True)]).norm()
+    return float(apart / length)
+
+
+def against_one_process(micros: list[int], index: int) -> list[dict[str, float]]:
+    found = []
+    for micro in micros:
+        bench = Bench(micro)
+        loss, expected = bench.whole_batch(index)
+        _, another = bench.whole_batch(index + 1)
+        outcome = bench.step.run(index, lr=0.0)
+        found.append(
+            {
+                "micro": bench.plan.micro,
+                "accumulation": bench.plan.accumulation,
+                "apart": distance(bench.gradients(), expected),
+                "apart from another step": distance(bench.gradients(), another),
+                "norm": outcome.grad_norm,
+                "expected norm": float(torch.cat([each.flatten() for each in expected]).norm()),
+                "nats": outcome.nats,
+                "tokens": outcome.tokens,
+                "loss": loss,
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_gradient_is_that_of_one_process(ranks: int) -> None:
+    share = SEQUENCES // ranks
+    micros = [micro for micro in range(1, share + 1) if share % micro == 0]
+    by_rank = run_ranks(against_one_process, ranks, args=(micros, 3))
+    for each in zip(*by_rank, strict=True):
+        first = each[0]
+        assert first["micro"] * first["accumulation"] == share
+        for rank in each:
+            assert rank["apart"] < 1e-6 < 0.1 < rank["apart from another step"]
+            assert rank["norm"] == first["norm"] == pytest.approx(rank["expected norm"], rel=1e-6)
+        assert [rank["tokens"] for rank in each] == [share * SEQ] * ranks
+        nats = sum(rank["nats"] for rank in each)
+        assert nats / (SEQUENCES * SEQ) == pytest.approx(first["loss"], rel=1e-6)
+
+
+def three_cases() -> dict[str, Any]:
+    return {"clipped": clipped(), "overflows": overflows(), "phases": phases()}
+
+
+@pytest.fixture(scope="module")
+def by_two_ranks() -> Found:
+    """What each of `three_cases` found, by rank: one start for three tests."""
+    both = run_ranks(three_cases, 2)
+    return {name: [found[name] for found in both] for name in both[0]}
+
+
+def clipped() -> list[float]:
+    """Without clip, with a loose and a tight one: the norm that an update tells of, and how far it goes."""
+    found = []
+    for clip in (0.0, 1e9, 0.125):
+        bench = Bench(clip=clip)
+        before = list(bench.state().values())
+        norm = bench.step.run(0, lr=1.0).grad_norm
+        moved = [new - old for new, old in zip(bench.state().values(), before, strict=True)]
+        found += [norm, float(torch.cat([each.flatten() for each in moved]).norm())]
+    return found
+
+
+def test_clipping(by_two_ranks: Found) -> None:
+    for norm, free, norm_again, loose, last_norm, tight in by_two_ranks["clipped"]:
+        assert norm == norm_again == last_norm > 0.2
+        assert free == loose == pytest.approx(norm, rel=1e-4)
+        assert tight == pytest.approx(0.125, rel=1e-4)
+
+
+class NaNForWeight(torch.autograd.Function):
+    """Passes x on; what comes back for a weight is not finite, and nothing else shows it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.full((24, 16), float("inf"))
+
+
+def poisoned(kind: str, optimizer: str, bad_rank: int, index: int, number: int) -> dict[str, Any]:
+    """Three steps, of which one is spoilt in one micro-batch of one rank."""
+    bench = Bench(micro=2, optimizers=[optimizer], clip=1.0)
+    first = bad_rank * bench.plan.accumulation * bench.plan.micro + number * bench.plan.micro
+    rows = torch.from_numpy(bench.batches.sequences(index)[first : first + bench.plan.micro, :-1])
+    fired, seen = 0, rows
+
+    def spoil(module: torch.nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        nonlocal fired
+        if kind == "nothing" or not torch.equal(seen, rows):
+            return output
+        fired += 1
+        if kind == "loss":
+            return output * float("nan")
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        return NaNForWeight.apply(output, weight)  # type: ignore[no-any-return, no-untyped-call]
+
+    def see(module: torch.nn.Module, inputs: tuple[Tensor]) -> None:
+        nonlocal seen
+        (seen,) = inputs
+
+    bench.model.register_forward_pre_hook(see)
+    where = bench.model if kind == "loss" else bench.model.get_submodule("blocks.1.mlp.up")
+    where.register_forward_hook(spoil)
+    changed, skipped, lines = [], [], []
+    for step in range(3):
+        before = bench.state()
+        skipped.append(bench.step.run(step, lr=0.01).skipped)
+        lines.append(bench.step.blame(step) if skipped[-1] else [])
+        after = bench.state()
+        changed.append(any(not torch.equal(after[name], before.get(name, after[name])) for name in after))
+        assert after.keys() == before.keys() or step == 0
+    return {
+        "changed": changed,
+        "skipped": skipped,
+        "lines": lines,
+        "fired": fired,
+        "documents": bench.batches.names(index, first, first + bench.plan.micro),
+        "state": {name: tensor.double().sum().item() for name, tensor in bench.state().items()},
+    }
+
+
+CASES = [(kind, optimizer) for kind in ("loss", "weight", "nothing") for optimizer in ("adamw", "muon")]
+
+
+def all_poisoned(bad_rank: int, index: int, number: int) -> list[dict[str, Any]]:
+    return [poisoned(kind, optimizer, bad_rank, index, number) for kind, optimizer in CASES]
+
+
+def test_all_skip_what_one_spoilt() -> None:
+    bad_rank, index, number = 1, 1, 1
+    by_rank = run_ranks(all_poisoned, 3, args=(bad_rank, index, number))
+    for (kind, _), by_case in zip(CASES, zip(*by_rank, strict=True), strict=True):
+        documents = by_case[0]["documents"]
+        assert 2 <= len(documents) <= 8
+        for rank, found in enumerate(by_case):
+            assert found["state"] == by_case[0]["state"] and found["lines"] == by_case[0]["lines"]
+            if kind == "nothing":
+                assert found["changed"] == [True] * 3 and found["skipped"] == [""] * 3
+                assert found["fired"] == 0
+                continue
+            assert found["changed"] == [True, False, True]
+            assert found["skipped"] == ["", "the gradient is not finite", ""]
+            assert found["fired"] == (2 if rank == bad_rank else 0), "once in the step, once to find out"
+            before, (line,), after = found["lines"]
+            assert before == after == []
+            who, _, which = line.partition("; documents ")
+            assert which == ", ".join(map(str, documents))
+            if kind == "loss":
+                assert who == f"rank {bad_rank}: loss nan, gradient of embed.weight and 19 more"
+            else:
+                loss = float(who.split()[3].rstrip(","))
+                assert who == f"rank {bad_rank}: loss {loss:g}, gradient of blocks.1.mlp.up.weight"
+                assert 5 < loss < 6
+
+
+def overflows() -> dict[str, list[Any]]:
+    """fp16 with a scale that is too large at first: of each step what it skipped, whether anything changed,
+    and the scale afterwards."""
+    found: dict[str, list[Any]] = {}
+    for kind in ("adamw", "muon"):
+        bench = Bench(optimizers=[kind], precision=Precision("fp16", "cpu"), clip=1.0)
+        assert bench.step.scale == bench.step.scaler_state["scale"] == 2.0**16
+        bench.step.load_scaler(bench.step.scaler_state | {"scale": 2.0**20})
+        for step in range(12):
+            before = bench.state()
+            skipped = bench.step.run(step, lr=0.01).skipped
+            changed = any(not torch.equal(old, bench.state()[name]) for name, old in before.items())
+            found.setdefault(kind, []).append([skipped, changed, bench.step.scale])
+    return found
+
+
+def test_fp16_finds_its_scale(by_two_ranks: Found) -> None:
+    first, second = by_two_ranks["overflows"]
+    assert first == second and len(first) == 2
+    for steps in first.values():
+        scale, skips = 2.0**20, 0
+        for skipped, changed, scale_after in steps:
+            scale /= 2 if skipped else 1
+            assert (scale_after, changed) == (scale, not skipped)
+            assert skipped == ("" if changed else f"fp16 overflow; the scale is now {scale:g}")
+            skips += bool(skipped)
+        assert 3 <= skips <= 10
+
+
+def phases() -> list[Any]:
+    bench = Bench(micro=2)
+    bench.clock.lap()
+    found = []
+    for step in range(2):
+        bench.step.run(step, lr=0.0)
+        found.append(bench.clock.lap())
+    return found
+
+
+def test_a_steps_time_is_divided(by_two_ranks: Found) -> None:
+    for laps in by_two_ranks["phases"]:
+        for whole, parts in laps:
+            assert parts.keys() == {"data", "forward", "backward", "exposed", "optimizer"}
+            assert all(seconds > 0 for seconds in parts.values()), parts
+            assert sum(parts.values()) < whole
