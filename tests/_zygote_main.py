@@ -1,7 +1,7 @@
 """The zygote: `python _zygote_main.py PARENT`, started by tests/zygote.py. It forks ranks that have torch.
 
 It imports what tests of ranks import, then reads requests from stdin, a line of JSON each:
-    directory  what tests/_rank_main.py is told, and where RANK.output goes
+    directory  what tests/_rank_main.py is told, and where RANK.output is
     cwd        str, the test's own
     environ    rank (a str) -> its whole environment
 and answers with a line of JSON on stdout: the pids, in the order of `environ`. The first line of all is
@@ -90,9 +90,8 @@ def _become(rank: str, request: dict[str, Any]) -> None:
     import torch
 
     output = str(Path(request["directory"]) / f"{rank}.output")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    for target, path, how in ((0, os.devnull, os.O_RDONLY), (1, output, flags)):
-        fd = os.open(path, how, 0o666)
+    for target, path, how in ((0, os.devnull, os.O_RDONLY), (1, output, os.O_WRONLY)):
+        fd = os.open(path, how)
         os.dup2(fd, target)
         os.close(fd)
     os.dup2(1, 2)

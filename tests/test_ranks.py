@@ -273,6 +273,14 @@ def test_the_first_failure_ends_the_wait_and_is_shown_first() -> None:
     assert time.monotonic() - began < 30  # the hanging rank would take 60
 
 
+@FORKED_AND_FRESH
+def test_a_rank_may_be_killed_as_soon_as_it_has_a_number(fresh: bool) -> None:
+    with start_ranks(hang_in_here, 1, args=(60,), fresh=fresh) as ranks:
+        ranks.kill(0)
+        (result,) = ranks.wait(30)
+    assert (result.returncode, result.entered, result.output) == (-signal.SIGKILL, False, "")
+
+
 def test_no_rank_is_a_failure() -> None:
     with pytest.raises(AssertionError, match="no rank ran"):
         run_ranks(what_a_rank_sees, 0, args=("hi",), backend=None)

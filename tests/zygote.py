@@ -81,6 +81,8 @@ def fork_ranks(directory: Path, environs: Sequence[Mapping[str, str]]) -> list[F
         {rank: environs[rank] for rank in range(n, len(environs), 2)} for n in range(min(2, len(environs)))
     ]
     asked = [(_zygote(number), share) for number, share in enumerate(shares)]
+    for rank in range(len(environs)):  # by us: a rank that is killed at once would not come to it
+        (directory / f"{rank}.output").touch()
     ranks: dict[int, Forked] = {}
     try:
         with _orphans_are_ours():
@@ -90,9 +92,9 @@ def fork_ranks(directory: Path, environs: Sequence[Mapping[str, str]]) -> list[F
                 pids = _answer(zygote)
                 ranks |= {rank: Forked(pid) for rank, pid in zip(share, pids, strict=True)}
     except BaseException:
-        for rank in ranks.values():
-            rank.kill()
-            rank.wait()
+        for forked in ranks.values():
+            forked.kill()
+            forked.wait()
         raise
     return [ranks[rank] for rank in range(len(environs))]
 

@@ -50,7 +50,7 @@ def test_help_and_version() -> None:
     ("argv", "said"),
     [
         ("lunch", "did you mean launch?"),
-        ("xyzzy", "the commands are launch"),
+        ("xyzzy", "the commands are train"),
         ("launch", "how many ranks?"),
         ("launch script.py", "imece launch --ranks 2 script.py"),
         ("launch --ranks 2", "no script"),

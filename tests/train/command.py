@@ -120,6 +120,11 @@ class Train:
         assert self.running(), f"nobody left to kill\n{self.out()}\n{self.err()}"
         self._process.send_signal(number)
 
+    @property
+    def pid(self) -> int:
+        """Of the launcher."""
+        return self._process.pid
+
     def running(self) -> bool:
         """Whether the launcher has not ended."""
         return self._process.poll() is None

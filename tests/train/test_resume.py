@@ -92,21 +92,26 @@ def test_real_processes_killed_at_random_instants(tmp_path: Path) -> None:
 
 
 def signalled(folder: str) -> None:
-    """The same run, ended by SIGINT, gone on with, ended by SIGTERM, and gone on with."""
+    """The same run, ended by SIGINT, gone on with, ended by SIGTERM, gone on with, and ended by a scheduler
+    that signals one of the ranks."""
     path = Path(folder)
     run = path / "signalled"
     assert train(words(path, "whole"), path).status == 0
-    for number, status, after in ((signal.SIGINT, 130, 4), (signal.SIGTERM, 143, 14)):
+    for number, status, after in ((signal.SIGINT, 130, 4), (signal.SIGTERM, 143, 12), (None, 143, 20)):
         with Train(words(path, "signalled"), path, forked=True) as running:
             assert running.wait_until(reached(run, after))
-            running.kill(number)
+            if number:
+                running.kill(number)
+            else:
+                psutil.Process(running.pid).children()[1].send_signal(signal.SIGTERM)
             outcome = running.wait()
         assert outcome.status == status, outcome
         done = len(records(run))
         assert after <= done < STEPS
         assert last(run).step == done, "the last step that was made is saved"
         assert f"saved after step {done}; go on with: imece train --run {run}" in outcome.out
-        assert outcome.err == f"imece: ended by {number.name}, passed on to 2 ranks\n"
+        if number:
+            assert outcome.err == f"imece: ended by {number.name}, passed on to 2 ranks\n"
         assert not (run / "summary.json").exists()
     assert train(["--run", run], path).status == 0
     assert_same_run(run, path / "whole")
