@@ -20,6 +20,7 @@ _GRACE_S = 3.0  # a process that was just killed needs a moment to go
 # Children carry this mark, and so do theirs: it finds processes whose parent has died as well.
 _MARK = "IMECE_TEST_RUN"
 os.environ[_MARK] = uuid.uuid4().hex
+_VARIABLES = frozenset(os.environ)
 
 # Two cores that others use too: a deadline for a single example would only measure their load.
 hypothesis.settings.register_profile("imece", deadline=None, derandomize="CI" in os.environ)
@@ -51,6 +52,17 @@ def _why_no_hosts() -> str | None:
         ["unshare", "--net", "true"], capture_output=True, text=True, check=False, timeout=30
     )
     return None if probe.returncode == 0 else f"no network namespaces: {probe.stderr.strip()}"
+
+
+@pytest.fixture(autouse=True)
+def as_few_variables_as_before() -> Iterator[None]:
+    """torch's first optimizer, and torch.compile, leave TORCHINDUCTOR_CACHE_DIR in the environment, with which
+    all later ranks of other tests would be fresh interpreters (tests/zygote.py).
+    """
+    yield
+    for name in os.environ.keys() - _VARIABLES:
+        if name.startswith("TORCH"):
+            del os.environ[name]
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -123,6 +124,8 @@ def no_room_for_checkpoints() -> None:
         return Checkpoints(*args, **options)
 
     mock.patch("imece.train.session.Checkpoints", checkpoints).start()
+    for name in ("imece.train.start.write_whole", "imece.train.finish.write_whole"):  # of small files
+        mock.patch(name, side_effect=OSError(errno.ENOSPC, "No space left on device")).start()
 
 
 def full_disk(folder: str) -> list[str]:
