@@ -39,11 +39,11 @@ class SampleOptions:
     """The beginning of the text; -: read it from standard input. Empty: a document from its beginning."""
     tokens: int = 200
     """How many to write at most. Beyond the model's context it goes on from the last half of that."""
-    temperature: float = 0.8
+    temperature: float = 0.6
     """Above 1 wilder, below 1 tamer; 0: always the likeliest token."""
     top_k: int | None = None
     """Draw among so many tokens, the likeliest."""
-    top_p: float | None = None
+    top_p: float | None = 0.95
     """Draw among the fewest tokens that together have this probability."""
     seed: int | None = None
     """Of what is drawn; none: another text each time. The one that was used is told at the end."""

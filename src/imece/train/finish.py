@@ -19,7 +19,7 @@ from imece.train.watching import Watching
 
 _SAMPLE_TOKENS = 160
 _SAMPLE_SEED = 1
-_TEMPERATURE = 0.7
+_TEMPERATURE = 0.6
 
 
 def finish(session: Session, loop: Loop, watching: Watching) -> None:
@@ -52,7 +52,7 @@ def is_finished(session: Session) -> bool:
 def next_commands(session: Session) -> list[tuple[str, str]]:
     """What a person may want to do now."""
     path = session.folder.path
-    prompt = "" if session.config.data.paths else ' --prompt "class Queue"'
+    prompt = "" if session.config.data.paths else ' --prompt "class Queue("'
     return [
         ("next", f"imece sample {path}{prompt}"),
         ("longer", f"imece train --run {path} --steps {2 * session.config.steps}"),
@@ -107,10 +107,10 @@ def _rows(summary: dict[str, Any], saved: bool) -> list[tuple[str, str]]:
 
 
 def _prompt(session: Session) -> str:
-    """The beginning of a held-out document, or of a function where the text is Python's library."""
+    """The beginning of a held-out document, or of a class where the text is Python's library."""
     held_out = session.prepared.tokens.validation
     if not session.config.data.paths or not held_out.documents:
-        return "def "
+        return "class Queue:\n    def __init__(self"
     return session.prepared.tokenizer.decode(held_out.document(0)[:8].tolist()[:-1]) or " "
 
 
