@@ -22,7 +22,9 @@ from imece.collectives.ops import (
 from imece.collectives.shared_memory import shared_empty
 from imece.data.sampler import DistributedSampler
 from imece.data_parallel.batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from imece.data_parallel.parallelize import parallelize
 from imece.data_parallel.replicate import DistributedDataParallel
+from imece.data_parallel.shard import MixedPrecision
 from imece.launch.spawn import spawn
 from imece.mesh import Mesh, at_opening, init
 from imece.world import World
@@ -36,6 +38,7 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedSampler",
     "Mesh",
+    "MixedPrecision",
     "Pending",
     "Recv",
     "Send",
@@ -50,6 +53,7 @@ __all__ = [
     "errors",
     "exchange",
     "init",
+    "parallelize",
     "recv",
     "reduce",
     "reduce_scatter",

@@ -20,7 +20,7 @@ import json
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -66,7 +66,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A flat buffer: items one after another without gaps, then padding; empty if all its items are."""
+    """A flat buffer: items one after another without gaps, then padding; empty if all its items are.
+
+    With whole items (see `build`) each shard ends in padding, and no item lies in two of them.
+    """
 
     index: int
     dtype: str
@@ -79,7 +82,7 @@ class Bucket:
 
     @property
     def used_numel(self) -> int:
-        """Elements before the padding."""
+        """Elements before the last padding."""
         return self.places[-1].stop if self.places else 0
 
     @property
@@ -165,6 +168,7 @@ def build(
     shards: int = 1,
     align_bytes: int = 64,
     order: Sequence[int] | None = None,
+    whole: Collection[int] = (),
 ) -> Layout:
     """Put items into buckets in `order`: indices into `items`, by default the last item first.
 
@@ -175,6 +179,11 @@ def build(
 
     Buckets are numbered by when their last item comes in `order`: if gradients come in that order, bucket i
     is complete before bucket i + 1. Padding does not count towards the cap.
+
+    whole: groups of which each item lies in one shard, as an optimizer wants it that looks at whole matrices.
+    Their caps count once a shard. Items are dealt to the rank with the least work so far, the most expensive
+    one of a bucket first; the work of an item of shape [..., m, n] is m * n * min(m, n), that of a matrix
+    product with itself.
 
     ValueError, with names and numbers, for: a name given twice, a negative dim, an itemsize below 1 or two of
     them for one dtype, a cap or align_bytes below 1, align_bytes that is no multiple of an itemsize,
@@ -191,11 +200,35 @@ def build(
     alike: dict[tuple[str, str, int], list[int]] = {}
     for index in order:
         alike.setdefault((items[index].dtype, items[index].device, items[index].group), []).append(index)
-    contents = [content for indices in alike.values() for content in _fill(indices, items, caps)]
+    contents = [
+        content
+        for (_, _, group), indices in alike.items()
+        for content in _fill(indices, items, [cap * shards for cap in caps] if group in whole else caps)
+    ]
     position = {index: i for i, index in enumerate(order)}
     contents.sort(key=lambda content: position[content[-1]])
-    buckets = (_bucket(i, content, items, shards, align_bytes) for i, content in enumerate(contents))
+    work = [0] * shards
+    buckets = []
+    for i, content in enumerate(contents):
+        dealt = _deal(content, items, work) if items[content[0]].group in whole else [content]
+        buckets.append(_bucket(i, dealt, items, shards, align_bytes))
     return Layout(items, tuple(buckets))
+
+
+def _deal(content: Sequence[int], items: Sequence[Item], work: list[int]) -> list[list[int]]:
+    """The items of a bucket by rank; `work` of each rank grows by theirs."""
+    dealt: list[list[int]] = [[] for _ in work]
+    filled = [0] * len(work)
+    for index in sorted(content, key=lambda index: (-_work(items[index]), content.index(index))):
+        rank = min(range(len(work)), key=lambda rank: (work[rank], filled[rank]))
+        work[rank] += _work(items[index])
+        filled[rank] += items[index].numel
+        dealt[rank].append(index)
+    return dealt
+
+
+def _work(item: Item) -> int:
+    return item.numel * min(item.shape[-2:], default=1)
 
 
 def _fill(indices: Sequence[int], items: Sequence[Item], caps: Sequence[int]) -> Iterator[list[int]]:
@@ -212,14 +245,19 @@ def _fill(indices: Sequence[int], items: Sequence[Item], caps: Sequence[int]) ->
 
 
 def _bucket(
-    index: int, content: Sequence[int], items: Sequence[Item], shards: int, align_bytes: int
+    index: int, dealt: Sequence[Sequence[int]], items: Sequence[Item], shards: int, align_bytes: int
 ) -> Bucket:
-    places, end = [], 0
-    for item in content:
-        places.append(Place(item, end, end + items[item].numel))
-        end = places[-1].stop
-    first = items[content[0]]
-    step = shards * (align_bytes // first.itemsize)
+    """dealt: the items that lie one after another in all shards together, or those of each shard."""
+    first = next(items[item] for each in dealt for item in each)
+    step = align_bytes // first.itemsize * (shards if len(dealt) == 1 else 1)
+    longest = max(sum(items[item].numel for item in each) for each in dealt)
+    length = -(-longest // step) * step
+    places = []
+    for at, each in enumerate(dealt):
+        end = at * length
+        for item in each:
+            places.append(Place(item, end, end + items[item].numel))
+            end = places[-1].stop
     return Bucket(
         index=index,
         dtype=first.dtype,
@@ -227,7 +265,7 @@ def _bucket(
         device=first.device,
         group=first.group,
         places=tuple(places),
-        numel=-(-end // step) * step,
+        numel=length * len(dealt),
         shards=shards,
     )
 

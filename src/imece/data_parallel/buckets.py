@@ -42,6 +42,7 @@ class Bucket:
     slots: list[Slot] = field(default_factory=list)
     pending: int = 0  # slots that are not ready
     work: Pending | torch.futures.Future[Any] | None = None
+    attached: bool = True  # whether it has memory; see shard.py
 
     @property
     def buffer(self) -> torch.Tensor:

@@ -36,6 +36,7 @@ from imece.data_parallel.buckets import Bucket, Buckets, Slot
 from imece.data_parallel.cap import best_cap
 from imece.data_parallel.finite import Finite
 from imece.data_parallel.grad_bucket import GradBucket, Hook
+from imece.data_parallel.shard import Sharding
 from imece.data_parallel.trace import BucketTrace
 from imece.data_parallel.watch import Watch
 
@@ -76,10 +77,12 @@ class Reducer:
         way: Way,
         static_graph: bool = False,
         finite: Finite | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
         """named_parameters: those that want a gradient, in registration order, the same on all ranks.
 
         choose_cap: cap_bytes is for the first backward only; after that it is what cap.py finds.
+        sharding: has the buckets, which stay as they are then, and sums them; gradients go to its parts.
         """
         self.group, self.average, self.way, self.finite = group, average, way, finite
         self.static_graph = static_graph
@@ -90,9 +93,8 @@ class Reducer:
         self.stepping: list[torch.Tensor] = []  # parameters with optimizers that step in backward
         self.awaited: list[torch.futures.Future[Any]] = []  # of a hook on buffers: done when backward is
         self._cap_bytes, self._first_bytes, self._choose_cap = cap_bytes, first_bytes, choose_cap
-        in_host = isinstance(group, SharedMemoryGroup) or way.schedule == "hierarchical"
-        self._laid = Buckets(named_parameters, shared=in_host)
-        self._laid.lay(cap_bytes, first_bytes, None)
+        self.sharding = sharding
+        self._laid = sharding or self._lay_out(named_parameters)
         self._fired = [0] * len(self.slots)  # by parameter: gradients in this backward
         self._touched = [0] * len(self.slots)  # and whether any came in one that was not synchronised
         self.armed = False  # the forward returned nothing to hang on to: the first gradient begins
@@ -102,7 +104,8 @@ class Reducer:
         self._next = 0  # bucket to leave next
         self._scale: float | None = None  # of gradients on their way into buckets; None: not known yet
         self._learning = static_graph  # the first backward counts how often each parameter fires
-        self._order: list[int] | None = []  # slots as they fire in the first backward; None after it
+        # None where buckets are not rebuilt.
+        self._order: list[int] | None = None if sharding else []  # slots as they fire in the first backward; None after it
         self._came: list[int] | None = None  # that order, until the buckets are rebuilt by it
         self._used: Pending | torch.Tensor | None = None  # their exchange, under way or over
         self._used_anywhere: list[int] = []  # by parameter, in the last backward that asked
@@ -110,6 +113,12 @@ class Reducer:
         self._handles = [
             slot.parameter.register_post_accumulate_grad_hook(self._on_gradient(slot)) for slot in self.slots
         ]
+
+    def _lay_out(self, named_parameters: Sequence[tuple[str, torch.Tensor]]) -> Buckets:
+        in_host = isinstance(self.group, SharedMemoryGroup) or self.way.schedule == "hierarchical"
+        laid = Buckets(named_parameters, shared=in_host)
+        laid.lay(self._cap_bytes, self._first_bytes, None)
+        return laid
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -155,6 +164,8 @@ class Reducer:
         self._graphed = torch.is_grad_enabled()  # backward(create_graph=True)
         for bucket in self.buckets:
             bucket.pending = len(bucket.slots)
+        if self.sharding is not None:
+            self.sharding.start()
         self.average.begin(present=present)
         self._scale = None
         if self.watch is not None:
@@ -164,7 +175,7 @@ class Reducer:
 
     def _on_gradient(self, slot: Slot) -> Callable[[torch.Tensor], None]:
         """What autograd calls after it has written a parameter's gradient. Every microsecond counts here."""
-        index, multiply = slot.index, torch.mul
+        index, multiply, keep = slot.index, torch.mul, self.sharding is None
 
         def on_gradient(parameter: torch.Tensor) -> None:
             if not self._syncing and not self._arrive(index):
@@ -175,17 +186,29 @@ class Reducer:
             fired = self._fired[index] = self._fired[index] + 1
             if (self._order is not None or fired != slot.uses) and not self._complete(slot):
                 return
-            view, bucket = slot.view, slot.bucket
+            bucket = slot.bucket
+            if not bucket.attached:
+                self._attach(bucket)
+            view = slot.view
             if self._scale is None or self._graphed or grad is view:
                 self._put(grad, view)
             else:
                 multiply(grad, self._scale, out=view)
-            parameter.grad = view
+            parameter.grad = view if keep else None
             bucket.pending -= 1
             if not bucket.pending:
                 self._let_go()
 
         return on_gradient
+
+    def _attach(self, bucket: Bucket) -> None:
+        """Memory for a bucket that has none: that of the oldest sum under way, if there is one."""
+        assert self.sharding is not None
+        for other in self.buckets:
+            if other.work is not None:
+                self._wait(other)
+                break
+        self.sharding.attach(bucket)
 
     def _complete(self, slot: Slot) -> bool:
         """Whether this was the parameter's last gradient in this backward; notes the order in the first."""
@@ -219,7 +242,8 @@ class Reducer:
 
     def _let_go(self) -> None:
         """All buckets that are ready, in order: the same order on every rank."""
-        if not (self.way.overlap or self._ending):
+        eager = self.sharding is not None and self.sharding.strategy.gradients
+        if not (self.way.overlap or self._ending or eager):
             return
         now = time.perf_counter() if self.watch is not None else 0.0
         line = _lines.get(self.group)
@@ -235,8 +259,11 @@ class Reducer:
             launched = time.perf_counter() if self.watch is not None else 0.0
             with torch.no_grad():
                 bucket.work = self._reduce(bucket)
+            flat_bytes = bucket.flat.nbytes
+            if self.sharding is not None and bucket.work is None:
+                self.sharding.reduced(bucket)
             if self.watch is not None:
-                self.watch.left(BucketTrace(bucket.index, bucket.flat.nbytes, now, launched), bucket)
+                self.watch.left(BucketTrace(bucket.index, flat_bytes, now, launched), bucket)
         if self._next == len(self.buckets):
             if self.hook is None:
                 self._used = self._exchange_used()
@@ -257,6 +284,8 @@ class Reducer:
 
     def _reduce(self, bucket: Bucket) -> Pending | torch.futures.Future[Any] | None:
         """What its result has to be waited for with; None if it is there."""
+        if self.hook is None and self.sharding is not None:
+            return self.sharding.reduce(bucket, self.way.overlap)
         if self.hook is None:
             work = ops.all_reduce(
                 bucket.flat, group=self.group, async_op=self.way.overlap, schedule=self.way.schedule,
@@ -309,6 +338,9 @@ class Reducer:
             self._note_used(used, read=bool(absent) or self._learning)
         for slot in absent:
             self._settle(slot)
+        if self.sharding is not None:
+            flags = self._used_anywhere
+            self.sharding.finish({slot.index for slot in absent if not flags[slot.index]})
         self._end_first()
         self._fired, self._touched = [0] * len(self.slots), [0] * len(self.slots)
         while self.awaited:
@@ -346,8 +378,12 @@ class Reducer:
                 absent.append(slot)
                 if grad is slot.view:
                     slot.kept = grad.clone()
+            if not slot.bucket.attached:
+                self._attach(slot.bucket)
             self._put(grad, slot.view)
-            if used:
+            if self.sharding is not None:
+                parameter.grad = None
+            elif used:
                 parameter.grad = slot.view
             slot.bucket.pending -= 1
         return absent
@@ -380,6 +416,8 @@ class Reducer:
 
     def _settle(self, slot: Slot) -> None:
         """A parameter that this rank did not use: another's gradient, or what was there before."""
+        if self.sharding is not None:
+            return
         if self._used_anywhere[slot.index]:
             slot.parameter.grad = slot.view
         elif slot.kept is not None:
@@ -391,8 +429,13 @@ class Reducer:
         if work is None:
             return
         result = work.wait()
-        if isinstance(work, Pending):
-            return
+        if not isinstance(work, Pending):
+            self._take(result, bucket)
+        if self.sharding is not None:
+            self.sharding.reduced(bucket)
+
+    def _take(self, result: Any, bucket: Bucket) -> None:
+        """What a communication hook's future gave."""
         if isinstance(result, list | tuple):
             (result,) = result
         if not isinstance(result, torch.Tensor):
@@ -441,6 +484,8 @@ class Reducer:
             for slot in self.slots:
                 # With weights, micro-batches before the end count: their weights are in the sum already.
                 left = self._touched[slot.index] and self.average.over != "ranks"
+                if not slot.bucket.attached:
+                    self._attach(slot.bucket)
                 self._put(slot.parameter.grad if left else None, slot.view)
             for bucket in self.buckets:
                 bucket.pending = 0
@@ -466,6 +511,7 @@ class Reducer:
         if cap:
             self._cap_bytes = cap
         self._arrivals = []
+        assert isinstance(self._laid, Buckets)  # those of a sharding come in no order that was learnt
         with torch.no_grad():
             self._laid.lay(self._cap_bytes, self._first_bytes, order)
 

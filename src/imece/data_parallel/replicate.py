@@ -27,6 +27,7 @@ from imece.data_parallel.finite import Finite
 from imece.data_parallel.grad_bucket import Hook, check_hook
 from imece.data_parallel.joining import DDPJoinHook, agree, common_rank
 from imece.data_parallel.reducer import Reducer, Way
+from imece.data_parallel.shard import squared_norm
 from imece.data_parallel.same import check_drift, check_same_shapes, sync_from
 from imece.data_parallel.trace import StepTrace
 from imece.data_parallel.watch import Watch
@@ -196,6 +197,28 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self.reducer.hook is not None:
             raise RuntimeError("register_comm_hook: this model has a communication hook already")
         self.reducer.hook, self.reducer.hook_state = hook, state
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Shorten the gradient to `max_norm` if it is longer; returns its 2-norm before. All ranks call it.
+
+        The same for every strategy, and to the same bits. A norm that is not finite changes nothing.
+        """
+        norm = float(self.gradient_norm())
+        if max_norm < norm < float("inf"):
+            self.scale_gradients(max_norm / norm)
+        return norm
+
+    def gradient_norm(self) -> torch.Tensor:
+        """The 2-norm of the gradient of all parameters, fp64 scalar."""
+        return squared_norm(self._gradients(), self.device).sqrt()
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradient by a number."""
+        if gradients := self._gradients():
+            torch._foreach_mul_(gradients, factor)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [slot.parameter.grad for slot in self.reducer.slots if slot.parameter.grad is not None]
 
     def record_trace(self, record: bool = True) -> None:
         """From now on `last_trace` holds the times of the latest synchronised step."""

@@ -1,0 +1,131 @@
+"""Any torch optimizer on the parts that a rank owns.
+
+The user's own optimizer goes on: its groups, hooks and schedulers stay, only what lies in its groups changes,
+from parameters to this rank's parts of them. So its state is 1/N. An optimizer whose update of an element
+looks at that element alone may have matrices cut anywhere; one that looks at whole matrices gets whole ones.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from imece.data_parallel.parts import Part
+from imece.data_parallel.shard import Sharding
+
+Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
+_ELEMENT_WISE = frozenset(
+    """Adadelta Adagrad Adam Adamax AdamW AdamW8bit Adam8bit PagedAdamW PagedAdamW8bit AdamWFp8 AdamW4bit ASGD
+    Lion Lion8bit NAdam RAdam RMSprop RMSprop8bit Rprop SGD SGD8bit""".split()
+)
+_NEVER = {
+    "LBFGS": "it searches along one direction of all parameters together",
+    "SparseAdam": "it takes sparse gradients only",
+}
+
+
+def is_element_wise(optimizer: Optimizer) -> bool:
+    """Whether matrices may be cut for it. Of an optimizer that nobody knows: no, which is always right.
+
+    An optimizer says it itself with an attribute `element_wise`. ValueError for those that cannot be sharded.
+    """
+    name = type(optimizer).__name__
+    if name in _NEVER:
+        raise ValueError(
+            f"{name} cannot be sharded: {_NEVER[name]}; use strategy='replicate' or another optimizer"
+        )
+    said = getattr(optimizer, "element_wise", None)
+    known = type(optimizer).__module__.startswith(("torch.", "torchao.", "bitsandbytes."))
+    return bool(said) if said is not None else known and name in _ELEMENT_WISE
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All that it steps, in the order of its groups."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def kinds_of(
+    named: Sequence[tuple[str, torch.Tensor]], optimizers: Sequence[Optimizer]
+) -> list[int]:
+    """Of each parameter the number of its optimizer, -1 for those that none steps.
+
+    ValueError for a parameter that two of them step, or one that is none of the model's.
+    """
+    number: dict[int, int] = {}
+    for at, optimizer in enumerate(optimizers):
+        for parameter in parameters_of(optimizer):
+            if number.setdefault(id(parameter), at) != at:
+                (name,) = [name for name, each in named if each is parameter][:1] or ["a parameter"]
+                raise ValueError(f"two optimizers step {name}: each parameter belongs to one")
+    kinds = [number.pop(id(each), -1) for _, each in named]
+    return kinds
+
+
+class SteppedParts:
+    """One of the user's optimizers, which from now on steps this rank's parts."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        number: int,
+        sharding: Sharding,
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        """parameters: those of the sharding, in its order. Hooks of the optimizer's steps bring the rest."""
+        self.optimizer, self._number, self._sharding = optimizer, number, sharding
+        self._parameters = list(parameters)
+        index = {id(each): at for at, each in enumerate(parameters)}
+        parts: Mapping[int, list[Part]] = _by_index(sharding.parts)
+        state = {each: optimizer.state.pop(each) for each in list(optimizer.state)}
+        for group in optimizer.param_groups:
+            mine: list[torch.Tensor] = []
+            for parameter in group["params"]:
+                if id(parameter) not in index:
+                    mine.append(parameter)  # wants no gradient: nobody steps it
+                    continue
+                for part in parts.get(index[id(parameter)], []):
+                    mine.append(part.parameter)
+                    if parameter in state:
+                        optimizer.state[part.parameter] = _part_of_state(state[parameter], part)
+            group["params"] = mine
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+        self._zero = optimizer.zero_grad
+        optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
+
+    def _before(self, *_: Any) -> None:
+        self._sharding.before_step()
+
+    def _after(self, *_: Any) -> None:
+        with torch.no_grad():
+            self._sharding.after_step((self._number,))
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        self._zero(set_to_none)
+        for parameter in self._parameters:  # what came in no_sync and was not summed
+            parameter.grad = None
+
+
+def _by_index(parts: Iterable[Part]) -> dict[int, list[Part]]:
+    found: dict[int, list[Part]] = defaultdict(list)
+    for part in parts:
+        found[part.index].append(part)
+    return found
+
+
+def _part_of_state(state: Mapping[str, Any], part: Part) -> dict[str, Any]:
+    """What an optimizer kept of a whole parameter, cut as the parameter is."""
+    whole = 1
+    for size in part.shape:
+        whole *= size
+    return {
+        key: value.reshape(-1)[part.start : part.stop].clone().view(part.parameter.shape)
+        if isinstance(value, torch.Tensor) and value.numel() == whole and value.ndim
+        else value
+        for key, value in state.items()
+    }

@@ -1,0 +1,84 @@
+"""A model's parameters in flat memory, and of each what this rank owns.
+
+    part    what of one parameter lies in this rank's shard: the parameter that the optimizer steps
+    master  the memory of the parts: this rank's shards; the parameters' own memory, unless they are stored in
+            fewer bits than they are updated in
+
+Parameters, gradients and masters of a bucket have their elements in the same places, whatever their dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from imece import layout
+
+ALIGN_BYTES = 128  # 64 for parameters and gradients in half as many bits as their masters
+
+
+@dataclass(eq=False)
+class Part:
+    """Elements [start, stop) of one parameter, flat."""
+
+    index: int  # of the parameter, in registration order
+    name: str
+    shape: tuple[int, ...]  # of the whole parameter
+    start: int
+    stop: int
+    bucket: int
+    offset: int  # of its first element in this rank's shard
+    parameter: nn.Parameter  # what the optimizer sees: flat, or whole matrices in their own shape
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def of(self, shard: torch.Tensor) -> torch.Tensor:
+        """This part of a shard, [shard_numel], shaped as the optimizer's parameter."""
+        return shard[self.offset : self.offset + self.numel].view(self.parameter.shape)
+
+
+def items_of(named: Sequence[tuple[str, torch.Tensor]], groups: Sequence[int]) -> list[layout.Item]:
+    """The items of a layout. groups: of each parameter, those of different ones never share a bucket."""
+    return [
+        layout.Item(
+            name, tuple(each.shape), str(each.dtype).removeprefix("torch."), each.itemsize, str(each.device),
+            group,
+        )
+        for (name, each), group in zip(named, groups, strict=True)
+    ]  # fmt: skip
+
+
+@torch.no_grad()
+def move_into(flat: torch.Tensor, plan: layout.Bucket, parameters: Sequence[torch.Tensor], copy: bool) -> None:
+    """Make the parameters of a bucket views into `flat`, [numel]; copy: with the values that they have."""
+    for place in plan.places:
+        parameter = parameters[place.item]
+        view = flat[place.start : place.stop].view(parameter.shape)
+        if copy:
+            view.copy_(parameter)
+        parameter.data = view
+
+
+def make_parts(
+    plan: layout.Bucket, items: Sequence[layout.Item], rank: int, master: torch.Tensor, whole: bool
+) -> list[Part]:
+    """What `rank` owns of a bucket. master: its shard, [shard_numel]; whole: its items are not cut."""
+    first, stop = plan.shard(rank)
+    parts = []
+    for found in plan.parts(first, stop):
+        item = items[found.item]
+        offset = found.bucket_start - first
+        flat = master[offset : offset + found.item_stop - found.item_start]
+        parameter = nn.Parameter(flat.view(item.shape) if whole else flat)
+        parts.append(
+            Part(
+                found.item, item.name, item.shape, found.item_start, found.item_stop, plan.index, offset,
+                parameter,
+            )
+        )  # fmt: skip
+    return parts

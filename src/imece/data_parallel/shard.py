@@ -1,0 +1,265 @@
+"""ZeRO-1/2/3 and hybrid sharding over the reducer's buckets: who keeps what, and what moves.
+
+    gradients whole until the step (zero1)   a bucket of each is kept; the sum over the ranks lands in the own
+                                             shard of it, in place; the rest is scratch then
+    gradients sharded (zero2, zero3)         a bucket borrows memory when its first gradient comes, is summed
+                                             as soon as it is full, and gives the memory back; shards are kept
+    parameters whole (zero1, zero2)          each rank steps its shard, and an all-gather in place brings the
+                                             others'
+    parameters sharded (zero3)               in memory that the ranks of a host have in common, one copy for
+                                             all of them: each steps its shard where it lies, and nothing
+                                             moves. Elsewhere units.py gathers and frees
+
+Since a sum over ranks runs in the order of ranks, whoever computes it, all of these give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from imece import layout
+from imece.collectives import ops
+from imece.collectives.calls import Call
+from imece.collectives.common import common_zeros
+from imece.collectives.pending import Pending
+from imece.collectives.shared_memory import shared_empty
+from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.data_parallel.buckets import Bucket, Slot
+from imece.data_parallel.parts import ALIGN_BYTES, Part, items_of, make_parts, move_into
+from imece.data_parallel.strategy import ShardGroups, Strategy
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """In which dtypes a sharded model is kept; None: in its own.
+
+    param: of the parameters that forward and backward use; their masters, which the optimizer steps, stay in
+    the model's own dtype, one shard a rank. reduce: of gradients in buckets, and of their sum.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+
+@dataclass(eq=False)
+class _Store:
+    """The memory of one bucket on this rank."""
+
+    plan: layout.Bucket
+    parameters: torch.Tensor  # [numel]
+    master: torch.Tensor  # [shard_numel], a view of `parameters` unless those have fewer bits
+    gradient: torch.Tensor | None  # [shard_numel]; None: nothing came yet
+    parts: list[Part]
+    older: torch.Tensor | None = None  # what the sum under way is to be added to
+
+
+class Sharding:
+    """The memory of one model under one strategy, and the collectives on it. One reducer uses it."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.Tensor]],
+        kinds: Sequence[int],
+        whole: Collection[int],
+        strategy: Strategy,
+        groups: ShardGroups,
+        *,
+        cap_bytes: int,
+        precision: MixedPrecision,
+    ) -> None:
+        """named: parameters that want a gradient; kinds: of each the number of its optimizer.
+
+        whole: optimizers that step whole matrices. All ranks of `groups.world` construct at the same time.
+        """
+        self.strategy, self.groups, self.whole = strategy, groups, frozenset(whole)
+        self._parameters = [each for _, each in named]
+        self._precision = precision
+        self._in_common = isinstance(groups.shard, SharedMemoryGroup)
+        self.rank, self.size = groups.shard.rank(), groups.shard.size()
+        self.layout = layout.build(
+            items_of(named, kinds),
+            cap_bytes=cap_bytes,
+            shards=self.size,
+            align_bytes=ALIGN_BYTES,
+            whole=self.whole,
+        )
+        self.stores = [self._store(plan) for plan in self.layout.buckets]
+        self.parts = [part for store in self.stores for part in store.parts]
+        self.all = [self._bucket(plan) for plan in self.layout.buckets]
+        by_index = {slot.index: slot for bucket in self.all for slot in bucket.slots}
+        self.slots = [by_index[index] for index in range(len(named))]
+        self._spare: list[torch.Tensor] = []  # memory of buckets that have given it back
+        if not strategy.gradients:
+            for bucket in self.all:
+                self.attach(bucket)
+
+    # Memory.
+
+    def _store(self, plan: layout.Bucket) -> _Store:
+        parameters = [self._parameters[place.item] for place in plan.places]
+        own_dtype, device = parameters[0].dtype, parameters[0].device
+        dtype = self._precision.param or own_dtype
+        start, stop = plan.shard(self.rank)
+        flat = self._parameter_memory(plan.numel, dtype, device)
+        master = flat[start:stop]
+        if dtype != own_dtype:
+            before = torch.zeros(plan.numel, dtype=own_dtype, device=device)
+            for place, parameter in zip(plan.places, parameters, strict=True):
+                before[place.start : place.stop].copy_(parameter.detach().reshape(-1))
+            master = before[start:stop].clone()
+        writes = not (self.strategy.parameters and self._in_common) or self.rank == 0
+        move_into(flat, plan, self._parameters, copy=writes)
+        if self.strategy.parameters and self._in_common:
+            ops.barrier(group=self.groups.shard)
+        return _Store(
+            plan, flat, master, None,
+            make_parts(plan, self.layout.items, self.rank, master, plan.group in self.whole),
+        )  # fmt: skip
+
+    def _parameter_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type != "cpu" or not self._in_common:
+            return torch.zeros(numel, dtype=dtype, device=device)
+        if self.strategy.parameters:
+            nbytes = numel * dtype.itemsize
+            return common_zeros(nbytes, self.groups.shard, "a bucket of parameters").view(dtype)
+        return shared_empty(numel, dtype).zero_()
+
+    def _bucket(self, plan: layout.Bucket) -> Bucket:
+        names = [self.layout.items[place.item].name for place in plan.places]
+        label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        nothing = self.stores[plan.index].parameters.new_empty(0)
+        bucket = Bucket(plan.index, nothing, plan.used_numel, label, attached=False)
+        for place in plan.places:
+            item = self.layout.items[place.item]
+            bucket.slots.append(
+                Slot(place.item, item.name, self._parameters[place.item], bucket, nothing)
+            )
+        return bucket
+
+    def attach(self, bucket: Bucket) -> None:
+        """Give a bucket memory for its gradients."""
+        store = self.stores[bucket.index]
+        plan, device = store.plan, store.parameters.device
+        dtype = self._precision.reduce or store.parameters.dtype
+        nbytes = plan.numel * dtype.itemsize
+        memory = next((each for each in self._spare if each.numel() >= nbytes), None)
+        if memory is not None:
+            self._spare.remove(memory)
+        else:
+            most = max(each.numel for each in self.layout.buckets) * dtype.itemsize
+            most = most if self.strategy.gradients else nbytes
+            shared = self._in_common and device.type == "cpu"
+            memory = shared_empty(most, torch.uint8) if shared else torch.empty(
+                most, dtype=torch.uint8, device=device
+            )  # fmt: skip
+            memory.zero_()
+        bucket.flat = memory[:nbytes].view(dtype)
+        for place, slot in zip(plan.places, bucket.slots, strict=True):
+            slot.view = bucket.flat[place.start : place.stop].view(slot.parameter.shape)
+        bucket.attached = True
+
+    def _detach(self, bucket: Bucket) -> None:
+        memory = bucket.flat.view(torch.uint8)
+        base = memory._base if memory._base is not None else memory
+        bucket.flat = bucket.flat.new_empty(0)
+        for slot in bucket.slots:
+            slot.view = bucket.flat
+        bucket.attached = False
+        self._spare.append(base)
+
+    # A backward.
+
+    def start(self) -> None:
+        """A synchronised backward begins. What was summed and not zeroed since then is to be added to."""
+        for store in self.stores:
+            live = [part for part in store.parts if part.parameter.grad is not None]
+            store.older = None
+            if live:
+                store.older = torch.zeros_like(store.master)
+                for part in live:
+                    assert part.parameter.grad is not None
+                    part.of(store.older).copy_(part.parameter.grad)
+
+    def reduce(self, bucket: Bucket, async_op: bool) -> Pending | None:
+        """Sum a full bucket over all ranks, into this rank's shard of it."""
+        start, stop = self.stores[bucket.index].plan.shard(self.rank)
+        own, flat, groups = bucket.flat[start:stop], bucket.flat, self.groups
+        replicas = groups.replicas
+        if replicas is None:
+            work = ops.reduce_scatter(
+                own, flat, group=groups.shard, async_op=async_op, label=bucket.label
+            )
+        else:
+            def both() -> None:
+                ops.reduce_scatter(own, flat, group=groups.shard, label=bucket.label)
+                ops.all_reduce(own, group=replicas, label=bucket.label)
+
+            call = Call("reduce_scatter", groups.shard, flat, "sum", label=bucket.label)
+            work = call.scheduled(both, own, async_op, replicas)
+        return work if isinstance(work, Pending) else None
+
+    def reduced(self, bucket: Bucket) -> None:
+        """The sum of a bucket is there."""
+        store = self.stores[bucket.index]
+        start, stop = store.plan.shard(self.rank)
+        own = bucket.flat[start:stop]
+        if not self.strategy.gradients and own.dtype == store.master.dtype:
+            store.gradient = own
+        else:
+            if store.gradient is None:
+                store.gradient = torch.empty_like(store.master)
+            store.gradient.copy_(own)
+        if store.older is not None:
+            store.gradient.add_(store.older)
+            store.older = None
+        if self.strategy.gradients:
+            self._detach(bucket)
+
+    def finish(self, unused: Collection[int]) -> None:
+        """Backward is over: parts have their gradients. unused: parameters that no rank used."""
+        for store in self.stores:
+            assert store.gradient is not None
+            for part in store.parts:
+                if part.index not in unused:
+                    part.parameter.grad = part.of(store.gradient)
+
+    # A step.
+
+    def before_step(self) -> None:
+        """Nobody may write what others still read."""
+        if self.strategy.parameters and self._in_common:
+            ops.barrier(group=self.groups.shard)
+
+    def after_step(self, kinds: Collection[int]) -> None:
+        """The optimizers of these numbers have stepped this rank's shard: bring the others'."""
+        for store in self.stores:
+            if store.plan.group not in kinds:
+                continue
+            start, stop = store.plan.shard(self.rank)
+            own = store.parameters[start:stop]
+            if own.dtype != store.master.dtype:
+                own.copy_(store.master)
+            if not (self.strategy.parameters and self._in_common):
+                label = f"parameters of {self.all[store.plan.index].label}"
+                ops.all_gather(store.parameters, own, group=self.groups.shard, label=label)
+        if self.strategy.parameters and self._in_common:
+            ops.barrier(group=self.groups.shard)
+
+    # What is known only together.
+
+    def gradient_norm(self) -> torch.Tensor:
+        """The 2-norm over all parameters of all ranks, fp64 scalar; gradients that are None count 0."""
+        parts = [part.parameter.grad for part in self.parts if part.parameter.grad is not None]
+        squares = squared_norm(parts, self._parameters[0].device)
+        ops.all_reduce(squares, group=self.groups.shard, label="norm of the gradient")
+        return squares.sqrt()
+
+
+def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The sum of all squares, fp64 scalar: it does not depend, in fp32, on who holds which of them."""
+    norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+

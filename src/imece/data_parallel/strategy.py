@@ -1,0 +1,73 @@
+"""The strategies, by all the names under which people know them: what each rank keeps of a model."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from imece.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What is divided among the ranks of a shard group; everything else is whole on each of them."""
+
+    name: str
+    parameters: bool
+    gradients: bool
+    optimizer: bool
+    hybrid: bool = False
+    """The shard group is a host's ranks, and hosts are replicas; otherwise it is all ranks."""
+    other_names: tuple[str, ...] = ()
+
+
+_ALL = (
+    Strategy("replicate", False, False, False, other_names=("ddp", "no_shard")),
+    Strategy("zero1", False, False, True, other_names=("zero-1",)),
+    Strategy("zero2", False, True, True, other_names=("zero-2", "shard_grad_op")),
+    Strategy("zero3", True, True, True, other_names=("zero-3", "full_shard")),
+    Strategy("hybrid", True, True, True, hybrid=True, other_names=("hybrid_shard",)),
+    Strategy("hybrid_zero2", False, True, True, hybrid=True, other_names=("_hybrid_shard_zero2",)),
+)
+STRATEGIES: dict[str, Strategy] = {each.name: each for each in _ALL}
+_BY_ANY_NAME = {name: each for each in _ALL for name in (each.name, *each.other_names)}
+
+
+def find_strategy(name: str) -> Strategy:
+    """By any of its names, in upper or lower case. ValueError, with the nearest name, for another."""
+    found = _BY_ANY_NAME.get(name.lower())
+    if found is None:
+        near = difflib.get_close_matches(name.lower(), _BY_ANY_NAME, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown strategy {name!r}{hint} There are {', '.join(STRATEGIES)}")
+    return found
+
+
+@dataclass(frozen=True)
+class ShardGroups:
+    """Who shares what: `shard` divides the model, `replicas` are those that hold the same shard."""
+
+    world: dist.ProcessGroup
+    shard: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None  # None: no other rank holds this shard
+
+    @classmethod
+    def of(cls, strategy: Strategy, mesh: Mesh) -> ShardGroups:
+        """ValueError if this mesh has no such groups, with the reason."""
+        if not strategy.hybrid:
+            return cls(mesh.world_group, mesh.world_group, None)
+        if len(mesh.hosts) < 2:
+            plain = "zero3" if strategy.parameters else "zero2"
+            raise ValueError(
+                f"strategy {strategy.name!r} shards inside hosts and replicates between them, but all "
+                f"{mesh.world_size} ranks are on one host: use {plain!r}"
+            )
+        if mesh.cross_group is None:
+            sizes = sorted({len(host) for host in mesh.hosts})
+            raise ValueError(
+                f"strategy {strategy.name!r} needs the same number of ranks on every host, and they have "
+                f"{sizes[0]} to {sizes[-1]}"
+            )
+        return cls(mesh.world_group, mesh.host_group, mesh.cross_group)
