@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -20,6 +20,7 @@ from imece.train.config import (
     DataSection,
     ModelSection,
     OptimizerSection,
+    Strategy,
     TrainConfig,
     ValidateSection,
     check_same_run,
@@ -64,7 +65,7 @@ CONFIGS = some(
     run=WORDS,
     ranks=COUNTS_OR_0,
     steps=COUNTS,
-    strategy=st.sampled_from(["replicate", "ddp", "NO_SHARD"]),
+    strategy=st.sampled_from(get_args(Strategy)),
     seed=st.integers(0, 2**63 - 1),
     model=models(),
     data=some(
@@ -162,8 +163,8 @@ def test_what_a_file_leaves_out_is_as_ever(file: Path) -> None:
         ("steps = 0", "steps is 0: at least 1"),
         ("seed = -1", "seed is -1: from 0 to 9223372036854775807"),
         ("run = 5", "run is 5: a string"),
-        ("strategy = 'zero9'", "strategy is 'zero9': one of replicate, ddp, NO_SHARD"),
-        ("strategy = ['ddp']", "strategy is ['ddp']: one of replicate, ddp, NO_SHARD"),
+        ("strategy = 'zero9'", "strategy is 'zero9': one of replicate, zero1, zero2"),
+        ("strategy = ['ddp']", "strategy is ['ddp']: one of replicate, zero1, zero2"),
         ("[compute]\ncompile = 1", "compute.compile is 1: true or false"),
         ("[optimizer]\nlr = true", "optimizer.lr is True: a number"),
         ("[optimizer]\nlr = nan", "optimizer.lr is nan: at least 0"),

@@ -244,7 +244,7 @@ def whole_folder(folder: str) -> None:
         }  # fmt: skip
         assert sorted(path.name for path in (run / "checkpoints").glob("step*")) >= ["step-00000008"]
         state = last(run).state
-        assert (state["world_size"], state["seed"], state["strategy"]) == (ranks, 1, "replicate")
+        assert (state["world_size"], state["seed"], state["strategy"]) == (ranks, 1, "zero1")
         assert state["counters"]["tokens"] == 9 * 192 == summary(run)["tokens"]
         assert len(last(run).rank_states) == ranks
         assert state["best_val_loss"] == min(r["val_loss"] for r in records(run) if "val_loss" in r)

@@ -6,12 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
 
 from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer
 from imece.train.config import Optimizer, OptimizerSection
-from imece.train.optimizer import load_optimizers, make_optimizers, optimizer_tensors
+from imece.train.optimizer import make_optimizers
 
 KINDS: tuple[Optimizer, ...] = ("adamw", "muon")
 SECTION = OptimizerSection(lr=0.25, weight_decay=0.5, beta1=0.7, beta2=0.8, eps=1e-6)
@@ -29,10 +28,6 @@ def updates(model: Transformer, optimizers: list[torch.optim.Optimizer], steps: 
             parameter.grad = torch.randn(parameter.shape, generator=draw)
         for optimizer in optimizers:
             optimizer.step()
-
-
-def values(model: Transformer) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -56,29 +51,10 @@ def test_every_parameter_once_and_decay_on_matrices(kind: Optimizer, tied: bool)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_state_and_back(kind: Optimizer) -> None:
-    section = dataclasses.replace(SECTION, kind=kind)
+def test_what_is_kept_of_each_parameter(kind: Optimizer) -> None:
     model = small()
-    optimizers = make_optimizers(model, section)
+    optimizers = make_optimizers(model, dataclasses.replace(SECTION, kind=kind))
     updates(model, optimizers, 3, seed=1)
-    saved = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizers, model).items()}
-    at_three = values(model)
-    for name in at_three:
-        kept = {key.rpartition("/")[2] for key in saved if key.rpartition("/")[0] == name}
-        assert kept in ({"exp_avg", "exp_avg_sq", "step"}, {"momentum_buffer"}), name
-
-    updates(model, optimizers, 2, seed=2)
-    again = small()
-    again.load_state_dict(at_three)
-    others = make_optimizers(again, section)
-    load_optimizers(others, again, saved)
-    updates(again, others, 2, seed=2)
-    for name, tensor in values(model).items():
-        assert torch.equal(tensor, values(again)[name]), name
-    assert optimizer_tensors(others, again).keys() == saved.keys()
-
-    # And without its state it goes elsewhere.
-    fresh = small()
-    fresh.load_state_dict(at_three)
-    updates(fresh, make_optimizers(fresh, section), 2, seed=2)
-    assert not any(torch.equal(tensor, values(fresh)[name]) for name, tensor in values(model).items())
+    kept = [set(state) for optimizer in optimizers for state in optimizer.state.values()]
+    assert len(kept) == len(list(model.parameters()))
+    assert all(keys in ({"exp_avg", "exp_avg_sq", "step"}, {"momentum_buffer"}) for keys in kept)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import imece
+from imece.checkpoint.training_state import TrainingState
 from imece.data.batches import Batches
 from imece.data.tokens import Part
 from imece.data_parallel.replicate import DistributedDataParallel
@@ -21,7 +22,7 @@ from imece.models.transformer import Transformer, token_loss
 from imece.train.batch import plan_batch
 from imece.train.clock import Clock
 from imece.train.config import BatchSection, OptimizerSection
-from imece.train.optimizer import make_optimizers, optimizer_tensors
+from imece.train.optimizer import make_optimizers
 from imece.train.precision import Precision
 from imece.train.step import Step
 from tests.ranks import run_ranks
@@ -62,16 +63,16 @@ class Bench:
         self.batches = batches()
         self.plan = plan_batch(BatchSection(sequences=SEQUENCES, micro=micro), SEQ, mesh.world_size)
         self.clock = Clock(mesh.device)
-        wrapped = DistributedDataParallel(self.model, average="tokens")
-        self.step = Step(wrapped, self.optimizers, self.batches, self.plan, precision, clip, self.clock)
+        self.wrapped = DistributedDataParallel(self.model, average="tokens")
+        self.step = Step(self.wrapped, self.optimizers, self.batches, self.plan, precision, clip, self.clock)
 
     def gradients(self) -> list[Tensor]:
         return [parameter.grad.clone() for parameter in self.model.parameters() if parameter.grad is not None]
 
     def state(self) -> dict[str, Tensor]:
         """Copies of parameters and of all that the optimizers keep."""
-        own = dict(self.model.named_parameters()) | optimizer_tensors(self.optimizers, self.model)
-        return {name: tensor.detach().clone() for name, tensor in own.items()}
+        state = TrainingState(self.wrapped, self.optimizers).tensors()
+        return {name: each.detach().clone() for name, each in state.items() if isinstance(each, Tensor)}
 
     def whole_batch(self, index: int) -> tuple[float, list[Tensor]]:
         """Loss and gradient by one process: the mean over all tokens of the step."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,9 +25,10 @@ from imece.data_parallel.average import Average, Over
 from imece.data_parallel.finite import Finite
 from imece.data_parallel.grad_bucket import Hook, check_hook
 from imece.data_parallel.joining import DDPJoinHook, agree, common_rank
+from imece.data_parallel.outputs import tensors_in
 from imece.data_parallel.reducer import Reducer, Way
-from imece.data_parallel.shard import squared_norm
 from imece.data_parallel.same import check_drift, check_same_shapes, sync_from
+from imece.data_parallel.shard import squared_norm
 from imece.data_parallel.trace import StepTrace
 from imece.data_parallel.watch import Watch
 from imece.errors import UserError
@@ -209,8 +209,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         return norm
 
     def gradient_norm(self) -> torch.Tensor:
-        """The 2-norm of the gradient of all parameters, fp64 scalar."""
-        return squared_norm(self._gradients(), self.device).sqrt()
+        """The 2-norm of the gradient of all parameters, fp32 scalar."""
+        return squared_norm(self._gradients(), self.device).sqrt().float()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradient by a number."""
@@ -272,7 +272,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.require_forward_param_sync = synchronise
         if synchronise:
             found = opaque = False
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 if tensor is None:
                     opaque = True
                 elif tensor.grad_fn is not None:
@@ -534,23 +534,3 @@ def _buffer_flags(broadcast: bool | None, forward: bool | None) -> tuple[bool, b
         return forward, True
     each = broadcast is not False
     return each, each
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor | None]:
-    """All tensors in an output, of lists, tuples, mappings and dataclasses, however nested.
-
-    None for an object that may hold some where nobody can see them.
-    """
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, list | tuple | set):
-        for each in value:
-            yield from _tensors(each)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for member in dataclasses.fields(value):
-            yield from _tensors(getattr(value, member.name, None))
-    elif value is not None and not isinstance(value, bool | int | float | complex | str | bytes):
-        yield None

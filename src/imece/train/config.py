@@ -25,7 +25,11 @@ from imece.models.transformer import TransformerConfig
 
 Section = TypeVar("Section")
 
-Strategy = Literal["replicate", "ddp", "NO_SHARD"]  # three names of one thing
+# All names of the strategies in data_parallel/strategy.py, of which the first six are ours.
+Strategy = Literal[
+    "replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2",
+    "ddp", "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2",
+]  # fmt: skip
 Optimizer = Literal["muon", "adamw"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Dtype = Literal["auto", "bf16", "fp32", "fp16"]
@@ -203,8 +207,10 @@ class TrainConfig:
     """Processes that train together; 0: one for each GPU, or without any 2 (1 on a single core)."""
     steps: int = 250
     """Optimizer updates in all. A larger number makes a finished run longer."""
-    strategy: Strategy = "replicate"
-    """How ranks share the work: replicate (also called ddp, NO_SHARD), each holding the whole model."""
+    strategy: Strategy = "zero1"
+    """What each rank holds: replicate (also ddp, NO_SHARD) all; zero1 a part of the optimizer's state; zero2
+    (SHARD_GRAD_OP) of gradients too; zero3 (FULL_SHARD) of parameters too; hybrid, hybrid_zero2: such parts
+    inside a host, replicas between hosts."""
     seed: int = 1
     """Of the weights and of the order of documents."""
     model: ModelSection = field(default_factory=ModelSection)

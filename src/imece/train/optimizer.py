@@ -1,10 +1,7 @@
-"""The optimizers of a run, each with its own parameters, and their state by parameter name."""
+"""The optimizers of a run, each with its own parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from imece.models.transformer import Transformer
@@ -32,29 +29,3 @@ def make_optimizers(model: Transformer, section: OptimizerSection) -> list[Optim
     ]
     betas = (section.beta1, section.beta2)
     return [*optimizers, AdamW(groups, lr=section.lr, betas=betas, eps=section.eps, fused=True)]
-
-
-def optimizer_tensors(optimizers: Sequence[Optimizer], model: nn.Module) -> dict[str, Tensor]:
-    """{"blocks.0.mlp.up.weight/exp_avg": ...} for all that they keep of each parameter."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    return {
-        f"{names[parameter]}/{key}": value
-        for optimizer in optimizers
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-    }
-
-
-def load_optimizers(optimizers: Sequence[Optimizer], model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """The reverse of `optimizer_tensors`. Tensors on the right device are taken over, not copied."""
-    named = dict(model.named_parameters())
-    states = {
-        parameter: optimizer.state
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    for key, value in tensors.items():
-        name, _, kind = key.rpartition("/")
-        parameter = named[name]
-        states[parameter][parameter][kind] = value.to(parameter.device)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from imece.checkpoint.load import Saved, newest
 from imece.checkpoint.save import Checkpoints
+from imece.checkpoint.training_state import TrainingState
 from imece.collectives.texts import gather_texts
 from imece.data.batches import Batches
 from imece.data.prepare import Prepared, prepare
+from imece.data_parallel.parallelize import parallelize
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
 from imece.mesh import Mesh
@@ -23,12 +24,10 @@ from imece.train.agreeing import together
 from imece.train.batch import BatchPlan, plan_batch
 from imece.train.clock import Clock
 from imece.train.config import TrainConfig
-from imece.train.optimizer import load_optimizers, make_optimizers, optimizer_tensors
+from imece.train.optimizer import make_optimizers
 from imece.train.precision import Precision, choose_precision
-from imece.train.run_folder import RunFolder, load_model, shape_as_json
+from imece.train.run_folder import RunFolder, shape_as_json
 from imece.train.step import Step
-
-_OPTIMIZER = "optimizer/"
 
 
 @dataclass
@@ -46,6 +45,7 @@ class Session:
     optimizers: list[torch.optim.Optimizer]
     batches: Batches
     clock: Clock
+    training_state: TrainingState
     step: Step
     checkpoints: Checkpoints
     alarms: deque[str]  # what the saving thread has to say; the loop shows it
@@ -76,11 +76,11 @@ class Session:
         if config.compute.compile:
             model.compile()
         optimizers = make_optimizers(model, config.optimizer)
-        wrapped = DistributedDataParallel(model, average="tokens")
+        wrapped = together(mesh, lambda: _parallelize(model, optimizers, config.strategy, mesh))
         clock, alarms = Clock(mesh.device), deque[str]()
         session = cls(
             config, folder, mesh, prepared, plan, precision, model, wrapped, optimizers, batches, clock,
-            Step(wrapped, optimizers, batches, plan, precision, config.optimizer.clip, clock),
+            TrainingState(wrapped, optimizers), Step(wrapped, optimizers, batches, plan, precision, config.optimizer.clip, clock),
             Checkpoints(
                 folder.checkpoints,
                 rank=mesh.rank,
@@ -96,11 +96,7 @@ class Session:
 
     def save(self, val_loss: float | None) -> None:
         """Begin to save; `checkpoints.finish()` waits until it is on the disk."""
-        tensors: dict[str, Tensor] = {
-            f"model/{name}": each.detach() for name, each in self.model.named_parameters()
-        }
-        state = optimizer_tensors(self.optimizers, self.model)
-        tensors |= {_OPTIMIZER + name: each for name, each in state.items()}
+        tensors = self.training_state.tensors()
         self.checkpoints.save(self.done, tensors, self._state(), _random_states(), metric=val_loss)
 
     def _state(self) -> dict[str, Any]:
@@ -129,10 +125,7 @@ class Session:
                 )
             return
         self._check(saved)
-        load_model(self.model, saved)
-        names = [name for name in saved.names() if name.startswith(_OPTIMIZER)]
-        tensors = {name.removeprefix(_OPTIMIZER): saved.tensor(name) for name in names}
-        load_optimizers(self.optimizers, self.model, tensors)
+        self.training_state.load(saved)
         self.step.load_scaler(saved.state["scaler"])
         self.done, self.best_val_loss = saved.step, saved.state["best_val_loss"]
         self.seconds, self.tokens = saved.state["counters"]["seconds"], saved.state["counters"]["tokens"]
@@ -162,6 +155,16 @@ class Session:
                 f"{saved.folder} was trained with another tokenizer ({entries} entries) than "
                 f"{self.folder.tokenizer_file} ({self.prepared.tokenizer.vocab_size}): put the old one back"
             )
+
+
+def _parallelize(
+    model: Transformer, optimizers: list[torch.optim.Optimizer], strategy: str, mesh: Mesh
+) -> DistributedDataParallel:
+    try:
+        wrapped, _ = parallelize(model, optimizers, strategy, mesh, average="tokens")
+    except ValueError as error:  # a strategy that cannot be on these hosts
+        raise UserError(f"--strategy {strategy}: {error}") from None
+    return wrapped
 
 
 def _random_states() -> dict[str, str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from imece.collectives import ops
 from imece.collectives.texts import gather_texts
 from imece.data.batches import Batches, rows
 from imece.data_parallel.replicate import DistributedDataParallel
@@ -120,12 +121,11 @@ class Step:
         if self._scaler is not None:
             for optimizer in self._optimizers:
                 self._scaler.unscale_(optimizer)
-        gradients = [each.grad for each in self._parameters if each.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-        length = float(norm)
+            self._agree_on_overflow()
+        length = float(self._model.gradient_norm())
         finite = math.isfinite(length)
         if finite and 0 < self._clip < length:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, norm, foreach=True)
+            self._model.scale_gradients(self._clip / length)
         if finite:  # of all gradients: the scaler alone would make the update of each optimizer that can
             for optimizer in self._optimizers:
                 self._scaler.step(optimizer) if self._scaler is not None else optimizer.step()
@@ -133,6 +133,13 @@ class Step:
             self._scaler.update()
             return length, "" if finite else f"fp16 overflow; the scale is now {self._scaler.get_scale():g}"
         return length, "" if finite else "the gradient is not finite"
+
+    def _agree_on_overflow(self) -> None:
+        """Ranks of a sharded model look at different parts of the gradient: one that saw Inf says it for all."""
+        assert self._scaler is not None
+        for optimizer in self._optimizers:
+            for found in self._scaler._found_inf_per_device(optimizer).values():
+                ops.all_reduce(found, "max", group=self._model.process_group, label="fp16 overflow")
 
     def _not_finite(self, gradients: tuple[Tensor | None, ...]) -> list[str]:
         names = [name for name, each in self._model.module.named_parameters() if each.requires_grad]

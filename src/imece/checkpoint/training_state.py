@@ -1,0 +1,191 @@
+"""A model and its optimizers as named tensors and slices, whatever the strategy and the number of ranks.
+
+    model/NAME             a parameter, in the dtype in which it is updated
+    optimizer/NAME/KEY     what its optimizer keeps of it: exp_avg, momentum_buffer, step, ...
+
+A rank hands in what it holds: whole tensors that all ranks have alike, of which `deal` gives it a share to
+write; or slices that it alone owns. So nothing is gathered, and whoever loads asks for the elements it owns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from imece.checkpoint.deal import Slice
+from imece.checkpoint.load import Saved
+from imece.checkpoint.manifest import DTYPE_NAMES, DTYPES
+from imece.collectives.texts import gather_texts
+from imece.data_parallel.parallelize import ShardedDataParallel
+from imece.data_parallel.parts import Part
+from imece.data_parallel.replicate import DistributedDataParallel
+from imece.errors import UserError
+
+MODEL, OPTIMIZER = "model/", "optimizer/"
+_SHOWN = 3
+
+
+class TrainingState:
+    """What a checkpoint holds of one wrapped model and its optimizers."""
+
+    def __init__(self, model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
+        self._model, self._optimizers = model, list(optimizers)
+        self._names: dict[Tensor, str] = {each: name for name, each in model.module.named_parameters()}
+
+    def tensors(self) -> dict[str, Tensor | Slice]:
+        """All of it, as this rank has it. All ranks call it, after as many steps."""
+        if isinstance(self._model, ShardedDataParallel):
+            return self._slices(self._model)
+        found: dict[str, Tensor | Slice] = {
+            MODEL + name: parameter.detach() for parameter, name in self._names.items()
+        }
+        for parameter, optimizer in self._stepped():
+            for key, value in _tensors(optimizer.state.get(parameter, {})):
+                found[_key(self._names[parameter], key)] = value
+        return found
+
+    @torch.no_grad()
+    def load(self, saved: Saved) -> None:
+        """Fill parameters and optimizers from a checkpoint of any world and strategy. All ranks call it.
+
+        UserError, with the first names and shapes that differ, for a checkpoint of another model.
+        """
+        shapes = {name: tuple(parameter.shape) for parameter, name in self._names.items()}
+        check_shapes(saved, shapes)
+        sharded, parts = set(self._sharded()), self._parts()
+        for parameter, name in self._names.items():
+            if name not in sharded:
+                parameter.copy_(saved.tensor(MODEL + name))
+        for own, part in parts.items():
+            own.copy_(saved.slice(MODEL + part.name, part.start, part.stop).view(own.shape))
+        keys = _saved_keys(saved)
+        for stepped, optimizer in self._stepped():
+            found = parts.get(stepped)
+            name = found.name if found else self._names[stepped]
+            for key in keys.get(name, ()):
+                value = _read(saved, _key(name, key), shapes[name], found, stepped)
+                optimizer.state[stepped][key] = value.to(stepped.device)
+        if isinstance(self._model, ShardedDataParallel):
+            self._model.take_over_masters()
+
+    def _slices(self, model: ShardedDataParallel) -> dict[str, Tensor | Slice]:
+        sharding = model.sharding
+        sharded = set(self._sharded())
+        found: dict[str, Tensor | Slice] = {
+            MODEL + name: each.detach() for each, name in self._names.items() if name not in sharded
+        }
+        states = {
+            parameter: dict(_tensors(optimizer.state.get(parameter, {})))
+            for parameter, optimizer in self._stepped()
+        }
+        keys = self._all_keys(model, states)
+        # Of ranks that hold the same shard, one hands it in.
+        replicas = sharding.groups.replicas
+        hands_in = replicas is None or replicas.rank() == 0
+        parts = {part.index: part for part in sharding.parts} if hands_in else {}
+        for index, slot in enumerate(sharding.slots):
+            shape, part = tuple(slot.parameter.shape), parts.get(index)
+            start = part.start if part else 0
+            master = part.parameter.detach() if part else torch.empty(0, dtype=sharding.dtypes[index])
+            found[MODEL + slot.name] = Slice(master, shape, start)
+            for key, (dtype, whole) in keys.get(slot.name, {}).items():
+                value = states[part.parameter][key] if part else torch.empty(0, dtype=DTYPES[dtype])
+                if whole:
+                    found[_key(slot.name, key)] = Slice(value.contiguous(), shape, start)
+                else:  # whoever has the first element says it for all
+                    found[_key(slot.name, key)] = Slice(value if start == 0 else value.new_empty(0), (), 0)
+        return found
+
+    def _all_keys(
+        self, model: ShardedDataParallel, states: Mapping[Tensor, Mapping[str, Tensor]]
+    ) -> dict[str, dict[str, tuple[str, bool]]]:
+        """{parameter: {key: (dtype, whether it is shaped as the parameter)}}, of all ranks together."""
+        mine = {
+            part.name: {
+                key: (DTYPE_NAMES[value.dtype], _is_whole(value, part.parameter))
+                for key, value in states.get(part.parameter, {}).items()
+            }
+            for part in model.sharding.parts
+            if part.start == 0  # one rank has it
+        }
+        # Few optimizers keep different things of different parameters: each kind is said once.
+        names = defaultdict(list)
+        for name, keys in mine.items():
+            names[json.dumps(keys)].append(name)
+        said = [json.dumps([json.loads(keys), together]) for keys, together in names.items()]
+        every = gather_texts(said, model.process_group, model.device, "what optimizers keep")
+        return {
+            name: keys
+            for keys, together in map(json.loads, itertools.chain.from_iterable(every))
+            for name in together
+        }
+
+    def _sharded(self) -> list[str]:
+        model = self._model
+        return [slot.name for slot in model.sharding.slots] if isinstance(model, ShardedDataParallel) else []
+
+    def _parts(self) -> dict[Tensor, Part]:
+        model = self._model
+        if not isinstance(model, ShardedDataParallel):
+            return {}
+        return {part.parameter: part for part in model.sharding.parts}
+
+    def _stepped(self) -> Iterator[tuple[Tensor, Optimizer]]:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield parameter, optimizer
+
+
+def check_shapes(saved: Saved, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """UserError unless a checkpoint has these parameters, and no others."""
+    kept = {name.removeprefix(MODEL) for name in saved.names() if name.startswith(MODEL)}
+    wrong = [
+        f"{name} should be {list(shape)}, the checkpoint has "
+        f"{list(saved.shape(MODEL + name)) if name in kept else 'none'}"
+        for name, shape in wanted.items()
+        if name not in kept or saved.shape(MODEL + name) != shape
+    ]
+    wrong += [f"it has {name} too" for name in sorted(kept - wanted.keys())]
+    if wrong:
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise UserError(
+            f"{saved.folder} is of another model: {'; '.join(wrong[:_SHOWN])}{more}. Name another run folder"
+        )
+
+
+def _key(name: str, key: str) -> str:
+    return f"{OPTIMIZER}{name}/{key}"
+
+
+def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            yield key, value.detach()
+
+
+def _saved_keys(saved: Saved) -> dict[str, list[str]]:
+    keys: dict[str, list[str]] = defaultdict(list)
+    for name in saved.names():
+        if name.startswith(OPTIMIZER):
+            of, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
+            keys[of].append(key)
+    return keys
+
+
+def _is_whole(value: Tensor, parameter: Tensor) -> bool:
+    return value.ndim > 0 and value.numel() == parameter.numel()
+
+
+def _read(saved: Saved, name: str, shape: tuple[int, ...], part: Part | None, parameter: Tensor) -> Tensor:
+    """A value of an optimizer's state; of one that is shaped as the parameter, what belongs to this part."""
+    if part is None or saved.shape(name) != shape or not shape:
+        return saved.tensor(name)
+    return saved.slice(name, part.start, part.stop).view(parameter.shape)

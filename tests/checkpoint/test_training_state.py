@@ -1,0 +1,179 @@
+"""What any strategy saves at any number of ranks, any other loads at any other, to the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
+
+import imece
+from imece.checkpoint import Checkpoints, Saved, Slice, open_checkpoint
+from imece.checkpoint.files import step_folder
+from imece.checkpoint.training_state import MODEL, OPTIMIZER, TrainingState, check_shapes
+from imece.data_parallel.replicate import DistributedDataParallel
+from imece.errors import UserError
+from tests.ranks import run_ranks
+
+STRATEGIES = ("replicate", "zero1", "zero2", "zero3")
+WORLDS = (1, 2, 3, 4)
+STEPS = 3
+
+
+class Model(nn.Module):
+    """Matrices for Muon, the rest for AdamW; one parameter is frozen and one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.head = nn.Linear(5, 7), nn.Linear(7, 7, bias=False), nn.Linear(7, 3)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.unused = nn.Parameter(torch.full((4,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(torch.tanh(self.first(x)))
+        return torch.as_tensor(self.head(hidden) + self.frozen)
+
+
+def parallel(strategy: str, seed: int) -> tuple[DistributedDataParallel, list[Optimizer]]:
+    torch.manual_seed(seed)
+    model = Model()
+    rest = [each for each in model.parameters() if each is not model.inner.weight]
+    optimizers: list[Optimizer] = [Muon([model.inner.weight], lr=0.1), AdamW(rest, lr=0.1)]
+    wrapped, _ = imece.parallelize(model, optimizers, strategy)
+    return wrapped, optimizers
+
+
+def train(model: DistributedDataParallel, optimizers: list[Optimizer], steps: int, rank: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+        loss = model(x).square().mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def save(folder: str, strategy: str) -> list[str]:
+    """Train and save; the alarms."""
+    mesh = imece.init()
+    model, optimizers = parallel(strategy, seed=1)
+    train(model, optimizers, STEPS, mesh.rank)
+    alarms: list[str] = []
+    checkpoints = Checkpoints(Path(folder), rank=mesh.rank, world_size=mesh.world_size, alarm=alarms.append)
+    checkpoints.save(STEPS, TrainingState(model, optimizers).tensors(), {}, None)
+    checkpoints.finish()
+    checkpoints.close()
+    return alarms
+
+
+def save_all(folder: str, ranks: int) -> list[str]:
+    return [alarm for each in STRATEGIES for alarm in save(f"{folder}/{ranks}-{each}", each)]
+
+
+def differences(saved: Saved, found: dict[str, Tensor | Slice]) -> list[str]:
+    """Names of what this rank holds otherwise than the checkpoint has it."""
+    wrong = sorted(set(saved.names()) ^ set(found))
+    for name, value in found.items():
+        if isinstance(value, Slice):
+            kept = saved.slice(name, value.start, value.start + value.tensor.numel())
+            same = saved.shape(name) == value.shape and torch.equal(kept, value.tensor.reshape(-1))
+        else:
+            same = torch.equal(saved.tensor(name), value)
+        wrong += [] if same else [name]
+    return wrong
+
+
+def load_all(folder: str, folders: list[str]) -> dict[str, Any]:
+    """{(checkpoint, strategy): what differs}, and the losses that follow."""
+    mesh = imece.init()
+    wrong: dict[str, list[str]] = {}
+    losses: dict[str, list[list[float]]] = {}
+    for name in folders:
+        saved = open_checkpoint(step_folder(Path(folder) / name, STEPS))
+        for strategy in STRATEGIES:
+            model, optimizers = parallel(strategy, seed=2)
+            state = TrainingState(model, optimizers)
+            state.load(saved)
+            found = differences(saved, state.tensors())
+            values = model.module.named_parameters()
+            found += [key for key, each in values if not torch.equal(saved.tensor(MODEL + key), each)]
+            if found:
+                wrong[f"{name} as {strategy}"] = found
+            losses.setdefault(name, []).append(train(model, optimizers, 2, mesh.rank))
+    return {"wrong": wrong, "losses": losses}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints WORLD-STRATEGY of all worlds and strategies."""
+    made = tmp_path_factory.mktemp("saved")
+    for ranks in WORLDS:
+        results = run_ranks(save_all, ranks, args=(str(made), ranks), backend=None)
+        assert results == [[]] * ranks
+    return made
+
+
+def test_strategies_save_the_same_bits(folder: Path) -> None:
+    for ranks in WORLDS:
+        first, *others = (
+            open_checkpoint(step_folder(folder / f"{ranks}-{each}", STEPS)) for each in STRATEGIES
+        )
+        kept = {name.rpartition("/")[2] for name in first.names() if name.startswith(OPTIMIZER)}
+        assert kept == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
+        assert f"{OPTIMIZER}unused/step" not in first.names()
+        for other in others:
+            assert set(other.names()) == set(first.names())
+            assert all(torch.equal(first.tensor(name), other.tensor(name)) for name in first.names())
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_any_loads_any(folder: Path, ranks: int) -> None:
+    names = [f"{world}-{strategy}" for world in WORLDS for strategy in STRATEGIES]
+    for result in run_ranks(load_all, ranks, args=(str(folder), names), backend=None):
+        assert result["wrong"] == {}
+        assert len(result["losses"]) == len(names)
+        for losses in result["losses"].values():
+            assert losses == losses[:1] * len(STRATEGIES)
+
+
+def test_each_rank_writes_its_own(folder: Path) -> None:
+    """Of what is sharded nothing is written twice, and no rank writes it all."""
+    where = step_folder(folder / "4-zero1", STEPS)
+    written = []
+    for path in sorted(where.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            written.append(sum(file.get_tensor(name).numel() for name in file.keys()))  # noqa: SIM118
+    saved = open_checkpoint(where)
+    assert sum(written) == sum(saved.tensor(name).numel() for name in saved.names())
+    assert len(written) == 4 and 0 < max(written) < sum(written)
+
+
+def differs(folder: str) -> list[str]:
+    """What is said of a checkpoint of another model, and that a changed value is seen."""
+    imece.init()
+    saved = open_checkpoint(step_folder(Path(folder) / "2-zero1", STEPS))
+    model, optimizers = parallel("zero2", seed=2)
+    state = TrainingState(model, optimizers)
+    state.load(saved)
+    with torch.no_grad():
+        for part in model.sharding.parts:  # type: ignore[union-attr]
+            part.parameter.add_(1.0)
+    found = differences(saved, state.tensors())
+    shapes = {"first.weight": (7, 6), "first.bias": (7,), "more": (2,)}
+    with pytest.raises(UserError) as error:
+        check_shapes(saved, shapes)
+    return [*found, str(error.value)]
+
+
+def test_another_model_and_a_changed_value(folder: Path) -> None:
+    for *names, said in run_ranks(differs, 2, args=(str(folder),), backend=None):
+        assert names and all(name.startswith(MODEL) for name in names)
+        assert "first.weight should be [7, 6], the checkpoint has [7, 5]" in said
+        assert "more should be [2], the checkpoint has none; it has frozen too and" in said
