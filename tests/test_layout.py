@@ -290,6 +290,156 @@ def test_no_items_no_buckets() -> None:
     assert build([], cap_bytes=1) == Layout((), ())
 
 
+# ---------------------------------------------------------------- items that are not cut
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """A layout in which the items of some groups are whole, and the one in which all are cut."""
+
+    case: Case
+    whole: list[int]
+    built: Layout
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Those of whole items."""
+        return [bucket for bucket in self.built.buckets if bucket.group in self.whole]
+
+
+@st.composite
+def dealt(draw: st.DrawFn) -> Dealt:
+    case = draw(cases())
+    whole = draw(st.sampled_from([[0], [1], [0, 1]]))
+    return Dealt(case, whole, build(**arguments(case), whole=whole))
+
+
+def work(item: Item) -> int:
+    """Of a product of the matrices with themselves."""
+    if len(item.shape) < 2:
+        return item.numel
+    return item.numel * min(item.shape[-2:])
+
+
+def owners(bucket: Bucket) -> dict[int, list[int]]:
+    """item -> the ranks in whose shards some of it lies."""
+    found: dict[int, list[int]] = {}
+    for rank in range(bucket.shards):
+        for part in bucket.parts(*bucket.shard(rank)):
+            found.setdefault(part.item, []).append(rank)
+    return found
+
+
+@given(dealt())
+@EXAMPLES
+def test_a_whole_item_lies_in_one_shard(dealt: Dealt) -> None:
+    items = dealt.case.items
+    assert sorted(chain.from_iterable(contents(dealt.built))) == list(range(len(items)))
+    for bucket in dealt.buckets:
+        assert all(len(ranks) == 1 for ranks in owners(bucket).values())
+        parts = [part for rank in range(bucket.shards) for part in bucket.parts(*bucket.shard(rank))]
+        assert sorted((part.item, part.item_start, part.item_stop) for part in parts) == sorted(
+            (place.item, 0, items[place.item].numel) for place in bucket.places if items[place.item].numel
+        )
+        for place, following in pairwise(bucket.places):
+            assert place.stop <= following.start
+        for place in bucket.places:
+            assert place.stop - place.start == items[place.item].numel
+            assert kind(items[place.item]) == kind(bucket)
+            assert dealt.built.where(place.item) == (bucket.index, place)
+
+
+@given(dealt())
+@EXAMPLES
+def test_shards_of_whole_items_are_as_long_as_the_fullest(dealt: Dealt) -> None:
+    for bucket in dealt.buckets:
+        assert bucket.numel == bucket.shards * bucket.shard_numel
+        step = dealt.case.align_bytes // bucket.itemsize
+        filled = [0] * bucket.shards
+        for rank in range(bucket.shards):
+            start, stop = bucket.shard(rank)
+            end = start
+            for part in bucket.parts(start, stop):
+                assert part.bucket_start == end  # no gap but after the last one
+                end += part.item_stop - part.item_start
+            filled[rank] = end - start
+        assert bucket.shard_numel == -(-max(filled) // step) * step
+
+
+@given(dealt())
+@EXAMPLES
+def test_work_is_balanced_over_all_buckets(dealt: Dealt) -> None:
+    """No rank has more than another by more than the largest item."""
+    items = dealt.case.items
+    total = [0] * dealt.case.shards
+    largest = 0
+    for bucket in dealt.buckets:
+        for index, (rank,) in owners(bucket).items():
+            total[rank] += work(items[index])
+            largest = max(largest, work(items[index]))
+        assert max(total) - min(total) <= largest
+
+
+@given(dealt())
+@EXAMPLES
+def test_the_caps_of_whole_items_count_once_a_shard(dealt: Dealt) -> None:
+    case, items = dealt.case, dealt.case.items
+    for this in {kind(bucket) for bucket in dealt.buckets}:
+        alike = [bucket for bucket in dealt.buckets if kind(bucket) == this]
+        in_order = sorted(
+            (i for i in case.positions if kind(items[i]) == this), key=case.positions.__getitem__
+        )
+        taken = iter(in_order)
+        for k, bucket in enumerate(alike):
+            held = [next(taken) for _ in bucket.places]
+            assert sorted(held) == sorted(place.item for place in bucket.places)
+            sizes = [items[index].nbytes for index in held]
+            assert sum(sizes[:-1]) < case.cap(k) * case.shards
+            assert sum(sizes) >= case.cap(k) * case.shards or bucket is alike[-1]
+
+
+@given(dealt())
+@EXAMPLES
+def test_whole_items_change_nothing_for_other_groups(dealt: Dealt) -> None:
+    def others(built: Layout) -> list[tuple[tuple[Place, ...], int]]:
+        return [(each.places, each.numel) for each in built.buckets if each.group not in dealt.whole]
+
+    assert others(dealt.built) == others(dealt.case.built)
+    again = build(**arguments(dealt.case), whole=set(dealt.whole))
+    assert again == dealt.built and again.fingerprint() == dealt.built.fingerprint()
+
+
+def test_matrices_on_two_ranks() -> None:
+    items = [
+        item("small", 4, 4),
+        item("bias", 4),
+        item("large", 16, 8),
+        item("wide", 2, 32),
+        item("last", 8, 8),
+    ]
+    built = build(items, cap_bytes=1 << 20, shards=2, whole=[0], order=range(5))
+    # Work: 1024 large, 512 last, 128 wide, 64 small, 4 bias.
+    (bucket,) = built.buckets
+    assert owners(bucket) == {2: [0], 4: [1], 3: [1], 0: [1], 1: [1]}
+    assert bucket.shard_numel == 160  # 64 + 64 + 16 + 4 elements, in steps of 16
+    assert bucket.places == (
+        Place(2, 0, 128), Place(4, 160, 224), Place(3, 224, 288), Place(0, 288, 304), Place(1, 304, 308),
+    )  # fmt: skip
+    assert (bucket.used_numel, bucket.numel) == (308, 320)
+
+
+def test_work_of_one_bucket_counts_in_the_next() -> None:
+    items = [item(f"p{i}", 8, 8) for i in range(3)] + [item("bias", 8)]
+    built = build(items, cap_bytes=1, shards=3, whole=[0], order=range(4))
+    assert [list(owners(bucket).values()) for bucket in built.buckets] == [[[0]], [[1]], [[2]], [[0]]]
+
+
+def test_more_ranks_than_items() -> None:
+    (bucket,) = build([item("a", 3, 3)], cap_bytes=1, shards=4, whole=[0]).buckets
+    assert [bucket.parts(*bucket.shard(rank)) for rank in range(4)] == [[Part(0, 0, 9, 0)], [], [], []]
+    assert (bucket.shard_numel, bucket.used_numel, bucket.nbytes) == (16, 9, 256)
+
+
 # ---------------------------------------------------------------- fingerprints
 
 

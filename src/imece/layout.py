@@ -169,6 +169,7 @@ def build(
     align_bytes: int = 64,
     order: Sequence[int] | None = None,
     whole: Collection[int] = (),
+    modules_whole: bool = False,
 ) -> Layout:
     """Put items into buckets in `order`: indices into `items`, by default the last item first.
 
@@ -179,6 +180,9 @@ def build(
 
     Buckets are numbered by when their last item comes in `order`: if gradients come in that order, bucket i
     is complete before bucket i + 1. Padding does not count towards the cap.
+
+    modules_whole: items whose names differ after the last dot only, the weight and the bias of a module, are in
+    one bucket. Their gradients come together, in any order: so a bucket is complete before the next begins.
 
     whole: groups of which each item lies in one shard, as an optimizer wants it that looks at whole matrices.
     Their caps count once a shard. Items are dealt to the rank with the least work so far, the most expensive
@@ -203,7 +207,9 @@ def build(
     contents = [
         content
         for (_, _, group), indices in alike.items()
-        for content in _fill(indices, items, [cap * shards for cap in caps] if group in whole else caps)
+        for content in _fill(
+            indices, items, [cap * shards for cap in caps] if group in whole else caps, modules_whole
+        )
     ]
     position = {index: i for i, index in enumerate(order)}
     contents.sort(key=lambda content: position[content[-1]])
@@ -231,13 +237,16 @@ def _work(item: Item) -> int:
     return item.numel * min(item.shape[-2:], default=1)
 
 
-def _fill(indices: Sequence[int], items: Sequence[Item], caps: Sequence[int]) -> Iterator[list[int]]:
+def _fill(
+    indices: Sequence[int], items: Sequence[Item], caps: Sequence[int], modules_whole: bool
+) -> Iterator[list[int]]:
     """The items of each bucket; bucket k is closed as soon as it has caps[k] bytes, the last cap repeats."""
     closed, content, content_bytes = 0, [], 0
-    for index in indices:
+    modules = [items[index].name.rpartition(".")[0] if modules_whole else index for index in indices]
+    for index, module, following in zip(indices, modules, [*modules[1:], None], strict=True):
         content.append(index)
         content_bytes += items[index].nbytes
-        if content_bytes >= caps[min(closed, len(caps) - 1)]:
+        if content_bytes >= caps[min(closed, len(caps) - 1)] and module != following:
             yield content
             closed, content, content_bytes = closed + 1, [], 0
     if content:

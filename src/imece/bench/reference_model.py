@@ -25,6 +25,11 @@ REFERENCE = Shape(vocabulary=512, width=384, layers=6, heads=6, length=256)
 """10.9M parameters. A step of 128 or 512 tokens takes one core of the machine of docs/benchmarks.md about
 140 or 440 ms."""
 
+LARGE = Shape(vocabulary=512, width=896, layers=10, heads=14, length=256)
+"""97.1M parameters: large enough for what a rank holds to be mostly that."""
+
+MODELS = {"10.9M": REFERENCE, "97M": LARGE}
+
 
 class Block(nn.Module):
     """Attention and a two-layer perceptron, each behind a LayerNorm."""

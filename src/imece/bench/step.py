@@ -11,12 +11,12 @@ from typing import Any
 from imece.bench import machine, report
 from imece.bench.crew import Crew
 from imece.bench.step_ways import ALONE, OURS, OVERLAPPED, PACKAGES, missing
-from imece.bench.targets import STEP, StepTarget
+from imece.bench.targets import STEP, STRATEGY, StepTarget
 from imece.data_parallel.trace import BucketTrace, StepTrace
 from imece.observe import timeline
 
 MODULE = "imece.bench.step_rank"
-_GLOO = "torch-gloo"
+_GLOO, _REPLICATE = "torch-gloo", "replicate"
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,16 @@ class Plan:
     """Training steps of a round."""
     memory: bool = False
     """Measure memory too: each way in ranks of its own."""
+
+    @property
+    def targets(self) -> tuple[StepTarget, ...]:
+        """Those of strategies if any is measured, else those of DistributedDataParallel."""
+        return STRATEGY if self.base == _REPLICATE else STEP
+
+    @property
+    def base(self) -> str:
+        """The way with which the table compares the others."""
+        return _REPLICATE if _REPLICATE in self.ways else _GLOO
 
 
 @dataclass(frozen=True)
@@ -83,16 +93,22 @@ class Results:
 
     def found(self, target: StepTarget) -> float | None:
         """The figure that the target is about; None if this run did not measure it."""
-        if target.what == "memory":
+        way, against = target.way, target.against
+        if target.what in ("memory", "peak"):
             memory = self.memory.get(target.tokens, {})
-            if OURS not in memory or target.against not in memory:
+            if way not in memory or against not in memory:
                 return None
-            return memory[OURS].parts_bytes / max(1, memory[target.against].parts_bytes)
+            ours, theirs = memory[way], memory[against]
+            if target.what == "peak":
+                return ours.peak_bytes / max(1, theirs.peak_bytes)
+            return ours.parts_bytes / max(1, theirs.parts_bytes)
         rounds = self.seconds.get(target.tokens, {})
-        if not rounds.get(OURS) or not rounds.get(target.against):
+        if not rounds.get(way) or not rounds.get(against):
             return None
+        if target.what == "time":
+            return 1 / self.speed(target.tokens, way, against)
         figure = self.share if target.what == "added" else self.speed
-        return figure(target.tokens, OURS, target.against)
+        return figure(target.tokens, way, against)
 
     @property
     def odd_ones(self) -> list[str]:
@@ -106,7 +122,7 @@ class Results:
         return asdict(self) | {
             "benchmark": "step",
             "machine": machine.facts() | {name: machine.version(name) for name in PACKAGES.values()},
-            "targets": [asdict(t) | {"text": t.text, "measured": self.found(t)} for t in STEP],
+            "targets": [asdict(t) | {"text": t.text, "measured": self.found(t)} for t in self.plan.targets],
         }
 
 
@@ -148,22 +164,28 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
 def lines(results: Results, tokens: int) -> list[str]:
     """The table of one number of tokens."""
     plan, rounds = results.plan, results.seconds[tokens]
+    base = plan.base
+    compared = "of gloo" if base == _GLOO else "x replicate"
     shown = [
         "",
         f"a GPT of {results.parameters / 1e6:.1f}M parameters, {tokens} tokens a rank, {plan.ranks} ranks, "
         f"1 thread a rank, medians of {plan.rounds} alternating rounds of "
         f"{plan.steps} step{'s' * (plan.steps != 1)}",
-        f"  {'':<16}{'ms/step':>9}{'added ms':>10}{'of gloo':>9}{'tokens/s':>10}{'x no-sync':>11}",
+        f"  {'':<16}{'ms/step':>9}{'added ms':>10}{compared:>13}{'tokens/s':>10}{'x no-sync':>11}",
     ]
     for way in rounds:
         seconds = statistics.median(rounds[way])
         line = f"  {way:<16}{seconds * 1e3:>9.1f}"
         if way == ALONE:
-            line += f"{'':>10}{'':>9}{plan.ranks * tokens / seconds:>10.0f}"
+            line += f"{'':>10}{'':>13}{plan.ranks * tokens / seconds:>10.0f}"
         else:
-            share = f"{results.share(tokens, way, _GLOO):.0%}" if _GLOO in rounds else ""
+            share = ""
+            if base in rounds and base == _GLOO:
+                share = f"{results.share(tokens, way, base):.0%}"
+            elif base in rounds:
+                share = f"{results.speed(tokens, way, base):.3f}"
             line += (
-                f"{results.added_s(tokens, way) * 1e3:>10.2f}{share:>9}"
+                f"{results.added_s(tokens, way) * 1e3:>10.2f}{share:>13}"
                 f"{plan.ranks * tokens / seconds:>10.0f}{results.speed(tokens, way, ALONE):>11.3f}"
             )
         shown.append(line)

@@ -13,9 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import imece
 from imece.bench import crew
-from imece.bench.reference_model import REFERENCE, batch
+from imece.bench.reference_model import MODELS, REFERENCE, batch
 from imece.bench.step_ways import Builder, Way
+from imece.data_parallel import footprint
+from imece.data_parallel.shard import MixedPrecision
 
 _BACKWARDS = 3  # of a round, in the measure of what a parameter costs
 
@@ -71,6 +74,27 @@ class Rank:
         shared, parts = _bytes("status", "RssShmem"), _bytes("smaps_rollup", "Pss")
         self._update(way)
         return {"peak_bytes": _bytes("status", "VmHWM"), "shared_bytes": shared, "parts_bytes": parts}
+
+    def footprint(self, way: str, model: str, bf16: bool, tokens: int, steps: int) -> dict[str, Any]:
+        """Bytes by category of a model of its own in one strategy, after `steps` steps, and as predicted."""
+        shape = MODELS[model]
+        precision = MixedPrecision(torch.bfloat16, torch.bfloat16) if bf16 else None
+        made = self._builder.build_strategy(way, shape, precision)
+        wrapped, optimizers = made.model, [made.optimizer]
+        assert isinstance(wrapped, imece.DistributedDataParallel)
+        parameters = sum(each.numel() for each in wrapped.parameters())
+        predicted = footprint.expected(wrapped, optimizers)
+        assert predicted is not None
+        for step in range(steps):
+            wrapped(batch(shape, tokens, step * dist.get_world_size() + dist.get_rank())).backward()
+            if step + 1 < steps:
+                made.optimizer.step()
+                made.optimizer.zero_grad()
+        counted = footprint.counted(wrapped, optimizers)
+        return {
+            "parameters": parameters, "predicted": asdict(predicted), "counted": asdict(counted),
+            "peak_bytes": _bytes("status", "VmHWM"),
+        }  # fmt: skip
 
     def chain(self, way: str, parameters: int) -> dict[str, Any]:
         """Make a model of so many parameters of 8 elements each, in place of the one before."""
@@ -135,7 +159,7 @@ def _bytes(file: str, name: str) -> int:
 def main() -> None:
     """Entry of `python -m imece.bench.step_rank`, which only a crew starts."""
     rank = Rank()
-    orders = ("build", "measure", "trace", "memory", "chain", "backward")
+    orders = ("build", "measure", "trace", "memory", "footprint", "chain", "backward")
     crew.serve({name: getattr(rank, name) for name in orders})
 
 

@@ -13,11 +13,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import imece
-from imece.bench.reference_model import REFERENCE, new_decoder, optimizer_of
+from imece.bench.reference_model import REFERENCE, Shape, new_decoder, optimizer_of
+from imece.data_parallel.shard import MixedPrecision
 
 ALONE, OURS, OVERLAPPED = "no-sync", "imece", "imece-overlap"
 OTHERS = ("torch-shm", "torch-gloo", "torch-gloo-view", "accelerate", "fabric")
 WAYS = (ALONE, OURS, OVERLAPPED, *OTHERS)
+STRATEGIES = ("replicate", "zero1", "zero2", "zero3", "zero3-gather")
+SHARDED_OTHERS = ("torch-zero1", "fully-shard")
+STRATEGY_WAYS = (ALONE, *STRATEGIES, *SHARDED_OTHERS)
 PACKAGES = {"accelerate": "accelerate", "fabric": "lightning"}
 
 
@@ -52,8 +56,25 @@ class Builder:
             return _accelerate(model)
         if way == "fabric":
             return _fabric(model)
+        if way in STRATEGIES:
+            return self.build_strategy(way, REFERENCE)
+        if way == "torch-zero1":
+            return _zero_redundancy(model)
+        if way == "fully-shard":
+            return _fully_shard(model)
         wrapped = self.wrap(way, model)
         return Way(wrapped, optimizer_of(wrapped))
+
+    def build_strategy(self, way: str, shape: Shape, precision: MixedPrecision | None = None) -> Way:
+        """A model of this shape in one of STRATEGIES. precision: None for the model's own dtypes."""
+        model = new_decoder(shape)
+        name, _, gather = way.partition("-")
+        group = self._shared_memory()
+        return Way(
+            *imece.parallelize(
+                model, optimizer_of(model), name, group, gather=bool(gather), precision=precision
+            )
+        )
 
     def wrap(self, way: str, model: nn.Module) -> nn.Module:
         """`model` in the wrapper of `way`: of those that are nothing but a wrapper."""
@@ -72,6 +93,24 @@ class Builder:
         if self._shm is None:
             self._shm = dist.new_group(backend="shm")
         return self._shm
+
+
+def _zero_redundancy(model: nn.Module) -> Way:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    plain = optimizer_of(wrapped)
+    options = {name: plain.defaults[name] for name in ("lr", "fused")}
+    return Way(wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), type(plain), **options))
+
+
+def _fully_shard(model: nn.Module) -> Way:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block)
+    fully_shard(model)
+    return Way(model, optimizer_of(model))
 
 
 def _accelerate(model: nn.Module) -> Way:

@@ -58,20 +58,22 @@ HOSTS = (
 )
 
 
-Promise = Literal["added", "speed", "memory"]
+Promise = Literal["added", "speed", "memory", "time", "peak"]
 
 
 @dataclass(frozen=True)
 class StepTarget:
-    """imece.DistributedDataParallel beside `against`, in a training step of `tokens` tokens a rank."""
+    """One of imece's ways beside `against`, in a training step of `tokens` tokens a rank."""
 
     tokens: int
     what: Promise
     """added: what it adds to a step without synchronisation is at most `bound` of what the other adds.
     speed: tokens/s are at least `bound` times the other's. memory: what is resident after a
-    backward, pages that ranks share divided among them, is at most `bound` times."""
+    backward, pages that ranks share divided among them, is at most `bound` times.
+    time: a step takes at most `bound` times as long. peak: as much was ever resident, at most."""
     against: str
     bound: float
+    way: str = "imece"
 
     @property
     def text(self) -> str:
@@ -80,8 +82,11 @@ class StepTarget:
             "added": f"adds at most {self.bound:.0%} of what {self.against} adds",
             "speed": f"at least {self.bound:g} x the tokens/s of {self.against}",
             "memory": f"resident memory at most {self.bound:g} x that of {self.against}",
+            "time": f"at most {self.bound:g} x the time of {self.against}",
+            "peak": f"peak resident memory at most {self.bound:g} x that of {self.against}",
         }[self.what]
-        return f"{self.tokens} tokens a rank: {promise}"
+        who = "" if self.way == "imece" else f"{self.way}: "
+        return f"{self.tokens} tokens a rank: {who}{promise}"
 
     def met(self, found: float) -> bool:
         """Whether the measured figure is good enough; what torch DDP on shm adds must be undercut."""
@@ -106,6 +111,23 @@ STEP = (
     StepTarget(128, "speed", "fabric", 1.2),
     StepTarget(128, "memory", "torch-gloo-view", 1.0),
     StepTarget(512, "memory", "torch-gloo-view", 1.0),
+)
+
+STRATEGY = (
+    *(
+        StepTarget(tokens, "time", "replicate", bound, way)
+        for way, bound in (("zero1", 1.0), ("zero2", 1.05), ("zero3", 1.15))
+        for tokens in (128, 512)
+    ),
+    StepTarget(128, "speed", "fully-shard", 1.9, "zero3"),
+    StepTarget(512, "speed", "fully-shard", 1.2, "zero3"),
+    StepTarget(128, "speed", "torch-zero1", 1.4, "zero1"),
+    StepTarget(512, "speed", "torch-zero1", 1.1, "zero1"),
+    *(
+        StepTarget(tokens, "peak", against, 1.0, way)
+        for way, against in (("zero1", "torch-zero1"), ("zero3", "fully-shard"))
+        for tokens in (128, 512)
+    ),
 )
 
 PARAMETER_COST_US = 8.0  # of processor time in backward, for each parameter

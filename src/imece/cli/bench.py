@@ -11,6 +11,7 @@ from imece.bench import (
     ddp,
     hosts,
     machine,
+    memory,
     parameter_cost,
     report,
     step,
@@ -23,6 +24,7 @@ from imece.cli.bench_options import (
     CollectivesOptions,
     DdpOptions,
     HostsOptions,
+    MemoryOptions,
     StepOptions,
     TrainOptions,
 )
@@ -40,6 +42,7 @@ def run(argv: Sequence[str]) -> int:
             run_step,
             "what synchronisation adds to a step: imece, torch, Accelerate, Fabric; a timeline",
         ),
+        "memory": (run_memory, "bytes of a rank by category in every strategy, predicted and counted; bars"),
         "train": (run_train, "imece train beside a plain loop with torch on Gloo, and the machine's limit"),
     }
     if not argv or argv[0] in ("-h", "--help"):
@@ -127,7 +130,7 @@ def run_step(argv: Sequence[str]) -> int:
     results = step.run(plan, _say)
     _say_targets(
         "what the plan of this project asks for, on an idle machine with two cores",
-        targets.step_lines(targets.STEP, results.found),
+        targets.step_lines(plan.targets, results.found),
     )
     _write_figures(options.json, results.as_json())
     step.write_timelines(results, options.trace, options.plot, _say)
@@ -143,6 +146,24 @@ def _run_parameters(options: StepOptions) -> int:
     _say_targets("what the plan of this project asks for", parameter_cost.judged(results))
     _write_figures(options.json, results.as_json())
     return 0
+
+
+def run_memory(argv: Sequence[str]) -> int:
+    """`imece bench memory`."""
+    options = parse(
+        MemoryOptions, argv, "imece bench memory",
+        "Count the bytes that a rank holds in every strategy, beside what the layout predicts.",
+    )  # fmt: skip
+    plan = options.plan()
+    for path in (options.json, options.plot):
+        report.check_writable(path)
+    print(machine.describe())
+    results = memory.run(plan, _say)
+    _write_figures(options.json, results.as_json())
+    if options.plot is not None:
+        memory.draw(results, options.plot, machine.describe())
+        print(f"plot     {options.plot}")
+    return 1 if results.far else 0
 
 
 def run_train(argv: Sequence[str]) -> int:

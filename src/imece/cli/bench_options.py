@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from imece.bench import collectives, ddp, hosts, parameter_cost, report, step, train_contenders
+from imece.bench import collectives, ddp, hosts, memory, parameter_cost, report, step, train_contenders
 from imece.bench.contenders import LIBRARIES, OPS
-from imece.bench.reference_model import REFERENCE
-from imece.bench.step_ways import WAYS
+from imece.bench.reference_model import MODELS, REFERENCE
+from imece.bench.step_ways import STRATEGIES, STRATEGY_WAYS, WAYS
 from imece.bench.train_targets import WAYS as TRAIN_WAYS
 from imece.errors import UserError
 from imece.train.config import TrainConfig
@@ -124,6 +124,9 @@ class StepOptions:
     """Tokens of one rank in one step: a list."""
     ways: str = ",".join(WAYS)
     """Which ways of training; those that are not installed are left out, and no-sync is always there."""
+    strategy: str = ""
+    """Measure instead imece's strategies beside torch's: a list of replicate, zero1, zero2, zero3,
+    zero3-gather (as between hosts), torch-zero1 (ZeroRedundancyOptimizer), fully-shard; or all."""
     ranks: int = 2
     """Number of ranks."""
     rounds: int = 7
@@ -153,6 +156,10 @@ class StepOptions:
                     f"--tokens {count}: more than {REFERENCE.length} must be a multiple of {REFERENCE.length}"
                 )
         ways = step.wanted(report.read_choices(self.ways, WAYS, "--ways"))
+        if self.strategy:
+            every = self.strategy == "all"
+            chosen = ",".join(STRATEGY_WAYS) if every else self.strategy
+            ways = step.wanted(report.read_choices(chosen, STRATEGY_WAYS, "--strategy"))
         rounds, steps = (min(self.rounds, 2), 1) if self.quick else (self.rounds, self.steps)
         return step.Plan(ways, tokens, self.ranks, rounds, steps, self.memory)
 
@@ -161,6 +168,38 @@ class StepOptions:
         _check_counts(self)
         counts = tuple(sorted(_counts(self.parameters, "--parameters")))
         return parameter_cost.Plan(counts, self.ranks, min(self.rounds, 2) if self.quick else self.rounds)
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """Options of `imece bench memory`."""
+
+    strategies: str = ",".join(STRATEGIES)
+    """Which strategies; zero3-gather is zero3 as it is between hosts."""
+    models: str = ",".join(MODELS)
+    """Which models: a list of 10.9M, 97M."""
+    ranks: str = "2,4"
+    """Numbers of ranks: a list."""
+    bf16: bool = False
+    """Parameters and gradients in bf16 with masters in fp32, instead of all in fp32."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    plot: Path | None = None
+    """Draw stacked bars (PNG) to this file."""
+    quick: bool = False
+    """The small model on 2 ranks: to see that it works."""
+
+    def plan(self) -> memory.Plan:
+        """What to measure; UserError for what cannot be."""
+        strategies = tuple(report.read_choices(self.strategies, STRATEGIES, "--strategies"))
+        models = tuple(report.read_choices(self.models, tuple(MODELS), "--models"))
+        ranks = _counts(self.ranks, "--ranks")
+        for count in ranks:
+            if not 2 <= count <= 64:
+                raise UserError(f"--ranks {count}: from 2 to 64 ranks can be measured")
+        if self.quick:
+            return memory.Plan(strategies, models[:1], ranks[:1], self.bf16)
+        return memory.Plan(strategies, models, ranks, self.bf16)
 
 
 @dataclass(frozen=True)

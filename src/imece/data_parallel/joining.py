@@ -6,6 +6,7 @@ which DistributedDataParallel.forward and backward do it.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from imece.collectives import ops
 from imece.data_parallel.same import sync_from
 
 if TYPE_CHECKING:
+    from imece.data_parallel.parallelize import ShardedDataParallel
     from imece.data_parallel.replicate import DistributedDataParallel
 
 
@@ -44,6 +46,48 @@ class DDPJoinHook(JoinHook):
         states = model.states(buffers=model.forward_sync_buffers)
         sync_from(root, states, model.process_group, "the model after uneven inputs")
         model._join_config = _JoinConfig.construct_disabled_join_config()  # torch leaves it on
+
+
+class Turn(IntEnum):
+    """What the ranks that still have inputs do next, each with a number."""
+
+    FORWARD = 1
+    ZERO = 2  # an optimizer's gradients: twice its number, and 1 if to None
+    STEP = 3  # an optimizer
+    NORM = 4
+    SCALE = 5  # the gradient, by a factor
+
+
+class ShardedJoinHook(DDPJoinHook):
+    """A rank that has ended still owns a part of the model: it does all that is done to it."""
+
+    _model: ShardedDataParallel
+
+    def main_hook(self) -> None:
+        """One turn of the others."""
+        model, (turn, number) = self._model, next_turn(self._model, 0, 0.0)
+        model.has_joined = True
+        try:
+            if turn == Turn.FORWARD:
+                super().main_hook()
+            elif turn == Turn.ZERO:
+                model.zero_gradients(int(number) // 2, set_to_none=bool(number % 2))
+            elif turn == Turn.STEP:
+                model.step(int(number))
+            elif turn == Turn.NORM:
+                model.gradient_norm()
+            elif turn == Turn.SCALE:
+                model.scale_gradients(number)
+        finally:
+            model.has_joined = False
+
+
+def next_turn(model: DistributedDataParallel, turn: int, number: float) -> tuple[int, float]:
+    """What is next, and its number, which is not negative; those who have ended say 0."""
+    told = torch.tensor([turn, number], dtype=torch.float64, device=model.device)
+    ops.all_reduce(told, "max", group=model.process_group, label="what is done next")
+    agreed, value = told.tolist()
+    return int(agreed), value
 
 
 def agree(model: DistributedDataParallel, synchronise: bool) -> bool:

@@ -8,7 +8,8 @@ looks at that element alone may have matrices cut anywhere; one that looks at wh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -18,10 +19,8 @@ from torch.optim import Optimizer
 from imece.data_parallel.parts import Part
 from imece.data_parallel.shard import Sharding
 
-Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
 _ELEMENT_WISE = frozenset(
-    """Adadelta Adagrad Adam Adamax AdamW AdamW8bit Adam8bit PagedAdamW PagedAdamW8bit AdamWFp8 AdamW4bit ASGD
-    Lion Lion8bit NAdam RAdam RMSprop RMSprop8bit Rprop SGD SGD8bit""".split()
+    ["Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "AdamW8bit", "Adam8bit", "PagedAdamW", "PagedAdamW8bit", "AdamWFp8", "AdamW4bit", "ASGD", "Lion", "Lion8bit", "NAdam", "RAdam", "RMSprop", "RMSprop8bit", "Rprop", "SGD", "SGD8bit"]
 )
 _NEVER = {
     "LBFGS": "it searches along one direction of all parameters together",
@@ -50,20 +49,59 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def kinds_of(
-    named: Sequence[tuple[str, torch.Tensor]], optimizers: Sequence[Optimizer]
+    named: Sequence[tuple[str, torch.Tensor]], optimizers: Sequence[Optimizer], model: nn.Module
 ) -> list[int]:
-    """Of each parameter the number of its optimizer, -1 for those that none steps.
+    """Of each of the model's parameters in `named` the number of its optimizer, -1 for those that none steps.
 
     ValueError for a parameter that two of them step, or one that is none of the model's.
     """
+    names = {id(each): name for name, each in model.named_parameters()}
     number: dict[int, int] = {}
     for at, optimizer in enumerate(optimizers):
         for parameter in parameters_of(optimizer):
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"{type(optimizer).__name__} steps a parameter of shape {list(parameter.shape)} that is none "
+                    f"of the model's: make it of the parameters of the model that is given with it"
+                )
             if number.setdefault(id(parameter), at) != at:
-                (name,) = [name for name, each in named if each is parameter][:1] or ["a parameter"]
-                raise ValueError(f"two optimizers step {name}: each parameter belongs to one")
-    kinds = [number.pop(id(each), -1) for _, each in named]
-    return kinds
+                raise ValueError(f"two optimizers step {names[id(parameter)]}: each parameter belongs to one")
+    return [number.get(id(each), -1) for _, each in named]
+
+
+def who_steps(named: Sequence[tuple[str, torch.Tensor]], optimizers: Sequence[Optimizer]) -> list[str]:
+    """Of each parameter its optimizer and group, for ranks to compare."""
+    said = {
+        id(each): f"{type(optimizer).__name__} {number}, group {at}"
+        for number, optimizer in enumerate(optimizers)
+        for at, group in enumerate(optimizer.param_groups)
+        for each in group["params"]
+    }
+    return [f"{name}: {said.get(id(each), 'no optimizer')}" for name, each in named]
+
+
+def numbers_of(optimizer: Optimizer) -> list[float]:
+    """What schedulers may change: learning rates, momenta, betas, of all groups."""
+    return [float(each) for group in optimizer.param_groups for _, values in _numbers(group) for each in values]
+
+
+def set_numbers(optimizer: Optimizer, numbers: Iterable[float]) -> None:
+    """The inverse of `numbers_of`."""
+    following = iter(numbers)
+    for group in optimizer.param_groups:
+        for key, values in list(_numbers(group)):
+            new = tuple(next(following) for _ in values)
+            if isinstance(group[key], torch.Tensor):
+                group[key].fill_(new[0])
+            elif new != values:  # or numbers of iterations would no longer be whole
+                group[key] = new if isinstance(group[key], tuple) else new[0]
+
+
+def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for key, value in group.items():
+        values = value if isinstance(value, tuple) else (value,)
+        if all(isinstance(each, float | int | torch.Tensor) and not isinstance(each, bool) for each in values):
+            yield key, values
 
 
 class SteppedParts:
@@ -75,24 +113,28 @@ class SteppedParts:
         number: int,
         sharding: Sharding,
         parameters: Sequence[torch.Tensor],
+        before_zero: Callable[[bool], None],
     ) -> None:
         """parameters: those of the sharding, in its order. Hooks of the optimizer's steps bring the rest."""
         self.optimizer, self._number, self._sharding = optimizer, number, sharding
-        self._parameters = list(parameters)
+        self._before_zero = before_zero
         index = {id(each): at for at, each in enumerate(parameters)}
+        self._parameters = [each for each in parameters_of(optimizer) if id(each) in index]
         parts: Mapping[int, list[Part]] = _by_index(sharding.parts)
-        state = {each: optimizer.state.pop(each) for each in list(optimizer.state)}
         for group in optimizer.param_groups:
-            mine: list[torch.Tensor] = []
-            for parameter in group["params"]:
+            mine: list[tuple[torch.Tensor, str]] = []
+            for parameter, name in zip(group["params"], group.get("param_names", repeat("")), strict=False):
                 if id(parameter) not in index:
-                    mine.append(parameter)  # wants no gradient: nobody steps it
+                    mine.append((parameter, name))  # wants no gradient: nobody steps it
                     continue
+                state = optimizer.state.pop(parameter, None)
                 for part in parts.get(index[id(parameter)], []):
-                    mine.append(part.parameter)
-                    if parameter in state:
-                        optimizer.state[part.parameter] = _part_of_state(state[parameter], part)
-            group["params"] = mine
+                    mine.append((part.parameter, name))
+                    if state is not None:
+                        optimizer.state[part.parameter] = _part_of_state(state, part)
+            group["params"] = [parameter for parameter, _ in mine]
+            if "param_names" in group:
+                group["param_names"] = [name for _, name in mine]
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
         self._zero = optimizer.zero_grad
@@ -106,6 +148,7 @@ class SteppedParts:
             self._sharding.after_step((self._number,))
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
+        self._before_zero(set_to_none)
         self._zero(set_to_none)
         for parameter in self._parameters:  # what came in no_sync and was not summed
             parameter.grad = None

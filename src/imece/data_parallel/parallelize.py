@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import JoinHook
 from torch.optim import Optimizer
 
 from imece import mesh as meshes
+from imece.collectives import ops
+from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel.average import Average, Over
-from imece.data_parallel.optimizer import SteppedParts, is_element_wise, kinds_of
+from imece.data_parallel.gathered import fill_state, gathered
+from imece.data_parallel.gathering import Gathering, GatherOptions
+from imece.data_parallel.joining import ShardedJoinHook, Turn, next_turn
+from imece.data_parallel.meta import Filling, Init, is_meta
+from imece.data_parallel.optimizer import (
+    SteppedParts,
+    is_element_wise,
+    kinds_of,
+    numbers_of,
+    set_numbers,
+    who_steps,
+)
 from imece.data_parallel.reducer import Reducer, Way
-from imece.data_parallel.replicate import DistributedDataParallel
+from imece.data_parallel.replicate import DistributedDataParallel, _has_spare_core
+from imece.data_parallel.same import check_same_optimizers, check_same_shapes, sync_from
 from imece.data_parallel.shard import MixedPrecision, Sharding
 from imece.data_parallel.strategy import ShardGroups, find_strategy
+from imece.data_parallel.units import Unit, Wanted, find_units, unit_numbers
 from imece.mesh import Mesh
 
-Optimizers = TypeVar("Optimizers", Optimizer, Sequence[Optimizer])
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
@@ -27,12 +45,17 @@ def parallelize(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | Factory,
     strategy: str = "zero1",
-    mesh: Mesh | None = None,
+    mesh: Mesh | dist.ProcessGroup | None = None,
     *,
     average: Over = "ranks",
     bucket_cap_mb: float = 25.0,
     precision: MixedPrecision | None = None,
     overlap: bool | None = None,
+    units: Wanted = None,
+    reshard_after_forward: bool = True,
+    gathers_in_flight: int = 2,
+    gather: bool = False,
+    init: Init | None = None,
 ) -> tuple[DistributedDataParallel, Any]:
     """A model and its optimizer, trained as one by all ranks: `loss.backward(); optimizer.step()` as ever.
 
@@ -53,7 +76,17 @@ def parallelize(
     the optimizer's groups, this rank's part of each; the parameters' own .grad is None, so clip with the
     model's `clip_grad_norm_`. In `no_sync` whole gradients are kept on each rank, and nothing moves.
 
-    average, bucket_cap_mb, overlap: as for DistributedDataParallel.
+    mesh: by default that of imece.init(); a process group instead shards over its ranks. average,
+    bucket_cap_mb, overlap: as for DistributedDataParallel.
+
+    zero3 and hybrid gather parameters by unit, a module whose parameters are there only while it runs; but on
+    the CPUs of one host they lie in memory that all its ranks have in common, and nothing is gathered unless
+    gather=True. All ranks must use the same parameters then. units: classes of modules, or how many elements
+    a unit has at least; by default the repeated blocks of the model. reshard_after_forward=False keeps what
+    forward gathered until backward. gathers_in_flight: units there at a time, the next ones included.
+
+    A model made on the meta device gets its memory here, unit by unit: no rank ever holds all of it. init
+    fills one module; by default its `reset_parameters` does.
 
     ValueError: an unknown strategy, one that cannot be on this mesh, an optimizer that cannot be sharded.
     """
@@ -61,21 +94,32 @@ def parallelize(
     chosen = find_strategy(strategy)
     made = optimizer if isinstance(optimizer, Optimizer | Sequence) else optimizer(model.parameters())
     optimizers = [made] if isinstance(made, Optimizer) else list(made)
+    if not optimizers:
+        raise ValueError("there is no optimizer: give one, a list of them, or a function that makes one")
+    if precision is not None and not chosen.optimizer:
+        raise ValueError(f"precision is for sharded strategies, such as zero1, not for {chosen.name!r}")
+    options = GatherOptions(units, reshard_after_forward, gathers_in_flight, gather)
+    groups, meta = ShardGroups.of(chosen, arranged), is_meta(model)
     if not chosen.optimizer:
+        if meta:
+            raise ValueError("strategy='replicate' takes no model on the meta device: sharded ones do")
         replicated = DistributedDataParallel(
-            model, process_group=arranged.world_group, average=average, bucket_cap_mb=bucket_cap_mb,
+            model, process_group=groups.world, average=average, bucket_cap_mb=bucket_cap_mb,
             overlap=overlap,
         )  # fmt: skip
         return replicated, made
     wrapped = ShardedDataParallel(
         model,
         optimizers,
-        ShardGroups.of(chosen, arranged),
+        groups,
         strategy=chosen.name,
         average=average,
         bucket_cap_mb=bucket_cap_mb,
         precision=precision or MixedPrecision(),
         overlap=overlap,
+        options=options,
+        init=init,
+        home=(arranged.device if isinstance(arranged, Mesh) else torch.device("cpu")) if meta else None,
     )
     return wrapped, made
 
@@ -94,13 +138,19 @@ class ShardedDataParallel(DistributedDataParallel):
         bucket_cap_mb: float,
         precision: MixedPrecision,
         overlap: bool | None,
+        options: GatherOptions,
+        init: Init | None,
+        home: torch.device | None,
     ) -> None:
-        """As `parallelize`; groups: who shares what."""
+        """As `parallelize`; groups: who shares what; home: where a model on the meta device is to be."""
         self._optimizers, self._groups = list(optimizers), groups
         self._strategy, self._precision = find_strategy(strategy), precision
+        self._options, self._init, self._home, self._overlap = options, init, home, overlap
+        self.has_joined = False  # this rank does what another one tells it, under join
         super().__init__(
-            module, process_group=groups.world, bucket_cap_mb=bucket_cap_mb, average=average, overlap=overlap
-        )
+            module, process_group=groups.world, bucket_cap_mb=bucket_cap_mb, average=average, overlap=overlap,
+            init_sync=home is None,
+        )  # fmt: skip
 
     def _make_reducer(self, named: list[tuple[str, torch.Tensor]]) -> None:
         whole = [at for at, each in enumerate(self._optimizers) if not is_element_wise(each)]
@@ -109,19 +159,34 @@ class ShardedDataParallel(DistributedDataParallel):
             raise ValueError(
                 f"a model of {elements} elements cannot be divided among {self._groups.shard.size()} ranks"
             )
+        kinds = kinds_of(named, self._optimizers, self.module)
+        units, gathering, fill = self._divide()
+        check_same_optimizers(who_steps(named, self._optimizers), self.process_group, self.device)
         self.sharding = Sharding(
             named,
-            kinds_of(named, self._optimizers),
+            kinds,
             whole,
             self._strategy,
             self._groups,
             cap_bytes=self.bucket_bytes_cap,
             precision=self._precision,
+            units=unit_numbers(self.module, units, [each for _, each in named]) if units else None,
+            gathering=gathering,
+            fill=fill,
         )
+        if fill is not None:
+            self._sync_rest(named)
+        if gathering is not None:
+            gathering.hook()
+        for number, optimizer in enumerate(self._optimizers):
+            optimizer.register_step_pre_hook(partial(self._before_step, number))
         self._stepped = [
-            SteppedParts(optimizer, number, self.sharding, [each for _, each in named])
+            SteppedParts(
+                optimizer, number, self.sharding, [each for _, each in named],
+                partial(self._before_zero, number),
+            )
             for number, optimizer in enumerate(self._optimizers)
-        ]
+        ]  # fmt: skip
         self.reducer = Reducer(
             named,
             self.process_group,
@@ -132,21 +197,128 @@ class ShardedDataParallel(DistributedDataParallel):
             sharding=self.sharding,
         )
 
+    def _divide(self) -> tuple[list[Unit], Gathering | None, Filling | None]:
+        """The units if there is something to do unit by unit, and who does it."""
+        group, home = self._groups.shard, self._home
+        if home is not None:
+            self.device, self.device_type = home, home.type
+            if self._overlap is None:
+                self._way = replace(self._way, overlap=_has_spare_core(self.process_group, home))
+            everything = [*self.module.named_parameters(), *self.module.named_buffers()]
+            check_same_shapes(everything, self.process_group, home)
+        in_common = isinstance(group, SharedMemoryGroup) and self.device_type == "cpu"
+        gathers = self._strategy.parameters and (self._options.always or not in_common)
+        units = find_units(self.module, self._options.units) if gathers or home is not None else []
+        return (
+            units,
+            Gathering(units, group, self._options) if gathers else None,
+            Filling(units, home, self.process_group, self._init) if home is not None else None,
+        )
+
+    def _sync_rest(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        """After a fill: what is whole on every rank is rank 0's."""
+        sharded = {id(each) for _, each in named}
+        rest = [each for each in self.states(buffers=True) if id(each) not in sharded]
+        if rest:
+            sync_from(0, rest, self.process_group, "what is not sharded")
+
+    @contextlib.contextmanager
+    def gathered(self, write: bool = False) -> Iterator[None]:
+        """All parameters are whole inside, on every rank; all ranks enter and leave it.
+
+        write: what is written into them inside, the same on all ranks, stays. Otherwise it is lost, or not.
+        """
+        with gathered(self.sharding, write):
+            yield
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Whole tensors, on every rank; all ranks call it. Of gathered parameters they are copies."""
+        gathering = self.sharding.gathering
+        if gathering is None:
+            return super().state_dict(*args, **kwargs)
+        state = super().state_dict(*args, **kwargs | {"keep_vars": True})
+        fill_state(gathering, state)
+        for key, value in state.items():
+            if isinstance(value, nn.Parameter) and not kwargs.get("keep_vars"):
+                state[key] = value.detach()
+        return state
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Every rank loads the same; all ranks call it."""
+        with self.gathered(write=True):
+            return super().load_state_dict(*args, **kwargs)
+
+    def check_parameters(self) -> None:
+        """As of DistributedDataParallel, of whole parameters."""
+        with self.gathered():
+            super().check_parameters()
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """As of DistributedDataParallel; RuntimeError where units are gathered, which takes all ranks."""
+        if self.sharding.gathering is not None:
+            raise RuntimeError(f"strategy {self._strategy.name!r} gathers in forward: all ranks must go on")
+        return super().join(*args, **kwargs)
+
     def gradient_norm(self) -> torch.Tensor:
         """The 2-norm of the gradient of all parameters, wherever its parts are; all ranks call it."""
+        self._tell_joined(Turn.NORM)
         return self.sharding.gradient_norm()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradient by a number."""
+        self._tell_joined(Turn.SCALE, factor)
         grads = [part.parameter.grad for part in self.sharding.parts if part.parameter.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
 
+    # Under join: ranks that have run out of inputs do the same to their parts.
+
+    def _tell_joined(self, turn: Turn = Turn.FORWARD, number: float = 0.0) -> None:
+        if self._join_config.enable and not self.has_joined:
+            super()._tell_joined()
+            next_turn(self, turn, number)
+
+    def _before_step(self, number: int, *_: Any) -> None:
+        self._tell_joined(Turn.STEP, number)
+        if self._join_config.enable:  # schedulers do not run on ranks that have ended
+            optimizer = self._optimizers[number]
+            mine = torch.tensor(numbers_of(optimizer), dtype=torch.float64, device=self.device)
+            if self.has_joined:
+                mine.fill_(-torch.inf)
+            ops.all_reduce(mine, "max", group=self.process_group, label="learning rates")
+            set_numbers(optimizer, mine.tolist())
+
+    def _before_zero(self, number: int, set_to_none: bool) -> None:
+        self._tell_joined(Turn.ZERO, 2 * number + set_to_none)
+
+    def step(self, number: int) -> None:
+        """One of the optimizers steps this rank's parts."""
+        self._optimizers[number].step()
+
+    def zero_gradients(self, number: int, set_to_none: bool) -> None:
+        """Those of one optimizer's parts; of the model if there is none of that number."""
+        everything: nn.Module | Optimizer = self
+        (self._optimizers[number] if number < len(self._optimizers) else everything).zero_grad(set_to_none)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's Join."""
+        return ShardedJoinHook(self, bool(kwargs.get("divide_by_initial_world_size", True)))
+
+    def take_over_masters(self) -> None:
+        """After something else than their optimizer wrote the parts: all ranks get the new values."""
+        self.sharding.before_step()
+        with torch.no_grad():
+            self.sharding.after_step(set(self.sharding.kinds))
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also of this rank's parts."""
+        self._before_zero(len(self._optimizers), set_to_none)
         super().zero_grad(set_to_none)
         for part in self.sharding.parts:
-            part.parameter.grad = None
+            if set_to_none:
+                part.parameter.grad = None
+            elif part.parameter.grad is not None:
+                part.parameter.grad.zero_()
 
     def __getstate__(self) -> dict[str, Any]:
         raise RuntimeError("a sharded model cannot be pickled: each rank has a part of it. Save a checkpoint")

@@ -54,7 +54,9 @@ def items_of(named: Sequence[tuple[str, torch.Tensor]], groups: Sequence[int]) -
 
 
 @torch.no_grad()
-def move_into(flat: torch.Tensor, plan: layout.Bucket, parameters: Sequence[torch.Tensor], copy: bool) -> None:
+def move_into(
+    flat: torch.Tensor, plan: layout.Bucket, parameters: Sequence[torch.Tensor], copy: bool
+) -> None:
     """Make the parameters of a bucket views into `flat`, [numel]; copy: with the values that they have."""
     for place in plan.places:
         parameter = parameters[place.item]
@@ -74,7 +76,8 @@ def make_parts(
         item = items[found.item]
         offset = found.bucket_start - first
         flat = master[offset : offset + found.item_stop - found.item_start]
-        parameter = nn.Parameter(flat.view(item.shape) if whole else flat)
+        # One without dims stays so: its state may have been made before.
+        parameter = nn.Parameter(flat.view(item.shape) if whole or not item.shape else flat)
         parts.append(
             Part(
                 found.item, item.name, item.shape, found.item_start, found.item_stop, plan.index, offset,

@@ -102,14 +102,20 @@ class Reducer:
         self._graphed = False
         self._ending = False  # all gradients that will come are there
         self._next = 0  # bucket to leave next
+        self._gone: set[int] = set()  # those that left before their turn, as their units were over
+        self._absent: list[Slot] = []  # in them
         self._scale: float | None = None  # of gradients on their way into buckets; None: not known yet
         self._learning = static_graph  # the first backward counts how often each parameter fires
         # None where buckets are not rebuilt.
-        self._order: list[int] | None = None if sharding else []  # slots as they fire in the first backward; None after it
+        self._order: list[int] | None = (
+            None if sharding else []
+        )  # slots as they fire in the first backward; None after it
         self._came: list[int] | None = None  # that order, until the buckets are rebuilt by it
         self._used: Pending | torch.Tensor | None = None  # their exchange, under way or over
         self._used_anywhere: list[int] = []  # by parameter, in the last backward that asked
         self._arrivals: list[tuple[int, float]] = []  # bytes and time of each, in that order
+        if sharding is not None and sharding.gathering is not None:
+            sharding.gathering.when_over = self._units_over
         self._handles = [
             slot.parameter.register_post_accumulate_grad_hook(self._on_gradient(slot)) for slot in self.slots
         ]
@@ -158,6 +164,7 @@ class Reducer:
     def start(self, *, present: bool = True) -> None:
         """Everything back to the beginning of a backward."""
         self._next, self._used, self._ending = 0, None, False
+        self._gone, self._absent = set(), []
         line = _lines.setdefault(self.group, [])
         if self not in line:
             line.append(self)
@@ -196,7 +203,9 @@ class Reducer:
                 multiply(grad, self._scale, out=view)
             parameter.grad = view if keep else None
             bucket.pending -= 1
-            if not bucket.pending:
+            if bucket.pending <= 0:
+                if bucket.pending:
+                    self._refuse_late(slot)
                 self._let_go()
 
         return on_gradient
@@ -243,33 +252,56 @@ class Reducer:
     def _let_go(self) -> None:
         """All buckets that are ready, in order: the same order on every rank."""
         eager = self.sharding is not None and self.sharding.strategy.gradients
-        if not (self.way.overlap or self._ending or eager):
+        if not (self.way.overlap or self._ending or eager) or (self._gathers and not self._ending):
             return
-        now = time.perf_counter() if self.watch is not None else 0.0
         line = _lines.get(self.group)
         if not line or line[0] is not self:
             return  # all have left, or it is another model's turn
         while self._next < len(self.buckets) and not self.buckets[self._next].pending:
             bucket = self.buckets[self._next]
             self._next += 1
-            if self.finite is not None:
-                self.finite.look(bucket)
-            if self._one_by_one and bucket.index:
-                self._wait(self.buckets[bucket.index - 1])
-            launched = time.perf_counter() if self.watch is not None else 0.0
-            with torch.no_grad():
-                bucket.work = self._reduce(bucket)
-            flat_bytes = bucket.flat.nbytes
-            if self.sharding is not None and bucket.work is None:
-                self.sharding.reduced(bucket)
-            if self.watch is not None:
-                self.watch.left(BucketTrace(bucket.index, flat_bytes, now, launched), bucket)
+            if bucket.index not in self._gone:
+                self._launch(bucket)
         if self._next == len(self.buckets):
             if self.hook is None:
                 self._used = self._exchange_used()
             line.remove(self)
             if line:
                 line[0]._let_go()
+
+    def _launch(self, bucket: Bucket) -> None:
+        ready = time.perf_counter() if self.watch is not None else 0.0
+        if self.finite is not None:
+            self.finite.look(bucket)
+        if self._one_by_one and bucket.index:
+            self._wait(self.buckets[bucket.index - 1])
+        launched = time.perf_counter() if self.watch is not None else 0.0
+        with torch.no_grad():
+            bucket.work = self._reduce(bucket)
+        flat_bytes = bucket.flat.nbytes
+        if self.sharding is not None and bucket.work is None:
+            self.sharding.reduced(bucket)
+        if self.watch is not None:
+            self.watch.left(BucketTrace(bucket.index, flat_bytes, ready, launched), bucket)
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether gathers come between the buckets, so that these may not leave just when they are ready."""
+        return self.sharding is not None and self.sharding.gathering is not None
+
+    def _units_over(self, numbers: set[int]) -> None:
+        """No more gradients come to these units in this backward: their buckets leave, full or not."""
+        line = _lines.get(self.group)
+        if not self._syncing or not line or line[0] is not self:
+            return
+        assert self.sharding is not None
+        for bucket, store in zip(self.buckets, self.sharding.stores, strict=True):
+            if store.unit in numbers and bucket.index not in self._gone:
+                self._gone.add(bucket.index)
+                if bucket.pending:
+                    with torch.no_grad():
+                        self._absent += self._fill_in(bucket.slots)
+                self._launch(bucket)
 
     @property
     def _one_by_one(self) -> bool:
@@ -329,7 +361,10 @@ class Reducer:
         watch = self.watch
         if watch is not None:
             watch.backward_ended()
-        absent = self._fill_in()
+        left = self._gone
+        absent = self._absent + self._fill_in(
+            [slot for slot in self.slots if slot.bucket.index not in left] if left else self.slots
+        )
         self._ending = True
         self._let_go()
         assert self._next == len(self.buckets), "a bucket is left behind"
@@ -357,12 +392,12 @@ class Reducer:
         if self._order is not None:
             self._came, self._order = self._order, None
 
-    def _fill_in(self) -> list[Slot]:
+    def _fill_in(self, slots: Sequence[Slot]) -> list[Slot]:
         """What is not in the buckets yet; the slots whose parameter this rank did not use."""
         absent: list[Slot] = []
         if not any(bucket.pending for bucket in self.buckets):
             return absent
-        for slot in self.slots:
+        for slot in slots:
             parameter, fired = slot.parameter, self._fired[slot.index]
             if fired and fired == slot.uses and not self._learning:
                 continue
@@ -468,6 +503,12 @@ class Reducer:
             f"static_graph=True to DistributedDataParallel"
         )
 
+    def _refuse_late(self, slot: Slot) -> None:
+        raise RuntimeError(
+            f"parameter {slot.name} got a gradient after its unit was over: backward did not go in the opposite "
+            f"order of forward. Use another strategy, or units of which each has all that runs together"
+        )
+
     def _refuse_change(self, slot: Slot) -> None:
         raise RuntimeError(
             f"static_graph=True, but parameter {slot.name} got {self._fired[slot.index]} gradients in this "
@@ -487,13 +528,17 @@ class Reducer:
                 if not slot.bucket.attached:
                     self._attach(slot.bucket)
                 self._put(slot.parameter.grad if left else None, slot.view)
+                if left and self.sharding is not None:
+                    slot.parameter.grad = None
             for bucket in self.buckets:
                 bucket.pending = 0
             self._ending = True
             self._let_go()
             used = self._wait_for_all()
             if used is not None:
-                self._note_used(used, read=False)
+                self._note_used(used, read=self.sharding is not None)
+            if self.sharding is not None:
+                self.sharding.finish({at for at, flag in enumerate(self._used_anywhere) if not flag})
             self._touched = [0] * len(self.slots)
             self._end_first()
 

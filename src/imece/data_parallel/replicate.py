@@ -248,7 +248,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.reducer.recover()
         if not self._synchronised:
             self.reducer.stepping = in_backward.take_over(each for _, each in self._named_parameters())
-        Join.notify_join_context(self)
+        self._tell_joined()
         if self.will_sync_module_buffers() and not self._buffer_hook_runs_after_forward():
             self._sync_buffers(joining)
         if joining:
@@ -263,6 +263,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         device = torch.device(self.device_type, self.device_ids[0])
         moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, False)
         return moved[0], moved_kwargs[0]
+
+    def _tell_joined(self) -> None:
+        """Ranks that have run out of inputs take part in what follows."""
+        Join.notify_join_context(self)
 
     @torch._disable_dynamo(recursive=True)
     def _after_forward(self, output: Any) -> Any:

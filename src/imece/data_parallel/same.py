@@ -25,14 +25,28 @@ def check_same_shapes(
     Compared are names, shapes, dtypes, strides and the number of parameters.
     """
     mine = [f"{name}: {_kind(each)}" for name, each in named]
+    if texts := _texts_that_differ(mine, group, device, "digest of the parameters"):
+        raise MismatchError(_first_difference(texts))
+
+
+def check_same_optimizers(mine: list[str], group: dist.ProcessGroup, device: torch.device) -> None:
+    """MismatchError unless all ranks have the same list; mine: what steps each parameter."""
+    if texts := _texts_that_differ(mine, group, device, "digest of the optimizers"):
+        rows = (dict(enumerate(row)) for row in zip(*texts, strict=True))
+        first = next(row for row in rows if len(set(row.values())) > 1)
+        raise MismatchError(f"the ranks' optimizers differ: {_by_rank(first)}. Do all ranks make the same?")
+
+
+def _texts_that_differ(
+    mine: list[str], group: dist.ProcessGroup, device: torch.device, label: str
+) -> list[list[str]]:
+    """The lists of all ranks; empty if they are the same."""
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     words = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
     digests = words.new_empty(group.size() * words.numel())
-    ops.all_gather(digests, words, group=group, label="digest of the parameters")
-    if len({tuple(row) for row in digests.view(group.size(), -1).tolist()}) == 1:
-        return
-    texts = gather_texts(mine, group, device)
-    raise MismatchError(_first_difference(texts))
+    ops.all_gather(digests, words, group=group, label=label)
+    same = len({tuple(row) for row in digests.view(group.size(), -1).tolist()}) == 1
+    return [] if same else gather_texts(mine, group, device)
 
 
 def sync_from(root: int, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, label: str) -> None:

@@ -8,14 +8,14 @@
                                              others'
     parameters sharded (zero3)               in memory that the ranks of a host have in common, one copy for
                                              all of them: each steps its shard where it lies, and nothing
-                                             moves. Elsewhere units.py gathers and frees
+                                             moves. Elsewhere gathering.py does it by unit
 
 Since a sum over ranks runs in the order of ranks, whoever computes it, all of these give the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +28,12 @@ from imece.collectives.pending import Pending
 from imece.collectives.shared_memory import shared_empty
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel.buckets import Bucket, Slot
+from imece.data_parallel.gathering import Gathering
 from imece.data_parallel.parts import ALIGN_BYTES, Part, items_of, make_parts, move_into
 from imece.data_parallel.strategy import ShardGroups, Strategy
+from imece.data_parallel.units import Flat
+
+_NO_CAP = 2**62  # bytes
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,11 @@ class _Store:
     """The memory of one bucket on this rank."""
 
     plan: layout.Bucket
+    unit: int
+    kind: int
     parameters: torch.Tensor  # [numel]
-    master: torch.Tensor  # [shard_numel], a view of `parameters` unless those have fewer bits
+    own: torch.Tensor  # [shard_numel], a view of `parameters` unless those are gathered
+    master: torch.Tensor  # the same as `own` unless that has fewer bits
     gradient: torch.Tensor | None  # [shard_numel]; None: nothing came yet
     parts: list[Part]
     older: torch.Tensor | None = None  # what the sum under way is to be added to
@@ -69,60 +76,90 @@ class Sharding:
         *,
         cap_bytes: int,
         precision: MixedPrecision,
+        units: Sequence[int] | None = None,
+        gathering: Gathering | None = None,
+        fill: Callable[[int], None] | None = None,
     ) -> None:
         """named: parameters that want a gradient; kinds: of each the number of its optimizer.
 
-        whole: optimizers that step whole matrices. All ranks of `groups.world` construct at the same time.
+        whole: optimizers that step whole matrices. units: of each parameter the number of its unit, which it
+        shares a bucket with. gathering: of parameters that are not in common memory. fill: gives a unit's
+        parameters memory and values, if they have none. All ranks of `groups.world` construct together.
         """
         self.strategy, self.groups, self.whole = strategy, groups, frozenset(whole)
+        self.kinds, self.dtypes = list(kinds), [each.dtype for _, each in named]  # by parameter; of masters
         self._parameters = [each for _, each in named]
-        self._precision = precision
+        self.precision = precision
         self._in_common = isinstance(groups.shard, SharedMemoryGroup)
+        self.gathering = gathering
+        self.common_parameters = self._in_common and strategy.parameters and gathering is None
         self.rank, self.size = groups.shard.rank(), groups.shard.size()
+        pairs = list(zip(units or [0] * len(named), kinds, strict=True))
+        self._pairs = sorted(set(pairs))  # by group of the layout: (unit, kind)
         self.layout = layout.build(
-            items_of(named, kinds),
-            cap_bytes=cap_bytes,
+            items_of(named, [self._pairs.index(pair) for pair in pairs]),
+            cap_bytes=cap_bytes if units is None else _NO_CAP,
             shards=self.size,
             align_bytes=ALIGN_BYTES,
-            whole=self.whole,
+            modules_whole=True,
+            whole=[group for group, (_, kind) in enumerate(self._pairs) if kind in self.whole],
         )
-        self.stores = [self._store(plan) for plan in self.layout.buckets]
+        self.stores = self._all_stores(fill)
         self.parts = [part for store in self.stores for part in store.parts]
         self.all = [self._bucket(plan) for plan in self.layout.buckets]
         by_index = {slot.index: slot for bucket in self.all for slot in bucket.slots}
         self.slots = [by_index[index] for index in range(len(named))]
         self._spare: list[torch.Tensor] = []  # memory of buckets that have given it back
+        self._borrowed: dict[int, torch.Tensor] = {}  # what of it a bucket has
         if not strategy.gradients:
             for bucket in self.all:
                 self.attach(bucket)
 
     # Memory.
 
+    def _all_stores(self, fill: Callable[[int], None] | None) -> list[_Store]:
+        """One unit after the other, so that no more than one is whole on a rank that fills it."""
+        stores: dict[int, _Store] = {}
+        filled = set()
+        # The root last: it has what units share, which each of them may fill.
+        for plan in sorted(self.layout.buckets, key=lambda plan: self._pairs[plan.group][0] == 0):
+            unit, _ = self._pairs[plan.group]
+            if fill is not None and unit not in filled:
+                fill(unit)
+                filled.add(unit)
+            stores[plan.index] = self._store(plan)
+        return [stores[index] for index in range(len(stores))]
+
     def _store(self, plan: layout.Bucket) -> _Store:
         parameters = [self._parameters[place.item] for place in plan.places]
         own_dtype, device = parameters[0].dtype, parameters[0].device
-        dtype = self._precision.param or own_dtype
+        dtype = self.precision.param or own_dtype
         start, stop = plan.shard(self.rank)
         flat = self._parameter_memory(plan.numel, dtype, device)
-        master = flat[start:stop]
+        own = master = flat[start:stop]
         if dtype != own_dtype:
             before = torch.zeros(plan.numel, dtype=own_dtype, device=device)
             for place, parameter in zip(plan.places, parameters, strict=True):
                 before[place.start : place.stop].copy_(parameter.detach().reshape(-1))
             master = before[start:stop].clone()
-        writes = not (self.strategy.parameters and self._in_common) or self.rank == 0
-        move_into(flat, plan, self._parameters, copy=writes)
-        if self.strategy.parameters and self._in_common:
+        move_into(flat, plan, self._parameters, copy=not self.common_parameters or self.rank == 0)
+        unit, kind = self._pairs[plan.group]
+        if self.gathering is not None:
+            own = own.clone()
+            master = own if dtype == own_dtype else master
+            names = [
+                (self.layout.items[place.item].name, self._parameters[place.item]) for place in plan.places
+            ]
+            self.gathering.units[unit].add(Flat(flat, own, names))
+        elif self.common_parameters:
             ops.barrier(group=self.groups.shard)
-        return _Store(
-            plan, flat, master, None,
-            make_parts(plan, self.layout.items, self.rank, master, plan.group in self.whole),
-        )  # fmt: skip
+        parts = make_parts(plan, self.layout.items, self.rank, master, kind in self.whole)
+        return _Store(plan, unit, kind, flat, own, master, None, parts)
 
     def _parameter_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if device.type != "cpu" or not self._in_common:
+        if device.type != "cpu" or not self._in_common or self.gathering is not None:
             return torch.zeros(numel, dtype=dtype, device=device)
-        if self.strategy.parameters:
+        if self.common_parameters:
             nbytes = numel * dtype.itemsize
             return common_zeros(nbytes, self.groups.shard, "a bucket of parameters").view(dtype)
         return shared_empty(numel, dtype).zero_()
@@ -134,46 +171,52 @@ class Sharding:
         bucket = Bucket(plan.index, nothing, plan.used_numel, label, attached=False)
         for place in plan.places:
             item = self.layout.items[place.item]
-            bucket.slots.append(
-                Slot(place.item, item.name, self._parameters[place.item], bucket, nothing)
-            )
+            bucket.slots.append(Slot(place.item, item.name, self._parameters[place.item], bucket, nothing))
         return bucket
 
     def attach(self, bucket: Bucket) -> None:
         """Give a bucket memory for its gradients."""
         store = self.stores[bucket.index]
         plan, device = store.plan, store.parameters.device
-        dtype = self._precision.reduce or store.parameters.dtype
+        dtype = self.precision.reduce or store.parameters.dtype
         nbytes = plan.numel * dtype.itemsize
-        memory = next((each for each in self._spare if each.numel() >= nbytes), None)
-        if memory is not None:
-            self._spare.remove(memory)
+        fitting = [
+            at for at, each in enumerate(self._spare) if each.numel() >= nbytes and each.device == device
+        ]
+        if fitting:
+            memory = self._spare.pop(fitting[0])
         else:
             most = max(each.numel for each in self.layout.buckets) * dtype.itemsize
-            most = most if self.strategy.gradients else nbytes
+            most = most if self.strategy.gradients and self.gathering is None else nbytes
             shared = self._in_common and device.type == "cpu"
             memory = shared_empty(most, torch.uint8) if shared else torch.empty(
                 most, dtype=torch.uint8, device=device
             )  # fmt: skip
             memory.zero_()
+        self._borrowed[bucket.index] = memory
         bucket.flat = memory[:nbytes].view(dtype)
         for place, slot in zip(plan.places, bucket.slots, strict=True):
             slot.view = bucket.flat[place.start : place.stop].view(slot.parameter.shape)
         bucket.attached = True
 
     def _detach(self, bucket: Bucket) -> None:
-        memory = bucket.flat.view(torch.uint8)
-        base = memory._base if memory._base is not None else memory
         bucket.flat = bucket.flat.new_empty(0)
         for slot in bucket.slots:
             slot.view = bucket.flat
         bucket.attached = False
-        self._spare.append(base)
+        self._spare.append(self._borrowed.pop(bucket.index))
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Of memory for buckets of gradients, whether one has it now or not."""
+        return sum(each.nbytes for each in (*self._spare, *self._borrowed.values()))
 
     # A backward.
 
     def start(self) -> None:
         """A synchronised backward begins. What was summed and not zeroed since then is to be added to."""
+        if self.gathering is not None:
+            self.gathering.begin()
         for store in self.stores:
             live = [part for part in store.parts if part.parameter.grad is not None]
             store.older = None
@@ -185,14 +228,15 @@ class Sharding:
 
     def reduce(self, bucket: Bucket, async_op: bool) -> Pending | None:
         """Sum a full bucket over all ranks, into this rank's shard of it."""
+        if self.gathering is not None:
+            self.gathering.bucket_left(self.stores[bucket.index].unit)
         start, stop = self.stores[bucket.index].plan.shard(self.rank)
         own, flat, groups = bucket.flat[start:stop], bucket.flat, self.groups
         replicas = groups.replicas
         if replicas is None:
-            work = ops.reduce_scatter(
-                own, flat, group=groups.shard, async_op=async_op, label=bucket.label
-            )
+            work = ops.reduce_scatter(own, flat, group=groups.shard, async_op=async_op, label=bucket.label)
         else:
+
             def both() -> None:
                 ops.reduce_scatter(own, flat, group=groups.shard, label=bucket.label)
                 ops.all_reduce(own, group=replicas, label=bucket.label)
@@ -230,36 +274,49 @@ class Sharding:
 
     def before_step(self) -> None:
         """Nobody may write what others still read."""
-        if self.strategy.parameters and self._in_common:
+        self.check_views()
+        if self.gathering is not None:
+            self.gathering.before_step()
+        if self.common_parameters:
             ops.barrier(group=self.groups.shard)
 
     def after_step(self, kinds: Collection[int]) -> None:
         """The optimizers of these numbers have stepped this rank's shard: bring the others'."""
         for store in self.stores:
-            if store.plan.group not in kinds:
+            if store.kind not in kinds:
                 continue
-            start, stop = store.plan.shard(self.rank)
-            own = store.parameters[start:stop]
-            if own.dtype != store.master.dtype:
-                own.copy_(store.master)
-            if not (self.strategy.parameters and self._in_common):
+            if store.own.dtype != store.master.dtype:
+                store.own.copy_(store.master)
+            if not self.common_parameters and self.gathering is None:
                 label = f"parameters of {self.all[store.plan.index].label}"
-                ops.all_gather(store.parameters, own, group=self.groups.shard, label=label)
-        if self.strategy.parameters and self._in_common:
+                ops.all_gather(store.parameters, store.own, group=self.groups.shard, label=label)
+        if self.common_parameters:
             ops.barrier(group=self.groups.shard)
+
+    def check_views(self) -> None:
+        """RuntimeError that names a parameter which no longer lies where its bucket is."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for store in self.stores:
+                memory = store.parameters.untyped_storage()._cdata
+                for place in store.plan.places:
+                    item, parameter = self.layout.items[place.item], self._parameters[place.item]
+                    if parameter.shape != item.shape or parameter.untyped_storage()._cdata != memory:
+                        raise RuntimeError(
+                            f"parameter {item.name} was {list(item.shape)} in parallelize and has "
+                            f"other memory now, {list(parameter.shape)}: change it before, or write into it"
+                        )
 
     # What is known only together.
 
     def gradient_norm(self) -> torch.Tensor:
-        """The 2-norm over all parameters of all ranks, fp64 scalar; gradients that are None count 0."""
+        """The 2-norm over all parameters of all ranks, fp32 scalar; gradients that are None count 0."""
         parts = [part.parameter.grad for part in self.parts if part.parameter.grad is not None]
         squares = squared_norm(parts, self._parameters[0].device)
         ops.all_reduce(squares, group=self.groups.shard, label="norm of the gradient")
-        return squares.sqrt()
+        return squares.sqrt().float()
 
 
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The sum of all squares, fp64 scalar: it does not depend, in fp32, on who holds which of them."""
+    """The sum of all squares, fp64 scalar: rounded to fp32, it does not depend on who holds which of them."""
     norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors]
     return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
-

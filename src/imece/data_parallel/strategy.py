@@ -40,7 +40,7 @@ def find_strategy(name: str) -> Strategy:
     found = _BY_ANY_NAME.get(name.lower())
     if found is None:
         near = difflib.get_close_matches(name.lower(), _BY_ANY_NAME, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(f"unknown strategy {name!r}{hint} There are {', '.join(STRATEGIES)}")
     return found
 
@@ -54,8 +54,13 @@ class ShardGroups:
     replicas: dist.ProcessGroup | None  # None: no other rank holds this shard
 
     @classmethod
-    def of(cls, strategy: Strategy, mesh: Mesh) -> ShardGroups:
-        """ValueError if this mesh has no such groups, with the reason."""
+    def of(cls, strategy: Strategy, ranks: Mesh | dist.ProcessGroup) -> ShardGroups:
+        """Those of a mesh, or one group that shards. ValueError if there are none, with the reason."""
+        if isinstance(ranks, dist.ProcessGroup):
+            if strategy.hybrid:
+                raise ValueError(f"strategy {strategy.name!r} needs a mesh, which knows hosts, not a group")
+            return cls(ranks, ranks, None)
+        mesh = ranks
         if not strategy.hybrid:
             return cls(mesh.world_group, mesh.world_group, None)
         if len(mesh.hosts) < 2:

@@ -80,7 +80,8 @@ class Session:
         clock, alarms = Clock(mesh.device), deque[str]()
         session = cls(
             config, folder, mesh, prepared, plan, precision, model, wrapped, optimizers, batches, clock,
-            TrainingState(wrapped, optimizers), Step(wrapped, optimizers, batches, plan, precision, config.optimizer.clip, clock),
+            TrainingState(wrapped, optimizers),
+            Step(wrapped, optimizers, batches, plan, precision, config.optimizer.clip, clock),
             Checkpoints(
                 folder.checkpoints,
                 rank=mesh.rank,

@@ -135,7 +135,7 @@ class Step:
         return length, "" if finite else "the gradient is not finite"
 
     def _agree_on_overflow(self) -> None:
-        """Ranks of a sharded model look at different parts of the gradient: one that saw Inf says it for all."""
+        """Ranks of a sharded model have different parts of the gradient: one that saw Inf says it for all."""
         assert self._scaler is not None
         for optimizer in self._optimizers:
             for found in self._scaler._found_inf_per_device(optimizer).values():

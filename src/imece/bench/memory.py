@@ -1,0 +1,163 @@
+"""`imece bench memory`: bytes of a rank by category, predicted from the layout and counted, per strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from imece.bench import machine
+from imece.bench.crew import Crew
+from imece.bench.reference_model import MODELS
+from imece.bench.step_ways import STRATEGIES
+
+MODULE = "imece.bench.step_rank"
+CATEGORIES = ("parameters", "gradients", "optimizer", "communication")
+_COLORS = ("#0b5394", "#6fa8dc", "#b45f06", "#999999")
+CLOSE = 0.05  # counted and predicted differ by no more
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    strategies: tuple[str, ...] = STRATEGIES
+    models: tuple[str, ...] = tuple(MODELS)
+    ranks: tuple[int, ...] = (2, 4)
+    bf16: bool = False
+    """Parameters and buckets of gradients in bf16, masters in fp32; replicate has no such kind."""
+    tokens: int = 128
+    steps: int = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy: the rank that takes most."""
+
+    model: str
+    ranks: int
+    strategy: str
+    parameters: int
+    """Of the model."""
+    predicted: dict[str, int]
+    """Category -> bytes."""
+    counted: dict[str, int]
+    peak_bytes: int
+    """The most that was ever resident, interpreter and libraries included."""
+
+    @property
+    def apart(self) -> float:
+        """By which part counted and predicted differ in all."""
+        predicted = sum(self.predicted.values())
+        return abs(sum(self.counted.values()) - predicted) / predicted
+
+
+@dataclass
+class Results:
+    """All rows, in the order of measurement."""
+
+    plan: Plan
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def far(self) -> list[Row]:
+        """Those whose counted bytes are not what was predicted."""
+        return [row for row in self.rows if row.apart > CLOSE]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with the machine."""
+        rows = [asdict(row) | {"apart": row.apart} for row in self.rows]
+        return {"benchmark": "memory", "machine": machine.facts(), "plan": asdict(self.plan), "rows": rows}
+
+
+def run(plan: Plan, say: Callable[[str], None]) -> Results:
+    """Measure, printing as it goes: each strategy in ranks of its own."""
+    results = Results(plan)
+    for model in plan.models:
+        for ranks in plan.ranks:
+            for strategy in plan.strategies:
+                if plan.bf16 and strategy == "replicate":
+                    continue
+                with Crew.of_ranks(f"memory of {strategy}", MODULE, ranks) as crew:
+                    answers = crew.ask(
+                        "footprint",
+                        way=strategy,
+                        model=model,
+                        bf16=plan.bf16,
+                        tokens=plan.tokens,
+                        steps=plan.steps,
+                    )
+                most = max(answers, key=lambda answer: sum(answer["counted"].values()))
+                results.rows.append(
+                    Row(
+                        model, ranks, strategy, most["parameters"], most["predicted"], most["counted"],
+                        max(answer["peak_bytes"] for answer in answers),
+                    )
+                )  # fmt: skip
+            for line in lines([row for row in results.rows if (row.model, row.ranks) == (model, ranks)]):
+                say(line)
+    for row in results.far:
+        where = f"{row.model}, {row.ranks} ranks, {row.strategy}"
+        say(f"  WRONG: {where}: {row.apart:.1%} from what was predicted")
+    return results
+
+
+def lines(rows: Sequence[Row]) -> list[str]:
+    """The table of one model and number of ranks."""
+    first = rows[0]
+    heads = "".join(f"{name:>20}" for name in (*CATEGORIES, "all"))
+    shown = [
+        "",
+        f"a GPT of {first.parameters / 1e6:.1f}M parameters, AdamW, {first.ranks} ranks; MB of the rank that "
+        "takes most, counted before a step (predicted)",
+        f"  {'':<14}{heads}{'a parameter':>14}{'peak':>9}",
+    ]
+    for row in rows:
+        cells = [_cell(row.counted[name], row.predicted[name]) for name in CATEGORIES]
+        total = sum(row.counted.values())
+        cells.append(_cell(total, sum(row.predicted.values())))
+        each = f"{total / row.parameters:.2f} B"
+        shown.append(
+            f"  {row.strategy:<14}" + "".join(f"{cell:>20}" for cell in cells)
+            + f"{each:>14}{row.peak_bytes / 1e6:>9.0f}"
+        )  # fmt: skip
+    return shown
+
+
+def draw(results: Results, path: Path, subtitle: str) -> None:
+    """Stacked bars: for each strategy what was predicted, hatched, beside what was counted."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    panels = list(dict.fromkeys((row.model, row.ranks) for row in results.rows))
+    figure = Figure(figsize=(5.2 * len(panels) + 1, 5.0), layout="constrained")
+    for axes, (model, ranks) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        rows = [row for row in results.rows if (row.model, row.ranks) == (model, ranks)]
+        for at, row in enumerate(rows):
+            for offset, bytes_of, hatch in ((-0.2, row.predicted, "///"), (0.2, row.counted, "")):
+                bottom = 0.0
+                for name, color in zip(CATEGORIES, _COLORS, strict=True):
+                    height = bytes_of[name] / 1e6
+                    style = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0.5}
+                    axes.bar(at + offset, height, 0.36, bottom, **style)
+                    bottom += height
+            axes.text(at + 0.2, bottom, f"{bottom:.0f}", ha="center", va="bottom", fontsize=8)
+        axes.set_xticks(range(len(rows)), [row.strategy for row in rows], fontsize=9, rotation=20)
+        axes.set_title(f"{rows[0].parameters / 1e6:.1f}M parameters, {ranks} ranks", fontsize=11)
+        axes.set_ylabel("MB a rank")
+        axes.grid(True, axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    patches = [Patch(color=color, label=name) for name, color in zip(CATEGORIES, _COLORS, strict=True)]
+    which = "predicted (left), counted (right)"
+    patches.append(Patch(facecolor="#dddddd", hatch="///", edgecolor="white", label=which))
+    figure.legend(handles=patches, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    figure.suptitle(f"Memory that training takes on one rank\n{subtitle}", fontsize=12)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _cell(counted: int, predicted: int) -> str:
+    return f"{counted / 1e6:.1f} ({predicted / 1e6:.1f})"

@@ -1,0 +1,187 @@
+"""Bytes that training takes on one rank, by category: from the layout alone, and counted from live memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch.optim import Optimizer
+
+from imece.data_parallel.parallelize import ShardedDataParallel
+from imece.data_parallel.replicate import DistributedDataParallel
+from imece.data_parallel.shard import Sharding
+from imece.data_parallel.strategy import Strategy
+from imece.layout import Bucket, Layout
+
+# Tensors as large as the parameter that an optimizer keeps of each; of others nobody knows beforehand.
+_KEPT = {"AdamW": 2, "Adam": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Adagrad": 1, "Muon": 1}
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one rank; memory that ranks have in common counts for each by its part."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    """Its state, and the masters of parameters that are kept in fewer bits."""
+    communication: int
+    """Buckets on their way, and units that are gathered."""
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.communication
+
+    def __str__(self) -> str:
+        """ "12.6 parameters + 12.6 gradients + 12.6 optimizer = 37.8 MB"; what is nothing is left out."""
+        parts = {name: nbytes / 1e6 for name, nbytes in asdict(self).items() if nbytes}
+        return (
+            f"{' + '.join(f'{size:.1f} {name}' for name, size in parts.items())} = {self.total / 1e6:.1f} MB"
+        )
+
+
+def predict(
+    laid: Layout,
+    strategy: Strategy,
+    rank: int,
+    state_bytes: Mapping[int, float],
+    *,
+    parameter_bytes: int,
+    reduce_bytes: int,
+    master_bytes: int = 4,
+    filling: Collection[int] = (),
+    gathered: Collection[int] = (),
+) -> Footprint:
+    """From arithmetic on the layout. rank: in its shard group.
+
+    state_bytes: by bucket, bytes of optimizer state for an element of it. *_bytes: of an element of
+    parameters, of buckets of gradients, of what the optimizer steps. filling: buckets that have memory at a
+    time, where gradients are sharded. gathered: buckets of parameters that are there at a time.
+    """
+
+    def owned(bucket: Bucket) -> int:
+        start, stop = bucket.shard(rank) if strategy.optimizer else (0, bucket.numel)
+        return sum(part.item_stop - part.item_start for part in bucket.parts(start, stop))
+
+    parameters = gradients = optimizer = 0
+    for bucket in laid.buckets:
+        shard = bucket.shard_numel if strategy.optimizer else bucket.numel
+        parameters += parameter_bytes * (shard if strategy.parameters else bucket.numel)
+        gradients += shard * master_bytes if strategy.gradients else bucket.numel * reduce_bytes
+        if not strategy.gradients and reduce_bytes != master_bytes:
+            gradients += shard * master_bytes
+        optimizer += round(owned(bucket) * state_bytes.get(bucket.index, 0))
+        if parameter_bytes != master_bytes:
+            optimizer += shard * master_bytes
+    communication = reduce_bytes * sum(laid.buckets[index].numel for index in filling)
+    communication += parameter_bytes * sum(laid.buckets[index].numel for index in gathered)
+    return Footprint(parameters, gradients, optimizer, communication)
+
+
+def expected(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> Footprint | None:
+    """What this rank will take once it trains. None if an optimizer is not known."""
+    kept: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        tensors = _kept(optimizer)
+        if tensors is None:
+            return None
+        kept[number] = tensors
+    if not isinstance(model, ShardedDataParallel):
+        state = sum(
+            each.nbytes * kept[number] for number, one in enumerate(optimizers) for each in _parameters(one)
+        )
+        gradients = sum(bucket.flat.nbytes for bucket in model.reducer.buckets)
+        return Footprint(_bytes(model.module.parameters()), gradients, state, 0)
+    sharding = model.sharding
+    store = sharding.stores[0]
+    state_bytes = {each.plan.index: kept.get(each.kind, 0) * each.master.itemsize for each in sharding.stores}
+    return predict(
+        sharding.layout,
+        sharding.strategy,
+        sharding.rank,
+        state_bytes,
+        parameter_bytes=store.parameters.itemsize,
+        reduce_bytes=(sharding.precision.reduce or store.parameters.dtype).itemsize,
+        master_bytes=store.master.itemsize,
+        filling=_filling(sharding),
+        gathered=_gathered(sharding),
+    )
+
+
+def counted(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> Footprint:
+    """What this rank holds now, counted from the storages that live."""
+    state = [each for one in optimizers for kept in one.state.values() for each in kept.values()]
+    optimizer = _bytes(each for each in state if isinstance(each, torch.Tensor))
+    if not isinstance(model, ShardedDataParallel):
+        buckets = [bucket.flat for bucket in model.reducer.buckets]
+        return Footprint(
+            _bytes(model.module.parameters()), sum(each.nbytes for each in buckets), optimizer, 0
+        )
+    sharding = model.sharding
+    parameters = gradients = communication = 0
+    in_buckets = {bucket.flat.untyped_storage()._cdata for bucket in sharding.all if bucket.attached}
+    for store in sharding.stores:
+        masters = store.master.nbytes if store.master.dtype != store.parameters.dtype else 0
+        optimizer += masters
+        if sharding.common_parameters:
+            parameters += store.parameters.nbytes // sharding.size
+        elif sharding.gathering is not None:
+            parameters += store.own.nbytes
+        else:
+            parameters += store.parameters.nbytes
+        in_bucket = (
+            not sharding.strategy.gradients
+            and store.gradient is not None
+            and (store.gradient.untyped_storage()._cdata in buckets)
+        )
+        if store.gradient is not None and not in_bucket:
+            gradients += store.gradient.nbytes
+    if sharding.gathering is not None:
+        communication += sharding.gathering.most_bytes
+    if sharding.strategy.gradients:
+        communication += sharding.bucket_bytes
+    else:
+        gradients += sharding.bucket_bytes
+    return Footprint(parameters, gradients, optimizer, communication)
+
+
+def _filling(sharding: Sharding) -> list[int]:
+    """The largest bucket; of gathered units, whose buckets differ more, that of the root besides."""
+    if not sharding.strategy.gradients:
+        return []
+    root = [store.plan for store in sharding.stores if sharding.gathering is not None and store.unit == 0]
+    others = sorted(set(sharding.layout.buckets) - set(root), key=lambda plan: plan.numel)
+    return [plan.index for plan in (*root, *others[-1:])]
+
+
+def _gathered(sharding: Sharding) -> list[int]:
+    """Buckets of the units that are there at a time: the root; others; in backward the one that leaves."""
+    if sharding.gathering is None:
+        return []
+    units: dict[int, list[Bucket]] = defaultdict(list)
+    for store in sharding.stores:
+        units[store.unit].append(store.plan)
+    root = units.pop(0, [])
+    largest = sorted(units.values(), key=lambda plans: -sum(plan.numel for plan in plans))
+    there = [root, *largest[: sharding.gathering.options.in_flight + 1]]
+    return [plan.index for plans in there for plan in plans]
+
+
+def _kept(optimizer: Optimizer) -> int | None:
+    name = type(optimizer).__name__
+    if name == "SGD":
+        return 1 if any(group["momentum"] for group in optimizer.param_groups) else 0
+    if name == "RMSprop":
+        return 1 + sum(bool(optimizer.param_groups[0][key]) for key in ("momentum", "centered"))
+    return _KEPT.get(name)
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of different storages."""
+    return sum({each.untyped_storage()._cdata: each.nbytes for each in tensors}.values())

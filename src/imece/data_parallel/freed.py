@@ -1,0 +1,76 @@
+"""A parameter whose memory is gone for now: it knows its shape, and says what to do when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+_ATTRIBUTES = (
+    "dtype", "device", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mkldnn", "is_mps",
+    "is_nested", "is_quantized", "is_sparse", "is_xpu", "itemsize", "layout", "nbytes", "ndim",
+    "output_nr", "requires_grad", "retains_grad", "shape",
+)  # fmt: skip
+_METHODS = (
+    "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point",
+    "ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook",
+    "requires_grad_", "size", "storage_offset", "stride",
+)  # fmt: skip
+_KNOWN: frozenset[Callable[..., Any]] = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES]
+    + [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")]
+    + [getattr(torch.Tensor, name).__delete__ for name in ("grad",)]
+    + [getattr(torch.Tensor, name) for name in _METHODS]
+    + [torch.is_floating_point, torch.is_complex, torch.numel]
+)
+
+
+class FreedParameter(nn.Parameter):
+    """What a parameter's class is while its unit is freed; `free` and `revive` swap it."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _KNOWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise RuntimeError(_complaint([*args, *(kwargs or {}).values()]))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"FreedParameter({list(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError(_complaint([self]))
+
+
+def free(parameter: torch.Tensor, name: str, unit: str) -> None:
+    """From now on any use of it raises RuntimeError that names it."""
+    parameter._imece_freed = name, unit, type(parameter)  # type: ignore[attr-defined]
+    parameter.__class__ = FreedParameter
+
+
+def revive(parameter: torch.Tensor) -> None:
+    """What `free` did is undone."""
+    *_, kind = parameter.__dict__.pop("_imece_freed")
+    parameter.__class__ = kind
+
+
+def _complaint(values: Sequence[Any]) -> str:
+    for value in values:
+        if isinstance(value, list | tuple):
+            inside = [each for each in value if isinstance(each, FreedParameter)]
+            value = inside[0] if inside else value
+        if isinstance(value, FreedParameter):
+            name, unit, _ = value.__dict__["_imece_freed"]
+            return (
+                f"parameter {name} of {unit} is freed: this rank keeps a part of it, and all of it is there "
+                f"only while {unit} runs. Elsewhere use it inside of `with model.gathered():`"
+            )
+    return "a parameter is freed; use it inside of `with model.gathered():`"

@@ -1,0 +1,29 @@
+"""The tensors in what a module returned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor | None]:
+    """All tensors in an output, of lists, tuples, mappings and dataclasses, however nested.
+
+    None for an object that may hold some where nobody can see them.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, list | tuple | set):
+        for each in value:
+            yield from tensors_in(each)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for member in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, member.name, None))
+    elif value is not None and not isinstance(value, bool | int | float | complex | str | bytes):
+        yield None
