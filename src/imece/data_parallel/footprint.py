@@ -134,7 +134,7 @@ def counted(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> 
         in_bucket = (
             not sharding.strategy.gradients
             and store.gradient is not None
-            and (store.gradient.untyped_storage()._cdata in buckets)
+            and (store.gradient.untyped_storage()._cdata in in_buckets)
         )
         if store.gradient is not None and not in_bucket:
             gradients += store.gradient.nbytes
