@@ -94,7 +94,8 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
         if plan.steps:
             with _crew(hosts, "aabb") as crew:
                 results.steps = hosts_step.measure(crew, plan.rounds)
-            for line in hosts_step.lines(results.steps):
+            cable = min(results.tcp_mbps.values()) * 1e6 / 8
+            for line in hosts_step.lines(results.steps, cable):
                 say(line)
     return results
 

@@ -55,7 +55,7 @@ class Rank:
         return answer | {"right": bool((self._tensor == 1).all())}
 
     def train(self, way: str, tokens: int, steps: int) -> dict[str, Any]:
-        """Seconds of one of `steps` training steps after a barrier, and the last loss."""
+        """Of one of `steps` training steps after a barrier: seconds, and bytes sent; and the last loss."""
         if way not in self._models:
             self._models[way] = hosts_step.build(way)
         first = self._steps.get(way, 0)
@@ -63,9 +63,11 @@ class Rank:
         ranks = self._mesh.world_size
         seeds = [at * ranks + self._mesh.rank for at in range(first, first + steps)]
         dist.barrier()
-        begin = time.perf_counter()
+        sent, begin = hosts_step.sent_bytes(), time.perf_counter()
         loss = hosts_step.train(*self._models[way], tokens, seeds)
-        return {"seconds": (time.perf_counter() - begin) / steps, "loss": loss}
+        seconds = (time.perf_counter() - begin) / steps
+        dist.barrier()
+        return {"seconds": seconds, "loss": loss, "sent_bytes": (hosts_step.sent_bytes() - sent) / steps}
 
     def check(self) -> dict[str, Any]:
         """Seconds that the check takes that goes before each call."""

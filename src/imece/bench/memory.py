@@ -131,8 +131,13 @@ def draw(results: Results, path: Path, subtitle: str) -> None:
     from matplotlib.patches import Patch
 
     panels = list(dict.fromkeys((row.model, row.ranks) for row in results.rows))
-    figure = Figure(figsize=(5.2 * len(panels) + 1, 5.0), layout="constrained")
-    for axes, (model, ranks) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    columns = min(2, len(panels))
+    rows_of_panels = -(-len(panels) // columns)
+    figure = Figure(figsize=(max(8.0, 5.6 * columns), 1.6 + 3.6 * rows_of_panels), layout="constrained")
+    grid = figure.subplots(rows_of_panels, columns, squeeze=False)
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (model, ranks) in zip(grid.flat, panels, strict=False):
         rows = [row for row in results.rows if (row.model, row.ranks) == (model, ranks)]
         for at, row in enumerate(rows):
             for offset, bytes_of, hatch in ((-0.2, row.predicted, "///"), (0.2, row.counted, "")):
@@ -142,6 +147,7 @@ def draw(results: Results, path: Path, subtitle: str) -> None:
                     style = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0.5}
                     axes.bar(at + offset, height, 0.36, bottom, **style)
                     bottom += height
+            axes.margins(y=0.08)
             axes.text(at + 0.2, bottom, f"{bottom:.0f}", ha="center", va="bottom", fontsize=8)
         axes.set_xticks(range(len(rows)), [row.strategy for row in rows], fontsize=9, rotation=20)
         axes.set_title(f"{rows[0].parameters / 1e6:.1f}M parameters, {ranks} ranks", fontsize=11)
@@ -153,8 +159,8 @@ def draw(results: Results, path: Path, subtitle: str) -> None:
     patches = [Patch(color=color, label=name) for name, color in zip(CATEGORIES, _COLORS, strict=True)]
     which = "predicted (left), counted (right)"
     patches.append(Patch(facecolor="#dddddd", hatch="///", edgecolor="white", label=which))
-    figure.legend(handles=patches, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
-    figure.suptitle(f"Memory that training takes on one rank\n{subtitle}", fontsize=12)
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.suptitle(f"Memory that training takes on one rank\n{subtitle}", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 

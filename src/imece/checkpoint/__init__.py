@@ -21,5 +21,15 @@ Nothing that is read here is ever unpickled.
 from imece.checkpoint.deal import Slice
 from imece.checkpoint.load import Saved, all_steps, best, newest, open_checkpoint
 from imece.checkpoint.save import Checkpoints
+from imece.checkpoint.training_state import TrainingState
 
-__all__ = ["Checkpoints", "Saved", "Slice", "all_steps", "best", "newest", "open_checkpoint"]
+__all__ = [
+    "Checkpoints",
+    "Saved",
+    "Slice",
+    "TrainingState",
+    "all_steps",
+    "best",
+    "newest",
+    "open_checkpoint",
+]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from imece.data.baselines import baselines
 from imece.data.files import write_whole
+from imece.data_parallel.footprint import Footprint, counted
 from imece.models.generate import generate
 from imece.observe.report import write_loss_plot, write_report
 from imece.train.loop import Loop
@@ -69,6 +71,7 @@ def _summary(session: Session, val_loss: float | None) -> dict[str, Any]:
         "tokens_per_s": session.tokens / session.seconds,
         "parameters": session.model.config.parameter_count,
         "best_val_loss": session.best_val_loss,
+        "memory": asdict(counted(session.wrapped, session.optimizers)),
         "sample": {"prompt": prompt, "text": prompt + _sample(session, prompt)},
     }
     if val_loss is not None:
@@ -101,6 +104,8 @@ def _rows(summary: dict[str, Any], saved: bool) -> list[tuple[str, str]]:
             )
         )
         rows.append(("", f"without a model it would be {others}"))
+    state = Footprint(**summary["memory"])
+    rows.append(("", f"state of this rank, counted: {state}"))
     if not saved:
         rows.append(("", "the last checkpoint is not on the disk: see the warning above"))
     return rows

@@ -15,13 +15,14 @@ from imece.collectives.texts import gather_texts
 from imece.data.batches import Batches
 from imece.data.files import write_whole
 from imece.data.prepare import Prepared, prepare
+from imece.data_parallel.footprint import expected
 from imece.observe.environment import environment, usable_cores
 from imece.observe.units import si
 from imece.train.agreeing import together
 from imece.train.batch import plan_batch
 from imece.train.config import TrainConfig
 from imece.train.finish import finish, is_finished
-from imece.train.loop import Loop
+from imece.train.loop import Loop, NotFiniteError
 from imece.train.precision import choose_precision
 from imece.train.run_folder import RunFolder
 from imece.train.session import Session
@@ -98,6 +99,9 @@ def _train(session: Session, stop: Stop) -> int:
         elif session.checkpoints.finish():
             watching.note(f"saved after step {session.done}; go on with: imece train --run {path}")
         return signal
+    except NotFiniteError:
+        session.checkpoints.finish()  # raised on all ranks: a save that is under way is not given up
+        raise
     finally:
         session.checkpoints.close()  # here too: what it has to say is for `watching`
         watching.close()
@@ -121,9 +125,15 @@ def header(session: Session) -> list[tuple[str, str]]:
             f"{', compiled' if config.compute.compile else ''}",
         ),
         ("batch", session.plan.describe()),
+        ("memory", _memory(session)),
         ("steps", _steps(session)),
         ("run", str(session.folder.path)),
     ]
+
+
+def _memory(session: Session) -> str:
+    predicted = expected(session.wrapped, session.optimizers)
+    return f"{predicted} on a rank, and activations" if predicted is not None else "unknown optimizer"
 
 
 def describe_data(prepared: Prepared, config: TrainConfig) -> str:
