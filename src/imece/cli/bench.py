@@ -161,7 +161,7 @@ def run_memory(argv: Sequence[str]) -> int:
     results = memory.run(plan, _say)
     _write_figures(options.json, results.as_json())
     if options.plot is not None:
-        memory.draw(results, options.plot, machine.describe())
+        memory.draw(results, options.plot, machine.describe().partition("; load")[0])
         print(f"plot     {options.plot}")
     return 1 if results.far else 0
 

@@ -148,12 +148,15 @@ def counted(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> 
 
 
 def _filling(sharding: Sharding) -> list[int]:
-    """The largest bucket; of gathered units, whose buckets differ more, that of the root besides."""
+    """The largest bucket of each optimizer; of gathered units, which differ more, the root's besides."""
     if not sharding.strategy.gradients:
         return []
-    root = [store.plan for store in sharding.stores if sharding.gathering is not None and store.unit == 0]
-    others = sorted(set(sharding.layout.buckets) - set(root), key=lambda plan: plan.numel)
-    return [plan.index for plan in (*root, *others[-1:])]
+    largest: dict[tuple[bool, int], Bucket] = {}
+    for store in sharding.stores:
+        key = (sharding.gathering is not None and store.unit == 0, store.kind)
+        if key not in largest or largest[key].numel < store.plan.numel:
+            largest[key] = store.plan
+    return [plan.index for plan in largest.values()]
 
 
 def _gathered(sharding: Sharding) -> list[int]:

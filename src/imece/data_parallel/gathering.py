@@ -19,11 +19,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import Node
 
 from imece.data_parallel.outputs import tensors_in
 from imece.data_parallel.units import State, Unit, Wanted
@@ -155,15 +154,6 @@ class Gathering:
             self._free([unit])
 
     def _end(self) -> None:
-        around = cast(Node | None, torch._C._current_autograd_node())
-        if around is not None:  # as re-entrant checkpoints do: the backward around this one goes on
-
-            def follow(*_gradients: Any) -> None:
-                handle.remove()
-                _queue_callback(self._end)
-
-            handle = around.register_hook(follow)
-            return
         for unit, entered in self._came:
             unit.calls.pop(entered, None)
         self._free_all()

@@ -34,6 +34,7 @@ class Filling:
     ) -> None:
         """ValueError for a module that nothing fills, before anything is changed. A collective of `group`."""
         self._device, self._init = device, init
+        self._left = set(range(len(units)))
         self._modules: list[list[tuple[str, nn.Module]]] = [[] for _ in units]  # children before parents
         of_module = {id(unit.module): unit.number for unit in units}
         for name, module, number in _with_units(units[0].module, "", 0, of_module, set()):
@@ -46,8 +47,14 @@ class Filling:
         seed = torch.randint(2**62, (1,), device=device)
         self._seed = int(ops.broadcast(seed, 0, group=group, label="seed of the parameters"))
 
+    def rest(self) -> None:
+        """Fill those in which nothing is trained, and of which nobody asked."""
+        for number in sorted(self._left):
+            self(number)
+
     def __call__(self, number: int) -> None:
         """Fill a unit. ValueError for a module that keeps elements which nobody wrote."""
+        self._left.discard(number)
         modules = self._modules[number]
         new = [(name, module) for name, module in modules if _has_own_meta(module)]
         with torch.no_grad(), torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):

@@ -20,7 +20,29 @@ from imece.data_parallel.parts import Part
 from imece.data_parallel.shard import Sharding
 
 _ELEMENT_WISE = frozenset(
-    ["Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "AdamW8bit", "Adam8bit", "PagedAdamW", "PagedAdamW8bit", "AdamWFp8", "AdamW4bit", "ASGD", "Lion", "Lion8bit", "NAdam", "RAdam", "RMSprop", "RMSprop8bit", "Rprop", "SGD", "SGD8bit"]
+    [
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "Adamax",
+        "AdamW",
+        "AdamW8bit",
+        "Adam8bit",
+        "PagedAdamW",
+        "PagedAdamW8bit",
+        "AdamWFp8",
+        "AdamW4bit",
+        "ASGD",
+        "Lion",
+        "Lion8bit",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "RMSprop8bit",
+        "Rprop",
+        "SGD",
+        "SGD8bit",
+    ]
 )
 _NEVER = {
     "LBFGS": "it searches along one direction of all parameters together",
@@ -61,8 +83,8 @@ def kinds_of(
         for parameter in parameters_of(optimizer):
             if id(parameter) not in names:
                 raise ValueError(
-                    f"{type(optimizer).__name__} steps a parameter of shape {list(parameter.shape)} that is none "
-                    f"of the model's: make it of the parameters of the model that is given with it"
+                    f"{type(optimizer).__name__} steps a parameter of shape {list(parameter.shape)} that is "
+                    f"none of the model's: make it of the parameters of the model that is given with it"
                 )
             if number.setdefault(id(parameter), at) != at:
                 raise ValueError(f"two optimizers step {names[id(parameter)]}: each parameter belongs to one")
@@ -82,7 +104,9 @@ def who_steps(named: Sequence[tuple[str, torch.Tensor]], optimizers: Sequence[Op
 
 def numbers_of(optimizer: Optimizer) -> list[float]:
     """What schedulers may change: learning rates, momenta, betas, of all groups."""
-    return [float(each) for group in optimizer.param_groups for _, values in _numbers(group) for each in values]
+    return [
+        float(each) for group in optimizer.param_groups for _, values in _numbers(group) for each in values
+    ]
 
 
 def set_numbers(optimizer: Optimizer, numbers: Iterable[float]) -> None:
@@ -100,7 +124,9 @@ def set_numbers(optimizer: Optimizer, numbers: Iterable[float]) -> None:
 def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
     for key, value in group.items():
         values = value if isinstance(value, tuple) else (value,)
-        if all(isinstance(each, float | int | torch.Tensor) and not isinstance(each, bool) for each in values):
+        if all(
+            isinstance(each, float | int | torch.Tensor) and not isinstance(each, bool) for each in values
+        ):
             yield key, values
 
 

@@ -38,7 +38,9 @@ from imece.data_parallel.strategy import ShardGroups, find_strategy
 from imece.data_parallel.units import Unit, Wanted, find_units, unit_numbers
 from imece.mesh import Mesh
 
-Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
+Factory = Callable[[Iterable[nn.Parameter]], Optimizer | Sequence[Optimizer]]
+
+_BORROWED_CAP_BYTES = 5 * 2**20
 
 
 def parallelize(
@@ -48,7 +50,7 @@ def parallelize(
     mesh: Mesh | dist.ProcessGroup | None = None,
     *,
     average: Over = "ranks",
-    bucket_cap_mb: float = 25.0,
+    bucket_cap_mb: float | None = None,
     precision: MixedPrecision | None = None,
     overlap: bool | None = None,
     units: Wanted = None,
@@ -59,7 +61,7 @@ def parallelize(
 ) -> tuple[DistributedDataParallel, Any]:
     """A model and its optimizer, trained as one by all ranks: `loss.backward(); optimizer.step()` as ever.
 
-    model: on its device, with the same shapes on all ranks; rank 0's values count. It is changed in place: its
+    model: on its device, with the same shapes on all ranks; rank 0's values count. It changes in place: its
     parameters move into flat memory. optimizer: any of torch's, a list of them, or a function that makes one
     of parameters; what is returned in its place is the same object (or the new one), stepping this rank's
     part. strategy: replicate, zero1, zero2, zero3, hybrid or hybrid_zero2, or torch's names for them.
@@ -77,13 +79,14 @@ def parallelize(
     model's `clip_grad_norm_`. In `no_sync` whole gradients are kept on each rank, and nothing moves.
 
     mesh: by default that of imece.init(); a process group instead shards over its ranks. average,
-    bucket_cap_mb, overlap: as for DistributedDataParallel.
+    bucket_cap_mb (5 MiB where gradients are sharded on CPUs), overlap: as for DistributedDataParallel.
 
     zero3 and hybrid gather parameters by unit, a module whose parameters are there only while it runs; but on
     the CPUs of one host they lie in memory that all its ranks have in common, and nothing is gathered unless
-    gather=True. All ranks must use the same parameters then. units: classes of modules, or how many elements
-    a unit has at least; by default the repeated blocks of the model. reshard_after_forward=False keeps what
-    forward gathered until backward. gathers_in_flight: units there at a time, the next ones included.
+    gather=True. All ranks must run the same units then, in one order. units: classes of modules, or how many
+    elements a unit has at least; by default the repeated blocks of the model. reshard_after_forward=False
+    keeps what forward gathered until backward. gathers_in_flight: units there at a time, the next ones
+    included.
 
     A model made on the meta device gets its memory here, unit by unit: no rank ever holds all of it. init
     fills one module; by default its `reset_parameters` does.
@@ -135,7 +138,7 @@ class ShardedDataParallel(DistributedDataParallel):
         *,
         strategy: str,
         average: Over,
-        bucket_cap_mb: float,
+        bucket_cap_mb: float | None,
         precision: MixedPrecision,
         overlap: bool | None,
         options: GatherOptions,
@@ -168,13 +171,14 @@ class ShardedDataParallel(DistributedDataParallel):
             whole,
             self._strategy,
             self._groups,
-            cap_bytes=self.bucket_bytes_cap,
+            cap_bytes=self._cap_bytes(),
             precision=self._precision,
             units=unit_numbers(self.module, units, [each for _, each in named]) if units else None,
             gathering=gathering,
             fill=fill,
         )
         if fill is not None:
+            fill.rest()
             self._sync_rest(named)
         if gathering is not None:
             gathering.hook()
@@ -191,11 +195,17 @@ class ShardedDataParallel(DistributedDataParallel):
             named,
             self.process_group,
             Average(self._over, self.process_group, self.device),
-            cap_bytes=self.bucket_bytes_cap,
+            cap_bytes=self._cap_bytes(),
             first_bytes=None,
             way=Way(None, None, self._way.overlap),
             sharding=self.sharding,
         )
+
+    def _cap_bytes(self) -> int:
+        """Where buckets are memory that is borrowed, and a message costs little, small ones by default."""
+        if self.bucket_bytes_cap_default and self._strategy.gradients and self.device_type == "cpu":
+            return _BORROWED_CAP_BYTES
+        return self.bucket_bytes_cap
 
     def _divide(self) -> tuple[list[Unit], Gathering | None, Filling | None]:
         """The units if there is something to do unit by unit, and who does it."""
@@ -254,7 +264,10 @@ class ShardedDataParallel(DistributedDataParallel):
             super().check_parameters()
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
-        """As of DistributedDataParallel; RuntimeError where units are gathered, which takes all ranks."""
+        """As of DistributedDataParallel. Ranks that have ended clip, step and zero their parts as others do.
+
+        RuntimeError where units are gathered, which takes all ranks.
+        """
         if self.sharding.gathering is not None:
             raise RuntimeError(f"strategy {self._strategy.name!r} gathers in forward: all ranks must go on")
         return super().join(*args, **kwargs)

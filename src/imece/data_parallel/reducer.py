@@ -182,7 +182,8 @@ class Reducer:
 
     def _on_gradient(self, slot: Slot) -> Callable[[torch.Tensor], None]:
         """What autograd calls after it has written a parameter's gradient. Every microsecond counts here."""
-        index, multiply, keep = slot.index, torch.mul, self.sharding is None
+        index, keep = slot.index, self.sharding is None
+        multiply = torch.mul if keep else _multiply
 
         def on_gradient(parameter: torch.Tensor) -> None:
             if not self._syncing and not self._arrive(index):
@@ -239,7 +240,7 @@ class Reducer:
             if grad is None:
                 view.zero_()
             elif grad is not view:
-                torch.mul(grad, self._scale, out=view)
+                _multiply(grad, self._scale, out=view)
             elif self._scale != 1.0:
                 view.mul_(self._scale)
 
@@ -505,8 +506,8 @@ class Reducer:
 
     def _refuse_late(self, slot: Slot) -> None:
         raise RuntimeError(
-            f"parameter {slot.name} got a gradient after its unit was over: backward did not go in the opposite "
-            f"order of forward. Use another strategy, or units of which each has all that runs together"
+            f"parameter {slot.name} got a gradient after its unit was over: backward did not go in the "
+            f"opposite order of forward. Use another strategy, or larger units"
         )
 
     def _refuse_change(self, slot: Slot) -> None:
@@ -583,3 +584,10 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _multiply(grad: torch.Tensor, factor: float, *, out: torch.Tensor) -> torch.Tensor:
+    """torch.mul, but rounded as `out` is, which may have more bits than the gradient."""
+    if out.dtype.itemsize > grad.dtype.itemsize:
+        return out.copy_(grad).mul_(factor)
+    return torch.mul(grad, factor, out=out)

@@ -184,9 +184,10 @@ class Sharding:
             at for at, each in enumerate(self._spare) if each.numel() >= nbytes and each.device == device
         ]
         if fitting:
-            memory = self._spare.pop(fitting[0])
+            memory = self._spare.pop(min(fitting, key=lambda at: self._spare[at].nbytes))
         else:
-            most = max(each.numel for each in self.layout.buckets) * dtype.itemsize
+            alike = [each.plan.numel for each in self.stores if each.kind == store.kind]
+            most = max(alike) * dtype.itemsize
             most = most if self.strategy.gradients and self.gathering is None else nbytes
             shared = self._in_common and device.type == "cpu"
             memory = shared_empty(most, torch.uint8) if shared else torch.empty(

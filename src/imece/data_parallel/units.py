@@ -67,7 +67,7 @@ class Unit:
     left: int = 0  # buckets that left in this backward
     earlier: tuple[Unit, ...] = ()  # those that ran before it in the latest forward, the last one first
     calls: dict[int, int] = field(default_factory=dict)
-    """Forwards that wait for their backward: when each was entered, and when it was left; see gathering.py."""
+    """Forwards that wait for their backward: {when it was entered: when it was left}; see gathering.py."""
     entered: int = 0  # its latest forward
     pinned: bool = False  # a backward may come through an output in which nobody sees tensors
     _works: list[Pending] = field(default_factory=list)

@@ -1,0 +1,75 @@
+"""`imece bench memory`, and `imece bench step --strategy`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from imece.bench import memory, targets
+from imece.bench.memory import Plan, Results, Row
+from imece.bench.step import Memory
+from imece.bench.step import Plan as StepPlan
+from imece.bench.step import Results as StepResults
+from imece.cli.main import main
+
+ONE = {"parameters": 40, "gradients": 40, "optimizer": 20, "communication": 0}
+
+
+def test_what_differs_from_the_prediction_is_told() -> None:
+    near = Row("10.9M", 2, "zero1", 10, ONE, ONE | {"communication": 4}, 0)
+    far = Row("10.9M", 2, "zero2", 10, ONE, ONE | {"communication": 6}, 0)
+    assert near.apart == pytest.approx(0.04)
+    assert Results(Plan(), [near, far]).far == [far]
+
+
+def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures, plot = tmp_path / "memory.json", tmp_path / "memory.png"
+    options = ["--quick", "--strategies", "zero1,zero3", "--json", str(figures), "--plot", str(plot)]
+    assert main(["bench", "memory", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "12.00 B" in shown and "WRONG" not in shown
+    rows = json.loads(figures.read_text())["rows"]
+    assert [row["strategy"] for row in rows] == ["zero1", "zero3"]
+    assert all(row["apart"] < memory.CLOSE for row in rows)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_strategies_are_measured_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = tmp_path / "step.json"
+    options = ["--quick", "--tokens", "128", "--strategy", "replicate,zero1,zero3", "--json", str(figures)]
+    assert main(["bench", "step", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "x replicate" in shown and "WRONG" not in shown
+    losses = json.loads(figures.read_text())["losses"]
+    assert losses["replicate"] == losses["zero1"] == losses["zero3"] != losses["no-sync"]
+
+
+def test_the_targets_of_strategies() -> None:
+    plan = StepPlan(("no-sync", "replicate", "zero1", "zero3", "fully-shard"))
+    seconds = {"no-sync": [0.9], "replicate": [1.0], "zero1": [1.01], "zero3": [1.1], "fully-shard": [2.2]}
+    results = StepResults(plan, seconds={128: seconds})
+    results.memory[128] = {"zero3": Memory(10, 0, 0), "fully-shard": Memory(9, 0, 0)}
+    verdicts = dict(zip(plan.targets, targets.step_lines(plan.targets, results.found), strict=True))
+    said = {(t.way, t.what, t.against): line.split()[0] for t, line in verdicts.items() if t.tokens == 128}
+    assert said["zero1", "time", "replicate"] == "MISSED" and said["zero3", "time", "replicate"] == "met"
+    assert said["zero3", "speed", "fully-shard"] == "met" and said["zero3", "peak", "fully-shard"] == "MISSED"
+    assert said["zero2", "time", "replicate"] == "--"
+    assert StepPlan(("no-sync", "imece")).targets == targets.STEP
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["memory", "--ranks", "1"], "--ranks 1: from 2 to 64"),
+        (["memory", "--models", "7B"], "7B"),
+        (["memory", "--strategies", "zero9"], "zero9"),
+        (["step", "--strategy", "zero9"], "zero9"),
+        (["memory", "--plot", "/dev/null/all.png"], "/dev/null"),
+    ],
+)
+def test_wrong_options(options: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *options]) == 2
+    said = capsys.readouterr().err
+    assert why in said and len(said.strip().splitlines()) == 1

@@ -1,0 +1,118 @@
+"""Bytes of a rank: the published formulae, and what is counted while a model trains."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import imece
+from imece.data_parallel.footprint import Footprint, counted, expected, predict
+from imece.data_parallel.strategy import STRATEGIES, find_strategy
+from imece.layout import Item, build
+from tests.ranks import run_ranks
+
+LENGTH = 4096
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_formulae_of_adam_in_fp32(ranks: int) -> None:
+    """Bytes a parameter: 16; 8 + 8/N; 4 + 12/N; 16/N; of a model that N divides."""
+    items = [Item(f"{n}.weight", (LENGTH,), "float32", 4) for n in range(16)]
+    whole = {"replicate": 16.0, "zero1": 8 + 8 / ranks, "zero2": 4 + 12 / ranks, "zero3": 16 / ranks}
+    for name, expected_bytes in whole.items():
+        strategy = STRATEGIES[name]
+        laid = build(items, cap_bytes=3 * 4 * LENGTH, shards=ranks if strategy.optimizer else 1)
+        state = dict.fromkeys(range(len(laid.buckets)), 8)
+        found = predict(laid, strategy, 0, state, parameter_bytes=4, reduce_bytes=4)
+        assert found.total / (16 * LENGTH) == pytest.approx(expected_bytes)
+        filled = predict(
+            laid, strategy, 0, state, parameter_bytes=4, reduce_bytes=4, filling=[0], gathered=[1]
+        )
+        assert filled.communication == 2 * 3 * 4 * LENGTH
+
+
+def test_masters_of_bf16_belong_to_the_optimizer() -> None:
+    laid = build([Item("x", (LENGTH,), "bfloat16", 2)], cap_bytes=10**9, shards=2)
+    found = predict(laid, find_strategy("ZeRO-2"), 1, {0: 8}, parameter_bytes=2, reduce_bytes=2)
+    assert found == Footprint(2 * LENGTH, 2 * LENGTH, 6 * LENGTH, 0)
+    assert str(found) == "0.0 parameters + 0.0 gradients + 0.0 optimizer = 0.0 MB"
+    assert str(Footprint(10**6, 0, 0, 25 * 10**5)) == "1.0 parameters + 2.5 communication = 3.5 MB"
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.head = nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return torch.as_tensor(self.head(x))
+
+
+def footprints(strategy: str, gather: bool, bf16: bool) -> list[dict[str, int]]:
+    """Predicted before, counted after a backward; and again with twice the buckets of gradients."""
+    imece.init()
+    dtype = torch.bfloat16 if bf16 else None
+    precision = imece.MixedPrecision(dtype, dtype) if bf16 else None
+    model, optimizer = imece.parallelize(
+        *_new(), strategy, bucket_cap_mb=0.04, gather=gather, precision=precision
+    )
+    predicted = expected(model, [optimizer])
+    assert predicted is not None
+    for step in range(3):
+        model(torch.ones(2, 64, dtype=dtype or torch.float32)).float().square().mean().backward()
+        if step < 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [asdict(predicted), asdict(counted(model, [optimizer]))]
+
+
+def _new() -> tuple[nn.Module, Optimizer]:
+    model = Model()
+    return model, AdamW(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gather", "bf16"),
+    [
+        ("replicate", False, False),
+        *((*each, bf16) for each in (("zero1", False), ("zero2", False)) for bf16 in (False, True)),
+        *((*each, bf16) for each in (("zero3", False), ("zero3", True)) for bf16 in (False, True)),
+    ],
+)
+def test_what_is_counted_was_predicted(strategy: str, gather: bool, bf16: bool) -> None:
+    for predicted, found in run_ranks(footprints, 2, args=(strategy, gather, bf16), backend=None):
+        for name, nbytes in predicted.items():
+            # Scalars of the optimizer, and a unit more or less on its way.
+            room = 0.01 * nbytes + 300 if name != "communication" else 0.35 * nbytes
+            assert found[name] == pytest.approx(nbytes, abs=room), name
+
+
+def other_optimizers() -> list[Any]:
+    """Of an optimizer that nobody knows nothing is foretold; SGD keeps what it is told to."""
+    imece.init()
+    found: list[Any] = []
+    for momentum in (0.0, 0.9):
+        model = Model()
+        wrapped, optimizer = imece.parallelize(model, SGD(model.parameters(), 0.1, momentum), "zero1")
+        predicted = expected(wrapped, [optimizer])
+        found.append(predicted.optimizer if predicted else None)
+
+    class Unknown(SGD):
+        pass
+
+    model = Model()
+    wrapped, optimizer = imece.parallelize(model, Unknown(model.parameters(), 0.1), "zero1")
+    return [*found, expected(wrapped, [optimizer])]
+
+
+def test_other_optimizers() -> None:
+    numel = sum(each.numel() for each in Model().parameters())
+    assert run_ranks(other_optimizers, 1, backend=None) == [[0, 4 * numel, None]]

@@ -1,0 +1,796 @@
+"""`imece.parallelize`: every strategy trains as one process on the whole batch, all to the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import pickle
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from imece import MixedPrecision, parallelize
+from imece.bench.reference_model import Block, Decoder, batch
+from imece.collectives.shared_memory.arena import ARENAS
+from imece.data_parallel.buckets import Bucket
+from imece.data_parallel.optimizer import is_element_wise, parameters_of
+from imece.data_parallel.shard import Sharding
+from imece.errors import MismatchError
+from tests.data_parallel.checks import Check, Job, jobs, passed
+from tests.data_parallel.test_parity import (
+    SHAPE,
+    Checkpointed,
+    Routed,
+    Untied,
+    compiled,
+    partly_frozen,
+    replaced,
+)
+
+CAP_MB = 0.007  # four buckets of the decoder's 29 kB
+STRATEGIES = ("replicate", "zero1", "zero2", "zero3")
+EXACT = 1e-12
+
+reduced = Sharding.reduced
+
+State = dict[str, torch.Tensor]
+Optimizers = Optimizer | Sequence[Optimizer]
+
+
+def each(optimizers: Optimizers) -> Sequence[Optimizer]:
+    return [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+
+
+# Optimizers.
+
+
+def momentum(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def adamw_in_groups(model: nn.Module) -> Optimizer:
+    matrices = [each for each in model.parameters() if each.ndim > 1]
+    vectors = [each for each in model.parameters() if each.ndim <= 1]
+    return AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 3e-2}], lr=1e-2)
+
+
+def adamw_by_name(model: nn.Module) -> Optimizer:
+    return AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+
+
+def muon_and_adamw(model: nn.Module) -> list[Optimizer]:
+    matrices = [each for each in model.parameters() if each.ndim == 2]
+    others = [each for each in model.parameters() if each.ndim != 2]
+    return [Muon(matrices, lr=1e-2), AdamW(others, lr=1e-2)]
+
+
+def adafactor(model: nn.Module) -> Optimizer:
+    return Adafactor(model.parameters(), lr=1e-2)
+
+
+def adagrad(model: nn.Module) -> Optimizer:
+    return Adagrad(model.parameters(), lr=1e-2)
+
+
+# Models and losses.
+
+
+class Odd(nn.Module):
+    """Parameters without a dim, of one element, perhaps without elements, and one that wants no gradient."""
+
+    def __init__(self, empty: bool = True) -> None:
+        super().__init__()
+        self.decoder = Decoder(SHAPE)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.shift = nn.Parameter(torch.tensor([0.1]))
+        self.nothing = nn.Parameter(torch.empty(0, 3) if empty else torch.ones(1, 1))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.decoder(tokens) * self.scale.square()
+        return loss + (self.shift * self.frozen).square().sum() + self.nothing.sum()
+
+
+def tokens(turn: int, rank: int, count: int = 16) -> torch.Tensor:
+    return batch(SHAPE, count, seed=turn * 10 + rank)
+
+
+def plain(model: Any, turn: int, rank: int) -> torch.Tensor:
+    return model(tokens(turn, rank))  # type: ignore[no-any-return]
+
+
+def routed(model: Any, turn: int, rank: int) -> torch.Tensor:
+    """Block 0 is used by all ranks, block 1 by one of them, block 2 in every third turn."""
+    picked = [0] + [1] * (rank == turn % 2) + [2] * (turn % 3 == 0)
+    return model(tokens(turn, rank), picked)  # type: ignore[no-any-return]
+
+
+def count_of(turn: int, rank: int) -> int:
+    return 8 * (1 + (turn + rank) % 3)
+
+
+def of_different_sizes(model: Any, turn: int, rank: int) -> torch.Tensor:
+    return model(tokens(turn, rank, count_of(turn, rank)))  # type: ignore[no-any-return]
+
+
+def raise_in_backward(model: Any) -> None:
+    """After most buckets have left, on all ranks."""
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def arm(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        output.register_hook(refuse)
+
+    handle = model.module.tokens.register_forward_hook(arm)
+    with pytest.raises(ArithmeticError):
+        plain(model, 0, dist.get_rank()).backward()
+    handle.remove()
+
+
+Zero = Callable[[Any, Optimizers, int], None]
+
+
+def by_optimizer(model: Any, optimizers: Optimizers, step: int) -> None:
+    for one in each(optimizers):
+        one.zero_grad()
+
+
+def by_optimizer_in_place(model: Any, optimizers: Optimizers, step: int) -> None:
+    for one in each(optimizers):
+        one.zero_grad(set_to_none=False)
+
+
+def by_model(model: Any, optimizers: Optimizers, step: int) -> None:
+    model.zero_grad()
+
+
+def by_model_in_place(model: Any, optimizers: Optimizers, step: int) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def now_and_then(model: Any, optimizers: Optimizers, step: int) -> None:
+    if step % 3 == 0:
+        by_optimizer(model, optimizers, step)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train."""
+
+    build: Callable[[], nn.Module] = lambda: Decoder(SHAPE)
+    make: Callable[[nn.Module], Optimizers] = adamw_in_groups
+    loss: Callable[[Any, int, int], torch.Tensor] = plain
+    """(model, turn, rank): turns count micro-batches."""
+    steps: int = 4
+    micros: int = 1
+    no_sync: bool = True
+    """Whether all micro-batches but the last are in no_sync."""
+    zero: Zero = by_optimizer
+    schedule: bool = False
+    factory: bool = False
+    """Give parallelize `make` for parameters, not what it made."""
+    before: int = 0
+    """Steps before wrapping."""
+    average: Any = "ranks"
+    clip: float | None = None
+    dtype: torch.dtype = torch.float64
+    precision: MixedPrecision | None = None
+    lengths: Sequence[int] = ()
+    """Steps of each rank, if some run out of inputs before others."""
+    divide: bool = True
+    """Then: by all ranks, not by those still there."""
+    prepare: Callable[[Any], None] = lambda model: None
+    mesh: Any = None
+    """By default the group of the check shards."""
+
+    def start(self) -> tuple[nn.Module, Any]:
+        """The model and its optimizers, the same on all ranks, before they are wrapped."""
+        torch.manual_seed(1)
+        model = self.build()
+        for block in model.modules():
+            if isinstance(
+                block, Block
+            ):  # keys' biases have no gradient but rounding, and Adam makes it large
+                linear = block.query_key_value
+                block.query_key_value = nn.Linear(linear.in_features, linear.out_features, bias=False)
+        model.to(self.dtype)
+        optimizers = None if self.factory and not self.before else self.make(model)
+        for turn in range(self.before):
+            by_optimizer(model, optimizers, turn)  # type: ignore[arg-type]
+            plain(model, 1000 + turn, 0).backward()
+            for one in each(optimizers):  # type: ignore[arg-type]
+                one.step()
+        return model, optimizers
+
+    def wrapped(self, strategy: str, group: dist.ProcessGroup) -> tuple[Any, Any]:
+        model, optimizers = self.start()
+        made = parallelize(
+            model, optimizers or (lambda _: self.make(model)), strategy, self.mesh or group,
+            average=self.average, bucket_cap_mb=CAP_MB, precision=self.precision,
+        )  # fmt: skip
+        self.prepare(made[0])
+        return made
+
+    def schedulers(self, optimizers: Optimizers) -> list[OneCycleLR]:
+        if not self.schedule:
+            return []
+        total = max(self.lengths, default=self.steps) + 1
+        return [
+            OneCycleLR(one, [0.1 * group["lr"] for group in one.param_groups], total_steps=total)
+            for one in each(optimizers)
+        ]
+
+    def weight(self, ranks: int, present: Sequence[int], turns: Iterable[int], turn: int, rank: int) -> float:
+        """Of one loss among those of a step."""
+        if self.average == "tokens":
+            return count_of(turn, rank) / sum(count_of(*each) for each in product(turns, present))
+        return 1.0 / (ranks if self.divide else len(present))
+
+    def alone(self, ranks: int) -> Iterator[State]:
+        """One process, the whole batch."""
+        model, optimizers = self.start()
+        optimizers = optimizers or self.make(model)
+        schedulers = self.schedulers(optimizers)
+        for step in range(max(self.lengths[:ranks], default=self.steps)):
+            self.zero(model, optimizers, step)
+            turns = range(step * self.micros, (step + 1) * self.micros)
+            present = [rank for rank in range(ranks) if not self.lengths or step < self.lengths[rank]]
+            for turn, rank in product(turns, present):
+                loss = self.loss(model, turn, rank) * self.weight(ranks, present, turns, turn, rank)
+                loss.backward()
+            if self.clip is not None:
+                clip(model, self.clip)
+            for one in each(optimizers):
+                one.step()
+            for scheduler in schedulers:
+                scheduler.step()
+            yield state_of(model)
+
+    def together(self, strategy: str, group: dist.ProcessGroup) -> Iterator[State]:
+        """The same by all ranks, each with its part of the batch."""
+        model, optimizers = self.wrapped(strategy, group)
+        schedulers = self.schedulers(optimizers)
+        rank = group.rank()
+
+        def one_step(step: int) -> State:
+            self.zero(model, optimizers, step)
+            losses = []
+            for micro in range(self.micros):
+                quiet = self.no_sync and micro < self.micros - 1
+                with model.no_sync() if quiet else contextlib.nullcontext():
+                    turn = step * self.micros + micro
+                    loss = self.loss(model, turn, rank)
+                    losses.append(loss.detach())
+                    if self.average == "tokens":
+                        loss = model.weigh(loss, count_of(turn, rank))
+                    loss.backward()
+            if self.clip is not None:
+                model.clip_grad_norm_(self.clip)
+            for one in each(optimizers):
+                one.step()
+            for scheduler in schedulers:
+                scheduler.step()
+            return state_of(model.module) | {"loss": torch.stack(losses)}
+
+        if not self.lengths:
+            yield from map(one_step, range(self.steps))
+            return
+        with model.join(self.divide):
+            for step in range(self.lengths[rank]):
+                one_step(step)
+        yield state_of(model.module)
+
+
+def clip(model: nn.Module, max_norm: float) -> None:
+    """As ours does: the norm in fp32, and without the 1e-6 that torch's own adds to it."""
+    grads = [each.grad for each in model.parameters() if each.grad is not None]
+    norm = nn.utils.get_total_norm(grads).float().item()
+    assert norm > max_norm
+    torch._foreach_mul_(grads, max_norm / norm)
+
+
+def state_of(model: nn.Module) -> State:
+    return {name: each.detach().clone() for name, each in model.state_dict().items()}
+
+
+def first_difference(got: Sequence[State], expected: Sequence[State], limit: float = 0.0) -> str | None:
+    """The first step and tensor in which they are apart by more than the limit."""
+    assert len(got) == len(expected) > 0
+    for step, (one, other) in enumerate(zip(got, expected, strict=True)):
+        for name in other:
+            if one[name].numel() and not (one[name] - other[name]).abs().max().item() <= limit:
+                apart = (one[name] - other[name]).abs().max()
+                return f"step {step}: {name} is off by up to {apart} of {other[name].abs().max()}"
+    return None
+
+
+def strategies_on(group: dist.ProcessGroup) -> Sequence[str]:
+    return STRATEGIES if group.name() == "shm" else STRATEGIES[:3]
+
+
+def parity(case: Case, but: Sequence[str] = ()) -> Check:
+    """Of all strategies but those."""
+
+    def check(group: dist.ProcessGroup) -> None:
+        expected = list(case.alone(group.size()))[-1 if case.lengths else 0 :]
+        for strategy in strategies_on(group):
+            if strategy in but:
+                continue
+            found = first_difference(list(case.together(strategy, group)), expected, EXACT)
+            assert found is None, f"{strategy}: {found}"
+
+    return check
+
+
+CASES = {
+    "sgd": Case(make=momentum),
+    "adamw in groups, schedule": Case(schedule=True),
+    "adamw by name, factory": Case(make=adamw_by_name, factory=True),
+    "muon and adamw, schedule": Case(make=muon_and_adamw, schedule=True),
+    "muon and adamw, factory": Case(make=muon_and_adamw, factory=True, steps=2),
+    "adafactor": Case(make=adafactor),
+    "adagrad": Case(make=adagrad, steps=3),
+    "odd parameters": Case(Odd),
+    "odd parameters, adafactor": Case(lambda: Odd(empty=False), adafactor, before=1),
+    "adamw that has stepped": Case(Odd, before=2, steps=2),
+    "sgd that has stepped": Case(make=momentum, before=2, steps=2),
+    "muon and adamw that have stepped": Case(make=muon_and_adamw, before=1, steps=2),
+    "adafactor that has stepped": Case(make=adafactor, before=2, steps=2),
+    "adagrad that has stepped": Case(make=adagrad, before=1, steps=2),
+    "clipped": Case(make=momentum, clip=0.05),
+    "accumulated in no_sync": Case(micros=2),
+    "accumulated": Case(make=momentum, micros=2, no_sync=False),
+    "accumulated, two optimizers": Case(make=muon_and_adamw, micros=2, steps=2),
+    "zeroed in place": Case(zero=by_optimizer_in_place),
+    "zeroed by the model": Case(zero=by_model, micros=2, no_sync=False),
+    "zeroed by the model in place": Case(zero=by_model_in_place, micros=2),
+    "zeroed now and then": Case(make=momentum, zero=now_and_then),
+    "zeroed now and then, no_sync": Case(zero=now_and_then, micros=2),
+    "frozen": Case(partly_frozen),
+    "untied": Case(Untied),
+    "unused": Case(Routed, loss=routed, steps=7),
+    "unused, momentum": Case(Routed, momentum, loss=routed, steps=7),
+    "unused, zeroed in place": Case(Routed, loss=routed, zero=by_optimizer_in_place, steps=7),
+    "unused, zeroed by the model in place": Case(Routed, loss=routed, zero=by_model_in_place, steps=7),
+    "unused, zeroed now and then": Case(Routed, loss=routed, zero=now_and_then, steps=7),
+    "unused, accumulated in no_sync": Case(Routed, loss=routed, micros=2),
+    "checkpoint": Case(lambda: Checkpointed(False), steps=3),
+    "checkpoint, re-entrant": Case(lambda: Checkpointed(True), steps=3),
+    "tokens": Case(loss=of_different_sizes, average="tokens"),
+    "tokens, accumulated": Case(loss=of_different_sizes, average="tokens", micros=2),
+}
+CASES["after one that raised"] = Case(prepare=raise_in_backward)
+UNEVEN = Case(lengths=(4, 6, 1))
+CASES |= {
+    "uneven": UNEVEN,
+    "uneven, by those present": replace(UNEVEN, divide=False, make=momentum),
+    "uneven, zeroed in place, schedule": replace(UNEVEN, zero=by_optimizer_in_place, schedule=True),
+    "uneven, muon and adamw, clipped": replace(UNEVEN, make=muon_and_adamw, clip=0.05),
+    "uneven, unused": replace(UNEVEN, build=Routed, loss=routed, micros=2),
+    "uneven, unused, zeroed in place": replace(UNEVEN, build=Routed, loss=routed, zero=by_model_in_place),
+    "uneven, tokens": replace(UNEVEN, loss=of_different_sizes, average="tokens", micros=2),
+}
+CORE = [
+    "sgd", "uneven, muon and adamw, clipped", "adamw in groups, schedule", "muon and adamw, schedule",
+    "unused", "accumulated in no_sync", "clipped", "tokens",
+]  # fmt: skip
+
+
+# The same bits.
+
+FP32 = Case(dtype=torch.float32, clip=0.05, steps=20)
+IN_BITS = {
+    "sgd": replace(FP32, make=momentum),
+    "adamw in groups": FP32,
+    "adamw, fused": replace(FP32, make=adamw_by_name, micros=2),
+    "muon and adamw": replace(FP32, make=muon_and_adamw),
+    "adafactor, unused": replace(FP32, build=Routed, make=adafactor, loss=routed),
+    "bf16 hook": replace(
+        FP32, steps=5, prepare=lambda model: model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    ),
+}
+
+
+def same_bits(case: Case, strategies: Sequence[str] = STRATEGIES) -> Check:
+    """All strategies have the losses and parameters of the first one, bit for bit."""
+
+    def check(group: dist.ProcessGroup) -> None:
+        first, *others = strategies
+        expected = list(case.together(first, group))
+        assert (
+            expected[0]["loss"].isfinite().all() and len({each["loss"].tolist()[0] for each in expected}) > 1
+        )
+        for strategy in others:
+            found = first_difference(list(case.together(strategy, group)), expected)
+            assert found is None, f"{strategy}: {found}"
+
+    return check
+
+
+# The tests notice when something is missing.
+
+
+def one_bit(self: Sharding, bucket: Bucket) -> None:
+    reduced(self, bucket)
+    own = self.stores[bucket.index].gradient
+    if self.rank == 1 and own is not None:
+        own[:1] = torch.nextafter(own[:1], torch.tensor(9.0))
+
+
+def permuted(self: Sharding, bucket: Bucket) -> None:
+    reduced(self, bucket)
+    own = self.stores[bucket.index].gradient
+    if self.rank == 1 and own is not None:
+        own.copy_(own.flip(0))
+
+
+def not_gathered(self: Sharding, kinds: Collection[int]) -> None:
+    if self.strategy.parameters:
+        self.parts[0].parameter.data.copy_(self.parts[0].parameter + 1)
+
+
+def own_norm(self: Sharding) -> torch.Tensor:
+    norms = [each.parameter.grad.norm() for each in self.parts if each.parameter.grad is not None]
+    norm: torch.Tensor = torch.stack(norms).norm()
+    return norm
+
+
+def notices(name: str, broken: Any, make: Callable[[nn.Module], Optimizers] = adamw_in_groups) -> Check:
+    def check(group: dist.ProcessGroup) -> None:
+        case = replace(FP32, make=make, steps=5)
+        expected = list(case.together("replicate", group))
+        for strategy in STRATEGIES[1:]:
+            with replaced(Sharding, name, broken):
+                found = first_difference(list(case.together(strategy, group)), expected)
+            assert gathered(found is None, group) == [False] * group.size(), strategy
+
+    return check
+
+
+def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+# Parameters in bf16, masters in fp32.
+
+
+def half_alone(reduce: torch.dtype, ranks: int) -> Iterator[State]:
+    """All ranks' steps in one process: each one's gradient in bf16, their mean in `reduce`."""
+    masters, optimizer = Case(dtype=torch.float32).start()
+    halves = copy.deepcopy(masters).bfloat16()
+    for turn in range(4):
+        sums: dict[str, torch.Tensor] = {}
+        for rank in range(ranks):
+            halves.zero_grad()
+            plain(halves, turn, rank).backward()
+            for name, half in halves.named_parameters():
+                assert half.grad is not None
+                grad = (half.grad.to(reduce) * (1 / ranks)).float()
+                sums[name] = sums[name] + grad if rank else grad
+        for name, master in masters.named_parameters():
+            master.grad = sums[name].to(reduce).float()  # a sum is rounded once
+        optimizer.step()
+        with torch.no_grad():
+            for half, master in zip(halves.parameters(), masters.parameters(), strict=True):
+                half.copy_(master)
+        yield state_of(halves)
+
+
+def half(reduce: torch.dtype | None) -> Check:
+    case = Case(dtype=torch.float32, precision=MixedPrecision(param=torch.bfloat16, reduce=reduce))
+
+    def check(group: dist.ProcessGroup) -> None:
+        for strategy in STRATEGIES[1:]:
+            model, optimizer = case.wrapped(strategy, group)
+            assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+            assert {each.dtype for each in parameters_of(optimizer)} == {torch.float32}
+            expected = list(half_alone(reduce or torch.bfloat16, group.size()))
+            found = first_difference(list(case.together(strategy, group)), expected)
+            assert found is None, f"{strategy}: {found}"
+        same_bits(replace(case, clip=0.05, make=adafactor, steps=10), STRATEGIES[1:])(group)
+
+    return check
+
+
+def loaded_into_masters(group: dist.ProcessGroup) -> None:
+    """What load_state_dict brings is what the next step begins from."""
+    case = Case(dtype=torch.float32, make=momentum, precision=MixedPrecision(param=torch.bfloat16))
+    for strategy in STRATEGIES[1:]:
+        model, optimizer = case.wrapped(strategy, group)
+        changed = {name: each + 1 for name, each in state_of(model).items()}
+        model.load_state_dict(changed)
+        plain(model, 0, group.rank()).backward()
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.step()
+        assert first_difference([state_of(model)], [changed]) is None, strategy
+
+
+# Memory.
+
+
+def bytes_of(tensors: Iterable[Any]) -> int:
+    """Each byte once; without the arenas out of which shared tensors are given."""
+    arenas = {id(segment.memory) for segment in ARENAS._by_address[1]}
+    ranges = sorted(
+        (each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors
+        if type(each) in (torch.Tensor, nn.Parameter) and each.device.type == "cpu" and id(each) not in arenas
+    )  # fmt: skip
+    total = reached = 0
+    for start, stop in ranges:
+        total += max(0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return total
+
+
+def alive() -> int:
+    """Bytes of all tensors of this process."""
+    gc.collect()
+    return bytes_of(gc.get_objects())
+
+
+def memory(group: dist.ProcessGroup) -> None:
+    """After a step: parameters, gradients, and AdamW's two states."""
+    size, layers, width = group.size(), 12, 64
+    whole = layers * (width * width + width) * 4
+    bucket = whole / layers
+
+    def taken(strategy: str) -> tuple[int, float]:
+        """Bytes, and the part of the optimizer's state that this rank has."""
+        before = alive()
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+        wrapped, optimizer = parallelize(
+            model, AdamW(model.parameters(), fused=True), strategy, group,
+            bucket_cap_mb=bucket / 2**20,
+        )  # fmt: skip
+        for _ in range(2):
+            optimizer.zero_grad()
+            wrapped(torch.randn(2, width)).sum().backward()
+            optimizer.step()
+        state = bytes_of(value for each in optimizer.state.values() for value in each.values() if value.ndim)
+        return alive() - before, state / (2 * whole)
+
+    taken("replicate")  # what is made once in a process
+    for strategy, expected in {
+        "replicate": 4 * whole,
+        "zero1": 2 * whole + 2 * whole / size,
+        "zero2": whole + 3 * whole / size + bucket,
+        "zero3": whole + 3 * whole / size + bucket,  # the parameters are one copy for all ranks
+    }.items():
+        found, share = taken(strategy)
+        assert 0.97 <= found / expected <= 1.05, f"{strategy}: {found} bytes, expected {expected:.0f}"
+        assert abs(share - (1 if strategy == "replicate" else 1 / size)) < 0.03, f"{strategy}: {share}"
+
+
+def common_parameters(group: dist.ProcessGroup) -> None:
+    """zero3 has one copy on this host: what a rank writes is there on all others."""
+    for strategy, common in {"zero2": False, "zero3": True}.items():
+        model, _ = Case().wrapped(strategy, group)
+        first = next(model.parameters())
+        before = first.detach().clone()
+        dist.barrier(group)
+        if group.rank() == 0:
+            first.data.fill_(7.0)
+        dist.barrier(group)
+        seen = bool((first == 7.0).all())
+        assert seen == (common or group.rank() == 0) and (seen or torch.equal(first, before)), strategy
+        dist.barrier(group)
+
+
+# What else the wrapped model and the optimizer can do.
+
+
+def goes_on_from_its_state(group: dist.ProcessGroup) -> None:
+    for make in (adamw_in_groups, muon_and_adamw):
+        for strategy in STRATEGIES:
+            case = replace(FP32, make=make)
+
+            def steps(model: Any, optimizers: Any, turns: Iterable[int]) -> list[State]:
+                for turn in turns:
+                    by_optimizer(model, optimizers, turn)
+                    plain(model, turn, group.rank()).backward()
+                    for one in each(optimizers):
+                        one.step()
+                return [state_of(model.module)]
+
+            model, optimizers = case.wrapped(strategy, group)
+            steps(model, optimizers, range(3))
+            saved = state_of(model), [copy.deepcopy(one.state_dict()) for one in each(optimizers)]
+            expected = steps(model, optimizers, range(3, 6))
+            again, made = case.wrapped(strategy, group)
+            again.load_state_dict(saved[0])
+            for one, state in zip(each(made), saved[1], strict=True):
+                one.load_state_dict(state)
+            found = first_difference(steps(again, made, range(3, 6)), expected)
+            assert found is None, f"{strategy}: {found}"
+
+
+def average_of_weights(group: dist.ProcessGroup) -> None:
+    for strategy in STRATEGIES[:3]:
+        case = Case()
+        model, optimizer = case.wrapped(strategy, group)
+        averaged = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        expected = None
+        for turn in range(4):
+            by_optimizer(model, optimizer, turn)
+            plain(model, turn, group.rank()).backward()
+            optimizer.step()
+            averaged.update_parameters(model.module)
+            now = state_of(model.module)
+            expected = now if expected is None else {k: (expected[k] + now[k]) / 2 for k in now}
+        assert expected is not None
+        assert first_difference([state_of(averaged.module)], [expected], EXACT) is None, strategy
+
+
+def trace(group: dist.ProcessGroup) -> None:
+    for strategy in strategies_on(group):
+        model, _ = Case().wrapped(strategy, group)
+        model.record_trace()
+        for turn in range(2):
+            plain(model, turn, group.rank()).backward()
+        found = model.last_trace
+        assert [each.index for each in found.buckets] == list(range(len(model.reducer.buckets)))
+        assert len(found.buckets) > 3 and sum(each.nbytes for each in found.buckets) >= 8 * 3000
+        for each in found.buckets:
+            assert found.backward_start_s < each.ready_s <= each.launched_s <= each.done_s <= found.end_s
+
+
+def gradients_are_in_the_optimizer(group: dist.ProcessGroup) -> None:
+    for strategy in STRATEGIES[1:]:
+        model, optimizer = Case().wrapped(strategy, group)
+        with model.no_sync():
+            plain(model, 0, group.rank()).backward()
+        assert all(each.grad is not None for each in model.parameters())
+        assert all(each.grad is None for each in parameters_of(optimizer))
+        plain(model, 1, group.rank()).backward()
+        assert all(each.grad is None for each in model.parameters())
+        assert all(each.grad is not None for each in parameters_of(optimizer))
+        elements = sum(each.numel() for each in parameters_of(optimizer))
+        assert sum(gathered(elements, group)) == sum(each.numel() for each in model.parameters())
+
+
+def names_of_parts(group: dist.ProcessGroup) -> None:
+    model, optimizer = Case(make=adamw_by_name).wrapped("zero2", group)
+    (params,) = optimizer.param_groups
+    assert params["param_names"] == [
+        part.name
+        for name, _ in model.module.named_parameters()
+        for part in model.sharding.parts
+        if part.name == name
+    ]
+    assert len(params["params"]) == len(params["param_names"])
+    assert min(gathered(len(params["params"]), group)) < len(list(model.parameters()))
+
+
+def an_optimizer_zeroes_its_own(group: dist.ProcessGroup) -> None:
+    """One optimizer's zero_grad leaves what came in no_sync for the other's parameters."""
+    model, (muon, adamw) = Case(make=muon_and_adamw).wrapped("zero1", group)
+    with model.no_sync():
+        plain(model, 0, group.rank()).backward()
+    muon.zero_grad()
+    left = {each.ndim for each in model.parameters() if each.grad is not None}
+    assert left == {1}
+    adamw.zero_grad()
+    assert all(each.grad is None for each in model.parameters())
+
+
+# What is refused.
+
+
+def refused(group: dist.ProcessGroup) -> None:
+    def attempt(
+        error: type[Exception], message: str, make: Callable[[nn.Module], Any], strategy: str
+    ) -> None:
+        model = Decoder(SHAPE)
+        with pytest.raises(error, match=message):
+            parallelize(model, make(model), strategy, group)
+
+    attempt(ValueError, "unknown strategy 'zero4'; did you mean 'zero", momentum, "zero4")
+    attempt(ValueError, "strategy 'hybrid' needs a mesh", momentum, "hybrid")
+    attempt(ValueError, "LBFGS cannot be sharded: .* use strategy='replicate'",
+            lambda model: torch.optim.LBFGS(model.parameters()), "zero1")  # fmt: skip
+    attempt(ValueError, "two optimizers step tokens.weight", lambda model: [momentum(model)] * 2, "zero2")
+    attempt(ValueError, r"SGD steps a parameter of shape \[32, 16\] that is none of the model's",
+            lambda model: momentum(Decoder(SHAPE)), "zero3")  # fmt: skip
+    attempt(ValueError, "no optimizer", lambda model: [], "zero1")
+    with pytest.raises(ValueError, match=f"model of 1 elements cannot be divided among {group.size()} ranks"):
+        tiny = nn.Linear(1, 1, bias=False)
+        parallelize(tiny, momentum(tiny), "zero1", group)
+    with pytest.raises(ValueError, match="precision"):
+        parallelize(tiny, momentum(tiny), "replicate", group, precision=MixedPrecision(torch.half))
+    model, _ = Case().wrapped("zero1", group)
+    for copied in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(RuntimeError, match="a sharded model cannot be"):
+            copied(model)
+
+
+def models_that_differ(group: dist.ProcessGroup) -> None:
+    for strategy in strategies_on(group):
+        model = nn.Linear(3, 3 + (group.rank() == 1))
+        with pytest.raises(MismatchError, match="weight"):
+            parallelize(model, momentum(model), strategy, group)
+
+
+def optimizers_that_differ(group: dist.ProcessGroup) -> None:
+    for strategy in strategies_on(group)[1:]:
+        model = Decoder(SHAPE)
+        with pytest.raises(MismatchError, match="optimizer"):
+            parallelize(model, (momentum if group.rank() else muon_and_adamw)(model), strategy, group)
+
+
+OTHERS: dict[str, Check] = {f"bits: {name}": same_bits(case) for name, case in IN_BITS.items()} | {
+    "notices one bit": notices("reduced", one_bit),
+    "notices a permutation": notices("reduced", permuted),
+    "notices what is not gathered": notices("after_step", not_gathered),
+    "notices a norm of one's own": notices("gradient_norm", own_norm, momentum),
+    "half": half(None),
+    "half, summed in fp32": half(torch.float32),
+    "half, loaded": loaded_into_masters,
+    "memory": memory,
+    "common parameters": common_parameters,
+    "goes on from its state": goes_on_from_its_state,
+    "average of weights": average_of_weights,
+    "trace": trace,
+    "gradients are in the optimizer": gradients_are_in_the_optimizer,
+    "compiled": parity(Case(compiled, steps=3), but=["replicate", "zero1", "zero3"]),
+    "names": names_of_parts,
+    "an optimizer zeroes its own": an_optimizer_zeroes_its_own,
+    "refused": refused,
+    "models that differ": models_that_differ,
+    "optimizers that differ": optimizers_that_differ,
+}
+CHECKS: dict[str, Check] = {name: parity(case) for name, case in CASES.items()} | OTHERS
+IN_THREE = [name for name in OTHERS if name.startswith(("bits", "half", "notices"))]
+IN_THREE += ["adafactor", "odd parameters", "adamw that has stepped", "unused, momentum", "uneven, unused"]
+
+
+SLOW = ["compiled"]
+
+
+@pytest.mark.parametrize(
+    "job",
+    jobs(__name__, [name for name in CHECKS if name not in SLOW], (2, "shm"))
+    + jobs(__name__, [*CORE, *IN_THREE], (3, "shm"))
+    + jobs(__name__, CORE, (1, "shm"), (2, "gloo"))
+    + jobs(__name__, CORE[:2], (3, "gloo"))
+    + jobs(__name__, ["sgd", "muon and adamw, schedule"], (4, "shm"))
+    + [
+        pytest.param(*each.values, marks=pytest.mark.slow, id=each.id)
+        for each in jobs(__name__, SLOW, (2, "shm"))
+    ],
+)
+def test_parallelize(job: Job, request: pytest.FixtureRequest) -> None:
+    passed(job, request)
+
+
+class Known(SGD):
+    """Nobody but its author knows what it does."""
+
+    element_wise = True
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        *((each, True) for each in (SGD, AdamW, Adagrad, torch.optim.RMSprop, Known)),
+        *(
+            (each, False)
+            for each in (Adafactor, Muon, type("Unknown", (SGD,), {}), type("AdamW", (SGD,), {}))
+        ),
+    ],
+)
+def test_whose_matrices_may_be_cut(make: Any, expected: bool) -> None:
+    assert is_element_wise(make([nn.Parameter(torch.ones(2, 2))], lr=0.1)) is expected

@@ -1,0 +1,130 @@
+"""Strategies by name, and the groups that they divide a model over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import imece
+from imece.data_parallel.strategy import STRATEGIES, ShardGroups, Strategy, find_strategy
+from imece.mesh import Mesh
+from tests.data_parallel.test_parallelize import EXACT, Case, first_difference, momentum, muon_and_adamw
+from tests.data_parallel.test_parity import replaced
+from tests.ranks import run_ranks
+
+of = ShardGroups.of
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("replicate", "replicate"), ("NO_SHARD", "replicate"), ("ddp", "replicate"), ("DDP", "replicate"),
+        ("zero1", "zero1"), ("ZeRO-1", "zero1"),
+        ("zero2", "zero2"), ("SHARD_GRAD_OP", "zero2"), ("ZeRO-2", "zero2"),
+        ("zero3", "zero3"), ("FULL_SHARD", "zero3"), ("ZeRO-3", "zero3"),
+        ("hybrid", "hybrid"), ("HYBRID_SHARD", "hybrid"),
+        ("hybrid_zero2", "hybrid_zero2"), ("_HYBRID_SHARD_ZERO2", "hybrid_zero2"),
+    ],
+)  # fmt: skip
+def test_every_name(name: str, found: str) -> None:
+    assert find_strategy(name) is STRATEGIES[found]
+
+
+def test_what_each_divides() -> None:
+    divided = {
+        name: [what for what in ("parameters", "gradients", "optimizer", "hybrid") if getattr(each, what)]
+        for name, each in STRATEGIES.items()
+    }
+    assert divided == {
+        "replicate": [],
+        "zero1": ["optimizer"],
+        "zero2": ["gradients", "optimizer"],
+        "zero3": ["parameters", "gradients", "optimizer"],
+        "hybrid": ["parameters", "gradients", "optimizer", "hybrid"],
+        "hybrid_zero2": ["gradients", "optimizer", "hybrid"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("zero4", "; did you mean 'zero3'?"), ("full_shards", "; did you mean 'full_shard'?"), ("x", ".")],
+)
+def test_a_name_that_is_none(name: str, hint: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        find_strategy(name)
+    assert str(caught.value) == (
+        f"unknown strategy {name!r}{hint} There are replicate, zero1, zero2, zero3, hybrid, hybrid_zero2"
+    )
+
+
+def mesh(hosts: list[list[int]], cross: object) -> Any:
+    return SimpleNamespace(
+        hosts=hosts,
+        world_size=sum(map(len, hosts)),
+        world_group="world",
+        host_group="host",
+        cross_group=cross,
+    )
+
+
+def test_groups() -> None:
+    two = mesh([[0, 1], [2, 3]], "cross")
+    for name in ("zero1", "zero2", "zero3"):
+        assert ShardGroups.of(find_strategy(name), two) == ShardGroups("world", "world", None)  # type: ignore[arg-type]
+    for name in ("hybrid", "hybrid_zero2"):
+        assert ShardGroups.of(find_strategy(name), two) == ShardGroups("world", "host", "cross")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts", "message"),
+    [
+        ("hybrid", [[0, 1]], "strategy 'hybrid' shards inside hosts and replicates between them, but all 2 "
+         "ranks are on one host: use 'zero3'"),
+        ("hybrid_zero2", [[0]], "strategy 'hybrid_zero2' shards inside hosts and replicates between them, "
+         "but all 1 ranks are on one host: use 'zero2'"),
+        ("hybrid", [[0, 1], [2]], "strategy 'hybrid' needs the same number of ranks on every host, and they "
+         "have 1 to 2"),
+    ],
+)  # fmt: skip
+def test_a_mesh_without_such_groups(name: str, hosts: list[list[int]], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        ShardGroups.of(find_strategy(name), mesh(hosts, None))
+    assert str(caught.value) == message
+
+
+CASES = {
+    "sgd": Case(make=momentum, micros=2, clip=0.05),
+    "muon and adamw": Case(make=muon_and_adamw, schedule=True),
+}
+TWO_HOSTS = ("replicate", "zero1", "zero2", "hybrid", "hybrid_zero2")
+
+
+def alone_in_its_host(strategy: Strategy, mesh: Mesh) -> ShardGroups:
+    return replace(of(strategy, mesh), replicas=None)
+
+
+def on_two_hosts() -> dict[str, list[str]]:
+    """What is wrong, and what is when hosts keep their sums for themselves."""
+    mesh = imece.init()
+    assert len(mesh.hosts) == 2 and mesh.world_size == 4
+
+    def differences(case: Case, strategies: Sequence[str]) -> list[str]:
+        case = replace(case, mesh=mesh)
+        expected = list(case.alone(4))
+        got = {name: list(case.together(name, mesh.world_group)) for name in strategies}
+        found = {name: first_difference(each, expected, EXACT) for name, each in got.items()}
+        return [f"{name}: {each}" for name, each in found.items() if each]
+
+    wrong = [said for case in CASES.values() for said in differences(case, TWO_HOSTS)]
+    with replaced(ShardGroups, "of", alone_in_its_host):
+        noticed = differences(CASES["sgd"], ["hybrid", "hybrid_zero2"])
+    return {"wrong": wrong, "noticed": noticed}
+
+
+def test_two_hosts() -> None:
+    for told in run_ranks(on_two_hosts, 4, backend=None, ranks_per_host=2):
+        assert told["wrong"] == [] and len(told["noticed"]) == 2
