@@ -56,8 +56,8 @@ def _why_no_hosts() -> str | None:
 
 @pytest.fixture(autouse=True)
 def as_few_variables_as_before() -> Iterator[None]:
-    """torch's first optimizer, and torch.compile, leave TORCHINDUCTOR_CACHE_DIR in the environment, with which
-    all later ranks of other tests would be fresh interpreters (tests/zygote.py).
+    """torch's first optimizer, and torch.compile, leave TORCHINDUCTOR_CACHE_DIR in the environment, with
+    which all later ranks of other tests would be fresh interpreters (tests/zygote.py).
     """
     yield
     for name in os.environ.keys() - _VARIABLES:

@@ -61,7 +61,7 @@ def ended(pid: int) -> bool:
 def test_the_cable_is_the_only_way_and_as_fast_as_asked() -> None:
     with pytest.raises(ZeroDivisionError), two_hosts(rate="200mbit") as made:
         for source, target in (("a", "b"), ("b", "a")):
-            # Of 200 Mbit/s headers take 4 %; a little flies ahead out of the bucket. A busy machine is slower.
+            # Of 200 Mbit/s headers take 4 %; a little flies ahead. A busy machine is slower.
             rates = [hosts.plain_tcp(made, source, target, 4 * 2**20) for _ in range(3)]
             assert 100 < max(rates) < 215
         links = made.run("a", ["ip", "-brief", "link"])

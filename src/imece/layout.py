@@ -181,8 +181,8 @@ def build(
     Buckets are numbered by when their last item comes in `order`: if gradients come in that order, bucket i
     is complete before bucket i + 1. Padding does not count towards the cap.
 
-    modules_whole: items whose names differ after the last dot only, the weight and the bias of a module, are in
-    one bucket. Their gradients come together, in any order: so a bucket is complete before the next begins.
+    modules_whole: items whose names differ after the last dot only, the weight and the bias of a module, are
+    in one bucket. Their gradients come together, in any order: so one bucket is complete before the next begins.
 
     whole: groups of which each item lies in one shard, as an optimizer wants it that looks at whole matrices.
     Their caps count once a shard. Items are dealt to the rank with the least work so far, the most expensive

@@ -121,7 +121,7 @@ def lines(results: StepResults, bytes_per_s: float = 125e6) -> list[str]:
     for tokens, rounds in results.seconds.items():
         if "hybrid" in rounds:
             saved, bytes_say = results.saved_s(tokens, bytes_per_s)
-            text = f"{tokens} tokens a rank, hybrid: faster than zero3 by what the bytes between hosts say, +-20%"
+            text = f"{tokens} tokens a rank, hybrid: faster than zero3 by what its bytes say, within 20%"
             figures = f"{saved * 1e3:.0f} ms of {bytes_say * 1e3:.0f} ms"
             shown.append(verdict(abs(saved - bytes_say) <= _CLOSE * bytes_say, text, figures))
     return shown
