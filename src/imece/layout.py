@@ -182,7 +182,7 @@ def build(
     is complete before bucket i + 1. Padding does not count towards the cap.
 
     modules_whole: items whose names differ after the last dot only, the weight and the bias of a module, are
-    in one bucket. Their gradients come together, in any order: so one bucket is complete before the next begins.
+    in one bucket. Their gradients come together, in any order: so it is complete before the next one begins.
 
     whole: groups of which each item lies in one shard, as an optimizer wants it that looks at whole matrices.
     Their caps count once a shard. Items are dealt to the rank with the least work so far, the most expensive
