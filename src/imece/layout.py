@@ -234,7 +234,7 @@ def _deal(content: Sequence[int], items: Sequence[Item], work: list[int]) -> lis
 
 
 def _work(item: Item) -> int:
-    return item.numel * min(item.shape[-2:], default=1)
+    return item.numel * min(item.shape[-2:]) if len(item.shape) > 1 else item.numel
 
 
 def _fill(

@@ -152,7 +152,7 @@ def run_quick(tmp_path: Path, ways: tuple[str, ...], capsys: pytest.CaptureFixtu
 def test_a_quick_run_measures_training_and_saving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = run_quick(tmp_path, (OURS["fp32"], PLAIN["fp32"]), capsys)
     losses, default = content["losses"], content["default"]
-    assert losses[OURS["fp32"]] == pytest.approx(losses[PLAIN["fp32"]], rel=1e-5)
+    assert losses[OURS["fp32"]] == pytest.approx(losses[PLAIN["fp32"]], rel=1e-4)
     assert content["tokens_per_s"][default] == pytest.approx(256 / (sum(content["seconds"][default]) / 2))
     assert len(content["phases"]) == 2
     for step in content["phases"]:
@@ -176,7 +176,7 @@ def test_all_ways_train_the_same_model_but_those_that_never_meet(
     together = losses.pop(content["default"])
     assert losses.pop(ALONE) != pytest.approx(together, rel=2e-3)
     assert set(losses.values()) and all(loss == pytest.approx(together, rel=2e-3) for loss in losses.values())
-    assert losses[SAME_LOSS["fp32"]] == pytest.approx(losses[PLAIN["fp32"]], rel=1e-5)
+    assert losses[SAME_LOSS["fp32"]] == pytest.approx(losses[PLAIN["fp32"]], rel=1e-4)
     measured = {target["what"] for target in content["targets"] if target["measured"] is not None}
     assert {"speed", "limit"} <= measured
     assert batch_of(QUICK, 2).tokens == content["tokens"]
