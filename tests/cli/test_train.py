@@ -150,7 +150,7 @@ def test_ranks_by_default(tmp_path: Path, launched: list[Launch], monkeypatch: p
         (["--stepz=5"], "Unrecognized options: --stepz=5; did you mean --steps?"),
         (["--optimizer.lrr", "1"], "Unrecognized options: --optimizer.lrr, 1; did you mean --optimizer.lr?"),
         (["--steps=many"], r"'many'.*--steps|--steps.*'many'"),
-        (["--strategy=zero9"], r"'zero9'.*'replicate', 'zero1', 'zero2'"),
+        (["--strategy=zero9"], r"'zero9'.*'auto', 'replicate', 'zero1'"),
         (["--model=smal"], r"there is no preset 'smal': did you mean 'small'\?"),
         (["--model.heads=3"], r"width is 16, which cannot be divided among heads = 3"),
         (["--optimizer.lr=nan"], r"optimizer\.lr is nan: at least 0"),
@@ -209,7 +209,7 @@ def test_mistakes_leave_nothing(
         (b"steps = 5\n[optimiser]\nlr = 1\n", "a.toml: there is no optimiser; did you mean optimizer?"),
         (b"steps = [\n", "a.toml: not TOML (Invalid value (at end of document)); imece train --print-config"),
         (b"run = '\xff'\n", "a.toml: not TOML ('utf-8' codec can't decode byte 0xff"),
-        (b"strategy = 'zero9'\n", "a.toml: strategy is 'zero9': one of replicate, zero1, zero2"),
+        (b"strategy = 'zero9'\n", "a.toml: strategy is 'zero9': one of auto, replicate, zero1, zero2"),
         (
             b"ranks = 3\n[batch]\nsequences = 4",
             "--batch.sequences 4 cannot be divided by 3 ranks; the nearest",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import imece
-from imece.data_parallel.strategy import STRATEGIES, ShardGroups, Strategy, find_strategy
+from imece.data_parallel.strategy import STRATEGIES, ShardGroups, Strategy, choose_strategy, find_strategy
 from imece.mesh import Mesh
 from tests.data_parallel.test_parallelize import EXACT, Case, first_difference, momentum, muon_and_adamw
 from tests.data_parallel.test_parity import replaced
@@ -107,7 +107,7 @@ def alone_in_its_host(strategy: Strategy, mesh: Mesh) -> ShardGroups:
     return replace(of(strategy, mesh), replicas=None)
 
 
-def on_two_hosts() -> dict[str, list[str]]:
+def on_two_hosts() -> dict[str, list[str] | str]:
     """What is wrong, and what is when hosts keep their sums for themselves."""
     mesh = imece.init()
     assert len(mesh.hosts) == 2 and mesh.world_size == 4
@@ -122,9 +122,10 @@ def on_two_hosts() -> dict[str, list[str]]:
     wrong = [said for case in CASES.values() for said in differences(case, TWO_HOSTS)]
     with replaced(ShardGroups, "of", alone_in_its_host):
         noticed = differences(CASES["sgd"], ["hybrid", "hybrid_zero2"])
-    return {"wrong": wrong, "noticed": noticed}
+    return {"wrong": wrong, "noticed": noticed, "auto": choose_strategy("auto", mesh).name}
 
 
 def test_two_hosts() -> None:
     for told in run_ranks(on_two_hosts, 4, backend=None, ranks_per_host=2):
         assert told["wrong"] == [] and len(told["noticed"]) == 2
+        assert told["auto"] == "replicate"  # tests/train/test_faults.py sees what it is on one host

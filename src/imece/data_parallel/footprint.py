@@ -160,7 +160,7 @@ def _filling(sharding: Sharding) -> list[int]:
 
 
 def _gathered(sharding: Sharding) -> list[int]:
-    """Buckets of the units that are there at a time: the root; others; in backward the one that leaves."""
+    """Buckets of the units that are there at a time: the root, and the largest others."""
     if sharding.gathering is None:
         return []
     units: dict[int, list[Bucket]] = defaultdict(list)
@@ -168,7 +168,7 @@ def _gathered(sharding: Sharding) -> list[int]:
         units[store.unit].append(store.plan)
     root = units.pop(0, [])
     largest = sorted(units.values(), key=lambda plans: -sum(plan.numel for plan in plans))
-    there = [root, *largest[: sharding.gathering.options.in_flight + 1]]
+    there = [root, *largest[: sharding.gathering.options.in_flight]]
     return [plan.index for plans in there for plan in plans]
 
 

@@ -34,7 +34,7 @@ from imece.data_parallel.reducer import Reducer, Way
 from imece.data_parallel.replicate import DistributedDataParallel, _has_spare_core
 from imece.data_parallel.same import check_same_optimizers, check_same_shapes, sync_from
 from imece.data_parallel.shard import MixedPrecision, Sharding
-from imece.data_parallel.strategy import ShardGroups, find_strategy
+from imece.data_parallel.strategy import ShardGroups, choose_strategy, find_strategy
 from imece.data_parallel.units import Unit, Wanted, find_units, unit_numbers
 from imece.mesh import Mesh
 
@@ -46,7 +46,7 @@ _BORROWED_CAP_BYTES = 5 * 2**20
 def parallelize(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | Factory,
-    strategy: str = "zero1",
+    strategy: str = "auto",
     mesh: Mesh | dist.ProcessGroup | None = None,
     *,
     average: Over = "ranks",
@@ -64,7 +64,7 @@ def parallelize(
     model: on its device, with the same shapes on all ranks; rank 0's values count. It changes in place: its
     parameters move into flat memory. optimizer: any of torch's, a list of them, or a function that makes one
     of parameters; what is returned in its place is the same object (or the new one), stepping this rank's
-    part. strategy: replicate, zero1, zero2, zero3, hybrid or hybrid_zero2, or torch's names for them.
+    part. strategy: auto, replicate, zero1, zero2, zero3, hybrid or hybrid_zero2, or torch's names for them.
 
         strategy      other name            parameters   gradients   optimizer   a step moves
         replicate     DDP, NO_SHARD         whole        whole       whole       2M
@@ -94,7 +94,7 @@ def parallelize(
     ValueError: an unknown strategy, one that cannot be on this mesh, an optimizer that cannot be sharded.
     """
     arranged = mesh if mesh is not None else meshes.current()
-    chosen = find_strategy(strategy)
+    chosen = choose_strategy(strategy, arranged)
     made = optimizer if isinstance(optimizer, Optimizer | Sequence) else optimizer(model.parameters())
     optimizers = [made] if isinstance(made, Optimizer) else list(made)
     if not optimizers:

@@ -45,6 +45,17 @@ def find_strategy(name: str) -> Strategy:
     return found
 
 
+def choose_strategy(name: str, ranks: Mesh | dist.ProcessGroup) -> Strategy:
+    """By any of its names; "auto": zero1, which divides the optimizer's work and moves no more than DDP does.
+
+    Between the CPUs of several hosts it is replicate: there the hierarchical all-reduce sends half the bytes.
+    """
+    if name.lower() != "auto":
+        return find_strategy(name)
+    slow = isinstance(ranks, Mesh) and len(ranks.hosts) > 1 and ranks.device.type == "cpu"
+    return STRATEGIES["replicate" if slow else "zero1"]
+
+
 @dataclass(frozen=True)
 class ShardGroups:
     """Who shares what: `shard` divides the model, `replicas` are those that hold the same shard."""

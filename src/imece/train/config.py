@@ -25,9 +25,9 @@ from imece.models.transformer import TransformerConfig
 
 Section = TypeVar("Section")
 
-# All names of the strategies in data_parallel/strategy.py, of which the first six are ours.
+# All names of the strategies in data_parallel/strategy.py, ours first.
 Strategy = Literal[
-    "replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2",
+    "auto", "replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2",
     "ddp", "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2",
 ]  # fmt: skip
 Optimizer = Literal["muon", "adamw"]
@@ -207,10 +207,10 @@ class TrainConfig:
     """Processes that train together; 0: one for each GPU, or without any 2 (1 on a single core)."""
     steps: int = 250
     """Optimizer updates in all. A larger number makes a finished run longer."""
-    strategy: Strategy = "zero1"
+    strategy: Strategy = "auto"
     """What each rank holds: replicate (also ddp, NO_SHARD) all; zero1 a part of the optimizer's state; zero2
-    (SHARD_GRAD_OP) of gradients too; zero3 (FULL_SHARD) of parameters too; hybrid, hybrid_zero2: such parts
-    inside a host, replicas between hosts."""
+    (SHARD_GRAD_OP) of gradients too; zero3 (FULL_SHARD) of parameters too; hybrid, hybrid_zero2 such parts
+    inside a host, with replicas between hosts. auto: zero1 on one host and on GPUs, else replicate."""
     seed: int = 1
     """Of the weights and of the order of documents."""
     model: ModelSection = field(default_factory=ModelSection)

@@ -15,7 +15,7 @@ from imece.checkpoint.training_state import TrainingState
 from imece.collectives.texts import gather_texts
 from imece.data.batches import Batches
 from imece.data.prepare import Prepared, prepare
-from imece.data_parallel.parallelize import parallelize
+from imece.data_parallel.parallelize import ShardedDataParallel, parallelize
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
 from imece.mesh import Mesh
@@ -100,12 +100,18 @@ class Session:
         tensors = self.training_state.tensors()
         self.checkpoints.save(self.done, tensors, self._state(), _random_states(), metric=val_loss)
 
+    @property
+    def strategy(self) -> str:
+        """By our own name, also where "auto" chose it."""
+        wrapped = self.wrapped
+        return wrapped.sharding.strategy.name if isinstance(wrapped, ShardedDataParallel) else "replicate"
+
     def _state(self) -> dict[str, Any]:
         return {
             "model": shape_as_json(self.model.config),
             "tokenizer_hash": self.prepared.tokenizer.hash,
             "world_size": self.mesh.world_size,
-            "strategy": self.config.strategy,
+            "strategy": self.strategy,
             "seed": self.config.seed,
             "counters": {"seconds": self.seconds, "tokens": self.tokens},
             "best_val_loss": self.best_val_loss,

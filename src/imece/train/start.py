@@ -121,7 +121,7 @@ def header(session: Session) -> list[tuple[str, str]]:
         (
             "ranks",
             f"{mesh.world_size} on {hosts} host{'s' if hosts > 1 else ''} "
-            f"({mesh.device.type}, {mesh.backend}), strategy {config.strategy}, {session.precision.name}"
+            f"({mesh.device.type}, {mesh.backend}), strategy {session.strategy}, {session.precision.name}"
             f"{', compiled' if config.compute.compile else ''}",
         ),
         ("batch", session.plan.describe()),
