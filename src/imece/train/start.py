@@ -16,6 +16,8 @@ from imece.data.batches import Batches
 from imece.data.files import write_whole
 from imece.data.prepare import Prepared, prepare
 from imece.data_parallel.footprint import expected
+from imece.data_parallel.strategy import find_strategy
+from imece.errors import UserError
 from imece.observe.environment import environment, usable_cores
 from imece.observe.units import si
 from imece.train.agreeing import together
@@ -40,12 +42,22 @@ def make_ready(config: TrainConfig, progress: Progress | None) -> int:
     ranks = config.ranks or default_ranks()
     kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     choose_precision(config.compute.dtype, kind)
+    _check_strategy(config.strategy)
     plan = plan_batch(config.batch, config.model.shape(config.data.vocab_size).max_seq, ranks)
     folder = RunFolder(config.folder)
     with folder.begun(config):
         prepared = prepare(config.data.source(), folder.tokenizer_file, folder.tokens(config), progress)
         Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed)
     return ranks
+
+
+def _check_strategy(name: str) -> None:
+    """Of ranks that are started here, and so all on this host."""
+    if name != "auto" and find_strategy(name).hybrid:
+        raise UserError(
+            f"--strategy {name}: it shards inside hosts and replicates between them, and these ranks are all "
+            "on this host: use zero3, or start it on several with torchrun or SLURM"
+        )
 
 
 def default_ranks() -> int:
