@@ -45,14 +45,16 @@ def kills(folder: str, instants: list[str], seed: int, forked: bool, more: list[
     def command(name: str) -> Train:
         return Train(words(path, name, *more), path, forked=forked)
 
+    begin = time.monotonic()
     with command("whole") as running:
         assert running.wait().status == 0, running.err()
+    whole_s = time.monotonic() - begin
     seen = {"killed": 0, "before a step": 0, "midway in a save": 0}
     for instant in instants:
         done = line_count(run)
         with command("killed") as running:
             if instant == "start":
-                time.sleep(draw.uniform(0.0, 0.3 if forked else 6.0))
+                time.sleep(draw.uniform(0.0, 0.5 * whole_s))  # most of that is gone before the first step
             elif instant == "step":
                 running.wait_until(reached(run, min(done + draw.randrange(1, 6), STEPS - 1)))
                 time.sleep(draw.uniform(0.0, 0.01))
