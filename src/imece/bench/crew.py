@@ -28,7 +28,7 @@ from imece.world import LOOPBACK
 
 _START_S = 120.0  # importing torch in several processes on a busy machine
 _LINE_BYTES = 4 * 2**20
-_SOCKET, _RANK = "IMECE_CREW_SOCKET", "IMECE_CREW_RANK"
+_SOCKET, _RANK, _PARENT = "IMECE_CREW_SOCKET", "IMECE_CREW_RANK", "IMECE_CREW_PARENT"
 _SOURCES = str(Path(__file__).resolve().parents[2])
 
 Start = Callable[[Sequence[str], Mapping[str, str], BinaryIO], "subprocess.Popen[bytes]"]
@@ -85,6 +85,8 @@ class Crew:
             for rank in range(size):
                 environ = _environment(rank, size, master_addr or LOOPBACK, port, served)
                 environ |= dict(extra[rank] if extra else {}) | {_RANK: str(rank)}
+                if starts is None:
+                    environ[_PARENT] = str(os.getpid())
                 crew._start(module, environ, starts[rank] if starts else start_here)
             crew._await_ranks()
         except BaseException:
@@ -216,7 +218,8 @@ def serve(handlers: Handlers, rank: int | None = None, leave: Callable[[], None]
 
     `rank` is given where another launcher numbers the ranks (MPI). `leave` is called at the end.
     """
-    die_with_parent(os.getppid())  # also in the middle of an order
+    # Also in the middle of an order, and if it died while this rank imported torch.
+    die_with_parent(int(os.environ.get(_PARENT, os.getppid())))
     number = int(os.environ[_RANK]) if rank is None else rank
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[_SOCKET])
