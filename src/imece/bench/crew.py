@@ -213,13 +213,17 @@ class Crew:
         return CrewError("\n".join([f"{self.name}: {what}", *tail]))
 
 
+def end_with_crew() -> None:
+    """First of all in a rank: it ends with whoever started it, also if that one has gone already."""
+    die_with_parent(int(os.environ.get(_PARENT, os.getppid())))
+
+
 def serve(handlers: Handlers, rank: int | None = None, leave: Callable[[], None] | None = None) -> None:
     """In a rank: carry out orders with `handlers[order]` until the crew closes the connection, then end.
 
     `rank` is given where another launcher numbers the ranks (MPI). `leave` is called at the end.
     """
-    # Also in the middle of an order, and if it died while this rank imported torch.
-    die_with_parent(int(os.environ.get(_PARENT, os.getppid())))
+    end_with_crew()  # also in the middle of an order
     number = int(os.environ[_RANK]) if rank is None else rank
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[_SOCKET])

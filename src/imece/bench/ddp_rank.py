@@ -71,6 +71,7 @@ def _wrapped(wrap: str, group: dist.ProcessGroup) -> nn.Module:
 
 def main() -> None:
     """Entry of `python -m imece.bench.ddp_rank`, which only a crew starts."""
+    crew.end_with_crew()
     rank = Rank(os.environ[WRAP])
     crew.serve({"describe": rank.describe, "measure": rank.measure})
 

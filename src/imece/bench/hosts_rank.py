@@ -105,6 +105,7 @@ class Rank:
 
 def main() -> None:
     """Entry of `python -m imece.bench.hosts_rank`, which only a crew starts."""
+    crew.end_with_crew()
     rank = Rank()
     crew.serve({name: getattr(rank, name) for name in _ORDERS})
 

@@ -109,6 +109,7 @@ def _contenders(kind: str) -> dict[str, Contender]:
 
 def main() -> None:
     """Entry of `python -m imece.bench.rank`, which only a crew starts."""
+    crew.end_with_crew()
     contenders = _contenders(os.environ.get(KIND, "mpich"))
     rank = Rank(contenders)
     handlers = {

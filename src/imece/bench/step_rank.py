@@ -158,6 +158,7 @@ def _bytes(file: str, name: str) -> int:
 
 def main() -> None:
     """Entry of `python -m imece.bench.step_rank`, which only a crew starts."""
+    crew.end_with_crew()
     rank = Rank()
     orders = ("build", "measure", "trace", "memory", "footprint", "chain", "backward")
     crew.serve({name: getattr(rank, name) for name in orders})

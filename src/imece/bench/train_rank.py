@@ -159,6 +159,7 @@ def _peak_bytes() -> int:
 
 def main() -> None:
     """Entry of `python -m imece.bench.train_rank`, which only a crew starts."""
+    crew.end_with_crew()
     rank = Rank()
     crew.serve({name: getattr(rank, name) for name in ("open", "measure", "measure_save", "save")})
 
