@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 import imece
-from imece.checkpoint.training_state import TrainingState
+from imece.checkpoint import Slice, TrainingState
 from imece.data.batches import Batches
 from imece.data.tokens import Part
-from imece.data_parallel.replicate import DistributedDataParallel
 from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer, token_loss
 from imece.train.batch import plan_batch
@@ -51,6 +50,7 @@ class Bench:
         clip: float = 0.0,
         optimizers: Sequence[str] = (),
         precision: Precision = FP32,
+        strategy: str = "replicate",
     ) -> None:
         """optimizers: "adamw" or "muon"; none: one that only moves by the gradient itself."""
         mesh = imece.init()
@@ -63,7 +63,7 @@ class Bench:
         self.batches = batches()
         self.plan = plan_batch(BatchSection(sequences=SEQUENCES, micro=micro), SEQ, mesh.world_size)
         self.clock = Clock(mesh.device)
-        self.wrapped = DistributedDataParallel(self.model, average="tokens")
+        self.wrapped, _ = imece.parallelize(self.model, self.optimizers, strategy, mesh, average="tokens")
         self.step = Step(self.wrapped, self.optimizers, self.batches, self.plan, precision, clip, self.clock)
 
     def gradients(self) -> list[Tensor]:
@@ -72,7 +72,8 @@ class Bench:
     def state(self) -> dict[str, Tensor]:
         """Copies of parameters and of all that the optimizers keep."""
         state = TrainingState(self.wrapped, self.optimizers).tensors()
-        return {name: each.detach().clone() for name, each in state.items() if isinstance(each, Tensor)}
+        own = {name: each.tensor if isinstance(each, Slice) else each for name, each in state.items()}
+        return {name: each.detach().clone() for name, each in own.items()}
 
     def whole_batch(self, index: int) -> tuple[float, list[Tensor]]:
         """Loss and gradient by one process: the mean over all tokens of the step."""
@@ -251,21 +252,23 @@ def overflows() -> dict[str, list[Any]]:
     """fp16 with a scale that is too large at first: of each step what it skipped, whether anything changed,
     and the scale afterwards."""
     found: dict[str, list[Any]] = {}
-    for kind in ("adamw", "muon"):
-        bench = Bench(optimizers=[kind], precision=Precision("fp16", "cpu"), clip=1.0)
+    for kind, strategy in (("adamw", "replicate"), ("muon", "replicate"), ("muon", "zero1")):
+        bench = Bench(optimizers=[kind], precision=Precision("fp16", "cpu"), clip=1.0, strategy=strategy)
         assert bench.step.scale == bench.step.scaler_state["scale"] == 2.0**16
         bench.step.load_scaler(bench.step.scaler_state | {"scale": 2.0**20})
         for step in range(12):
             before = bench.state()
             skipped = bench.step.run(step, lr=0.01).skipped
-            changed = any(not torch.equal(old, bench.state()[name]) for name, old in before.items())
-            found.setdefault(kind, []).append([skipped, changed, bench.step.scale])
+            after = bench.state()
+            changed = any(not torch.equal(old, after[name]) for name, old in before.items())
+            found.setdefault(f"{kind} {strategy}", []).append([skipped, changed, bench.step.scale])
     return found
 
 
 def test_fp16_finds_its_scale(by_two_ranks: Found) -> None:
     first, second = by_two_ranks["overflows"]
-    assert first == second and len(first) == 2
+    assert first == second and len(first) == 3
+    assert first["muon zero1"] == first["muon replicate"]
     for steps in first.values():
         scale, skips = 2.0**20, 0
         for skipped, changed, scale_after in steps:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch.optim import Optimizer
 
+from imece.data_parallel.optimizer import parameters_of
 from imece.data_parallel.parallelize import ShardedDataParallel
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.shard import Sharding
@@ -90,7 +91,7 @@ def expected(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) ->
         kept[number] = tensors
     if not isinstance(model, ShardedDataParallel):
         state = sum(
-            each.nbytes * kept[number] for number, one in enumerate(optimizers) for each in _parameters(one)
+            each.nbytes * kept[number] for number, one in enumerate(optimizers) for each in parameters_of(one)
         )
         gradients = sum(bucket.flat.nbytes for bucket in model.reducer.buckets)
         return Footprint(_bytes(model.module.parameters()), gradients, state, 0)
@@ -179,10 +180,6 @@ def _kept(optimizer: Optimizer) -> int | None:
     if name == "RMSprop":
         return 1 + sum(bool(optimizer.param_groups[0][key]) for key in ("momentum", "centered"))
     return _KEPT.get(name)
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

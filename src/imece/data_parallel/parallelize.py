@@ -236,7 +236,7 @@ class ShardedDataParallel(DistributedDataParallel):
     def gathered(self, write: bool = False) -> Iterator[None]:
         """All parameters are whole inside, on every rank; all ranks enter and leave it.
 
-        write: what is written into them inside, the same on all ranks, stays. Otherwise it is lost, or not.
+        write: what is written into them, the same on all ranks, stays. Without it they are only to be read.
         """
         with gathered(self.sharding, write):
             yield

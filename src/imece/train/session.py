@@ -76,6 +76,7 @@ class Session:
         if config.compute.compile:
             model.compile()
         optimizers = make_optimizers(model, config.optimizer)
+        # This has collectives within, but what it refuses it refuses on all ranks before them.
         wrapped = together(mesh, lambda: _parallelize(model, optimizers, config.strategy, mesh))
         clock, alarms = Clock(mesh.device), deque[str]()
         session = cls(

@@ -128,7 +128,8 @@ class Step:
             self._model.scale_gradients(self._clip / length)
         if finite:  # of all gradients: the scaler alone would make the update of each optimizer that can
             for optimizer in self._optimizers:
-                self._scaler.step(optimizer) if self._scaler is not None else optimizer.step()
+                scaled = self._scaler is not None and self._scaler._found_inf_per_device(optimizer)
+                self._scaler.step(optimizer) if self._scaler is not None and scaled else optimizer.step()
         if self._scaler is not None:
             self._scaler.update()
             return length, "" if finite else f"fp16 overflow; the scale is now {self._scaler.get_scale():g}"
@@ -138,8 +139,10 @@ class Step:
         """Ranks of a sharded model have different parts of the gradient: one that saw Inf says it for all."""
         assert self._scaler is not None
         for optimizer in self._optimizers:
-            for found in self._scaler._found_inf_per_device(optimizer).values():
-                ops.all_reduce(found, "max", group=self._model.process_group, label="fp16 overflow")
+            found = list(self._scaler._found_inf_per_device(optimizer).values())
+            # A rank without a part of this optimizer's gradients has looked at nothing, and takes part.
+            flag = found[0] if found else torch.zeros(1, device=self._model.device)
+            ops.all_reduce(flag, "max", group=self._model.process_group, label="fp16 overflow")
 
     def _not_finite(self, gradients: tuple[Tensor | None, ...]) -> list[str]:
         names = [name for name, each in self._model.module.named_parameters() if each.requires_grad]
