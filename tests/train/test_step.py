@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -263,6 +265,32 @@ def overflows() -> dict[str, list[Any]]:
             changed = any(not torch.equal(old, after[name]) for name, old in before.items())
             found.setdefault(f"{kind} {strategy}", []).append([skipped, changed, bench.step.scale])
     return found
+
+
+def one_part_overflows() -> list[float]:
+    """The scale after steps of zero1, in the second of which rank 1 alone has Inf in its part."""
+    bench = Bench(optimizers=["adamw"], precision=Precision("fp16", "cpu"), strategy="zero1")
+    bench.step.load_scaler(bench.step.scaler_state | {"scale": 16.0})
+    scaler = bench.step._scaler
+    scales: list[float] = []
+    assert scaler is not None
+    unscale = scaler.unscale_
+
+    def spoil(optimizer: torch.optim.Optimizer) -> None:
+        if len(scales) == 1 and os.environ["RANK"] == "1":
+            grads = [each.grad for group in optimizer.param_groups for each in group["params"]]
+            next(grad for grad in grads if grad is not None).fill_(torch.inf)
+        unscale(optimizer)
+
+    with mock.patch.object(scaler, "unscale_", spoil):
+        for step in range(3):
+            bench.step.run(step, lr=0.01)
+            scales.append(bench.step.scale)
+    return scales
+
+
+def test_one_rank_that_overflows_halves_the_scale_of_all() -> None:
+    assert run_ranks(one_part_overflows, 2, backend=None) == [[16.0, 8.0, 8.0]] * 2
 
 
 def test_fp16_finds_its_scale(by_two_ranks: Found) -> None:
