@@ -1,0 +1,1 @@
+"""Inside a rank: generations, whose state is furthest, the copy of each shard."""

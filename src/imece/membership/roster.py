@@ -1,0 +1,113 @@
+"""Who computes together: what the launcher and the ranks tell each other through the launcher's store.
+
+    member      one process of the job, by a number that is never used again; the first are 0, 1, ...
+    generation  the members that compute together, in the order of their ranks
+    resilient   a member that goes on without those that died: in the next generation, with the same memory
+    ready       a member that was started later and may be taken into the next generation
+
+Only the launcher makes generations: it is the first to know of a death, and while it lives no member has to
+agree with another on who is there. What is said is JSON of limited size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from imece.errors import UserError
+from imece.store import read_note
+
+MEMBER = "IMECE_MEMBER"
+"""The environment variable with a process' number as a member."""
+JOINING = "IMECE_JOINING"
+"""Set to 1 for a member that was started later: it is a world of its own until it is taken in."""
+
+_PREFIX = "imece/members/"
+_NEWEST = _PREFIX + "newest"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The members that compute together; a member's rank is its place among them."""
+
+    number: int
+    members: tuple[int, ...]
+    lost: tuple[str, ...] = ()
+    """How those ended that were in the generation before and are not in this one, a line for each."""
+
+
+class Roster:
+    """The launcher's and the members' view of all that, in the store below all prefixes."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    # The launcher.
+
+    def publish(self, generation: Generation) -> None:
+        """From now on this is the newest generation."""
+        content = {
+            "number": generation.number,
+            "members": list(generation.members),
+            "lost": [line[:500] for line in generation.lost[:8]],
+        }
+        self._store.set(f"{_PREFIX}{generation.number}", json.dumps(content))
+        self._store.set(_NEWEST, str(generation.number))
+
+    def all_resilient(self, members: Iterable[int]) -> bool:
+        """Whether each of them would go on without another. False for none."""
+        keys = [f"{_PREFIX}resilient/{member}" for member in members]
+        return bool(keys) and self._store.check(keys)
+
+    def is_ready(self, member: int) -> bool:
+        """Whether it waits to be taken in."""
+        return self._store.check([f"{_PREFIX}ready/{member}"])
+
+    def beat(self, member: int) -> tuple[int, int] | None:
+        """(beats, finished steps) as it last said; None before its first beat."""
+        key = f"{_PREFIX}beat/{member}"
+        if not self._store.check([key]):
+            return None
+        beats, _, steps = self._store.get(key).decode(errors="replace").partition(" ")
+        return (int(beats), int(steps)) if beats.isdecimal() and steps.isdecimal() else None
+
+    # A member.
+
+    def newest(self) -> int:
+        """The newest generation's number; -1 if there is none: the launcher keeps no roster."""
+        return int(self._store.get(_NEWEST)) if self._store.check([_NEWEST]) else -1
+
+    def generation(self, number: int) -> Generation:
+        """The one of that number, which must have been published. UserError if it is none of ours."""
+        note = read_note(self._store.get(f"{_PREFIX}{number}"), "the launcher")
+        members, lost = note.get("members"), note.get("lost")
+        if not isinstance(members, list) or not all(isinstance(each, int) for each in members):
+            raise UserError(f"the launcher's generation {number} names no members")
+        return Generation(number, tuple(members), tuple(map(str, lost or ())))
+
+    def say_resilient(self, member: int) -> None:
+        """From now on `member` goes on without others."""
+        self._store.set(f"{_PREFIX}resilient/{member}", "1")
+
+    def say_ready(self, member: int) -> None:
+        """`member` may be taken into the next generation."""
+        self._store.set(f"{_PREFIX}ready/{member}", "1")
+
+    def say_alive(self, member: int, beats: int, steps: int) -> None:
+        """It has not stopped, and this is how far it is."""
+        self._store.set(f"{_PREFIX}beat/{member}", f"{beats} {steps}")
+
+
+def member_of(environ: Mapping[str, str] = os.environ) -> int | None:
+    """This process' number as a member; None if its launcher keeps no roster."""
+    text = environ.get(MEMBER, "")
+    return int(text) if text.isdecimal() else None
+
+
+def is_joining(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process was started to take the place of one that died."""
+    return environ.get(JOINING) == "1"
