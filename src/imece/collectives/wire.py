@@ -8,6 +8,8 @@ bits.
 
     |result − exact| <= 2⁻⁸ · (sum of |contributions| + |sum|)  (bf16 keeps 8 bits, so rounding errs by 2⁻⁸ at
     most)
+
+A reduce-scatter ends with its owners' sums, which stay in fp32: its elements are rounded once.
 """
 
 import torch
@@ -62,15 +64,17 @@ class Bf16Sum:
         self.arrived[self.rank].copy_(self.rows[self.rank])
         self._exchange({peer: self.rows[peer] for peer in self._peers()}, self.arrived)
 
-    def post_sums(self, timeout_s: float | None = None) -> None:
+    def total(self, timeout_s: float | None = None) -> torch.Tensor:
+        """This rank's slice, reduced: fp32 [slice]."""
         self._wait(timeout_s)
         total = self.arrived[0].float()
         for contribution in self.arrived[1:]:
             total.add_(contribution)
-        if self.op == "avg":
-            total.div_(self.world_size)
+        return total.div_(self.world_size) if self.op == "avg" else total
+
+    def post_sums(self, timeout_s: float | None = None) -> None:
         mine = self.rows[self.rank]
-        mine.copy_(total)
+        mine.copy_(self.total(timeout_s))
         if self.collective:
             self.works = [native.all_gather(self.rows.view(-1), mine, self.group)]
         else:
@@ -116,6 +120,27 @@ def all_reduce_bf16(
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))
     return tensor
+
+
+def reduce_scatter_bf16(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: str = "sum",
+    *,
+    collective: bool = True,
+) -> torch.Tensor:
+    """Sum or average `input` over the group, with bf16 on the wire; slice `rank` of it lands in `output`.
+
+    Both 1D and contiguous, input N times as long; output may be its own slice of it, and the others stay as
+    they are. Each rank sends (N−1)/N · M/2 bytes, M being those of the input in fp32. ValueError as above.
+    """
+    check_bf16(input, op)
+    assert input.numel() == output.numel() * group.size()
+    with torch.no_grad():
+        call = Bf16Sum(input, group, op, collective=collective)
+        call.post_slices()
+        return output.copy_(call.total())
 
 
 def bf16_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

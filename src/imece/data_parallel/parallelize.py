@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from imece import mesh as meshes
 from imece.collectives import ops
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel.average import Average, Over
+from imece.data_parallel.cast import cast_buffers
 from imece.data_parallel.gathered import fill_state, gathered
 from imece.data_parallel.gathering import Gathering, GatherOptions
 from imece.data_parallel.joining import ShardedJoinHook, Turn, next_turn
@@ -52,6 +53,7 @@ def parallelize(
     average: Over = "ranks",
     bucket_cap_mb: float | None = None,
     precision: MixedPrecision | None = None,
+    wire: Literal["bf16"] | None = None,
     overlap: bool | None = None,
     units: Wanted = None,
     reshard_after_forward: bool = True,
@@ -80,6 +82,7 @@ def parallelize(
 
     mesh: by default that of imece.init(); a process group instead shards over its ranks. average,
     bucket_cap_mb (5 MiB where gradients are sharded on CPUs), overlap: as for DistributedDataParallel.
+    wire="bf16": gradients travel in bf16 and are summed in fp32, in hybrid strategies between hosts only.
 
     zero3 and hybrid gather parameters by unit, a module whose parameters are there only while it runs; but on
     the CPUs of one host they lie in memory that all its ranks have in common, and nothing is gathered unless
@@ -99,6 +102,8 @@ def parallelize(
     optimizers = [made] if isinstance(made, Optimizer) else list(made)
     if not optimizers:
         raise ValueError("there is no optimizer: give one, a list of them, or a function that makes one")
+    if wire not in (None, "bf16"):
+        raise ValueError(f"unknown wire {wire!r}: None or 'bf16'")
     if precision is not None and not chosen.optimizer:
         raise ValueError(f"precision is for sharded strategies, such as zero1, not for {chosen.name!r}")
     options = GatherOptions(units, reshard_after_forward, gathers_in_flight, gather)
@@ -108,7 +113,7 @@ def parallelize(
             raise ValueError("strategy='replicate' takes no model on the meta device: sharded ones do")
         replicated = DistributedDataParallel(
             model, process_group=groups.world, average=average, bucket_cap_mb=bucket_cap_mb,
-            overlap=overlap,
+            wire=wire, overlap=overlap,
         )  # fmt: skip
         return replicated, made
     wrapped = ShardedDataParallel(
@@ -119,6 +124,7 @@ def parallelize(
         average=average,
         bucket_cap_mb=bucket_cap_mb,
         precision=precision or MixedPrecision(),
+        wire=wire,
         overlap=overlap,
         options=options,
         init=init,
@@ -140,6 +146,7 @@ class ShardedDataParallel(DistributedDataParallel):
         average: Over,
         bucket_cap_mb: float | None,
         precision: MixedPrecision,
+        wire: Literal["bf16"] | None,
         overlap: bool | None,
         options: GatherOptions,
         init: Init | None,
@@ -151,8 +158,8 @@ class ShardedDataParallel(DistributedDataParallel):
         self._options, self._init, self._home, self._overlap = options, init, home, overlap
         self.has_joined = False  # this rank does what another one tells it, under join
         super().__init__(
-            module, process_group=groups.world, bucket_cap_mb=bucket_cap_mb, average=average, overlap=overlap,
-            init_sync=home is None,
+            module, process_group=groups.world, bucket_cap_mb=bucket_cap_mb, average=average, wire=wire,
+            overlap=overlap, init_sync=home is None,
         )  # fmt: skip
 
     def _make_reducer(self, named: list[tuple[str, torch.Tensor]]) -> None:
@@ -173,6 +180,7 @@ class ShardedDataParallel(DistributedDataParallel):
             self._groups,
             cap_bytes=self._cap_bytes(),
             precision=self._precision,
+            wire=self._way.wire,
             units=unit_numbers(self.module, units, [each for _, each in named]) if units else None,
             gathering=gathering,
             fill=fill,
@@ -180,6 +188,8 @@ class ShardedDataParallel(DistributedDataParallel):
         if fill is not None:
             fill.rest()
             self._sync_rest(named)
+        if self._precision.buffer is not None:
+            cast_buffers(self.module, self._precision.buffer, self.parameters_to_ignore)
         if gathering is not None:
             gathering.hook()
         for number, optimizer in enumerate(self._optimizers):

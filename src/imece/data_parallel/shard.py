@@ -27,6 +27,7 @@ from imece.collectives.common import common_zeros
 from imece.collectives.pending import Pending
 from imece.collectives.shared_memory import shared_empty
 from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.collectives.wire import reduce_scatter_bf16
 from imece.data_parallel.buckets import Bucket, Slot
 from imece.data_parallel.gathering import Gathering
 from imece.data_parallel.parts import ALIGN_BYTES, Part, items_of, make_parts, move_into
@@ -41,11 +42,13 @@ class MixedPrecision:
     """In which dtypes a sharded model is kept; None: in its own.
 
     param: of the parameters that forward and backward use; their masters, which the optimizer steps, stay in
-    the model's own dtype, one shard a rank. reduce: of gradients in buckets, and of their sum.
+    the model's own dtype, one shard a rank. reduce: of gradients in buckets, and of their sum. buffer: of
+    buffers of floating point, from parallelize on; state dicts have them in the model's own dtype.
     """
 
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    buffer: torch.dtype | None = None
 
 
 @dataclass(eq=False)
@@ -76,20 +79,23 @@ class Sharding:
         *,
         cap_bytes: int,
         precision: MixedPrecision,
+        wire: str | None = None,
         units: Sequence[int] | None = None,
         gathering: Gathering | None = None,
         fill: Callable[[int], None] | None = None,
     ) -> None:
         """named: parameters that want a gradient; kinds: of each the number of its optimizer.
 
-        whole: optimizers that step whole matrices. units: of each parameter the number of its unit, which it
-        shares a bucket with. gathering: of parameters that are not in common memory. fill: gives a unit's
-        parameters memory and values, if they have none. All ranks of `groups.world` construct together.
+        whole: optimizers that step whole matrices. wire: "bf16" for gradients that travel in bf16 and are
+        summed in fp32, in hybrid strategies between hosts only, as in a hierarchical all-reduce. units: of
+        each parameter the number of its unit, which it shares a bucket with. gathering: of parameters that
+        are not in common memory. fill: gives a unit's parameters memory and values, if they have none. All
+        ranks of `groups.world` construct together.
         """
         self.strategy, self.groups, self.whole = strategy, groups, frozenset(whole)
         self.kinds, self.dtypes = list(kinds), [each.dtype for _, each in named]  # by parameter; of masters
         self._parameters = [each for _, each in named]
-        self.precision = precision
+        self.precision, self._wire = precision, wire
         self._in_common = isinstance(groups.shard, SharedMemoryGroup)
         self.gathering = gathering
         self.common_parameters = self._in_common and strategy.parameters and gathering is None
@@ -234,15 +240,19 @@ class Sharding:
         start, stop = self.stores[bucket.index].plan.shard(self.rank)
         own, flat, groups = bucket.flat[start:stop], bucket.flat, self.groups
         replicas = groups.replicas
-        if replicas is None:
+        call = Call("reduce_scatter", groups.shard, flat, "sum", label=bucket.label)
+        if replicas is None and self._wire is None:
             work = ops.reduce_scatter(own, flat, group=groups.shard, async_op=async_op, label=bucket.label)
+        elif replicas is None:
+            work = call.scheduled(
+                lambda: reduce_scatter_bf16(own, flat, groups.shard, collective=not async_op), own, async_op
+            )
         else:
 
             def both() -> None:
                 ops.reduce_scatter(own, flat, group=groups.shard, label=bucket.label)
-                ops.all_reduce(own, group=replicas, label=bucket.label)
+                ops.all_reduce(own, group=replicas, wire=self._wire, label=bucket.label)
 
-            call = Call("reduce_scatter", groups.shard, flat, "sum", label=bucket.label)
             work = call.scheduled(both, own, async_op, replicas)
         return work if isinstance(work, Pending) else None
 

@@ -1,0 +1,36 @@
+"""Buffers in another dtype, as FSDP keeps them: cast once, and saved in the dtype that they had.
+
+Those of batch norms are left alone: torch wants their statistics in the dtype of their parameters or more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def cast_buffers(model: nn.Module, dtype: torch.dtype, ignored: Collection[str]) -> None:
+    """Cast buffers of floating point but the `ignored` ones; they stay the objects that others know."""
+    before = {each: each.dtype for name, each in model.named_buffers() if name not in ignored}
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            continue
+        own = {key: each for key, each in module._buffers.items() if each is not None and each in before}
+        kept = {key: before[each] for key, each in own.items() if before[each].is_floating_point}
+        for key in kept:
+            own[key].data = own[key].to(dtype)
+        if kept:
+            module.register_state_dict_post_hook(partial(_restore, kept))
+
+
+def _restore(
+    kept: Mapping[str, torch.dtype], _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
+) -> None:
+    for key, dtype in kept.items():
+        if prefix + key in state:  # one that is not persistent is not
+            state[prefix + key] = state[prefix + key].to(dtype)

@@ -1,0 +1,286 @@
+"""What goes with any strategy: bf16 on the wire, buffers in fewer bits, hooks, averages of weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from imece import MixedPrecision, parallelize
+from imece.collectives import execute, native, wire
+from imece.data_parallel.parallelize import ShardedDataParallel
+from tests.data_parallel.checks import Check, Job, jobs, passed
+from tests.data_parallel.test_units import (
+    Small,
+    adamw,
+    loss_of,
+    made,
+    mesh_of,
+    plain,
+    wrap,
+)
+
+SHARDED = ("zero1", "zero2", "zero3")
+Wire = Literal["bf16"] | None
+
+
+@dataclass(frozen=True)
+class Way:
+    """A strategy, and whether its parameters are gathered by unit."""
+
+    strategy: str
+    gather: bool = False
+
+
+WAYS = (*(Way(each) for each in SHARDED), Way("zero3", gather=True))
+
+
+def wrapped(way: Way, group: dist.ProcessGroup, make: Callable[[], nn.Module] = Small, **options: Any) -> Any:
+    return wrap(made(make), group, way.strategy, gather=way.gather, **options)
+
+
+def losses(way: Way, group: dist.ProcessGroup, **options: Any) -> torch.Tensor:
+    """Of eight steps."""
+    model, optimizer = wrapped(way, group, **options)
+    return torch.stack(list(plain(model, optimizer, 8)))
+
+
+@contextlib.contextmanager
+def two_hosts(group: dist.ProcessGroup) -> Iterator[Any]:
+    """The mesh of four ranks on two of them."""
+    rank = group.rank()
+    hosts = [dist.new_group([2 * host, 2 * host + 1]) for host in range(2)]
+    across = [dist.new_group([local, local + 2]) for local in range(2)]
+    mesh = mesh_of(group)
+    mesh.hosts, mesh.host_group, mesh.cross_group = ((0, 1), (2, 3)), hosts[rank // 2], across[rank % 2]
+    yield mesh
+    for each in (*hosts, *across):
+        dist.destroy_process_group(each)
+
+
+def of_all_ranks(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    found = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(found, tensor, group=group)
+    return found
+
+
+# bf16 on the wire.
+
+
+def local_gradients(group: dist.ProcessGroup) -> dict[str, list[torch.Tensor]]:
+    """Of each parameter, flat: every rank's gradient, divided by their number."""
+    model = made()
+    loss_of(model, 0).backward()
+    return {
+        name: of_all_ranks(each.grad.reshape(-1) * (1 / group.size()), group)
+        for name, each in model.named_parameters()
+        if each.grad is not None
+    }
+
+
+def rounded(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.bfloat16().float()
+
+
+def in_order(tensors: list[torch.Tensor]) -> torch.Tensor:
+    total, *others = (each.clone() for each in tensors)
+    for each in others:
+        total += each
+    return total
+
+
+def assert_gradients(model: Any, expected: dict[str, torch.Tensor]) -> None:
+    assert model.sharding.parts
+    for part in model.sharding.parts:
+        grad = part.parameter.grad
+        assert grad is not None and torch.equal(grad.reshape(-1), expected[part.name][part.start : part.stop])
+
+
+def rounds_once(group: dist.ProcessGroup) -> None:
+    """Every rank's gradient is rounded, and their sum is not."""
+    local = local_gradients(group)
+    expected = {name: in_order([rounded(each) for each in found]) for name, found in local.items()}
+    for way in WAYS:
+        model, _ = wrapped(way, group, wire="bf16")
+        loss_of(model, 0).backward()
+        assert_gradients(model, expected)
+
+
+def trains_as_fp32(group: dist.ProcessGroup) -> None:
+    """The same bits for all strategies, other bits than fp32's, and nearly their losses."""
+    fp32 = losses(WAYS[0], group)
+    replicate = losses(Way("replicate"), group, wire="bf16")
+    found = [losses(way, group, wire="bf16") for way in WAYS]
+    for each in (replicate, *found):
+        assert not torch.equal(each, fp32) and torch.allclose(each, fp32, rtol=0.01)
+    assert all(torch.equal(each, found[0]) for each in found[1:])
+
+
+class Sent:
+    """Bytes of gradients that a rank sends, by group: N−1 of N slices."""
+
+    def __init__(self) -> None:
+        self.by_group: dict[dist.ProcessGroup, int] = {}
+
+    def add(self, nbytes: int, group: dist.ProcessGroup) -> None:
+        self.by_group[group] = self.by_group.get(group, 0) + nbytes
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        def post(sends: Any, receives: Any, group: Any) -> Any:
+            self.add(sum(message.tensor.nbytes for message in sends), group)
+            return whole_post(sends, receives, group)
+
+        def slices(name: str, at: int) -> Any:
+            def call(*args: Any) -> Any:
+                self.add(args[at].nbytes * (args[-1].size() - 1) // args[-1].size(), args[-1])
+                return whole[name](*args)
+
+            return mock.patch.object(native, name, call)
+
+        whole_post = execute.post
+        whole = {name: getattr(native, name) for name in ("all_to_all", "reduce_scatter")}
+        with mock.patch.object(wire, "post", post), slices("all_to_all", 1), slices("reduce_scatter", 1):
+            yield
+
+
+def sends_half(group: dist.ProcessGroup) -> None:
+    """A rank's bytes of gradients in one backward, whether it overlaps or not."""
+    for way in WAYS:
+        for overlap in (False, True):
+            sent: list[int] = []
+            for carried in (None, "bf16"):
+                model, _ = wrapped(way, group, wire=carried, overlap=overlap)
+                count = Sent()
+                with count.counting():
+                    loss_of(model, 0).backward()
+                sent.append(count.by_group[group])
+            elements = sum(store.plan.numel for store in model.sharding.stores)
+            assert sent[0] == 4 * elements * (group.size() - 1) // group.size()
+            assert sent[1] == sent[0] // 2, f"{way}, overlap={overlap}"
+
+
+def hybrid_wire(group: dist.ProcessGroup) -> None:
+    """fp32 inside of a host, bf16 between hosts, where the sum is rounded once more."""
+    local = local_gradients(group)
+    expected = {}
+    for name, (a, b, c, d) in local.items():
+        expected[name] = rounded(in_order([rounded(a + b), rounded(c + d)]))
+    with two_hosts(group) as mesh:
+        for strategy in ("hybrid_zero2", "hybrid"):
+            plain_model = made()
+            model, _ = parallelize(plain_model, adamw(plain_model), strategy, mesh, wire="bf16")
+            count = Sent()
+            with count.counting():
+                loss_of(model, 0).backward()
+            assert_gradients(model, expected)
+            assert isinstance(model, ShardedDataParallel)
+            shard = sum(store.plan.shard_numel for store in model.sharding.stores)
+            assert count.by_group[mesh.host_group] == 4 * shard, "one of two shards, in fp32"
+            assert count.by_group[mesh.cross_group] == shard, "half of the own shard in bf16, before its sums"
+
+
+def unknown_wire(group: dist.ProcessGroup) -> None:
+    for strategy in ("replicate", *SHARDED):
+        model = made()
+        with pytest.raises(ValueError, match="unknown wire 'fp8': None or 'bf16'"):
+            parallelize(model, adamw(model), strategy, group, wire="fp8")  # type: ignore[arg-type]
+
+
+# Buffers.
+
+
+class Buffered(Small):
+    """One buffer of each sort."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: torch.Tensor
+        self.register_buffer("scale", torch.tensor([1 / 3]))
+        self.register_buffer("again", self.scale)  # the same one
+        self.register_buffer("kept", torch.tensor([1 / 3]), persistent=False)
+        self.register_buffer("count", torch.tensor([2**24 + 1]))
+        self.blocks[0].register_buffer("mask", torch.ones(2, dtype=torch.bool))
+        self.blocks[1].register_buffer("mean", torch.tensor([1 / 7]))
+        self.seen: torch.dtype | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen = self.scale.dtype
+        return super().forward(tokens) * self.scale
+
+
+def buffers(group: dist.ProcessGroup) -> None:
+    """In bf16 while it trains, in their own dtype in state dicts; others stay as they are."""
+    precision = MixedPrecision(buffer=torch.bfloat16)
+    for way in WAYS:
+        model, optimizer = wrapped(way, group, Buffered, precision=precision)
+        named = dict(model.module.named_buffers(remove_duplicate=False))
+        bf16 = {"scale", "again", "kept", "blocks.1.mean"}
+        assert {name for name, each in named.items() if each.dtype == torch.bfloat16} == bf16
+        assert named["again"] is named["scale"] and named["count"].item() == 2**24 + 1
+        assert {each.dtype for each in model.parameters()} == {torch.float32}
+        assert len(list(plain(model, optimizer, 2))) == 2 and model.module.seen == torch.bfloat16
+        state = model.state_dict()
+        assert state["module.scale"].dtype == state["module.again"].dtype == torch.float32
+        assert state["module.blocks.1.mean"].dtype == torch.float32 and "module.kept" not in state
+        assert state["module.count"].dtype == torch.int64
+        assert torch.equal(state["module.scale"], torch.tensor([1 / 3]).bfloat16().float())
+        half = torch.tensor([0.5])
+        model.load_state_dict(state | {"module.scale": half, "module.again": half})
+        assert named["scale"].item() == 0.5 and named["scale"].dtype == torch.bfloat16
+
+
+class Scaled(nn.Module):
+    """By a buffer that somebody has to fill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by: torch.Tensor
+        self.register_buffer("by", torch.empty(4))
+
+    def reset_parameters(self) -> None:
+        self.by.fill_(2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by
+
+
+def buffers_from_meta(group: dist.ProcessGroup) -> None:
+    """Cast when they have been filled; statistics of a batch norm stay as its kernel wants them."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Scaled())
+    model, _ = wrap(model, group, precision=MixedPrecision(buffer=torch.bfloat16))
+    norm, scaled = model.module[1:]
+    assert norm.running_var.dtype == torch.float32 and norm.num_batches_tracked.dtype == torch.int64
+    assert scaled.by.dtype == torch.bfloat16 and scaled.by.tolist() == [2.0] * 4
+    model(torch.randn(3, 4)).sum().backward()
+    assert norm.running_var.tolist() != [1.0] * 4
+
+
+CHECKS: dict[str, Check] = {
+    "buffers": buffers,
+    "buffers from meta": buffers_from_meta,
+    "rounds once": rounds_once,
+    "trains as fp32": trains_as_fp32,
+    "sends half": sends_half,
+    "unknown wire": unknown_wire,
+    "hybrid wire": hybrid_wire,
+}
+JOBS = [
+    *jobs(__name__, ["rounds once", "trains as fp32"], (2, "shm"), (2, "gloo")),
+    *jobs(__name__, ["sends half", "unknown wire", "buffers", "buffers from meta"], (2, "gloo")),
+    *jobs(__name__, ["rounds once", "sends half"], (3, "gloo")),
+    *jobs(__name__, ["hybrid wire"], (4, "gloo")),
+]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_sharded_options(job: Job, request: pytest.FixtureRequest) -> None:
+    passed(job, request)
