@@ -51,22 +51,33 @@ class Mesh:
     ) -> None:
         """`hosts`: the global ranks of each host; `sizes`: as check_axes gives them; `owns_world`: whether
         closing the mesh also destroys torch's default group. torch.distributed is initialized already."""
-        self.world = world
         self.device = device
+        self._timeout = timeout
+        self._owns_world = owns_world
+        self._closed = False
+        self._take(world, backends, hosts, sizes, store)
+        status.tell_running(root_store(store), world.known_as)
+        self._stop_telling = status.tell_failures(root_store(store), world.known_as)
+
+    def _take(
+        self,
+        world: World,
+        backends: Backends,
+        hosts: Partition,
+        sizes: Mapping[str, int],
+        store: dist.Store,
+    ) -> None:
+        """Be the mesh of these ranks, whose default group is open."""
+        self.world = world
         self.backend = backends.own
         self.hosts = hosts
         self._backends = backends
         self._sizes = dict(sizes)
         self._store = store  # of this mesh alone
-        self._timeout = timeout
-        self._owns_world = owns_world
         self._whole: Partition = (tuple(range(world.world_size)),)
         self._groups: dict[Partition, dist.ProcessGroup] = {self._whole: _default_group()}
         self._created: list[dist.ProcessGroup] = []
         self._device_mesh: DeviceMesh | None = None
-        self._closed = False
-        status.tell_running(root_store(store), world.rank)
-        self._stop_telling = status.tell_failures(root_store(store), world.rank)
 
     @property
     def rank(self) -> int:
@@ -130,7 +141,7 @@ class Mesh:
             return
         self._closed = True
         with contextlib.suppress(RuntimeError):  # whoever serves the store may have left before us
-            status.tell_closed(root_store(self._store), self.rank)
+            status.tell_closed(root_store(self._store), self.world.known_as)
         self._stop_telling()
         for group in reversed(self._created):
             dist.destroy_process_group(group)
@@ -171,7 +182,8 @@ class Mesh:
 
 
 _open: Mesh | None = None
-_opened_with: object = None
+_Asked = tuple[dict[str, int] | None, int | None, str | None, str, timedelta]
+_opened_with: _Asked = (None, None, None, "None", timedelta())
 _openings = 0
 _at_opening: list[Callable[[], None]] = []
 
@@ -199,7 +211,7 @@ def init(
     Raises UserError if the world is not the one asked for, or the ranks do not ask for the same.
     """
     global _open, _opened_with, _openings
-    asked = (None if axes is None else dict(axes), ranks, backend, str(device), timeout)
+    asked: _Asked = (None if axes is None else dict(axes), ranks, backend, str(device), timeout)
     if _open is not None:
         if asked != _opened_with:
             raise UserError(f"imece.init() was called with {_opened_with} before, and now with {asked}")
@@ -218,6 +230,29 @@ def init(
     for call in _at_opening:
         call()
     return _open
+
+
+def reform(rank: int, world_size: int, store: dist.Store) -> Mesh:
+    """The open mesh over other ranks: the same object, with groups of its own in place of all there were.
+
+    store: of these ranks alone. All of them call it, whatever worlds they come from; nothing is asked of
+    those that are gone. What the mesh handed out before (groups, torch's DeviceMesh) is of no use any more.
+    UserError for a mesh that was opened with sizes of axes, or on a process group of somebody else.
+    """
+    mesh = current()
+    asked_axes, _, backend, _, timeout = _opened_with
+    if asked_axes is not None or not mesh._owns_world:
+        why = f"axes {asked_axes}" if asked_axes is not None else "a process group that existed before"
+        raise UserError(f"imece.init() was called with {why}: such a world cannot change its ranks")
+    if dist.is_initialized():  # else the last attempt got no further
+        dist.destroy_process_group()
+    world = replace(mesh.world, rank=rank, world_size=world_size, joining=False)
+    sizes = check_axes(None, world_size)
+    hosts = _meet(store, world, sizes, backend, mesh.device, min(timeout, timedelta(seconds=_MEETING_S)))
+    backends = choose_backends(mesh.device, len(hosts) == 1, backend)
+    _open_default_group(world, backends.world, mesh.device, store, timeout)
+    mesh._take(world, backends, hosts, sizes, dist.PrefixStore("mesh", store))
+    return mesh
 
 
 def at_opening(call: Callable[[], None]) -> None:
@@ -247,7 +282,7 @@ def _arrange(
 ) -> Mesh:
     """Meet, compare, open torch's process group unless it was `adopted`, build the mesh: in this order."""
     world = _adopted_world(read_world()) if adopted else read_world()
-    if ranks is not None and ranks != world.world_size:
+    if ranks is not None and ranks != world.world_size and not world.joining:
         raise UserError(
             f"this script wants {ranks} ranks and was started as {world.world_size}: "
             f"start it with imece launch --ranks {ranks} {os.path.basename(sys.argv[0])}"
@@ -260,7 +295,8 @@ def _arrange(
     else:
         store, world = connect(world, meeting)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"imece/{attempt}/{_openings}", store)
+    alone = f"joining/{world.member}/" if world.joining else ""
+    store = dist.PrefixStore(f"imece/{alone}{attempt}/{_openings}", store)
     hosts = _meet(store, world, sizes, backend, own_device, meeting)
     if adopted:
         backends = adopted_backends(own_device, backend)

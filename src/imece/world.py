@@ -19,6 +19,10 @@ from imece.errors import UserError
 Launcher = Literal["torchrun", "slurm", "openmpi", "mpich", "single"]
 
 LOOPBACK = "127.0.0.1"
+MEMBER = "IMECE_MEMBER"
+"""The environment variable with a process' number as a member of its job (membership/roster.py)."""
+JOINING = "IMECE_JOINING"
+"""Set to 1 for a member that was started later: it is a world of its own until it is taken in."""
 MAX_RANKS = 1_000_000
 # Below Linux' ephemeral ports (32768 and up), so that a derived port is rarely taken by a client.
 _FIRST_PORT, _PORTS = 15_000, 17_000
@@ -43,6 +47,15 @@ class World:
     master_port: int | None = None
     job: str | None = None
     """Names this job among others on the same host; None if only the port tells jobs apart."""
+    member: int | None = None
+    """This process' number as a member of its job, which never changes; None if the launcher gives none."""
+    joining: bool = False
+    """Whether it was started to take the place of one that died, and is alone until it is taken in."""
+
+    @property
+    def known_as(self) -> int:
+        """The number under which its launcher knows it."""
+        return self.rank if self.member is None else self.member
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,8 @@ def read_world(environ: Mapping[str, str] = os.environ) -> World:
 
     Raises UserError if a launcher's variables are incomplete or malformed, or if two launchers disagree.
     """
+    if environ.get(JOINING) == "1":
+        return _joining_world(environ)
     slurm = _slurm(environ)
     mpi = _openmpi(environ) or _mpich(environ)
     torchrun = _torchrun(environ)
@@ -91,6 +106,26 @@ def read_world(environ: Mapping[str, str] = os.environ) -> World:
         master_addr=address,
         master_port=port,
         job=claim.job if "MASTER_PORT" not in environ else None,
+        member=_number(environ, MEMBER) if MEMBER in environ else None,
+    )
+
+
+def _joining_world(environ: Mapping[str, str]) -> World:
+    """One rank, with the place on its host of the one that it replaces."""
+    for name in (MEMBER, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in environ:
+            raise UserError(f"the environment has {JOINING}=1 but not {name}: only imece launch sets them")
+    return World(
+        rank=0,
+        world_size=1,
+        local_rank=_number(environ, "LOCAL_RANK"),
+        local_world_size=_number(environ, "LOCAL_WORLD_SIZE", least=1),
+        host=host_id(environ),
+        launcher="torchrun",
+        master_addr=environ["MASTER_ADDR"],
+        master_port=_number(environ, "MASTER_PORT", least=1, most=65_535),
+        member=_number(environ, MEMBER),
+        joining=True,
     )
 
 

@@ -12,19 +12,15 @@ agree with another on who is there. What is said is JSON of limited size.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from imece.errors import UserError
 from imece.store import read_note
-
-MEMBER = "IMECE_MEMBER"
-"""The environment variable with a process' number as a member."""
-JOINING = "IMECE_JOINING"
-"""Set to 1 for a member that was started later: it is a world of its own until it is taken in."""
+from imece.world import JOINING as JOINING
+from imece.world import MEMBER as MEMBER
 
 _PREFIX = "imece/members/"
 _NEWEST = _PREFIX + "newest"
@@ -100,14 +96,3 @@ class Roster:
     def say_alive(self, member: int, beats: int, steps: int) -> None:
         """It has not stopped, and this is how far it is."""
         self._store.set(f"{_PREFIX}beat/{member}", f"{beats} {steps}")
-
-
-def member_of(environ: Mapping[str, str] = os.environ) -> int | None:
-    """This process' number as a member; None if its launcher keeps no roster."""
-    text = environ.get(MEMBER, "")
-    return int(text) if text.isdecimal() else None
-
-
-def is_joining(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process was started to take the place of one that died."""
-    return environ.get(JOINING) == "1"
