@@ -4,6 +4,7 @@ Importing imece registers "shm" with torch.distributed.
 """
 
 from imece import errors
+from imece.checkpoint.weights import load_weights
 from imece.collectives import on_signal, shared_memory
 from imece.collectives.ops import (
     Pending,
@@ -53,6 +54,7 @@ __all__ = [
     "errors",
     "exchange",
     "init",
+    "load_weights",
     "parallelize",
     "recv",
     "reduce",

@@ -14,26 +14,35 @@ from torch.optim import AdamW, Muon, Optimizer
 import imece
 from imece.checkpoint import Checkpoints, Saved, Slice, open_checkpoint
 from imece.checkpoint.files import step_folder
-from imece.checkpoint.training_state import MODEL, OPTIMIZER, TrainingState, check_shapes
+from imece.checkpoint.training_state import OPTIMIZER, TrainingState
+from imece.checkpoint.weights import MODEL, check_shapes
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
 from tests.ranks import run_ranks
 
 STRATEGIES = ("replicate", "zero1", "zero2", "zero3")
+HYBRIDS = ("hybrid", "hybrid_zero2")  # of 4 ranks, on two hosts of 2
 WORLDS = (1, 2, 3, 4)
 STEPS = 3
 
 
 class Model(nn.Module):
-    """Matrices for Muon, the rest for AdamW; one parameter is frozen and one is never used."""
+    """Matrices for Muon, the rest for AdamW; one parameter is frozen and one is never used.
+
+    Of its buffers one is its state, which differs between ranks after a forward, and one is not.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.inner, self.head = nn.Linear(5, 7), nn.Linear(7, 7, bias=False), nn.Linear(7, 3)
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         self.unused = nn.Parameter(torch.full((4,), 0.5))
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(2, 3))
+        self.register_buffer("table", torch.ones(5), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.detach().mean()
         hidden = self.inner(torch.tanh(self.first(x)))
         return torch.as_tensor(self.head(hidden) + self.frozen)
 
@@ -50,8 +59,7 @@ def parallel(strategy: str, seed: int) -> tuple[DistributedDataParallel, list[Op
 def train(model: DistributedDataParallel, optimizers: list[Optimizer], steps: int, rank: int) -> list[float]:
     losses = []
     for step in range(steps):
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
-        loss = model(x).square().mean()
+        loss = model(batch(step, rank)).square().mean()
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -60,11 +68,18 @@ def train(model: DistributedDataParallel, optimizers: list[Optimizer], steps: in
     return losses
 
 
-def save(folder: str, strategy: str) -> list[str]:
-    """Train and save; the alarms."""
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def save(folder: str, strategy: str, loaded: str | None = None) -> list[str]:
+    """Train, or load what there is, and save; the alarms."""
     mesh = imece.init()
     model, optimizers = parallel(strategy, seed=1)
-    train(model, optimizers, STEPS, mesh.rank)
+    if loaded is None:
+        train(model, optimizers, STEPS, mesh.rank)
+    else:
+        TrainingState(model, optimizers).load(open_checkpoint(step_folder(Path(loaded), STEPS)))
     alarms: list[str] = []
     checkpoints = Checkpoints(Path(folder), rank=mesh.rank, world_size=mesh.world_size, alarm=alarms.append)
     checkpoints.save(STEPS, TrainingState(model, optimizers).tensors(), {}, None)
@@ -73,8 +88,13 @@ def save(folder: str, strategy: str) -> list[str]:
     return alarms
 
 
-def save_all(folder: str, ranks: int) -> list[str]:
-    return [alarm for each in STRATEGIES for alarm in save(f"{folder}/{ranks}-{each}", each)]
+def save_all(folder: str, ranks: int, strategies: list[str]) -> list[str]:
+    return [alarm for each in strategies for alarm in save(f"{folder}/{ranks}-{each}", each)]
+
+
+def save_again(folder: str) -> list[str]:
+    """What another strategy saved, out of two hosts."""
+    return [alarm for each in HYBRIDS for alarm in save(f"{folder}/again-{each}", each, f"{folder}/4-zero1")]
 
 
 def differences(saved: Saved, found: dict[str, Tensor | Slice]) -> list[str]:
@@ -90,19 +110,22 @@ def differences(saved: Saved, found: dict[str, Tensor | Slice]) -> list[str]:
     return wrong
 
 
-def load_all(folder: str, folders: list[str]) -> dict[str, Any]:
+def load_all(folder: str, folders: list[str], strategies: list[str]) -> dict[str, Any]:
     """{(checkpoint, strategy): what differs}, and the losses that follow."""
     mesh = imece.init()
     wrong: dict[str, list[str]] = {}
     losses: dict[str, list[list[float]]] = {}
     for name in folders:
         saved = open_checkpoint(step_folder(Path(folder) / name, STEPS))
-        for strategy in STRATEGIES:
+        for strategy in strategies:
             model, optimizers = parallel(strategy, seed=2)
             state = TrainingState(model, optimizers)
             state.load(saved)
             found = differences(saved, state.tensors())
-            values = model.module.named_parameters()
+            assert isinstance(model.module, Model)
+            values = [*model.module.named_parameters(), ("seen", model.module.seen)]
+            if strategy == "hybrid":  # each rank has a part, and `differences` has seen it
+                values = values[-1:]
             found += [key for key, each in values if not torch.equal(saved.tensor(MODEL + key), each)]
             if found:
                 wrong[f"{name} as {strategy}"] = found
@@ -115,9 +138,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints WORLD-STRATEGY of all worlds and strategies."""
     made = tmp_path_factory.mktemp("saved")
     for ranks in WORLDS:
-        results = run_ranks(save_all, ranks, args=(str(made), ranks), backend=None)
+        results = run_ranks(save_all, ranks, args=(str(made), ranks, STRATEGIES), backend=None)
         assert results == [[]] * ranks
+    for call, args in ((save_all, (str(made), 4, HYBRIDS)), (save_again, (str(made),))):
+        assert run_ranks(call, 4, args=args, backend=None, ranks_per_host=2) == [[]] * 4
     return made
+
+
+def all_names() -> list[str]:
+    return [f"{world}-{each}" for world in WORLDS for each in STRATEGIES] + [f"4-{each}" for each in HYBRIDS]
 
 
 def test_strategies_save_the_same_bits(folder: Path) -> None:
@@ -128,19 +157,51 @@ def test_strategies_save_the_same_bits(folder: Path) -> None:
         kept = {name.rpartition("/")[2] for name in first.names() if name.startswith(OPTIMIZER)}
         assert kept == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
         assert f"{OPTIMIZER}unused/step" not in first.names()
+        seen = torch.zeros(2, 3)
+        for step in range(STEPS):
+            seen += batch(step, 0).mean()  # a buffer is rank 0's
+        assert torch.equal(first.tensor(f"{MODEL}seen"), seen)
         for other in others:
             assert set(other.names()) == set(first.names())
             assert all(torch.equal(first.tensor(name), other.tensor(name)) for name in first.names())
 
 
+def test_two_hosts_save_what_one_does(folder: Path) -> None:
+    """The bits of the state that they loaded; what they trained themselves, within rounding: other sums."""
+    expected = open_checkpoint(step_folder(folder / "4-zero1", STEPS))
+    for each in HYBRIDS:
+        again = open_checkpoint(step_folder(folder / f"again-{each}", STEPS))
+        own = open_checkpoint(step_folder(folder / f"4-{each}", STEPS))
+        assert set(again.names()) == set(own.names()) == set(expected.names())
+        for name in expected.names():
+            assert torch.equal(again.tensor(name), expected.tensor(name)), name
+            torch.testing.assert_close(own.tensor(name), expected.tensor(name), rtol=0.01, atol=0.01)
+
+
+def test_ranks_with_the_same_shard_write_a_piece_of_it_each(folder: Path) -> None:
+    sizes = {
+        each: [path.stat().st_size for path in step_folder(folder / each, STEPS).glob("*.safetensors")]
+        for each in ("4-zero1", "4-hybrid")
+    }
+    assert len(sizes["4-hybrid"]) == 4 and max(sizes["4-hybrid"]) < 1.25 * max(sizes["4-zero1"])
+
+
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_any_loads_any(folder: Path, ranks: int) -> None:
-    names = [f"{world}-{strategy}" for world in WORLDS for strategy in STRATEGIES]
-    for result in run_ranks(load_all, ranks, args=(str(folder), names), backend=None):
+    check_loads(run_ranks(load_all, ranks, args=(str(folder), all_names(), STRATEGIES), backend=None), 4)
+
+
+def test_two_hosts_load_any(folder: Path) -> None:
+    args = (str(folder), all_names(), HYBRIDS)
+    check_loads(run_ranks(load_all, 4, args=args, backend=None, ranks_per_host=2), 2)
+
+
+def check_loads(results: list[dict[str, Any]], strategies: int) -> None:
+    for result in results:
         assert result["wrong"] == {}
-        assert len(result["losses"]) == len(names)
+        assert len(result["losses"]) == len(all_names())
         for losses in result["losses"].values():
-            assert losses == losses[:1] * len(STRATEGIES)
+            assert losses == losses[:1] * strategies
 
 
 def test_each_rank_writes_its_own(folder: Path) -> None:
@@ -166,7 +227,7 @@ def differs(folder: str) -> list[str]:
         for part in model.sharding.parts:  # type: ignore[union-attr]
             part.parameter.add_(1.0)
     found = differences(saved, state.tensors())
-    shapes = {"first.weight": (7, 6), "first.bias": (7,), "more": (2,)}
+    shapes = {"first.weight": (7, 6), "first.bias": (7,), "more": (2,), "seen": (2, 3)}
     with pytest.raises(UserError) as error:
         check_shapes(saved, shapes)
     return [*found, str(error.value)]

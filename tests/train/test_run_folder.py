@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from imece.checkpoint.save import Checkpoints
+from imece.checkpoint.weights import load_weights
 from imece.errors import UserError
 from imece.models.presets import PRESETS
 from imece.models.transformer import RopeScaling, Transformer
 from imece.train.config import TrainConfig
-from imece.train.run_folder import RunFolder, Which, load_model, read_shape, shape_as_json
+from imece.train.run_folder import RunFolder, Which, read_shape, shape_as_json
 
 SHAPE = dataclasses.replace(PRESETS["tiny"], vocab_size=257, width=16, mlp_width=24)
 
@@ -79,11 +80,13 @@ def test_nothing_to_read(folder: RunFolder, tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model(folder: RunFolder) -> None:
     save(folder, {1: None})
     saved = folder.saved()
-    load_model(model(0), saved)
-    with pytest.raises(UserError, match=r"001: blocks\.0\.mlp\.gate\.weight should be \[32, 16\], the "):
-        load_model(model(0, mlp_width=32), saved)
-    with pytest.raises(UserError, match=r"blocks\.2\.attention\.norm\.weight should be \[16\], .* none: it"):
-        load_model(model(0, layers=3), saved)
+    load_weights(model(0), saved)
+    with pytest.raises(
+        UserError, match=r"001 is of another model: blocks\.0\.mlp\.gate\.weight should be \[32, 16\], the "
+    ):
+        load_weights(model(0, mlp_width=32), saved)
+    with pytest.raises(UserError, match=r"blocks\.2\.attention\.norm\.weight should be \[16\], .* none; "):
+        load_weights(model(0, layers=3), saved)
 
 
 def test_where_tokens_are(folder: RunFolder) -> None:

@@ -22,14 +22,17 @@ from imece.checkpoint.deal import Slice
 from imece.checkpoint.load import Saved, all_steps, best, newest, open_checkpoint
 from imece.checkpoint.save import Checkpoints
 from imece.checkpoint.training_state import TrainingState
+from imece.checkpoint.weights import Loaded, load_weights
 
 __all__ = [
     "Checkpoints",
+    "Loaded",
     "Saved",
     "Slice",
     "TrainingState",
     "all_steps",
     "best",
+    "load_weights",
     "newest",
     "open_checkpoint",
 ]

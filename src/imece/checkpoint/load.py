@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from imece.checkpoint import files
 from imece.checkpoint.commit import by_metric, glance
@@ -30,10 +30,15 @@ from imece.checkpoint.manifest import (
 )
 from imece.errors import UserError
 
+_CHUNK = 4 << 20  # elements that are there besides what they are read for
+
 
 @dataclass(frozen=True)
 class Saved:
-    """One checkpoint on disk. What is asked for is read then, into memory of its own."""
+    """One checkpoint on disk. What is asked for is read then, into memory of its own.
+
+    Files are read and never mapped: a mapped page counts as this process's memory as long as it is mapped.
+    """
 
     folder: Path
     step: int
@@ -42,7 +47,10 @@ class Saved:
     """One of each rank that saved."""
     metric: float | None
     _manifest: Manifest = field(repr=False)
-    _opened: dict[int, Any] = field(default_factory=dict, repr=False)
+    _opened: dict[int, int] = field(default_factory=dict, repr=False)  # rank -> descriptor of its file
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, _close, self._opened)
 
     def names(self) -> list[str]:
         return list(self._manifest.kinds)
@@ -55,6 +63,11 @@ class Saved:
         """UserError if there is no tensor of this name."""
         return DTYPES[self._kind(name).dtype]
 
+    @property
+    def attempt(self) -> str:
+        """No two checkpoints have the same, also not of one step."""
+        return self._manifest.attempt
+
     def tensor(self, name: str) -> torch.Tensor:
         """All of it, on the CPU. UserError if there is none of this name, or a file cannot be read."""
         kind = self._kind(name)
@@ -66,16 +79,27 @@ class Saved:
         UserError if there is no tensor of this name, or a file cannot be read. ValueError for elements that
         it does not have.
         """
-        kind = self._kind(name)
-        if not 0 <= start <= stop <= kind.numel:
-            raise ValueError(f"[{start}, {stop}) is not within the {kind.numel} elements of {name!r}")
-        out = torch.empty(stop - start, dtype=DTYPES[kind.dtype])
-        for rank, piece in self._manifest.pieces.get(name, []):
-            low, high = max(start, piece.start), min(stop, piece.stop)
-            if low < high:
-                stored = self._stored(rank, name)  # mapped, not read
-                out[low - start : high - start] = stored[low - piece.start : high - piece.start]
+        out = torch.empty(max(stop - start, 0), dtype=self.dtype(name))
+        self._read(name, start, stop, out)
         return out
+
+    @torch.no_grad()
+    def fill(self, target: torch.Tensor, name: str, start: int = 0) -> None:
+        """Its elements from `start` on into a tensor on any device, of any dtype, all of it.
+
+        No more than a fixed buffer is needed besides. UserError, ValueError: as `slice`.
+        """
+        stop = start + target.numel()
+        if not target.is_contiguous():
+            target.copy_(self.slice(name, start, stop).view(target.shape))
+            return
+        flat = target.detach().view(-1)
+        if target.device.type == "cpu" and target.dtype == self.dtype(name):
+            self._read(name, start, stop, flat)
+            return
+        for at in range(0, len(flat), _CHUNK):
+            part = flat[at : at + _CHUNK]
+            part.copy_(self.slice(name, start + at, start + at + len(part)))
 
     def _kind(self, name: str) -> Kind:
         try:
@@ -86,15 +110,35 @@ class Saved:
                 "is it of another model?"
             ) from None
 
-    def _stored(self, rank: int, name: str) -> torch.Tensor:
+    def _read(self, name: str, start: int, stop: int, out: torch.Tensor) -> None:
+        """out: 1-D [stop - start], of its dtype, on the CPU."""
+        numel = self._kind(name).numel
+        if not 0 <= start <= stop <= numel:
+            raise ValueError(f"[{start}, {stop}) is not within the {numel} elements of {name!r}")
+        for rank, at, piece in self._manifest.pieces.get(name, []):
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            if low < high:
+                where = at + (low - piece.start) * piece.kind.itemsize
+                self._read_bytes(rank, where, out[low - start : high - start])
+
+    def _read_bytes(self, rank: int, at: int, out: torch.Tensor) -> None:
         path = self.folder / file_name(rank)
+        left = out.view(torch.uint8).numpy().data
         try:
             if rank not in self._opened:
-                self._opened[rank] = safe_open(path, framework="pt")
-            stored: torch.Tensor = self._opened[rank].get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: cannot be read ({error}): use another checkpoint") from error
-        return stored.view(-1)
+                self._opened[rank] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            while left:
+                got = os.preadv(self._opened[rank], [left], at)
+                if not got:
+                    raise UserError(f"{path}: cannot be read (it has become shorter): use another checkpoint")
+                left, at = left[got:], at + got
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror}): use another checkpoint") from error
+
+
+def _close(opened: dict[int, int]) -> None:
+    for descriptor in opened.values():
+        os.close(descriptor)
 
 
 def open_checkpoint(folder: Path, *, verify: bool = True) -> Saved:

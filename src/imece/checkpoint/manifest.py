@@ -115,7 +115,7 @@ class Manifest:
     def __post_init__(self) -> None:
         for name, kind in self.kinds.items():
             end = 0
-            for _, piece in self.pieces.get(name, []):
+            for _, _, piece in self.pieces.get(name, []):
                 if piece.start != end:
                     what = "are in no file" if piece.start > end else "are in two files"
                     low, high = sorted((piece.start, end))
@@ -125,14 +125,16 @@ class Manifest:
                 raise ValueError(f"tensor {name!r}: its elements [{end}, {kind.numel}) are in no file")
 
     @cached_property
-    def pieces(self) -> dict[str, list[tuple[int, Piece]]]:
-        """Of each tensor that has elements: (rank, piece), in the order of the elements."""
-        found: dict[str, list[tuple[int, Piece]]] = {}
+    def pieces(self) -> dict[str, list[tuple[int, int, Piece]]]:
+        """Of each tensor that has elements, in their order: (rank, where in its file, piece)."""
+        found: dict[str, list[tuple[int, int, Piece]]] = {}
         for rank, file in enumerate(self.files):
+            at = file.nbytes - sum(piece.nbytes for piece in file.pieces)
             for piece in file.pieces:
-                found.setdefault(piece.name, []).append((rank, piece))
+                found.setdefault(piece.name, []).append((rank, at, piece))
+                at += piece.nbytes
         for of_one in found.values():
-            of_one.sort(key=lambda entry: (entry[1].start, entry[1].stop))
+            of_one.sort(key=lambda entry: (entry[2].start, entry[2].stop))
         return found
 
 

@@ -1,6 +1,6 @@
 """A model and its optimizers as named tensors and slices, whatever the strategy and the number of ranks.
 
-    model/NAME             a parameter, in the dtype in which it is updated
+    model/NAME             a parameter, in the dtype in which it is updated; a buffer of the model's state
     optimizer/NAME/KEY     what its optimizer keeps of it: exp_avg, momentum_buffer, step, ...
 
 A rank hands in what it holds: whole tensors that all ranks have alike, of which `deal` gives it a share to
@@ -22,14 +22,13 @@ from torch.optim import Optimizer
 from imece.checkpoint.deal import Slice
 from imece.checkpoint.load import Saved
 from imece.checkpoint.manifest import DTYPE_NAMES, DTYPES
+from imece.checkpoint.weights import MODEL, buffers_of, check_shapes, fill, shaped
 from imece.collectives.texts import gather_texts
 from imece.data_parallel.parallelize import ShardedDataParallel
 from imece.data_parallel.parts import Part
 from imece.data_parallel.replicate import DistributedDataParallel
-from imece.errors import UserError
 
-MODEL, OPTIMIZER = "model/", "optimizer/"
-_SHOWN = 3
+OPTIMIZER = "optimizer/"
 
 
 class TrainingState:
@@ -42,14 +41,14 @@ class TrainingState:
     def tensors(self) -> dict[str, Tensor | Slice]:
         """All of it, as this rank has it. All ranks call it, after as many steps."""
         if isinstance(self._model, ShardedDataParallel):
-            return self._slices(self._model)
+            return self._slices(self._model) | self._buffers()
         found: dict[str, Tensor | Slice] = {
             MODEL + name: parameter.detach() for parameter, name in self._names.items()
         }
         for parameter, optimizer in self._stepped():
             for key, value in _tensors(optimizer.state.get(parameter, {})):
                 found[_key(self._names[parameter], key)] = value
-        return found
+        return found | self._buffers()
 
     @torch.no_grad()
     def load(self, saved: Saved) -> None:
@@ -57,14 +56,10 @@ class TrainingState:
 
         UserError, with the first names and shapes that differ, for a checkpoint of another model.
         """
-        shapes = {name: tuple(parameter.shape) for parameter, name in self._names.items()}
+        shapes = {name: tuple(each.shape) for name, each in shaped(self._model).items()}
         check_shapes(saved, shapes)
-        sharded, parts = set(self._sharded()), self._parts()
-        for parameter, name in self._names.items():
-            if name not in sharded:
-                parameter.copy_(saved.tensor(MODEL + name))
-        for own, part in parts.items():
-            own.copy_(saved.slice(MODEL + part.name, part.start, part.stop).view(own.shape))
+        fill(self._model, saved)
+        parts = self._parts()
         keys = _saved_keys(saved)
         for stepped, optimizer in self._stepped():
             found = parts.get(stepped)
@@ -86,22 +81,33 @@ class TrainingState:
             for parameter, optimizer in self._stepped()
         }
         keys = self._all_keys(model, states)
-        # Of ranks that hold the same shard, one hands it in.
+        # Ranks that hold the same shard hand in a piece of it each.
         replicas = sharding.groups.replicas
-        hands_in = replicas is None or replicas.rank() == 0
-        parts = {part.index: part for part in sharding.parts} if hands_in else {}
+        share, shares = (replicas.rank(), replicas.size()) if replicas is not None else (0, 1)
+        parts = {part.index: part for part in sharding.parts}
         for index, slot in enumerate(sharding.slots):
             shape, part = tuple(slot.parameter.shape), parts.get(index)
-            start = part.start if part else 0
+            low, high = (part.numel * at // shares if part else 0 for at in (share, share + 1))
+            start = part.start + low if part else 0
             master = part.parameter.detach() if part else torch.empty(0, dtype=sharding.dtypes[index])
-            found[MODEL + slot.name] = Slice(master, shape, start)
+            found[MODEL + slot.name] = Slice(master.view(-1)[low:high], shape, start)
             for key, (dtype, whole) in keys.get(slot.name, {}).items():
                 value = states[part.parameter][key] if part else torch.empty(0, dtype=DTYPES[dtype])
                 if whole:
-                    found[_key(slot.name, key)] = Slice(value.contiguous(), shape, start)
+                    own = value.contiguous().view(-1)[low:high]
+                    found[_key(slot.name, key)] = Slice(own, shape, start)
                 else:  # whoever has the first element says it for all
-                    found[_key(slot.name, key)] = Slice(value if start == 0 else value.new_empty(0), (), 0)
+                    says = part is not None and part.start == 0 and share == 0
+                    found[_key(slot.name, key)] = Slice(value if says else value.new_empty(0), (), 0)
         return found
+
+    def _buffers(self) -> dict[str, Tensor | Slice]:
+        """Rank 0's: it is its buffers that the others get in a forward."""
+        first = self._model.process_group.rank() == 0
+        return {
+            MODEL + name: Slice(each.contiguous() if first else each.new_empty(0), tuple(each.shape), 0)
+            for name, each in buffers_of(self._model.module)
+        }
 
     def _all_keys(
         self, model: ShardedDataParallel, states: Mapping[Tensor, Mapping[str, Tensor]]
@@ -142,23 +148,6 @@ class TrainingState:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     yield parameter, optimizer
-
-
-def check_shapes(saved: Saved, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """UserError unless a checkpoint has these parameters, and no others."""
-    kept = {name.removeprefix(MODEL) for name in saved.names() if name.startswith(MODEL)}
-    wrong = [
-        f"{name} should be {list(shape)}, the checkpoint has "
-        f"{list(saved.shape(MODEL + name)) if name in kept else 'none'}"
-        for name, shape in wanted.items()
-        if name not in kept or saved.shape(MODEL + name) != shape
-    ]
-    wrong += [f"it has {name} too" for name in sorted(kept - wanted.keys())]
-    if wrong:
-        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise UserError(
-            f"{saved.folder} is of another model: {'; '.join(wrong[:_SHOWN])}{more}. Name another run folder"
-        )
 
 
 def _key(name: str, key: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from imece.checkpoint.load import Saved, all_steps, best, newest
+from imece.checkpoint.weights import load_weights
 from imece.data.files import write_whole
 from imece.data.tokenizer import Tokenizer, load_tokenizer
 from imece.errors import UserError
@@ -140,7 +141,7 @@ class RunFolder:
         with torch.device("meta"):
             model = Transformer(read_shape(saved.state["model"]))
         model.to_empty(device=device)
-        load_model(model, saved)
+        load_weights(model, saved)
         return model.eval(), saved
 
 
@@ -153,17 +154,3 @@ def read_shape(content: dict[str, Any]) -> TransformerConfig:
     """The reverse of `shape_as_json`."""
     scaling = content.get("rope_scaling")
     return TransformerConfig(**{**content, "rope_scaling": RopeScaling(**scaling) if scaling else None})
-
-
-@torch.no_grad()
-def load_model(model: torch.nn.Module, saved: Saved) -> None:
-    """Fill the parameters. UserError if the checkpoint is of a model of another shape."""
-    for name, parameter in model.named_parameters():
-        key = f"model/{name}"
-        if key not in saved.names() or saved.shape(key) != tuple(parameter.shape):
-            found = list(saved.shape(key)) if key in saved.names() else "none"
-            raise UserError(
-                f"{saved.folder}: {name} should be {list(parameter.shape)}, the checkpoint has {found}: "
-                "it is of another model; name another run folder"
-            )
-        parameter.copy_(saved.tensor(key))

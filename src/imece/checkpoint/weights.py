@@ -1,0 +1,182 @@
+"""A model's weights out of a checkpoint, and nothing that optimizers keep: into any model, wrapped or not.
+
+model/NAME    a parameter, or a buffer that belongs to the model's state, by its name in the plain model
+held          what a rank has of one of them: all of it, or the part that it owns
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+from imece.checkpoint.load import Saved, newest, open_checkpoint
+from imece.checkpoint.manifest import MANIFEST
+from imece.collectives.texts import gather_texts
+from imece.data_parallel.parallelize import ShardedDataParallel
+from imece.data_parallel.replicate import DistributedDataParallel
+from imece.errors import UserError
+
+Result = TypeVar("Result")
+
+MODEL = "model/"
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What became of `load_weights`: the step of the checkpoint, and the names that only one side has."""
+
+    step: int
+    missing: tuple[str, ...]
+    """Of the model, not in the checkpoint: they are as they were."""
+    unexpected: tuple[str, ...]
+    """In the checkpoint, not of the model: they were not read."""
+
+
+def load_weights(model: nn.Module, source: Path | str | Saved, *, strict: bool = True) -> Loaded:
+    """Fill a model's parameters and buffers from a checkpoint of any number of ranks and any strategy.
+
+    model: any, or one that `imece.parallelize` or `imece.DistributedDataParallel` has wrapped; then all ranks
+    call it, and each reads what it holds. source: a checkpoint, or a folder of checkpoints or a run folder,
+    of which the newest whole one is taken.
+
+    UserError, with the first names and shapes: if a tensor has another shape; if strict, also if one side has
+    names that the other has not. If there is no checkpoint that can be read. On all ranks, if on one of them.
+    ValueError for a model without memory, on the meta device.
+    """
+    for name, each in shaped(model).items():
+        if each.is_meta:
+            raise ValueError(f"{name} is on the meta device, without memory: call to_empty() first")
+    shapes = {name: tuple(each.shape) for name, each in shaped(model).items()}
+
+    def look() -> Saved:
+        saved = source if isinstance(source, Saved) else find(Path(source))
+        check_shapes(saved, shapes, strict)
+        return saved
+
+    saved = _together(model, look)
+    _check_same(model, saved)  # and nobody writes into memory that all have in common while one still reads
+    _together(model, lambda: fill(model, saved))
+    if isinstance(model, ShardedDataParallel):
+        model.take_over_masters()
+    kept = kept_names(saved)
+    missing = tuple(name for name in shapes if name not in kept)
+    return Loaded(saved.step, missing, tuple(sorted(kept - shapes.keys())))
+
+
+def find(path: Path) -> Saved:
+    """The checkpoint that this folder is; or the newest whole one in it, or in the run that it is of.
+
+    UserError if there is none.
+    """
+    if (path / MANIFEST).exists():
+        return open_checkpoint(path)
+    damaged: list[str] = []
+    for folder in (path, path / "checkpoints"):
+        if (found := newest(folder, damaged.append)) is not None:
+            return found
+    why = f" that can be read: {damaged[0]}" if damaged else ": name a checkpoint, or a run folder"
+    raise UserError(f"{path} has no checkpoint{why}")
+
+
+def shaped(model: nn.Module) -> dict[str, Tensor]:
+    """All that a checkpoint has under MODEL, by its name in the plain model. To ask for shapes only.
+
+    A tensor that has several names goes by the first.
+    """
+    plain = model.module if isinstance(model, DistributedDataParallel) else model
+    return dict(plain.named_parameters()) | dict(buffers_of(plain))
+
+
+def buffers_of(plain: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those that are in a state dict: running means, but no tables that can be computed again."""
+    known: set[int] = set()
+    for prefix, module in plain.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set and id(buffer) not in known:
+                known.add(id(buffer))
+                yield name, buffer
+
+
+def held(model: nn.Module) -> Iterator[tuple[str, int, Tensor]]:
+    """(name, first element, memory) of what this rank has. Of what is sharded, that is its part's master."""
+    sharded = set()
+    if isinstance(model, ShardedDataParallel):
+        sharded = {slot.name for slot in model.sharding.slots}
+        for part in model.sharding.parts:
+            yield part.name, part.start, part.parameter.detach()
+    for name, each in shaped(model).items():
+        if name not in sharded:
+            yield name, 0, each.detach()
+
+
+def fill(model: nn.Module, saved: Saved) -> None:
+    """All that this rank holds and the checkpoint has; shapes are known to be the same.
+
+    The other ranks do not know of it: see `ShardedDataParallel.take_over_masters`.
+    """
+    kept = kept_names(saved)
+    for name, start, memory in held(model):
+        if name in kept:
+            saved.fill(memory, MODEL + name, start)
+
+
+def kept_names(saved: Saved) -> set[str]:
+    """Of the model."""
+    return {name.removeprefix(MODEL) for name in saved.names() if name.startswith(MODEL)}
+
+
+def check_shapes(saved: Saved, wanted: Mapping[str, tuple[int, ...]], strict: bool = True) -> None:
+    """UserError unless a checkpoint has these tensors and no others. Not strict: in so far as it has them."""
+    kept = kept_names(saved)
+    wrong = [
+        f"{name} should be {list(shape)}, the checkpoint has "
+        f"{list(saved.shape(MODEL + name)) if name in kept else 'none'}"
+        for name, shape in wanted.items()
+        if (saved.shape(MODEL + name) != shape if name in kept else strict)
+    ]
+    if strict:
+        wrong += [f"it has {name} too" for name in sorted(kept - wanted.keys())]
+    if wrong:
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise UserError(
+            f"{saved.folder} is of another model: {'; '.join(wrong[:_SHOWN])}{more}. Name another run folder"
+        )
+
+
+def _together(model: nn.Module, call: Callable[[], Result]) -> Result:
+    """`call()`, without any collective in it, on all ranks of a model; UserError on all if on one."""
+    if not isinstance(model, DistributedDataParallel):
+        return call()
+    mistake: UserError | None = None
+    result: Result | None = None
+    try:
+        result = call()
+    except UserError as error:
+        mistake = error
+    mine = [str(mistake)] if mistake else []
+    said = gather_texts(mine, model.process_group, model.device, "reading a checkpoint")
+    if mistake is not None:
+        raise mistake
+    for rank, texts in enumerate(said):
+        if texts:
+            raise UserError(f"rank {rank}: {texts[0]}")
+    return result  # type: ignore[return-value]  # without a mistake, call() has returned
+
+
+def _check_same(model: nn.Module, saved: Saved) -> None:
+    """UserError, on all ranks, unless they have found the same checkpoint."""
+    if not isinstance(model, DistributedDataParallel):
+        return
+    mine = [f"step {saved.step} ({saved.attempt})"]
+    said = gather_texts(mine, model.process_group, model.device, "which checkpoint it is")
+    for rank, (which,) in enumerate(said):
+        if which != said[0][0]:
+            raise UserError(
+                f"rank 0 found {said[0][0]}, rank {rank} found {which}: name one checkpoint's own folder, "
+                "and check that all hosts see the same disk"
+            )
