@@ -50,6 +50,30 @@ class TrainingState:
                 found[_key(self._names[parameter], key)] = value
         return found | self._buffers()
 
+    def own(self) -> dict[str, Tensor | Slice]:
+        """What of `tensors()` lies on this rank, without asking another: to be copied after each step.
+
+        All ranks' together are all of it. A Tensor is whole, and each rank that has it has the same (buffers
+        may differ: rank 0's count); a Slice says which elements of it it is. Replicas give the same elements.
+        With `kinds` and `deal(own, kinds, 0, 1)` the pieces can be described and laid into one buffer.
+        """
+        sharded, parts = set(self._sharded()), self._parts()
+        found: dict[str, Tensor | Slice] = {
+            MODEL + name: each.detach() for each, name in self._names.items() if name not in sharded
+        }
+        found |= {MODEL + name: each.detach() for name, each in buffers_of(self._model.module)}
+        for part in parts.values():
+            found[MODEL + part.name] = Slice(part.parameter.detach(), part.shape, part.start)
+        for stepped, optimizer in self._stepped():
+            of = parts.get(stepped)
+            name = of.name if of else self._names[stepped]
+            for key, value in _tensors(optimizer.state.get(stepped, {})):
+                cut = of is not None and _is_whole(value, stepped)
+                found[_key(name, key)] = (
+                    Slice(value.contiguous(), of.shape, of.start) if of is not None and cut else value
+                )
+        return found
+
     @torch.no_grad()
     def load(self, saved: Saved) -> None:
         """Fill parameters and optimizers from a checkpoint of any world and strategy. All ranks call it.

@@ -78,6 +78,12 @@ class Pending:
             tell(self._token)
             self._token = None
 
+    def give_up(self) -> None:
+        """Nobody will wait for it: its group is gone."""
+        self._works.clear()
+        self._finish = None
+        self._tell(recorder.fail)
+
     def done(self) -> bool:
         """Whether `wait` would return at once. Gloo knows of a receive in `wait` only: False till then."""
         return all(work.is_completed() for work in self._works)

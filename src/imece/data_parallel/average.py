@@ -68,6 +68,12 @@ class Average:
         )
         self._weight, self._weighed = 0.0, False
 
+    def give_up(self) -> None:
+        """Nobody will ask for what is being agreed on."""
+        if self._agreeing is not None:
+            self._agreeing.give_up()
+            self._agreeing = None
+
     def factor(self) -> float:
         """What each gradient is multiplied by; waits for the ranks to agree."""
         if self._factor is None:

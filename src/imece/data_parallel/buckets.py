@@ -44,6 +44,15 @@ class Bucket:
     work: Pending | torch.futures.Future[Any] | None = None
     attached: bool = True  # whether it has memory; see shard.py
 
+    def let_go(self) -> None:
+        """Of its memory, and of what is under way in it."""
+        if isinstance(self.work, Pending):
+            self.work.give_up()
+        self.work, self.attached = None, False
+        self.flat = self.flat.new_empty(0)
+        for slot in self.slots:
+            slot.view, slot.kept = self.flat, None
+
     @property
     def buffer(self) -> torch.Tensor:
         """Without the padding."""
@@ -101,6 +110,10 @@ class Buckets:
         for slot, grad in moving:
             slot.view.copy_(grad)
             slot.parameter.grad = slot.view
+
+    def let_go(self) -> None:
+        """Of the memory for all layouts."""
+        self._memory.clear()
 
     def _all_memory(self) -> dict[torch.device, torch.Tensor]:
         """Enough for any layout of these parameters: each of them might end a bucket, and be padded."""

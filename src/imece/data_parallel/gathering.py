@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from imece.data_parallel.outputs import tensors_in
 from imece.data_parallel.units import State, Unit, Wanted
@@ -64,14 +65,31 @@ class Gathering:
         self._training = False  # in a forward of the root with gradients
         self._came: list[tuple[Unit, int]] = []  # calls whose gradients came in this backward
         self.when_over: Callable[[set[int]], None] | None = None  # told the numbers of units
+        self._handles: list[RemovableHandle] = []
 
     def hook(self) -> None:
         """From now on modules gather and free."""
         for unit in self.units:
             if not unit.flats and unit.number:
                 continue
-            unit.module.register_forward_pre_hook(self._entering(unit), prepend=True)
-            unit.module.register_forward_hook(self._leaving(unit))
+            self._handles += [
+                unit.module.register_forward_pre_hook(self._entering(unit), prepend=True),
+                unit.module.register_forward_hook(self._leaving(unit)),
+            ]
+
+    def let_go(self) -> None:
+        """Of the modules and of all memory, whatever is under way; parameters stay as they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.when_over = None
+        for unit in self.units:
+            unit.let_go()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this is inside of `gathered`."""
+        return bool(self._held)
 
     # Forward.
 

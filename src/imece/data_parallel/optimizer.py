@@ -142,12 +142,24 @@ class SteppedParts:
         before_zero: Callable[[bool], None],
     ) -> None:
         """parameters: those of the sharding, in its order. Hooks of the optimizer's steps bring the rest."""
-        self.optimizer, self._number, self._sharding = optimizer, number, sharding
+        self.optimizer, self._number = optimizer, number
         self._before_zero = before_zero
-        index = {id(each): at for at, each in enumerate(parameters)}
+        self._all = list(parameters)
+        self._whole: list[dict[str, list[Any]]] = []  # by group: what lay in it before it was divided
+        self.divide(sharding)
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+        self._zero = optimizer.zero_grad
+        optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
+
+    def divide(self, sharding: Sharding) -> None:
+        """Parts in the place of parameters, and of what was kept of these."""
+        optimizer, self._sharding = self.optimizer, sharding
+        index = {id(each): at for at, each in enumerate(self._all)}
         self._parameters = [each for each in parameters_of(optimizer) if id(each) in index]
         parts: Mapping[int, list[Part]] = _by_index(sharding.parts)
         for group in optimizer.param_groups:
+            self._whole.append({key: list(group[key]) for key in ("params", "param_names") if key in group})
             mine: list[tuple[torch.Tensor, str]] = []
             for parameter, name in zip(group["params"], group.get("param_names", repeat("")), strict=False):
                 if id(parameter) not in index:
@@ -161,10 +173,18 @@ class SteppedParts:
             group["params"] = [parameter for parameter, _ in mine]
             if "param_names" in group:
                 group["param_names"] = [name for _, name in mine]
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
-        self._zero = optimizer.zero_grad
-        optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
+
+    def restore(self) -> None:
+        """Parameters in the place of parts, as before `divide`; what was kept of the parts is dropped.
+
+        The hooks stay, so that they keep their place among the user's.
+        """
+        for part in self._sharding.parts:
+            self.optimizer.state.pop(part.parameter, None)
+        # By place: load_state_dict makes other groups in the same order.
+        for group, whole in zip(self.optimizer.param_groups, self._whole, strict=False):
+            group.update(whole)
+        self._whole = []
 
     def _before(self, *_: Any) -> None:
         self._sharding.before_step()

@@ -32,6 +32,7 @@ from imece.data_parallel.optimizer import (
     who_steps,
 )
 from imece.data_parallel.reducer import Reducer, Way
+from imece.data_parallel.regroup import make_usable, regroup
 from imece.data_parallel.replicate import DistributedDataParallel, _has_spare_core
 from imece.data_parallel.same import check_same_optimizers, check_same_shapes, sync_from
 from imece.data_parallel.shard import MixedPrecision, Sharding
@@ -156,6 +157,8 @@ class ShardedDataParallel(DistributedDataParallel):
         self._optimizers, self._groups = list(optimizers), groups
         self._strategy, self._precision = find_strategy(strategy), precision
         self._options, self._init, self._home, self._overlap = options, init, home, overlap
+        self._dtypes: list[torch.dtype] | None = None  # of masters; None until there are any
+        self._stepped: list[SteppedParts] = []
         self.has_joined = False  # this rank does what another one tells it, under join
         super().__init__(
             module, process_group=groups.world, bucket_cap_mb=bucket_cap_mb, average=average, wire=wire,
@@ -164,11 +167,7 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def _make_reducer(self, named: list[tuple[str, torch.Tensor]]) -> None:
         whole = [at for at, each in enumerate(self._optimizers) if not is_element_wise(each)]
-        elements = sum(each.numel() for _, each in named)
-        if elements < self._groups.shard.size():
-            raise ValueError(
-                f"a model of {elements} elements cannot be divided among {self._groups.shard.size()} ranks"
-            )
+        self._check_divisible(self._groups)
         kinds = kinds_of(named, self._optimizers, self.module)
         units, gathering, fill = self._divide()
         check_same_optimizers(who_steps(named, self._optimizers), self.process_group, self.device)
@@ -184,23 +183,19 @@ class ShardedDataParallel(DistributedDataParallel):
             units=unit_numbers(self.module, units, [each for _, each in named]) if units else None,
             gathering=gathering,
             fill=fill,
+            dtypes=self._dtypes,
         )
         if fill is not None:
             fill.rest()
             self._sync_rest(named)
-        if self._precision.buffer is not None:
-            cast_buffers(self.module, self._precision.buffer, self.parameters_to_ignore)
         if gathering is not None:
             gathering.hook()
-        for number, optimizer in enumerate(self._optimizers):
-            optimizer.register_step_pre_hook(partial(self._before_step, number))
-        self._stepped = [
-            SteppedParts(
-                optimizer, number, self.sharding, [each for _, each in named],
-                partial(self._before_zero, number),
-            )
-            for number, optimizer in enumerate(self._optimizers)
-        ]  # fmt: skip
+        if self._dtypes is None:
+            self._dtypes = self.sharding.dtypes
+            self._begin([each for _, each in named])
+        else:
+            for stepped in self._stepped:
+                stepped.divide(self.sharding)
         self.reducer = Reducer(
             named,
             self.process_group,
@@ -211,6 +206,56 @@ class ShardedDataParallel(DistributedDataParallel):
             sharding=self.sharding,
         )
 
+    def _begin(self, parameters: list[torch.Tensor]) -> None:
+        """What is done once: it stays when the ranks change."""
+        if self._precision.buffer is not None:
+            cast_buffers(self.module, self._precision.buffer, self.parameters_to_ignore)
+        for number, optimizer in enumerate(self._optimizers):
+            optimizer.register_step_pre_hook(partial(self._before_step, number))
+        self._stepped = [
+            SteppedParts(optimizer, number, self.sharding, parameters, partial(self._before_zero, number))
+            for number, optimizer in enumerate(self._optimizers)
+        ]
+
+    def regroup(self, ranks: Mesh | dist.ProcessGroup) -> None:
+        """As of DistributedDataParallel. Parts and what optimizers keep of them are cut anew, and are empty.
+
+        Whoever calls this fills them on all ranks, from a checkpoint or from copies of what ranks had (see
+        `TrainingState`). Parameters that are whole on each rank, or in common memory, stay as they are.
+
+        ValueError: the strategy cannot be on these ranks. RuntimeError: inside of a backward or `gathered`.
+        Then nothing is changed.
+        """
+        groups = ShardGroups.of(self._strategy, ranks)
+        self._check_divisible(groups)
+        gathering = self.sharding.gathering
+        if gathering is not None and gathering.is_held:
+            raise RuntimeError("regroup() inside of gathered()")
+        self._groups = groups
+        regroup(self, groups.world)
+
+    def _check_divisible(self, groups: ShardGroups) -> None:
+        elements = sum(each.numel() for _, each in self._named_parameters())
+        if elements < groups.shard.size():
+            raise ValueError(
+                f"a model of {elements} elements cannot be divided among {groups.shard.size()} ranks"
+            )
+
+    def _let_go(self) -> None:
+        for stepped in self._stepped:
+            stepped.restore()
+        super()._let_go()
+        self.sharding.let_go()
+        self.has_joined = False
+        for slot in self.sharding.slots:
+            make_usable(slot.parameter)
+
+    def _alike(self) -> list[tuple[str, torch.Tensor]]:
+        if self._dtypes is None:
+            return super()._alike()
+        # Parameters without memory have other strides than those of a rank that keeps its memory.
+        return [(name, each.new_empty(each.shape, device="meta")) for name, each in super()._alike()]
+
     def _cap_bytes(self) -> int:
         """Where buckets are memory that is borrowed, and a message costs little, small ones by default."""
         if self.bucket_bytes_cap_default and self._strategy.gradients and self.device_type == "cpu":
@@ -220,7 +265,8 @@ class ShardedDataParallel(DistributedDataParallel):
     def _divide(self) -> tuple[list[Unit], Gathering | None, Filling | None]:
         """The units if there is something to do unit by unit, and who does it."""
         group, home = self._groups.shard, self._home
-        if home is not None:
+        fills = home is not None and self._dtypes is None
+        if home is not None and fills:
             self.device, self.device_type = home, home.type
             if self._overlap is None:
                 self._way = replace(self._way, overlap=_has_spare_core(self.process_group, home))
@@ -232,7 +278,7 @@ class ShardedDataParallel(DistributedDataParallel):
         return (
             units,
             Gathering(units, group, self._options) if gathers else None,
-            Filling(units, home, self.process_group, self._init) if home is not None else None,
+            Filling(units, home, self.process_group, self._init) if home is not None and fills else None,
         )
 
     def _sync_rest(self, named: list[tuple[str, torch.Tensor]]) -> None:

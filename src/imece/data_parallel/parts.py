@@ -42,14 +42,19 @@ class Part:
         return shard[self.offset : self.offset + self.numel].view(self.parameter.shape)
 
 
-def items_of(named: Sequence[tuple[str, torch.Tensor]], groups: Sequence[int]) -> list[layout.Item]:
-    """The items of a layout. groups: of each parameter, those of different ones never share a bucket."""
+def items_of(
+    named: Sequence[tuple[str, torch.Tensor]], dtypes: Sequence[torch.dtype], groups: Sequence[int]
+) -> list[layout.Item]:
+    """The items of a layout. dtypes: of the parameters' masters.
+
+    groups: of each parameter, those of different ones never share a bucket.
+    """
     return [
         layout.Item(
-            name, tuple(each.shape), str(each.dtype).removeprefix("torch."), each.itemsize, str(each.device),
+            name, tuple(each.shape), str(dtype).removeprefix("torch."), dtype.itemsize, str(each.device),
             group,
         )
-        for (name, each), group in zip(named, groups, strict=True)
+        for (name, each), dtype, group in zip(named, dtypes, groups, strict=True)
     ]  # fmt: skip
 
 

@@ -97,6 +97,7 @@ class Reducer:
         self._laid = sharding or self._lay_out(named_parameters)
         self._fired = [0] * len(self.slots)  # by parameter: gradients in this backward
         self._touched = [0] * len(self.slots)  # and whether any came in one that was not synchronised
+        self._closed = False
         self.armed = False  # the forward returned nothing to hang on to: the first gradient begins
         self._syncing = False
         self._graphed = False
@@ -145,10 +146,16 @@ class Reducer:
         if self.watch is not None:
             self.watch.forward()
 
+    def on_output_gradient(self, _gradient: torch.Tensor) -> None:
+        """A hook on the outputs of a prepared forward."""
+        self.begin()
+
     def begin(self) -> None:
         """The first gradient has come to an output of a prepared forward."""
         if self._syncing:
             return
+        if self._closed:
+            raise RuntimeError("this backward is of a forward before regroup(): run that forward again")
         self._syncing = True
         _queue_callback(self.finish)
         self.start()
@@ -584,6 +591,22 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def close(self) -> None:
+        """Let go of parameters and memory, whatever is under way: nobody waits for ranks that are gone."""
+        self._closed = True
+        self.detach()
+        _lines.pop(self.group, None)
+        self.average.give_up()
+        if isinstance(self._used, Pending):
+            self._used.give_up()
+        self._used, self.awaited, self.stepping = None, [], []
+        for bucket in self.buckets:
+            bucket.let_go()
+        if isinstance(self._laid, Buckets):
+            self._laid.let_go()
+        if self.watch is not None:
+            self.watch.give_up()
 
 
 def _multiply(grad: torch.Tensor, factor: float, *, out: torch.Tensor) -> torch.Tensor:

@@ -27,11 +27,13 @@ from imece.data_parallel.grad_bucket import Hook, check_hook
 from imece.data_parallel.joining import DDPJoinHook, agree, common_rank
 from imece.data_parallel.outputs import tensors_in
 from imece.data_parallel.reducer import Reducer, Way
+from imece.data_parallel.regroup import regroup
 from imece.data_parallel.same import check_drift, check_same_shapes, sync_from
 from imece.data_parallel.shard import squared_norm
 from imece.data_parallel.trace import StepTrace
 from imece.data_parallel.watch import Watch
 from imece.errors import UserError
+from imece.mesh import Mesh
 
 _MIB = 2**20
 DEFAULT_CAP_MB = 25.0
@@ -123,20 +125,15 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.drift_check_every = drift_check_every
-        self._way = Way(
-            schedule or _best_schedule(self.process_group, self.device),
-            wire,
-            _has_spare_core(self.process_group, self.device) if overlap is None else overlap,
-        )
-        self._set_caps(bucket_cap_mb, bucket_cap_mb_list)
+        self._asked_way = schedule, wire, overlap
+        self._asked_caps = bucket_cap_mb, bucket_cap_mb_list
+        self._choose_way()
         self._over: Over = average
         self._check_finite = check_finite
         self._buffer_hook: tuple[BufferHook, Any, _BufferCommHookLocation] | None = None
         self._synchronised = 0  # forwards whose backward is synchronised
         if init_sync:
-            everything = [*module.named_parameters(), *module.named_buffers()]
-            kept = [(name, each) for name, each in everything if name not in self.parameters_to_ignore]
-            check_same_shapes(kept, self.process_group, self.device)
+            check_same_shapes(self._alike(), self.process_group, self.device)
             states = [
                 each for name, each in module.named_parameters() if name not in self.parameters_to_ignore
             ]
@@ -220,6 +217,18 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _gradients(self) -> list[torch.Tensor]:
         return [slot.parameter.grad for slot in self.reducer.slots if slot.parameter.grad is not None]
 
+    def regroup(self, ranks: Mesh | dist.ProcessGroup) -> None:
+        """Go on with other ranks: with the same model, optimizers and options, on another mesh or group.
+
+        All of its ranks call it, those that have come too, outside of forward, backward and join. The group
+        until now may be broken or gone: nobody asks it, and what a failed backward has left is dropped,
+        gradients too. No values move: whoever calls this brings about the same ones on all ranks. What is
+        chosen by itself is chosen anew; if this raises, as a rank may die during it, it can be called again.
+
+        MismatchError: the ranks' models differ. RuntimeError: inside of a backward.
+        """
+        regroup(self, ranks.world_group if isinstance(ranks, Mesh) else group_or_default(ranks))
+
     def record_trace(self, record: bool = True) -> None:
         """From now on `last_trace` holds the times of the latest synchronised step."""
         self.reducer.watch = Watch() if record else None
@@ -280,13 +289,10 @@ class DistributedDataParallel(nn.Module, Joinable):
                 if tensor is None:
                     opaque = True
                 elif tensor.grad_fn is not None:
-                    tensor.register_hook(self._on_output_gradient)
+                    tensor.register_hook(self.reducer.on_output_gradient)
                     found = True
             self.reducer.armed = opaque or not found
         return output
-
-    def _on_output_gradient(self, _gradient: torch.Tensor) -> None:
-        self.reducer.begin()
 
     # Buffers and the end of uneven inputs.
 
@@ -416,6 +422,25 @@ class DistributedDataParallel(nn.Module, Joinable):
         indices = [torch.cuda._utils._get_device_index(each, True) for each in (device_ids[0], output_device)
                    if each is not None]  # fmt: skip
         return indices[:1], indices[-1]
+
+    def _choose_way(self) -> None:
+        """What was not asked for, for this group."""
+        schedule, wire, overlap = self._asked_way
+        self._way = Way(
+            schedule or _best_schedule(self.process_group, self.device),
+            wire,
+            _has_spare_core(self.process_group, self.device) if overlap is None else overlap,
+        )
+        self._set_caps(*self._asked_caps)
+
+    def _let_go(self) -> None:
+        """Before another reducer is made: of what belongs to this one."""
+        self.reducer.close()
+
+    def _alike(self) -> list[tuple[str, torch.Tensor]]:
+        """What all ranks must have in the same shapes."""
+        everything = [*self.module.named_parameters(), *self.module.named_buffers()]
+        return [(name, each) for name, each in everything if name not in self.parameters_to_ignore]
 
     def _set_caps(self, cap_mb: object, cap_list: Sequence[float] | None) -> None:
         self._choose_cap = cap_mb == "auto" and not cap_list

@@ -83,6 +83,7 @@ class Sharding:
         units: Sequence[int] | None = None,
         gathering: Gathering | None = None,
         fill: Callable[[int], None] | None = None,
+        dtypes: Sequence[torch.dtype] | None = None,
     ) -> None:
         """named: parameters that want a gradient; kinds: of each the number of its optimizer.
 
@@ -91,9 +92,11 @@ class Sharding:
         each parameter the number of its unit, which it shares a bucket with. gathering: of parameters that
         are not in common memory. fill: gives a unit's parameters memory and values, if they have none. All
         ranks of `groups.world` construct together.
+        dtypes: of the parameters' masters, where parameters are in fewer bits already.
         """
         self.strategy, self.groups, self.whole = strategy, groups, frozenset(whole)
-        self.kinds, self.dtypes = list(kinds), [each.dtype for _, each in named]  # by parameter; of masters
+        self.kinds = list(kinds)  # by parameter
+        self.dtypes = list(dtypes or (each.dtype for _, each in named))  # by parameter; of masters
         self._parameters = [each for _, each in named]
         self.precision, self._wire = precision, wire
         self._in_common = isinstance(groups.shard, SharedMemoryGroup)
@@ -103,7 +106,7 @@ class Sharding:
         pairs = list(zip(units or [0] * len(named), kinds, strict=True))
         self._pairs = sorted(set(pairs))  # by group of the layout: (unit, kind)
         self.layout = layout.build(
-            items_of(named, [self._pairs.index(pair) for pair in pairs]),
+            items_of(named, self.dtypes, [self._pairs.index(pair) for pair in pairs]),
             cap_bytes=cap_bytes if units is None else _NO_CAP,
             shards=self.size,
             align_bytes=ALIGN_BYTES,
@@ -138,7 +141,7 @@ class Sharding:
 
     def _store(self, plan: layout.Bucket) -> _Store:
         parameters = [self._parameters[place.item] for place in plan.places]
-        own_dtype, device = parameters[0].dtype, parameters[0].device
+        own_dtype, device = self.dtypes[plan.places[0].item], parameters[0].device
         dtype = self.precision.param or own_dtype
         start, stop = plan.shard(self.rank)
         flat = self._parameter_memory(plan.numel, dtype, device)
@@ -217,6 +220,16 @@ class Sharding:
     def bucket_bytes(self) -> int:
         """Of memory for buckets of gradients, whether one has it now or not."""
         return sum(each.nbytes for each in (*self._spare, *self._borrowed.values()))
+
+    def let_go(self) -> None:
+        """Of all memory but what parameters lie in, whatever is under way. Nothing comes after it."""
+        for store in self.stores:
+            store.parts.clear()
+        for kept in (self.stores, self.parts, self._spare):
+            kept.clear()
+        self._borrowed.clear()
+        if self.gathering is not None:
+            self.gathering.let_go()
 
     # A backward.
 

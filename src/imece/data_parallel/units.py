@@ -122,6 +122,12 @@ class Unit:
                 flat.full.untyped_storage().resize_(0)
         self.state = State.FREED
 
+    def let_go(self) -> None:
+        """Of its buckets, whatever is under way."""
+        while self._works:
+            self._works.pop().give_up()
+        self.flats.clear()
+
     def _wait(self) -> None:
         while self._works:
             self._works.pop().wait()

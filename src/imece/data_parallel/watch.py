@@ -52,6 +52,11 @@ class Watch:
             self._underway.clear()
         self.last = self._step
 
+    def give_up(self) -> None:
+        """Nothing that is under way will be done."""
+        with self._lock:
+            self._underway.clear()
+
     def _look(self) -> None:
         """Notes when buckets are done: works of all backends can be asked, few of them tell."""
         while True:
