@@ -1,7 +1,8 @@
 """What a rank tells its launcher through the store: that it runs, why it failed, that it left in order.
 
 Exit statuses alone cannot tell a finished rank from one that called os._exit(0) in the middle, nor which
-of two tracebacks came first. Times are of the host's monotonic clock, which its processes share.
+of two tracebacks came first. Times are of the host's monotonic clock, which its processes share. A rank is
+known by its number as a member (membership/roster.py), or as a rank to a launcher that gives no such numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from imece.errors import CollectiveTimeoutError, PeerLostError
 from imece.store import read_note
 
 # What Gloo, NCCL and the store say when the other side has gone.
-_PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 
 
 @dataclass(frozen=True)
@@ -39,21 +40,21 @@ def describe(error: BaseException) -> Failure:
     """`error` as it is told to the launcher, with the present time."""
     message = str(error)
     lost = isinstance(error, PeerLostError | CollectiveTimeoutError | dist.DistNetworkError)
-    gone = isinstance(error, RuntimeError) and any(sign in message for sign in _PEER_GONE)
+    gone = isinstance(error, RuntimeError) and any(sign in message for sign in PEER_GONE)
     return Failure(time.monotonic(), type(error).__name__, message[:500], lost or gone)
 
 
-def tell_running(store: dist.Store, rank: int) -> None:
+def tell_running(store: dist.Store, member: int) -> None:
     """From now on, leaving with status 0 and without `tell_closed` is a failure."""
-    store.set(_key(rank, "state"), "running")
+    store.set(_key(member, "state"), "running")
 
 
-def tell_closed(store: dist.Store, rank: int) -> None:
+def tell_closed(store: dist.Store, member: int) -> None:
     """The rank leaves in order."""
-    store.set(_key(rank, "state"), "closed")
+    store.set(_key(member, "state"), "closed")
 
 
-def tell_failures(store: dist.Store, rank: int) -> Callable[[], None]:
+def tell_failures(store: dist.Store, member: int) -> Callable[[], None]:
     """Report the exception that will end this process, if one does, before the usual traceback.
 
     Returns a function that stops it.
@@ -62,9 +63,9 @@ def tell_failures(store: dist.Store, rank: int) -> Callable[[], None]:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            store.set(_key(rank, "failure"), json.dumps(asdict(describe(error))))
+            store.set(_key(member, "failure"), json.dumps(asdict(describe(error))))
         except RuntimeError as gone:  # the launcher went first: then the traceback itself is all there is
-            print(f"imece: rank {rank} cannot report its failure: {gone}", file=sys.stderr)
+            print(f"imece: member {member} cannot report its failure: {gone}", file=sys.stderr)
         before(kind, error, trace)
 
     def stop() -> None:
@@ -75,17 +76,22 @@ def tell_failures(store: dist.Store, rank: int) -> Callable[[], None]:
     return stop
 
 
-def left_early(store: dist.Store, rank: int) -> bool:
-    """Whether `rank`, which has exited, was in the middle of a world that imece.init() had opened."""
-    return store.check([_key(rank, "state")]) and store.get(_key(rank, "state")) == b"running"
+def left_early(store: dist.Store, member: int) -> bool:
+    """Whether `member`, which has exited, was in the middle of a world that imece.init() had opened."""
+    return store.check([_key(member, "state")]) and store.get(_key(member, "state")) == b"running"
 
 
-def read_failure(store: dist.Store, rank: int) -> Failure | None:
-    """The exception that ended `rank`, if it could tell."""
-    key = _key(rank, "failure")
+def has_closed(store: dist.Store, member: int) -> bool:
+    """Whether `member` has told that it leaves in order, though it may still run."""
+    return store.check([_key(member, "state")]) and store.get(_key(member, "state")) == b"closed"
+
+
+def read_failure(store: dist.Store, member: int) -> Failure | None:
+    """The exception that ended `member`, if it could tell."""
+    key = _key(member, "failure")
     if not store.check([key]):
         return None
-    note = read_note(store.get(key), f"rank {rank}")
+    note = read_note(store.get(key), f"member {member}")
     return Failure(
         time_s=float(note.get("time_s", 0)),
         kind=str(note.get("kind", "")),
@@ -94,5 +100,5 @@ def read_failure(store: dist.Store, rank: int) -> Failure | None:
     )
 
 
-def _key(rank: int, name: str) -> str:
-    return f"imece/rank/{rank}/{name}"
+def _key(member: int, name: str) -> str:
+    return f"imece/member/{member}/{name}"

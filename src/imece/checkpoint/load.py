@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -31,6 +31,21 @@ from imece.checkpoint.manifest import (
 from imece.errors import UserError
 
 _CHUNK = 4 << 20  # elements that are there besides what they are read for
+
+
+class Source(Protocol):
+    """Where named tensors come from, whole or in part: a checkpoint, or the memory of other ranks."""
+
+    @property
+    def folder(self) -> Path:
+        """Names it in messages."""
+
+    def names(self) -> list[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype(self, name: str) -> torch.dtype: ...
+    def tensor(self, name: str) -> torch.Tensor: ...
+    def slice(self, name: str, start: int, stop: int) -> torch.Tensor: ...
+    def fill(self, target: torch.Tensor, name: str, start: int = 0) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,11 @@ class Checkpoints:
         self._thread = threading.Thread(target=self._run, args=(job,), name="imece-save", daemon=True)
         self._thread.start()
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
     def finish(self) -> bool:
         """Waits for the save under way, on all ranks, and says whether the newest save is on the disk.
 

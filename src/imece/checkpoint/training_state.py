@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from imece.checkpoint.deal import Slice
-from imece.checkpoint.load import Saved
+from imece.checkpoint.load import Source
 from imece.checkpoint.manifest import DTYPE_NAMES, DTYPES
 from imece.checkpoint.weights import MODEL, buffers_of, check_shapes, fill, shaped
 from imece.collectives.texts import gather_texts
@@ -75,7 +75,7 @@ class TrainingState:
         return found
 
     @torch.no_grad()
-    def load(self, saved: Saved) -> None:
+    def load(self, saved: Source) -> None:
         """Fill parameters and optimizers from a checkpoint of any world and strategy. All ranks call it.
 
         UserError, with the first names and shapes that differ, for a checkpoint of another model.
@@ -184,7 +184,7 @@ def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
             yield key, value.detach()
 
 
-def _saved_keys(saved: Saved) -> dict[str, list[str]]:
+def _saved_keys(saved: Source) -> dict[str, list[str]]:
     keys: dict[str, list[str]] = defaultdict(list)
     for name in saved.names():
         if name.startswith(OPTIMIZER):
@@ -197,7 +197,7 @@ def _is_whole(value: Tensor, parameter: Tensor) -> bool:
     return value.ndim > 0 and value.numel() == parameter.numel()
 
 
-def _read(saved: Saved, name: str, shape: tuple[int, ...], part: Part | None, parameter: Tensor) -> Tensor:
+def _read(saved: Source, name: str, shape: tuple[int, ...], part: Part | None, parameter: Tensor) -> Tensor:
     """A value of an optimizer's state; of one that is shaped as the parameter, what belongs to this part."""
     if part is None or saved.shape(name) != shape or not shape:
         return saved.tensor(name)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from imece.checkpoint.load import Saved, newest, open_checkpoint
+from imece.checkpoint.load import Saved, Source, newest, open_checkpoint
 from imece.checkpoint.manifest import MANIFEST
 from imece.collectives.texts import gather_texts
 from imece.data_parallel.parallelize import ShardedDataParallel
@@ -114,7 +114,7 @@ def held(model: nn.Module) -> Iterator[tuple[str, int, Tensor]]:
             yield name, 0, each.detach()
 
 
-def fill(model: nn.Module, saved: Saved) -> None:
+def fill(model: nn.Module, saved: Source) -> None:
     """All that this rank holds and the checkpoint has; shapes are known to be the same.
 
     The other ranks do not know of it: see `ShardedDataParallel.take_over_masters`.
@@ -125,12 +125,12 @@ def fill(model: nn.Module, saved: Saved) -> None:
             saved.fill(memory, MODEL + name, start)
 
 
-def kept_names(saved: Saved) -> set[str]:
+def kept_names(saved: Source) -> set[str]:
     """Of the model."""
     return {name.removeprefix(MODEL) for name in saved.names() if name.startswith(MODEL)}
 
 
-def check_shapes(saved: Saved, wanted: Mapping[str, tuple[int, ...]], strict: bool = True) -> None:
+def check_shapes(saved: Source, wanted: Mapping[str, tuple[int, ...]], strict: bool = True) -> None:
     """UserError unless a checkpoint has these tensors and no others. Not strict: in so far as it has them."""
     kept = kept_names(saved)
     wrong = [

@@ -85,9 +85,13 @@ class Roster:
             raise UserError(f"the launcher's generation {number} names no members")
         return Generation(number, tuple(members), tuple(map(str, lost or ())))
 
-    def say_resilient(self, member: int) -> None:
-        """From now on `member` goes on without others."""
-        self._store.set(f"{_PREFIX}resilient/{member}", "1")
+    def say_resilient(self, member: int, resilient: bool = True) -> None:
+        """From now on `member` goes on without others, or no longer does."""
+        key = f"{_PREFIX}resilient/{member}"
+        if resilient:
+            self._store.set(key, "1")
+        else:
+            self._store.delete_key(key)
 
     def say_ready(self, member: int) -> None:
         """`member` may be taken into the next generation."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from imece.errors import UserError
 from imece.train.config import BatchSection
@@ -27,10 +28,22 @@ class BatchPlan:
 
     def describe(self) -> str:
         """The arithmetic, in words."""
+        if self.sequences != self.micro * self.accumulation * self.ranks:
+            return (
+                f"{self.sequences} sequences x {self.seq} over {self.ranks} ranks, micro-batches of up to "
+                f"{self.micro} x {self.accumulation} accumulated, {self.tokens:,} tokens a step"
+            )
         return (
             f"{self.sequences} sequences x {self.seq} = micro-batch {self.micro} x {self.accumulation} "
             f"accumulated x {self.ranks} rank{'s' if self.ranks > 1 else ''}, {self.tokens:,} tokens a step"
         )
+
+
+def shared_among(plan: BatchPlan, ranks: int) -> BatchPlan:
+    """The same global batch for another number of ranks: the first ones may have one sequence more."""
+    share = math.ceil(plan.sequences / ranks)
+    micro = min(plan.micro, share)
+    return replace(plan, ranks=ranks, micro=micro, accumulation=math.ceil(share / micro))
 
 
 def plan_batch(section: BatchSection, seq: int, ranks: int) -> BatchPlan:

@@ -28,7 +28,7 @@ def finish(session: Session, loop: Loop, watching: Watching) -> None:
     """Validate on all that is held out; rank 0 compares, samples, and writes summary.json and the report."""
     held_out = session.prepared.tokens.validation
     val_loss = loop.validate(most_tokens=0) if len(held_out.tokens) else None
-    saved = session.checkpoints.finish()
+    saved = session.finish_save()
     watching.pass_on()
     if session.mesh.rank != 0:
         return

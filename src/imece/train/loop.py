@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from imece.collectives import ops
+from imece.membership.recovery import MovedOnError, Recovered
 from imece.train.evaluate import evaluate
 from imece.train.peak import flops_per_token, measured_peak
 from imece.train.schedule import learning_rate
@@ -32,6 +33,8 @@ class _Together:
     tokens: int
     memory_bytes: int  # of the largest rank
     signal: int  # that some rank got, else 0
+    newest: float = 0.0  # what Recovery wants to know
+    anew: float = 0.0
 
 
 class Loop:
@@ -43,9 +46,10 @@ class Loop:
         self._save_s: float | None = None  # how long a save has held up the next step
         self._process = psutil.Process()
         mesh = session.mesh
-        ops.barrier(group=mesh.world_group)  # so that all ranks measure at the same time
-        peak = measured_peak(mesh.device, session.precision.dtype) * mesh.world_size
-        self._peak_tokens_per_s = peak / flops_per_token(session.model.config)
+        self._pending: dict[str, Any] | None = None  # of a step that is made and not yet told
+        self._recovered: Recovered | None = None  # since the last step
+        peak = measured_peak(mesh.device, session.precision.dtype)
+        self._tokens_per_s_of_rank = peak / flops_per_token(session.model.config)
 
     def run(self) -> int:
         """Go on to the last step; the signal that ended it before, or 0.
@@ -54,14 +58,19 @@ class Loop:
         """
         session, config = self._session, self._session.config
         self._watching.start(session.done)
+        if self._pending is not None:
+            self._tell(self._pending)
         session.clock.lap()
         while session.done < config.steps:
             index = session.done
             rate = learning_rate(index, config.steps, config.optimizer)
             outcome = session.step.run(index, rate)
+            session.step_done()
             together = self._gather(outcome)
-            session.done += 1
-            record = self._record(outcome, together, rate)
+            record = self._pending = self._record(outcome, together, rate)
+            moves_on = session.recovery is not None and session.recovery.border(
+                session.done, together.newest, together.anew
+            )
             last = session.done == config.steps
             val_loss = (
                 self._validate_now(record) if last or _due(session.done, config.validate.every) else None
@@ -71,7 +80,7 @@ class Loop:
             else:
                 self._bad_steps = 0
             # Before its checkpoint: a run that is killed and goes on from there would never have the record.
-            self._watching.step(record)
+            self._tell(record)
             if last or together.signal or _due(session.done, config.checkpoint.every):
                 began = time.perf_counter()
                 session.save(val_loss)
@@ -79,7 +88,28 @@ class Loop:
                 session.clock.lap()  # neither this nor validation is a part of the next step
             if together.signal:
                 return together.signal
+            if moves_on and not last:
+                raise MovedOnError(f"a newer generation takes over after step {session.done}")
         return 0
+
+    def recovered(self, recovered: Recovered) -> None:
+        """The session has come into another generation: `run` goes on in it."""
+        session, generation = self._session, recovered.generation
+        self._recovered = recovered
+        self._watching.take_over(session.mesh.rank, session.done)
+        for line in generation.lost:
+            self._watching.note(line)
+        self._watching.note(
+            f"generation {generation.number}: {session.mesh.world_size} ranks go on after step "
+            f"{session.done} ({recovered.seconds:.2f} s); {session.plan.describe()}"
+        )
+        config = session.config
+        if session.done == config.steps or _due(session.done, config.checkpoint.every):
+            session.save(None)  # the one that was under way came to nothing
+
+    def _tell(self, record: dict[str, Any]) -> None:
+        self._pending = None
+        self._watching.step(record)
 
     def validate(self, most_tokens: int) -> float:
         """Nats a token of the held-out part, over all ranks."""
@@ -106,16 +136,20 @@ class Loop:
             if device.type == "cuda"
             else self._process.memory_info().rss
         )
+        recovery = self._session.recovery
+        said = recovery.says() if recovery is not None else (0.0, 0.0)
         mine = torch.tensor(
-            [outcome.nats, outcome.tokens, memory, self._stop.signal], dtype=torch.float64, device=device
+            [outcome.nats, outcome.tokens, memory, self._stop.signal, *said],
+            dtype=torch.float64,
+            device=device,
         )
         everybodys = mine.new_empty(self._session.mesh.world_size * len(mine))
         with self._session.clock.phase("exposed"):  # it waits for the slowest rank
             ops.all_gather(everybodys, mine, group=group, label="loss of each rank")
         rows = everybodys.view(-1, len(mine))
         nats, tokens = rows[:, :2].sum(0).tolist()
-        memory, signal = rows[:, 2:].amax(0).tolist()
-        return _Together(nats / tokens, int(tokens), int(memory), int(signal))
+        memory, signal, newest, anew = rows[:, 2:].amax(0).tolist()
+        return _Together(nats / tokens, int(tokens), int(memory), int(signal), newest, anew)
 
     def _record(self, outcome: Outcome, together: _Together, rate: float) -> dict[str, Any]:
         session = self._session
@@ -135,8 +169,16 @@ class Loop:
             **{f"{name}_s": seconds for name, seconds in phases.items()},
             "other_s": step_s - sum(phases.values()),
             "memory_bytes": together.memory_bytes,
-            "mfu": together.tokens / step_s / self._peak_tokens_per_s,
+            "mfu": together.tokens / step_s / (self._tokens_per_s_of_rank * session.mesh.world_size),
         }
+        if self._recovered is not None:
+            record |= {
+                "generation": self._recovered.generation.number,
+                "ranks": session.mesh.world_size,
+                "recovery_s": self._recovered.seconds,
+                "lost_steps": self._recovered.lost_steps,
+            }
+            self._recovered = None
         if self._save_s is not None:
             record["save_s"], self._save_s = self._save_s, None
         if outcome.skipped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 
@@ -26,6 +27,7 @@ def flops_per_token(config: TransformerConfig) -> float:
     return 6.0 * multiplied + 6.0 * config.layers * config.width * config.max_seq
 
 
+@functools.cache
 @torch.no_grad()
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Operations a second of this rank in products of large matrices: the median of a few."""

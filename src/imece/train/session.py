@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
+import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,16 +19,22 @@ from imece.data.prepare import Prepared, prepare
 from imece.data_parallel.parallelize import ShardedDataParallel, parallelize
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
+from imece.membership.member import Member, keeps_roster
+from imece.membership.recovery import LostStateError, MovedOnError, Recovered, Recovery
 from imece.mesh import Mesh
 from imece.models.transformer import Transformer
 from imece.train.agreeing import together
-from imece.train.batch import BatchPlan, plan_batch
+from imece.train.batch import BatchPlan, plan_batch, shared_among
 from imece.train.clock import Clock
 from imece.train.config import TrainConfig
 from imece.train.optimizer import make_optimizers
+from imece.train.peak import measured_peak
 from imece.train.precision import Precision, choose_precision
 from imece.train.run_folder import RunFolder, shape_as_json
 from imece.train.step import Step
+
+_NOTHING = -1  # steps that a rank has finished which has just been started
+_POLL_S = 0.01
 
 
 @dataclass
@@ -47,17 +54,19 @@ class Session:
     clock: Clock
     training_state: TrainingState
     step: Step
-    checkpoints: Checkpoints
     alarms: deque[str]  # what the saving thread has to say; the loop shows it
     done: int = 0  # optimizer updates so far
     seconds: float = 0.0  # spent on them
     tokens: int = 0  # that they read
     best_val_loss: float | None = None
+    checkpoints: Checkpoints = field(init=False)
+    recovery: Recovery | None = None  # None: the launcher does not replace ranks
 
     @classmethod
     def open(cls, config: TrainConfig, mesh: Mesh) -> Session:
         """Everything at step 0, or where the newest whole checkpoint was. All ranks call it.
 
+        A member that joins is alone here; `recover` brings it to where the others are.
         UserError for data, a batch or a checkpoint that cannot be used.
         """
         folder = RunFolder(config.folder)
@@ -83,21 +92,104 @@ class Session:
             config, folder, mesh, prepared, plan, precision, model, wrapped, optimizers, batches, clock,
             TrainingState(wrapped, optimizers),
             Step(wrapped, optimizers, batches, plan, precision, config.optimizer.clip, clock),
-            Checkpoints(
-                folder.checkpoints,
-                rank=mesh.rank,
-                world_size=mesh.world_size,
-                keep=config.checkpoint.keep,
-                alarm=alarms.append,
-            ),
             alarms,
         )  # fmt: skip
-        together(mesh, session._resume)
-        session._check_same_step()
+        if not mesh.world.joining:
+            session.checkpoints = session._open_checkpoints()
+            together(mesh, session._resume)
+            session._check_same_step()
+        if keeps_roster(mesh):
+            session.recovery = Recovery(
+                Member(mesh), wrapped, optimizers,
+                state=session._counters, take=session._take_counters, fallback=session._from_checkpoint,
+            )  # fmt: skip
         return session
 
+    # Ranks that come and go.
+
+    def begin(self) -> Recovered | None:
+        """All ranks are about to make steps; one that joins comes to where the others are, and says how."""
+        if self.recovery is not None and self.recovery.member.is_joining:
+            measured_peak(self.mesh.device, self.precision.dtype)  # now, and not while the others wait
+            return self.recover(None)
+        if self.recovery is not None:
+            self.recovery.begin(self.done)
+        return None
+
+    def step_done(self) -> None:
+        """One more optimizer update is made on this rank."""
+        self.done += 1
+        if self.recovery is not None:
+            with self.clock.phase("copy"):
+                self.recovery.finished(self.done)
+
+    def recover(self, error: BaseException | None) -> Recovered:
+        """Into the next generation, with the same steps and the same global batches; None: this rank joins.
+
+        Raises `error` if it has nothing to do with the end of a rank.
+        """
+        if self.recovery is None:
+            assert error is not None
+            raise error
+        if error is not None:
+            self.checkpoints.close()  # what was under way can never be whole
+        recovered = self.recovery.recover(error, self.done if error is not None else _NOTHING)
+        self.done = recovered.step
+        self.wrapped.train()  # it may have been in the middle of a validation
+        self.plan = shared_among(self.plan, self.mesh.world_size)
+        self.step.take_over(self.plan)
+        self.checkpoints = self._open_checkpoints()
+        return recovered
+
+    def _open_checkpoints(self) -> Checkpoints:
+        return Checkpoints(
+            self.folder.checkpoints,
+            rank=self.mesh.rank,
+            world_size=self.mesh.world_size,
+            keep=self.config.checkpoint.keep,
+            alarm=self.alarms.append,
+        )
+
+    def _counters(self) -> dict[str, Any]:
+        return {
+            "seconds": self.seconds,
+            "tokens": self.tokens,
+            "best_val_loss": self.best_val_loss,
+            "scaler": self.step.scaler_state,
+            "micro": self.plan.micro,
+        }
+
+    def _take_counters(self, state: dict[str, Any]) -> None:
+        self.seconds, self.tokens = state["seconds"], state["tokens"]
+        self.best_val_loss = state["best_val_loss"]
+        self.step.load_scaler(state["scaler"])
+        self.plan = replace(self.plan, micro=state["micro"])  # never more at once than the first ranks had
+
+    def _from_checkpoint(self) -> int:
+        """What nobody has in memory any more. LostStateError if there is no checkpoint yet."""
+        before, self.done = self.done, 0
+        self._resume()
+        if not self.done:
+            raise LostStateError("a rank that is gone held a part of the model, and no checkpoint has it yet")
+        self.alarms.append(f"back to the checkpoint of step {self.done}: {before - self.done} steps are lost")
+        return self.done
+
+    # Checkpoints.
+
+    def finish_save(self) -> bool:
+        """Wait for the save under way; whether the newest is on the disk. All ranks call it.
+
+        MovedOnError if a rank has ended, whose part will never come.
+        """
+        while self.recovery is not None and self.checkpoints.is_saving:
+            if self.recovery.is_over:
+                raise MovedOnError("a rank has ended in the middle of a save")
+            time.sleep(_POLL_S)
+        return self.checkpoints.finish()
+
     def save(self, val_loss: float | None) -> None:
-        """Begin to save; `checkpoints.finish()` waits until it is on the disk."""
+        """Begin to save; `finish_save` waits until it is on the disk."""
+        self.finish_save()
         tensors = self.training_state.tensors()
         self.checkpoints.save(self.done, tensors, self._state(), _random_states(), metric=val_loss)
 

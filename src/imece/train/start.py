@@ -18,6 +18,7 @@ from imece.data.prepare import Prepared, prepare
 from imece.data_parallel.footprint import expected
 from imece.data_parallel.strategy import find_strategy
 from imece.errors import UserError
+from imece.membership.recovery import Recovered
 from imece.observe.environment import environment, usable_cores
 from imece.observe.units import si
 from imece.train.agreeing import together
@@ -76,15 +77,17 @@ def run_rank(config: TrainConfig) -> int:
         mesh = meshes.init(ranks=config.ranks or None)
         folder = RunFolder(config.folder)
         with contextlib.ExitStack() as until_open:
-            begun = folder.begun(config) if mesh.rank == 0 else contextlib.nullcontext()
+            first = mesh.rank == 0 and not mesh.world.joining
+            begun = folder.begun(config) if first else contextlib.nullcontext()
             together(mesh, lambda: until_open.enter_context(begun))
             session = Session.open(config, mesh)
         try:
-            if _is_finished(session):
+            joined = session.begin()
+            if joined is None and _is_finished(session):
                 if mesh.rank == 0:
                     print(f"{folder.path} has its {config.steps} steps: a larger --steps goes on")
                 return 0
-            return _train(session, stop)
+            return _train(session, stop, joined)
         finally:
             session.checkpoints.close()
 
@@ -96,19 +99,20 @@ def _is_finished(session: Session) -> bool:
     return bool(gather_texts(mine, mesh.world_group, mesh.device, "whether the run is finished")[0])
 
 
-def _train(session: Session, stop: Stop) -> int:
+def _train(session: Session, stop: Stop, joined: Recovered | None) -> int:
+    """joined: how this rank came to the others, who are in the middle of it and do not wait."""
     config, mesh, path = session.config, session.mesh, session.folder.path
     watching = Watching(path, mesh.rank, config.steps, session.done, session.alarms)
     try:
         if mesh.rank == 0:
             _note_environment(path)
-        watching.header(header(session))
+        if joined is None:
+            watching.header(header(session))
+        if joined is None:
+            ops.barrier(group=mesh.world_group)  # so that all ranks measure their speed at the same time
         loop = Loop(session, watching, stop)
-        signal = loop.run()
-        if not signal:
-            finish(session, loop, watching)
-            ops.barrier(group=mesh.world_group)  # the others wait: a rank that leaves early looks lost
-        elif session.checkpoints.finish():
+        signal = _run(session, loop, watching, joined)
+        if signal and session.checkpoints.finish():
             watching.note(f"saved after step {session.done}; go on with: imece train --run {path}")
         return signal
     except NotFiniteError:
@@ -117,6 +121,30 @@ def _train(session: Session, stop: Stop) -> int:
     finally:
         session.checkpoints.close()  # here too: what it has to say is for `watching`
         watching.close()
+
+
+def _run(session: Session, loop: Loop, watching: Watching, joined: Recovered | None) -> int:
+    """All steps and what is made of them, whichever other ranks die; the signal that ended it, or 0."""
+    error: RuntimeError | None = None
+    while True:
+        try:
+            if error is not None:
+                failed, error = error, None
+                joined = session.recover(failed)
+            if joined is not None:
+                recovered, joined = joined, None
+                loop.recovered(recovered)
+            signal = loop.run()
+            if not signal:
+                finish(session, loop, watching)
+                ops.barrier(group=session.mesh.world_group)  # a rank that leaves early looks lost
+            else:
+                session.finish_save()
+            if session.recovery is not None:
+                session.recovery.end()
+            return signal
+        except RuntimeError as another:
+            error = another
 
 
 def header(session: Session) -> list[tuple[str, str]]:

@@ -155,6 +155,12 @@ class Step:
         where += f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         return f"rank {rank}: loss {loss:g}, {where}; documents {_listed(documents)}"
 
+    def take_over(self, plan: BatchPlan) -> None:
+        """The model is on other ranks now, and this is how they share the global batch."""
+        self._plan = plan
+        self._rank = torch.distributed.get_rank(self._model.process_group)
+        self._parameters = [each for each in self._model.parameters() if each.requires_grad]
+
     @property
     def scale(self) -> float:
         """By which fp16's loss is multiplied; 0 in the other precisions, which need none."""

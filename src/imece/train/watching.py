@@ -15,9 +15,16 @@ class Watching:
     """The live line and the metrics on rank 0; nothing on the others."""
 
     def __init__(self, folder: Path, rank: int, steps: int, done: int, alarms: deque[str]) -> None:
-        self._alarms = alarms
-        self._display = Display(steps) if rank == 0 else None
-        self._metrics = Metrics(folder, from_step=done, alarm=alarms.append) if rank == 0 else None
+        self._folder, self._steps, self._alarms = folder, steps, alarms
+        self._display: Display | None = None
+        self._metrics: Metrics | None = None
+        self.take_over(rank, done)
+
+    def take_over(self, rank: int, done: int) -> None:
+        """From now on this is rank `rank`: if it is the first, it does what the one before it did."""
+        if rank == 0 and self._display is None:
+            self._display = Display(self._steps)
+            self._metrics = Metrics(self._folder, from_step=done, alarm=self._alarms.append)
 
     def header(self, rows: Sequence[tuple[str, str]]) -> None:
         """What is about to happen."""

@@ -28,7 +28,7 @@ _serials = count(1)
 class Segment:
     """One mapped segment. `memory` is its payload as uint8[nbytes]; it keeps the mapping alive."""
 
-    fd: int  # of this process for an own segment, -1 for one of another rank
+    fd: int  # of this process; -1 for one of another rank that was not to be kept open
     serial: int  # tells two segments of one process apart when file descriptors are reused
     nbytes: int
     memory: torch.Tensor = field(repr=False)  # uint8[nbytes]
@@ -72,8 +72,10 @@ def create(nbytes: int, purpose: str, *, populate: bool = False) -> Segment:
     return Segment(fd, serial, nbytes, _payload(mapped), mapped)
 
 
-def attach(pid: int, fd: int, serial: int, *, populate: bool = False) -> Segment:
+def attach(pid: int, fd: int, serial: int, *, populate: bool = False, keep: bool = False) -> Segment:
     """Map the segment that process `pid` holds as file descriptor `fd`.
+
+    keep: hold it open too, so that others may attach it here when that process is gone.
 
     Raises CollectiveError where the process is gone, its memory may not be opened, or the descriptor
     is another segment by now.
@@ -88,12 +90,16 @@ def attach(pid: int, fd: int, serial: int, *, populate: bool = False) -> Segment
         ) from None
     try:
         mapped = _map(own, os.fstat(own).st_size, populate)
+        magic, found, nbytes = (int.from_bytes(mapped[at : at + 8], "little") for at in (0, 8, 16))
+        if magic != _MAGIC or found != serial:
+            raise CollectiveError(f"file descriptor {fd} of process {pid} is not segment {serial} any more")
+    except BaseException:
+        keep = False
+        raise
     finally:
-        os.close(own)
-    magic, found, nbytes = (int.from_bytes(mapped[at : at + 8], "little") for at in (0, 8, 16))
-    if magic != _MAGIC or found != serial:
-        raise CollectiveError(f"file descriptor {fd} of process {pid} is not segment {serial} any more")
-    return Segment(-1, serial, nbytes, _payload(mapped), mapped)
+        if not keep:
+            os.close(own)
+    return Segment(own if keep else -1, serial, nbytes, _payload(mapped), mapped)
 
 
 def available_bytes() -> int:
