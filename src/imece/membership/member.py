@@ -1,0 +1,203 @@
+"""This process as a member: it says that it lives, sees new generations, and moves into them.
+
+A thread of its own does the first two, five times a second; so what the training's thread asks for is there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from imece import mesh as meshes
+from imece.collectives import companions
+from imece.errors import CollectiveError, PeerLostError, UserError
+from imece.membership.roster import Generation, Roster
+from imece.mesh import Mesh
+from imece.status import PEER_GONE
+from imece.world import JOINING
+
+_BEAT_S = 0.2
+_POLL_S = 0.004
+_NEWS_S = 1.0
+_CONNECT_S = 60.0
+
+
+class SupersededError(CollectiveError):
+    """The generation that was being formed is over: one of its members has ended already."""
+
+
+class Member:
+    """One process that goes on without those that die. A job has one for each rank."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        """Begins to beat. The launcher of `mesh` must keep a roster (`keeps_roster`)."""
+        world = mesh.world
+        assert world.member is not None and world.master_addr and world.master_port
+        self.mesh, self.number = mesh, world.member
+        self.steps = 0  # finished ones, for the launcher: one that makes none again and again is given up
+        self._connection = (world.master_addr, world.master_port)
+        self._roster = Roster(self._connect())
+        self._alone = world.joining
+        self._at = -1 if world.joining else self._roster.newest()
+        self._newest = self._at
+        self._stop = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="imece-beat", daemon=True)
+        self._beating.start()
+        atexit.register(self._close)  # a process that still lives must beat; one that ends must not
+
+    @property
+    def generation(self) -> int:
+        """The number of the one that it is in; -1 as long as it is alone."""
+        return self._at
+
+    @property
+    def newest(self) -> int:
+        """The newest generation's number, as of a moment ago."""
+        return self._newest
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether it was started later and has not been taken in yet."""
+        return self._alone
+
+    def goes_on(self, resilient: bool = True) -> None:
+        """From now on the launcher replaces others that die, and leaves this one as it is; or no longer."""
+        self._roster.say_resilient(self.number, resilient)
+
+    def move(self, patience_s: float) -> Generation | None:
+        """Into the newest generation that it is not in yet, with the mesh; None if none comes in time.
+
+        All members of the new generation call it. One that is joining waits without an end.
+        SystemExit for a member that others have given up.
+        """
+        if self._alone:
+            self._roster.say_ready(self.number)
+        until = time.monotonic() + patience_s
+        while True:
+            newest = self._roster.newest()
+            if newest > self._at:
+                generation = self._roster.generation(newest)
+                if self.number in generation.members:
+                    if self._enter(generation):
+                        return generation
+                elif not self._alone:
+                    raise SystemExit(f"imece: member {self.number} was given up by generation {newest}")
+            elif not self._alone and time.monotonic() > until:
+                return None
+            time.sleep(_POLL_S)
+
+    def _close(self) -> None:
+        self._stop.set()
+        self._beating.join()
+
+    def _enter(self, generation: Generation) -> bool:
+        """False if it was over before it began."""
+        self._at = generation.number  # whoever fails from here on waits for the one after it
+        rank, size = generation.members.index(self.number), len(generation.members)
+        store = dist.PrefixStore(
+            f"imece/generation/{generation.number}", _Guarded(self._connect(), self._check)
+        )
+        companions.forget()
+        try:
+            meshes.reform(rank, size, store)
+        except (RuntimeError, UserError):
+            if self._is_over(generation):
+                return False
+            raise
+        self._alone = False
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+        os.environ.pop(JOINING, None)
+        return True
+
+    def _is_over(self, generation: Generation) -> bool:
+        """The ranks may know of a death a moment before the launcher does."""
+        until = time.monotonic() + _NEWS_S
+        while self._roster.newest() == generation.number and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        return self._roster.newest() > generation.number
+
+    def _check(self) -> None:
+        if self._roster.newest() > self._at:
+            raise SupersededError(f"generation {self._at} is over: a newer one is there")
+
+    def _beat(self) -> None:
+        roster, beats = Roster(self._connect()), 0
+        while not self._stop.wait(_BEAT_S if beats else 0):
+            beats += 1
+            try:
+                roster.say_alive(self.number, beats, self.steps)
+                self._newest = roster.newest()
+            except RuntimeError:  # the launcher is gone, and this process is about to be
+                return
+
+    def _connect(self) -> dist.Store:
+        """A connection of its own: one that waits keeps all others on it waiting."""
+        address, port = self._connection
+        return dist.TCPStore(
+            address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S)
+        )
+
+
+def keeps_roster(mesh: Mesh) -> bool:
+    """Whether the launcher of these ranks replaces those that die."""
+    return mesh.world.member is not None
+
+
+def is_peer_gone(error: BaseException) -> bool:
+    """Whether `error` may be another rank's end, and not a mistake of this one."""
+    if isinstance(error, PeerLostError | SupersededError | dist.DistNetworkError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in PEER_GONE)
+
+
+class _Guarded(dist.Store):
+    """A store in which nobody waits for members that will never come."""
+
+    def __init__(self, inner: dist.Store, check: Callable[[], None]) -> None:
+        super().__init__()
+        self._inner, self._look, self._timeout = inner, check, timedelta(seconds=_CONNECT_S)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        until = time.monotonic() + (timeout or self._timeout).total_seconds()
+        while not self._inner.check(keys):
+            self._look()
+            if time.monotonic() > until:
+                raise dist.DistStoreError(f"wait timeout after {timeout}, keys: {', '.join(keys)}")
+            time.sleep(_POLL_S)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._inner.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        self._look()
+        return self._inner.check(keys)
+
+    def set(self, key: str, value: Any) -> None:
+        self._inner.set(key, value)
+
+    def add(self, key: str, value: int) -> int:
+        return self._inner.add(key, value)
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        return self._inner.compare_set(key, expected_value, desired_value)
+
+    def delete_key(self, key: str) -> bool:
+        return self._inner.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._inner.num_keys()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout

@@ -1,0 +1,256 @@
+"""After a death: the next generation, the state of whoever is furthest, and on with the same steps.
+
+    replicate   every rank holds everything. Survivors are at the same step or one apart, for a step that one
+                of them has finished had its sum on all of them; whoever is furthest gives to those behind
+    sharded     each rank holds a part that nobody else has, and keeps a copy of it (copies.py). All take the
+                newest step that is whole in the copies: the one that was under way is made again, or none
+
+A replacement builds its model alone and comes in at a border between steps: then all move to the generation
+that has it, in which it is one of those behind.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from imece.checkpoint.deal import Slice
+from imece.checkpoint.manifest import DTYPE_NAMES, DTYPES
+from imece.checkpoint.training_state import TrainingState
+from imece.collectives import ops
+from imece.collectives.texts import gather_texts
+from imece.data_parallel.parallelize import ShardedDataParallel
+from imece.data_parallel.replicate import DistributedDataParallel
+from imece.errors import CollectiveError, MismatchError
+from imece.membership.copies import Copies
+from imece.membership.member import Member, is_peer_gone
+from imece.membership.pieces import Pieces
+from imece.membership.roster import Generation
+
+Json = dict[str, Any]
+
+_NEWS_S = 1.0
+_CHUNK_BYTES = 64 * 2**20
+
+
+class MovedOnError(CollectiveError):
+    """There is a newer generation, and this rank leaves the old one between two collectives."""
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """How this rank came into its generation."""
+
+    generation: Generation
+    step: int
+    """Finished steps of all ranks from now on."""
+    lost_steps: int
+    """That some rank had finished and all will do again."""
+    seconds: float
+    """Since this rank noticed."""
+
+
+class _Sent(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class LostStateError(RuntimeError):
+    """What nobody has in memory any more; a checkpoint may."""
+
+
+class Recovery:
+    """Keeps one wrapped model and its optimizers going while members of its world die and join.
+
+    `border` after every step, `recover` after an error. state: small, what belongs to a step besides tensors;
+    take: gets that of the rank that is furthest.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        model: DistributedDataParallel,
+        optimizers: Sequence[Optimizer],
+        *,
+        state: Callable[[], Json],
+        take: Callable[[Json], None],
+        fallback: Callable[[], int] | None = None,
+        patience_s: float = 60.0,
+    ) -> None:
+        """fallback: loads what a checkpoint has, on all ranks, and says after how many steps that was.
+
+        patience_s: how long to wait for the launcher to see what this rank has seen.
+        """
+        self.member, self._model = member, model
+        self._training_state = TrainingState(model, list(optimizers))
+        self._state, self._take, self._fallback, self._patience_s = state, take, fallback, patience_s
+        self._sharded = isinstance(model, ShardedDataParallel)
+        self._copies = Copies(member.mesh)
+        self._fits = True
+        self._states: dict[str, Json] = {}  # by finished steps, the last two
+        self.without_copies = "" if self._sharded else "every rank holds everything"
+        if self._sharded and len(member.mesh.hosts) > 1:
+            self.without_copies = "copies are for the ranks of one host"
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of memory for this rank's copy."""
+        return self._copies.nbytes
+
+    def begin(self, step: int) -> None:
+        """All ranks of this generation are here, with `step` finished steps: from now on no death ends it."""
+        self._exchange(step)
+        self._states[str(step)] = self._state()
+        self.member.steps = step
+        self.member.goes_on()
+
+    def finished(self, step: int) -> None:
+        """This rank has finished so many steps: it copies what it alone holds."""
+        self.member.steps = step
+        self._states = {key: each for key, each in self._states.items() if int(key) == step - 1}
+        self._states[str(step)] = self._state()
+        if not self.without_copies:
+            self._fits = self._copies.write(step, self._training_state.own())
+
+    def says(self) -> tuple[float, float]:
+        """For the border: the newest generation, and whether the copies have to be made anew."""
+        return float(self.member.newest), float(not self._fits)
+
+    def border(self, step: int, newest: float, anew: float) -> bool:
+        """After `step` steps; the largest of what all ranks said. Whether all are to move on now."""
+        if anew:
+            self._exchange(step)
+        return newest > self.member.generation
+
+    def meet(self, step: int) -> None:
+        """`border` for whoever has no collective of its own to say it in. MovedOnError if all move on."""
+        model = self._model
+        mine = torch.tensor(self.says(), dtype=torch.float64, device=model.device)
+        ops.all_reduce(mine, "max", group=model.process_group, label="border between steps")
+        newest, anew = mine.tolist()
+        if self.border(step, newest, anew):
+            raise MovedOnError(f"generation {int(newest)} takes over after step {step}")
+
+    def end(self) -> None:
+        """The steps are over: from now on the death of one ends all, as their programs may do anything."""
+        self.member.goes_on(False)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this generation is: somebody has ended, or waits to be taken in."""
+        return self.member.newest > self.member.generation
+
+    def recover(self, error: BaseException | None, step: int) -> Recovered:
+        """Into the next generation, after `error`; None: this member joins. step: finished ones of this rank.
+
+        Raises `error` itself if no member is gone. LostStateError if nobody has the state of all parts.
+        """
+        began = time.monotonic()
+        while True:
+            generation = self.member.move(self._patience(error))
+            if generation is None:
+                assert error is not None
+                raise error
+            try:
+                step_now, lost = self._take_over(step)
+            except RuntimeError as another:
+                error = another
+                continue
+            self.member.steps = step_now
+            self.member.goes_on()
+            return Recovered(generation, step_now, lost, time.monotonic() - began)
+
+    def _patience(self, error: BaseException | None) -> float:
+        """How long the launcher may take to see a death behind `error`. Raises it if there can be none."""
+        if error is None or is_peer_gone(error) or isinstance(error, MovedOnError):
+            return self._patience_s
+        if isinstance(error, CollectiveError) and not isinstance(error, MismatchError):
+            return _NEWS_S
+        raise error
+
+    def _take_over(self, step: int) -> tuple[int, int]:
+        """(finished steps of all from now on, how many more the furthest rank had)."""
+        mesh, model = self.member.mesh, self._model
+        model.regroup(mesh)
+        mine = {"step": step, "states": self._states, "copies": self._copies.note()}
+        said = gather_texts([json.dumps(mine)], mesh.world_group, mesh.device, "how far each rank is")
+        notes: list[Json] = [json.loads(texts[0]) for texts in said]
+        furthest = max(range(len(notes)), key=lambda rank: (notes[rank]["step"], -rank))
+        most = int(notes[furthest]["step"])
+        if self._sharded:
+            begin = self._from_copies(notes)
+        else:
+            begin = most
+            if any(note["step"] < most for note in notes):
+                self._from_rank(furthest, step < most)
+        states = notes[furthest]["states"]
+        if str(begin) in states:
+            self._take(states[str(begin)])
+            self._states = {str(begin): states[str(begin)]}
+        self._exchange(begin)
+        return begin, most - begin
+
+    def _from_copies(self, notes: list[Json]) -> int:
+        found = self._copies.recovered([note["copies"] for note in notes])
+        if found is None and self._fallback is not None:
+            return self._fallback()
+        if found is None:
+            raise LostStateError("a rank that is gone held a part of the model, and no copy of it is whole")
+        step, pieces = found
+        self._training_state.load(pieces)
+        ops.barrier(group=self.member.mesh.world_group)  # nobody lets go of what another still reads
+        return step
+
+    def _from_rank(self, root: int, receives: bool) -> None:
+        """The whole training state of rank `root`, for those that are behind it. All ranks call it."""
+        group, device = self.member.mesh.world_group, self._model.device
+        sends = group.rank() == root
+        held = {name: _whole(value) for name, value in self._training_state.own().items()} if sends else {}
+        table = [json.dumps([name, DTYPE_NAMES[each.dtype], list(each.shape)]) for name, each in held.items()]
+        said = gather_texts(table, group, device, "names of the training state")[root]
+        pieces = Pieces()
+        for chunk in _chunks([json.loads(text) for text in said]):
+            nbytes = sum(each.nbytes for each in chunk)
+            flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            if sends:
+                torch.cat([held[each.name].reshape(-1).view(torch.uint8) for each in chunk], out=flat)
+            ops.broadcast(flat, root, group=group, label="training state for ranks that are behind")
+            if receives:
+                for each, part in zip(chunk, flat.split([each.nbytes for each in chunk]), strict=True):
+                    pieces.add(each.name, each.shape, 0, part.clone().view(each.dtype).cpu())
+        if receives:
+            self._training_state.load(pieces)
+
+    def _exchange(self, step: int) -> None:
+        if not self.without_copies:
+            self.without_copies = self._copies.exchange(step, self._training_state.own())
+            self._fits = True
+
+
+def _whole(value: torch.Tensor | Slice) -> torch.Tensor:
+    return value.tensor.view(value.shape) if isinstance(value, Slice) else value.detach()
+
+
+def _chunks(table: Sequence[Sequence[Any]]) -> Iterator[list[_Sent]]:
+    """What travels together: a few large messages."""
+    chunk: list[_Sent] = []
+    for name, dtype, shape in table:
+        sent = _Sent(name, DTYPES[dtype], tuple(shape))
+        if chunk and sum(each.nbytes for each in chunk) + sent.nbytes > _CHUNK_BYTES:
+            yield chunk
+            chunk = []
+        chunk.append(sent)
+    if chunk:
+        yield chunk
