@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+import time
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import BinaryIO
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _LONGEST_BYTES = 65_536  # a longer line is passed on in pieces
 _KEPT_LINES = 100
+_COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)  # no red: that is for what went wrong
+_TORCHS_PREFIX = re.compile(rb"^\[rank\d+\]: ")  # before tracebacks
 _FAILURE_STARTS = (b"Traceback (most recent call last)", b"Fatal Python error")
 
 
@@ -20,9 +26,39 @@ class Printed:
     lines: int = 0
 
 
+class LogFile:
+    """A file to which a rank's output is appended, whichever process is that rank."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if it cannot be opened."""
+        self._path = path
+        self._file: BinaryIO | None = open(path, "ab", buffering=0)  # noqa: SIM115  (as long as the job)
+
+    def begin(self, rank: int, pid: int) -> None:
+        """From here on it is another process' output."""
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        self.write(b"--- rank %d is pid %d since %s" % (rank, pid, now.encode()))
+
+    def write(self, line: bytes) -> None:
+        """Append one line. A full disk ends the file and not the job."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(line + b"\n")
+        except OSError as error:
+            self.close()
+            print(f"imece: {self._path} is not written any more: {error.strerror}", file=sys.stderr)
+
+    def close(self) -> None:
+        """No more lines."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
 @dataclass
 class RankOutput:
-    """One stream of one rank: bytes come in as they are read, prefixed lines go out.
+    """One stream of one rank: bytes come in as they are read, prefixed lines go out, and into `log` as well.
 
     Both "\\n" and "\\r" end a line, so that a progress bar neither waits for ever nor is lost.
     """
@@ -30,8 +66,12 @@ class RankOutput:
     rank: int
     target: BinaryIO
     printed: Printed
+    log: LogFile | None = None
     _partial: bytes = b""
     _kept: deque[tuple[int, bytes]] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
+
+    def __post_init__(self) -> None:
+        self._coloured = self.target.isatty() and not os.environ.get("NO_COLOR")
 
     def feed(self, data: bytes) -> None:
         """Pass on every line that is now complete. Raises OSError if the target is gone."""
@@ -65,12 +105,17 @@ class RankOutput:
         return [line for _, line in traceback]
 
     def show(self, line: bytes) -> None:
-        """Write one line with the rank in front."""
-        self.target.write(b"[rank %d] %s\n" % (self.rank, line))
+        """Write one line with the rank in front, coloured for a person who looks on."""
+        prefix = b"[rank %d]" % self.rank
+        if self._coloured:
+            prefix = b"\x1b[%dm%s\x1b[0m" % (_COLOURS[self.rank % len(_COLOURS)], prefix)
+        self.target.write(b"%s %s\n" % (prefix, line))
         self.target.flush()
 
     def _line(self, line: bytes) -> None:
-        line = line.removeprefix(b"[rank%d]: " % self.rank)  # torch's own, before tracebacks
+        line = _TORCHS_PREFIX.sub(b"", line)
         self.printed.lines += 1
         self._kept.append((self.printed.lines, line))
+        if self.log is not None:
+            self.log.write(line)
         self.show(line)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from imece.errors import UserError
 from imece.status import Failure
-from imece.world import LOOPBACK
+from imece.world import JOINING, LOOPBACK, MEMBER
 
 MAX_RANKS = 1024  # of one host; a typing error above it would only exhaust the host
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: a child between fork and exec must not take locks
 _PARENT_GONE = 143
+SAID = 2
+"""The status of a command that has told a user's mistake."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class Ending:
     failure: Failure | None = None  # what the rank itself said of it
     left_early: bool = False  # status 0 in the middle of an open world
     ended_by_us: bool = False
+    silent_s: float | None = None  # it was ended because it had not been heard of for so long
 
     @property
     def ok(self) -> bool:
@@ -41,6 +47,16 @@ class Ending:
         return self.failure is not None and self.failure.because_of_peer
 
     @property
+    def died(self) -> bool:
+        """Whether it ended without an exception, nor a decision, of its own."""
+        return (self.status < 0 or self.left_early) and (self.failure is None or self.because_of_peer)
+
+    @property
+    def is_mistake(self) -> bool:
+        """Whether it is a user's, which no repetition mends."""
+        return self.status == SAID or (self.failure is not None and self.failure.kind == UserError.__name__)
+
+    @property
     def cause_time_s(self) -> float:
         """When it failed: what a rank says of itself comes before its slow exit."""
         return self.failure.time_s if self.failure is not None else self.time_s
@@ -50,6 +66,8 @@ class Ending:
         who = f"rank {self.rank} (pid {self.pid})"
         if self.left_early:
             return f"{who} left early with exit status 0 (os._exit?)"
+        if self.silent_s is not None and self.status == -signal.SIGKILL:
+            return f"{who} was silent for {self.silent_s:g} s and was ended (stopped, or its host hangs)"
         if self.status < 0:
             number = -self.status
             known = number in {int(each) for each in signal.Signals}
@@ -80,9 +98,20 @@ def first_cause(endings: Sequence[Ending]) -> Ending | None:
 
 
 def worker_environment(
-    environ: Mapping[str, str], rank: int, ranks: int, port: int, job: str
+    environ: Mapping[str, str],
+    rank: int,
+    ranks: int,
+    port: int,
+    job: str,
+    *,
+    member: int | None = None,
+    joining: bool = False,
+    starts: int = 0,
 ) -> dict[str, str]:
     """`environ` with torchrun's variables for one of `ranks` ranks of this host.
+
+    member: its number, if the parent keeps a roster. joining: it takes the place of one that died, and is a
+    world of its own at first. starts: torchrun's restart count, by which torch's keys in the store differ.
 
     The store listens on loopback at `port` and is served by the parent. Threads are shared out; Gloo and
     NCCL stay on loopback. What the person has set of the latter is left as it is.
@@ -95,24 +124,30 @@ def worker_environment(
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
     }
-    own = {
-        "RANK": rank,
-        "WORLD_SIZE": ranks,
+    own: dict[str, object] = {
+        "RANK": 0 if joining else rank,
+        "WORLD_SIZE": 1 if joining else ranks,
         "LOCAL_RANK": rank,
         "LOCAL_WORLD_SIZE": ranks,
         "GROUP_RANK": 0,
         "GROUP_WORLD_SIZE": 1,
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": ranks,
+        "ROLE_RANK": 0 if joining else rank,
+        "ROLE_WORLD_SIZE": 1 if joining else ranks,
         "ROLE_NAME": "default",
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_RESTART_COUNT": starts,
         "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_RUN_ID": job,
     }
-    return {**defaults, **environ, **{name: str(value) for name, value in own.items()}}
+    if member is not None:
+        own[MEMBER] = member
+    if joining:
+        own[JOINING] = 1
+    # A rank may itself start ranks: they are no members of its job.
+    theirs = {name: value for name, value in environ.items() if name not in (MEMBER, JOINING)}
+    return {**defaults, **theirs, **{name: str(value) for name, value in own.items()}}
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -120,6 +155,24 @@ def die_with_parent(parent_pid: int) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent died before the line above
         os._exit(_PARENT_GONE)
+
+
+def prints_stacks(pid: int) -> bool:
+    """Whether SIGUSR1 may be sent: the process has a handler for it (imece.init's shows stacks and calls)."""
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", _proc(pid, "status"), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process is stopped, by a signal or a debugger."""
+    return _proc(pid, "stat").rpartition(")")[2].split()[:1] in (["T"], ["t"])
+
+
+def _proc(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    except OSError:  # it has ended
+        return ""
 
 
 def kill_group(pid: int, signum: int = signal.SIGKILL) -> None:

@@ -1,0 +1,222 @@
+"""The processes of a job's ranks: started, heard, waited for, and none of them left.
+
+One selector waits for their output, their ends (pidfds) and signals: no threads, no lost lines. A dead rank
+is reaped last: until then its process group, and with it what it started, can be killed by number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from imece.launch.output import LogFile, Printed, RankOutput
+from imece.launch.processes import die_with_parent, kill_group
+from imece.launch.signals import ENDING, signals_as_bytes
+
+_READ_BYTES = 65_536
+_DRAIN_S = 1.0  # for output of processes that left the ranks' process groups
+_TOGETHER_S = 0.01  # ranks whose ends come within it ended together: one change for the others, not two
+
+
+@dataclass
+class Process:
+    """One rank, until it is reaped."""
+
+    member: int
+    slot: int
+    popen: subprocess.Popen[bytes]
+    pidfd: int
+    outputs: tuple[RankOutput, RankOutput]  # stdout, stderr
+
+    @property
+    def pid(self) -> int:
+        """Its process id, and its process group's."""
+        return self.popen.pid
+
+
+class Crew:
+    """All of them. Leaving its block kills, drains and reaps whatever is left."""
+
+    def __init__(self, logs: Path | None) -> None:
+        """`logs`: a folder, in which each rank's output is kept too."""
+        self.living: dict[int, Process] = {}
+        self.ended: dict[int, Process] = {}
+        """Not reaped yet."""
+        self._logs = logs
+        self._log_files: dict[int, LogFile] = {}
+        self._selector = selectors.DefaultSelector()
+        self._open: dict[int, tuple[IO[bytes], RankOutput]] = {}  # pipes to read, by descriptor
+        self._printed = Printed()
+        self._news: list[int] = []
+        self._signals: list[int] = []
+        self._handlers = contextlib.ExitStack()
+
+    def __enter__(self) -> Crew:
+        self._handlers.enter_context(signals_as_bytes(self._selector))
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        processes = [*self.ended.values(), *self.living.values()]
+        try:
+            for process in processes:
+                kill_group(process.pid)
+            deadline = time.monotonic() + _DRAIN_S
+            while self._open and time.monotonic() < deadline:
+                self._look(deadline)
+            for _, output in self._open.values():
+                self._print(output, None)
+        finally:
+            for process in processes:
+                process.popen.wait()
+            for stream, _ in self._open.values():
+                stream.close()
+            for process in self.living.values():
+                os.close(process.pidfd)
+            for log in self._log_files.values():
+                log.close()
+            self._handlers.close()
+            self._selector.close()
+
+    def start(
+        self, member: int, slot: int, command: Sequence[str], environ: Mapping[str, str], *, direct: bool
+    ) -> Process:
+        """Start one rank, the leader of its own process group. direct: it has this process' own output.
+
+        Raises OSError, ValueError or subprocess.SubprocessError.
+        """
+        launcher = os.getpid()
+        popen = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,  # a background group that reads the terminal would be stopped
+            stdout=None if direct else subprocess.PIPE,
+            stderr=None if direct else subprocess.PIPE,
+            process_group=0,
+            preexec_fn=lambda: die_with_parent(launcher),
+        )
+        log = None if direct else self._log_of(slot, popen.pid)
+        outputs = (
+            RankOutput(slot, sys.stdout.buffer, self._printed, log),
+            RankOutput(slot, sys.stderr.buffer, self._printed, log),
+        )
+        try:
+            pidfd = os.pidfd_open(popen.pid)
+        except OSError:
+            kill_group(popen.pid)
+            popen.wait()
+            raise
+        process = self.living[member] = Process(member, slot, popen, pidfd, outputs)
+        self._selector.register(pidfd, selectors.EVENT_READ, process)
+        for stream, output in zip((popen.stdout, popen.stderr), outputs, strict=True):
+            if stream is not None:
+                os.set_blocking(stream.fileno(), False)
+                self._open[stream.fileno()] = stream, output
+                self._selector.register(stream.fileno(), selectors.EVENT_READ, output)
+        return process
+
+    def wait(self, until: float) -> tuple[list[int], list[int]]:
+        """(Members that have ended, signals that came), up to the monotonic time `until` or the first of
+        them; output is passed on meanwhile. A reader of ours that has gone is told as SIGPIPE."""
+        self._look(until)
+        if self._news:
+            together = time.monotonic() + _TOGETHER_S
+            while time.monotonic() < together:
+                self._look(together)
+        news, self._news = self._news, []
+        signals, self._signals = self._signals, []
+        return news, signals
+
+    def signal(self, member: int, number: int) -> None:
+        """Send a signal to one living rank."""
+        os.kill(self.living[member].pid, number)  # not reaped yet, so the number is still this rank's
+
+    def kill(self, member: int) -> None:
+        """SIGKILL to it and to all it has started."""
+        kill_group((self.living.get(member) or self.ended[member]).pid)
+
+    def reap(self, member: int) -> None:
+        """Forget one that has ended, after its last output."""
+        process = self.ended.pop(member)
+        kill_group(process.pid)
+        for fd in [
+            fd for fd, (_, output) in self._open.items() if any(output is own for own in process.outputs)
+        ]:
+            while self._read(fd):  # what it left in the pipe, which another process may hold open
+                pass
+        process.popen.wait()
+
+    def say(self, line: str) -> None:
+        """One line of our own."""
+        with contextlib.suppress(BrokenPipeError):
+            print(line, file=sys.stderr, flush=True)
+
+    def show_failure(self, output: RankOutput) -> None:
+        """Show the traceback again that a rank has printed, unless it is the last thing on the screen."""
+        for line in output.failure_lines():
+            self._print(output, line)
+
+    def _look(self, until: float) -> None:
+        """Handle what happens up to `until`, or the first things that happen."""
+        for key, _ in self._selector.select(max(0.0, until - time.monotonic())):
+            if isinstance(key.data, RankOutput):
+                self._read(key.fd)
+            elif isinstance(key.data, Process):
+                self._selector.unregister(key.fd)
+                os.close(key.fd)
+                member = key.data.member
+                self.ended[member] = self.living.pop(member)
+                self._news.append(member)
+            else:
+                assert isinstance(key.fileobj, socket.socket)
+                # The bytes tell of all signals that have a handler in Python.
+                self._signals += [number for number in key.fileobj.recv(64) if number in ENDING]
+
+    def _read(self, fd: int) -> bool:
+        """Pass on what is there; whether there may be more."""
+        stream, output = self._open[fd]
+        try:
+            data = os.read(fd, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            self._print(output, data, feed=True)
+            return True
+        self._selector.unregister(fd)
+        del self._open[fd]
+        stream.close()
+        self._print(output, None)
+        return False
+
+    def _print(self, output: RankOutput, data: bytes | None, *, feed: bool = False) -> None:
+        """Feed `data`, show it as one line, or (None) show what is left. Who reads us may have gone."""
+        try:
+            if data is None:
+                output.finish()
+            elif feed:
+                output.feed(data)
+            else:
+                output.show(data)
+        except BrokenPipeError:
+            # As for any program in a pipeline: end. Output goes nowhere from here on.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, output.target.fileno())
+            os.close(null)
+            self._signals.append(signal.SIGPIPE)
+
+    def _log_of(self, slot: int, pid: int) -> LogFile | None:
+        if self._logs is None:
+            return None
+        if slot not in self._log_files:
+            self._log_files[slot] = LogFile(self._logs / f"rank-{slot}.log")
+        self._log_files[slot].begin(slot, pid)
+        return self._log_files[slot]

@@ -1,0 +1,267 @@
+"""What follows when ranks end: who goes on, who is replaced, whether all start again or the run is over.
+
+Pure: ends, readiness, finished steps and times come in, verdicts go out. No processes, no store, no clock.
+
+    slot      a place on this host: LOCAL_RANK, and the number by which a person knows a rank
+    member    the process in a slot, by a number that is never used again (membership/roster.py)
+    veteran   a member of the newest generation that has finished a step since it was taken in
+    died      ended by a signal or left early, and has reported no exception of its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from imece.launch.processes import Ending, first_cause
+from imece.membership.roster import Generation
+
+BLAME_S = 1.0  # how long a rank that lost its peer waits for that peer's own end to be seen
+_BURST_S = 1.0  # ranks that die within it die of the same thing, if all of them ran before it
+_LOOP = 3  # deaths in a row without a finished step between them
+_BACK_OFF_S = (0.0, 1.0, 2.0)
+_LATE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the person who started the run asks for."""
+
+    ranks: int
+    min_ranks: int = 1
+    """With fewer the run does not go on."""
+    max_restarts: int | None = None
+    """Replacements, or starts of all ranks again, in all. None: as long as steps are finished."""
+    restart: bool = False
+    """Start all ranks again when one has died and the others do not go on without it."""
+    exceptions: bool = False
+    """... also when it has failed in another way, unless that is a user's mistake (exit status 2)."""
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """The others go on in `generation` (None: in the one they are in), and `slots` are filled at `at_s`."""
+
+    generation: Generation | None
+    slots: tuple[int, ...]
+    at_s: float
+    said: str
+
+
+@dataclass(frozen=True)
+class StartAgain:
+    """All others are to be ended, and then, not before `at_s`, all ranks start again."""
+
+    at_s: float
+    said: str
+
+
+@dataclass(frozen=True)
+class End:
+    """The run is over because of `endings`. `why`: what to add to the cause."""
+
+    endings: tuple[Ending, ...]
+    why: str = ""
+
+
+Verdict = GoOn | StartAgain | End
+
+
+class Generations:
+    """The members of a job, and what becomes of them."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.newest = Generation(-1, ())
+        self.slots: dict[int, int] = {}
+        """The slot of each member that lives."""
+        self.joining: list[int] = []
+        """Those that live and are in no generation yet."""
+        self.starts = 0
+        """How often a replacement was started, or all ranks again: torchrun's restart count."""
+        self.stopping = False
+        """Whether all have been asked to end: they may need each other for that, but nobody is replaced."""
+        self.blame_at: float | None = None
+        """When `overdue` is to be asked."""
+        self._limits = limits
+        self._members = 0  # numbers that have been used
+        self._failed: dict[int, Ending] = {}  # ends on which there is no verdict yet
+        self._finished = False  # whether a rank has done all its work
+        self._no_veteran_since: float | None = None
+        self._started_s: dict[int, float] = {}
+        self._newcomers: dict[int, int] = {}  # finished steps of those taken in, as of then
+        self._deaths = 0  # in a row
+        self._counted_s = 0.0  # when the last of them was
+        self._steps_then: int | None = None
+        self._steps: int | None = None  # finished ones, of the member that is furthest
+
+    def start_all(self, now: float) -> Generation:
+        """All slots have new members, which form a generation of their own."""
+        members = tuple(self._new_member(slot, now) for slot in range(self._limits.ranks))
+        self.newest = Generation(self.newest.number + 1, members)
+        self.joining, self._newcomers = [], {}
+        self._finished, self._no_veteran_since = False, None
+        self._steps = self._steps_then = None  # they may count anew
+        return self.newest
+
+    def start_one(self, slot: int, now: float) -> int:
+        """A new member in `slot`, which will join."""
+        member = self._new_member(slot, now)
+        self.joining.append(member)
+        return member
+
+    def note_steps(self, steps: Mapping[int, int]) -> None:
+        """How many steps members have finished, of those that say so."""
+        self._steps = max([*steps.values(), *([] if self._steps is None else [self._steps])], default=None)
+        if self._steps_then is None:
+            self._steps_then = self._steps
+        for member, count in list(self._newcomers.items()):
+            if steps.get(member, count) > count:
+                del self._newcomers[member]
+
+    def take_in(self, ready: Collection[int], steps: Mapping[int, int]) -> Generation | None:
+        """The next generation, with those who are `ready` to join; None if there is nothing to change."""
+        ready = [member for member in self.joining if member in ready]
+        if not ready or self._failed or self._finished or self.stopping:
+            return None
+        self.joining = [member for member in self.joining if member not in ready]
+        self._newcomers |= {member: steps.get(member, 0) for member in ready}
+        self.newest = Generation(self.newest.number + 1, (*self._living(), *ready))
+        return self.newest
+
+    def judge(
+        self, endings: Mapping[int, Ending], go_on: Callable[[Sequence[int]], bool], now: float
+    ) -> Verdict | None:
+        """What follows from these ends, which were seen together; None if nothing, or nothing yet.
+
+        go_on: whether all of some members would go on without the others.
+        """
+        for member, ending in endings.items():
+            self.remove(member)
+            if not ending.ok:
+                self._failed[member] = ending
+            elif member in self.newest.members:
+                self._finished = True
+        if self._finished and self._no_veteran_since is None and not self._veterans():
+            self._no_veteran_since = now
+        if not self._failed:
+            return None
+        own = [ending for ending in self._failed.values() if not ending.died and not ending.because_of_peer]
+        if own and not self.stopping:
+            return self._after_failure(go_on, now)
+        if any(ending.died for ending in self._failed.values()):
+            return self._after_death(go_on, now)
+        if not self.stopping:
+            self.blame_at = self.blame_at or now + BLAME_S
+        return None
+
+    def remove(self, member: int) -> None:
+        """It has ended, and nothing follows from that."""
+        del self.slots[member]
+        self._newcomers.pop(member, None)
+        if member in self.joining:
+            self.joining.remove(member)
+
+    def overdue(self, go_on: Callable[[Sequence[int]], bool], now: float) -> Verdict:
+        """Ranks have lost a peer, and no rank has ended for another reason: it will not be seen any more."""
+        self.blame_at = None
+        return self._after_failure(go_on, now)
+
+    def left_over(self, now: float) -> list[int]:
+        """Members that wait for others who have all finished."""
+        since = self._no_veteran_since
+        if since is None:
+            return []
+        return [*self.joining, *(self._newcomers if now >= since + _LATE_S else ())]
+
+    def _after_failure(self, go_on: Callable[[Sequence[int]], bool], now: float) -> Verdict:
+        cause = first_cause(list(self._failed.values()))
+        assert cause is not None
+        again = self._limits.restart and self._limits.exceptions and not cause.is_mistake
+        if again and not go_on(self._living()):
+            return self._start_again(now)
+        return self._end()
+
+    def _after_death(self, go_on: Callable[[Sequence[int]], bool], now: float) -> Verdict | None:
+        living = self._living()
+        if len(living) < max(1, self._limits.min_ranks) or not self._all_go_on(living, go_on):
+            if self.stopping:
+                return None
+            return self._start_again(now) if self._limits.restart else self._end()
+        if not self.stopping and self._is_loop(now):
+            return self._end(f", the {_LOOP}rd time in a row that ranks died without finishing a step")
+        lost, self._failed, self.blame_at = self._failed, {}, None
+        slots = () if self.stopping or self._finished else self._replaced(lost.values())
+        at_s = now + self._back_off_s()
+        who = "; ".join(ending.describe() for ending in lost.values())
+        said = f"imece: {who}; {_ranks(len(living))} on{_replacements(len(slots), at_s - now)}"
+        if not set(lost) & set(self.newest.members):
+            return GoOn(None, slots, at_s, said)
+        gone = tuple(lost[member].describe() for member in self.newest.members if member in lost)
+        self.newest = Generation(self.newest.number + 1, living, gone)
+        return GoOn(self.newest, slots, at_s, said)
+
+    def _all_go_on(self, living: Sequence[int], go_on: Callable[[Sequence[int]], bool]) -> bool:
+        """Whoever was taken in once is one that goes on, though it may not have come to say so."""
+        return go_on(self._veterans() or living)
+
+    def _start_again(self, now: float) -> Verdict:
+        if self._is_loop(now):
+            return self._end(f", the {_LOOP}rd time in a row that ranks ended without finishing a step")
+        cause = first_cause(list(self._failed.values()))
+        limit = self._limits.max_restarts
+        if cause is None or (limit is not None and self.starts >= limit):
+            return self._end()
+        self.starts += 1
+        self._failed, self.blame_at = {}, None
+        wait_s = self._back_off_s()
+        when = f"in {wait_s:.0f} s" if wait_s else "now"
+        many = "the rank starts" if self._limits.ranks == 1 else f"all {self._limits.ranks} ranks start"
+        return StartAgain(now + wait_s, f"imece: {cause.describe()}; {many} again {when}")
+
+    def _end(self, why: str = "") -> End:
+        self.blame_at = None
+        return End(tuple(self._failed.values()), why)
+
+    def _replaced(self, lost: Collection[Ending]) -> tuple[int, ...]:
+        """The slots that may be filled again."""
+        left = len(lost) if self._limits.max_restarts is None else self._limits.max_restarts - self.starts
+        slots = tuple(ending.rank for ending in lost)[: max(0, left)]
+        self.starts += len(slots)
+        return slots
+
+    def _is_loop(self, now: float) -> bool:
+        """Count this death, and say whether it is one too many."""
+        if self._steps is not None and (self._steps_then is None or self._steps > self._steps_then):
+            self._deaths = 0
+        all_ran = all(self._started_s[member] <= self._counted_s for member in self._failed)
+        if not (self._deaths and all_ran and now - self._counted_s < _BURST_S):
+            self._deaths += 1
+            self._counted_s = now
+        self._steps_then = self._steps
+        known = self._steps is not None or self._limits.max_restarts is None
+        return known and self._deaths >= _LOOP
+
+    def _back_off_s(self) -> float:
+        return _BACK_OFF_S[max(0, min(self._deaths, len(_BACK_OFF_S)) - 1)]
+
+    def _living(self) -> tuple[int, ...]:
+        return tuple(member for member in self.newest.members if member in self.slots)
+
+    def _veterans(self) -> list[int]:
+        return [member for member in self._living() if member not in self._newcomers]
+
+    def _new_member(self, slot: int, now: float) -> int:
+        member, self._members = self._members, self._members + 1
+        self.slots[member], self._started_s[member] = slot, now
+        return member
+
+
+def _ranks(count: int) -> str:
+    return "1 rank goes" if count == 1 else f"{count} ranks go"
+
+
+def _replacements(count: int, wait_s: float) -> str:
+    if not count:
+        return " without a replacement"
+    who, verb = ("a replacement", "is") if count == 1 else (f"{count} replacements", "are")
+    return f", {who} {verb} starting" + (f" in {wait_s:.0f} s" if wait_s else "")

@@ -1,0 +1,53 @@
+"""Which members have not been heard of for too long: pure, from what is seen at each look.
+
+Only time in which somebody looked counts: when the launcher itself was stopped, or starved, all are old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_LOOKS = 4  # with the same beat, at least
+
+
+@dataclass
+class _Watched:
+    beats: int
+    silent_s: float = 0.0
+    looks: int = 0
+
+
+class Silence:
+    """Watches the beats of members, from the first beat of each."""
+
+    def __init__(self, limit_s: float) -> None:
+        """`limit_s`: how long a member may be silent; 0: for ever."""
+        self.limit_s = limit_s
+        self.interval_s = min(1.0, limit_s / (2 * _LOOKS)) if limit_s else 1.0
+        """How often to look."""
+        self._watched: dict[int, _Watched] = {}
+        self._last_s: float | None = None
+
+    def look(self, beats: Mapping[int, int], now: float) -> list[int]:
+        """Those that are silent. `beats`: how often each member has beaten, of those that should."""
+        passed_s = 0.0 if self._last_s is None else min(now - self._last_s, 2 * self.interval_s)
+        self._last_s = now
+        before, self._watched = self._watched, {}
+        for member, count in beats.items():
+            watched = before.get(member)
+            if watched is None or watched.beats != count:
+                watched = _Watched(count)
+            else:
+                watched.silent_s += passed_s
+                watched.looks += 1
+            self._watched[member] = watched
+        return [
+            member
+            for member, watched in self._watched.items()
+            if self.limit_s and watched.silent_s >= self.limit_s and watched.looks >= _LOOKS
+        ]
+
+    def forgive(self) -> None:
+        """Whoever waits for a silent one may be silent too: count anew for all."""
+        self._watched = {}
