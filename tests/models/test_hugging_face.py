@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from imece.errors import UserError
@@ -18,9 +18,11 @@ from imece.models.hugging_face import (
     from_hugging_face,
     generation_config,
     hugging_face_name,
+    hugging_face_shapes,
     to_hugging_face,
     tokenizer_config,
 )
+from imece.models.hugging_face_files import divide, write_weights
 from imece.models.presets import preset
 from imece.models.transformer import RopeScaling, Transformer, TransformerConfig
 
@@ -55,9 +57,9 @@ def write(folder: Path, model: Transformer, **options: Any) -> dict[str, Tensor]
     folder.mkdir(exist_ok=True)
     config, tensors = to_hugging_face(model.config, model.named_parameters(), **options)
     (folder / "config.json").write_text(json.dumps(config))
-    renamed = dict(tensors)
-    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
-    return renamed
+    dtype = options.get("dtype", torch.float32)
+    write_weights(folder, hugging_face_shapes(model.config), tensors, dtype=dtype, most_bytes=10**9)
+    return load_file(folder / "model.safetensors")
 
 
 def change(folder: Path, **values: Any) -> None:
@@ -203,6 +205,13 @@ def test_several_files_and_a_head_that_is_written_although_tied(tmp_path: Path) 
     index.write_text(json.dumps({"weight_map": dict.fromkeys(places, "../model.safetensors")}))
     with pytest.raises(UserError, match="no weight_map of file names"):
         from_hugging_face(tmp_path)
+
+
+def test_a_file_ends_before_it_would_be_too_large() -> None:
+    shapes = {"a": (2, 3), "b": (4,), "c": (11,), "d": (), "e": (9,)}
+    assert divide(shapes, 4, 40) == [["a", "b"], ["c"], ["d", "e"]]
+    assert divide(shapes, 4, 39) == [["a"], ["b"], ["c"], ["d"], ["e"]]
+    assert divide(shapes, 2, 10**9) == [list("abcde")]
 
 
 def test_tensors_that_are_not_the_models() -> None:

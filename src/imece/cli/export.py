@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,8 +17,6 @@ from typing import Annotated, Any, Literal
 import tokenizers
 import torch
 import tyro
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from imece.checkpoint.load import Saved
 from imece.cli.options import parse
@@ -24,11 +25,12 @@ from imece.data.tokenizer import Tokenizer
 from imece.errors import UserError
 from imece.models.hugging_face import (
     CONFIG,
-    WEIGHTS,
     generation_config,
+    hugging_face_shapes,
     to_hugging_face,
     tokenizer_config,
 )
+from imece.models.hugging_face_files import write_weights
 from imece.observe.units import si
 from imece.train.run_folder import Which, read_shape
 
@@ -55,17 +57,20 @@ class ExportOptions:
     """Checkpoint: the one with the lowest validation loss, or the last."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Of the weights in the file. They are trained in fp32."""
+    max_shard: str = "50GB"
+    """Most bytes of weights in one file; above that there are several, and an index. As in transformers."""
 
 
 def run(argv: Sequence[str]) -> int:
     """`imece export ARGV`: exit status 0 when the whole folder is there."""
     options = parse(ExportOptions, argv, PROG, DESCRIPTION)
     folder = open_run(options.run)
+    most_bytes = read_bytes(options.max_shard)
     target = free_folder(options.folder)
     saved = folder.saved(options.which)
     tokenizer = tokenizer_of(folder, saved)
     with _whole(target) as partial:
-        parameters = write_hugging_face(partial, saved, tokenizer, _DTYPES[options.dtype])
+        parameters = write_hugging_face(partial, saved, tokenizer, _DTYPES[options.dtype], most_bytes)
     size = sum(path.stat().st_size for path in target.iterdir())
     print(
         f"{options.folder}: step {saved.step}, {si(parameters)} parameters, {options.dtype}, {si(size)} bytes"
@@ -74,8 +79,13 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def write_hugging_face(folder: Path, saved: Saved, tokenizer: Tokenizer, dtype: torch.dtype) -> int:
-    """All files, into a folder that exists; the number of parameters. OSError and SafetensorError if not."""
+def write_hugging_face(
+    folder: Path, saved: Saved, tokenizer: Tokenizer, dtype: torch.dtype, most_bytes: int
+) -> int:
+    """All files, into a folder that exists; the number of parameters. OSError if not.
+
+    One tensor is in memory at a time. config.json, without which nobody reads the rest, comes after them.
+    """
     shape = read_shape(saved.state["model"])
     stored = (
         (name.removeprefix(_OF_MODEL), saved.tensor(name))
@@ -83,7 +93,7 @@ def write_hugging_face(folder: Path, saved: Saved, tokenizer: Tokenizer, dtype: 
         if name.startswith(_OF_MODEL)
     )
     config, tensors = to_hugging_face(shape, stored, dtype=dtype, end=tokenizer.end)
-    save_file(dict(tensors), folder / WEIGHTS, metadata={"format": "pt"})
+    write_weights(folder, hugging_face_shapes(shape), tensors, dtype=dtype, most_bytes=most_bytes)
     # Their post-processor would put tokens around each text that this model was not trained with.
     plain = {**json.loads(tokenizer.to_json()), "post_processor": None}
     end = tokenizers.Tokenizer.from_str(json.dumps(plain)).id_to_token(tokenizer.end)
@@ -92,8 +102,18 @@ def write_hugging_face(folder: Path, saved: Saved, tokenizer: Tokenizer, dtype: 
     _write_json(folder / "generation_config.json", generation_config(tokenizer.end))
     _write_json(folder / "tokenizer.json", plain)
     _write_json(folder / "tokenizer_config.json", tokenizer_config(shape, end))
-    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors lets nobody else read its file
     return shape.parameter_count
+
+
+def read_bytes(text: str) -> int:
+    """ "5GB" -> 5_000_000_000, "2GiB" -> 2_147_483_648. UserError for what is no size."""
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([kmgt]?)(i?)b", text.strip().lower())
+    size = (
+        int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")) if found else 0
+    )
+    if not size:
+        raise UserError(f"--max-shard {text!r} is not a size like 5GB or 500MB")
+    return size
 
 
 def free_folder(name: str) -> Path:
@@ -113,22 +133,55 @@ def free_folder(name: str) -> Path:
 
 @contextlib.contextmanager
 def _whole(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that becomes it at the end. On any error it goes away: nothing is left."""
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    """A folder beside `target` that becomes it at the end. On any error it goes away: nothing is left.
+
+    It is locked as long as this process lives, so that the next one knows whose were left by a kill.
+    """
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    lock: int | None = None
     try:
         partial.mkdir(parents=True)
+        lock = _lock(partial)
+        _clean(target)
         yield partial
         for path in (*partial.iterdir(), partial):
             _sync(path)
         os.rename(partial, target)  # an empty folder is replaced, any other is an error
         _sync(target.parent)
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+    except OSError as error:
         raise UserError(
-            f"{target}: cannot be written ({reason}): make room or name another folder"
+            f"{target}: cannot be written ({error.strerror}): make room or name another folder"
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _clean(target: Path) -> None:
+    """Removes what killed processes left beside `target`. OSError if its folder cannot be read."""
+    leftover = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.partial")
+    for path in target.parent.iterdir():
+        if leftover.fullmatch(path.name) and path.is_dir():
+            with contextlib.suppress(
+                OSError
+            ):  # this process or another is writing it; or it is somebody else's
+                lock = _lock(path)
+                try:
+                    shutil.rmtree(path)
+                finally:
+                    os.close(lock)
+
+
+def _lock(folder: Path) -> int:
+    """A descriptor that holds it; the kernel gives it back when its process ends. OSError if it is held."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

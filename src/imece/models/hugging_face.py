@@ -71,13 +71,13 @@ def to_hugging_face(
     dtype: torch.dtype = torch.float32,
     end: int | None = None,
 ) -> tuple[Json, Iterator[tuple[str, Tensor]]]:
-    """The content of config.json, and the tensors with their new names, in `dtype`.
+    """The content of config.json, for files in `dtype`, and the tensors with their new names, as they are.
 
     `tensors` are those of `Transformer.named_parameters` in any order; they are taken one by one, as the
     second result is read, and so are its errors: ValueError for a tensor too many or too few, or of another
     shape. end: the token behind each document, which is the one before each document too.
     """
-    return _config_json(config, dtype, end), _renamed(config, tensors, dtype)
+    return _config_json(config, dtype, end), _renamed(config, tensors)
 
 
 def from_hugging_face(folder: Path | str) -> tuple[TransformerConfig, dict[str, Tensor]]:
@@ -97,6 +97,11 @@ def from_hugging_face(folder: Path | str) -> tuple[TransformerConfig, dict[str, 
             f"{path}: not a model that can be read here ({reason}): name another folder"
         ) from error
     return config, _read_tensors(folder, config)
+
+
+def hugging_face_shapes(config: TransformerConfig) -> dict[str, Shape]:
+    """Of all tensors, by their new names, in the order of the model."""
+    return {hugging_face_name(name): shape for name, shape in _shapes(config).items()}
 
 
 def generation_config(end: int) -> Json:
@@ -159,7 +164,7 @@ def _config_json(config: TransformerConfig, dtype: torch.dtype, end: int | None)
 
 
 def _renamed(
-    config: TransformerConfig, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+    config: TransformerConfig, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     expected = _shapes(config)
     for name, tensor in tensors:
@@ -167,7 +172,7 @@ def _renamed(
         if shape != tuple(tensor.shape):
             wanted = "is none of this model's, or came twice" if shape is None else f"should be {list(shape)}"
             raise ValueError(f"{name}, {list(tensor.shape)}, {wanted}")
-        yield hugging_face_name(name), tensor.detach().to(dtype)
+        yield hugging_face_name(name), tensor.detach()
     if expected:
         raise ValueError(f"{len(expected)} tensors are missing, such as {next(iter(expected))}")
 
