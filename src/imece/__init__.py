@@ -27,6 +27,7 @@ from imece.data_parallel.parallelize import parallelize
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.shard import MixedPrecision
 from imece.launch.spawn import spawn
+from imece.membership.steps import steps
 from imece.mesh import Mesh, at_opening, init
 from imece.world import World
 
@@ -62,4 +63,5 @@ __all__ = [
     "send",
     "shared_empty",
     "spawn",
+    "steps",
 ]

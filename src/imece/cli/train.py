@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
     with _progress() as report:
         ranks = make_ready(config, report)
     command = [sys.executable, "-m", "imece", "train", str(RunFolder(config.folder).config_file)]
-    return launch(command, ranks, grace_s=_GRACE_S, direct=True)
+    return launch(command, ranks, grace_s=_GRACE_S, direct=True, restart=True)
 
 
 def read_config(words: list[str]) -> TrainConfig:

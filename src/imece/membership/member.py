@@ -47,6 +47,7 @@ class Member:
         self._alone = world.joining
         self._at = -1 if world.joining else self._roster.newest()
         self._newest = self._at
+        self._stores: list[dist.Store] = []  # a PrefixStore does not keep what is written in Python alive
         self._stop = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="imece-beat", daemon=True)
         self._beating.start()
@@ -101,9 +102,9 @@ class Member:
         """False if it was over before it began."""
         self._at = generation.number  # whoever fails from here on waits for the one after it
         rank, size = generation.members.index(self.number), len(generation.members)
-        store = dist.PrefixStore(
-            f"imece/generation/{generation.number}", _Guarded(self._connect(), self._check)
-        )
+        guarded = _Guarded(self._connect(), self._check)
+        self._stores = [*self._stores[-1:], guarded]
+        store = dist.PrefixStore(f"imece/generation/{generation.number}", guarded)
         companions.forget()
         try:
             meshes.reform(rank, size, store)

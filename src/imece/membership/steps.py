@@ -1,0 +1,150 @@
+"""`imece.steps`: a user's own loop goes on when ranks die.
+
+    for step in imece.steps(1_000, model, optimizer):
+        with step:
+            inputs, targets = batch(step.index, mesh.rank, mesh.world_size)
+            loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+When another rank dies inside of the block, the block is left, the ranks that are there take the state of the
+one that is furthest, and the same step comes again (or the next one, if somebody had finished it). What is in
+the block must therefore depend on the step's number and on this rank and world alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from torch.optim import Optimizer
+
+from imece import mesh as meshes
+from imece.data_parallel.optimizer import numbers_of, set_numbers
+from imece.data_parallel.replicate import DistributedDataParallel
+from imece.membership.member import Member, keeps_roster
+from imece.membership.recovery import Recovered, Recovery
+
+_NOTHING = -1
+
+
+class Stateful(Protocol):
+    """A learning-rate scheduler, a sampler: what has a state of JSON."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+class Step:
+    """One step: a context that another rank's death leaves, to be entered again by the loop's next turn."""
+
+    def __init__(self, index: int, finish: Callable[[BaseException | None], None]) -> None:
+        self.index = index
+        """From 0: how many optimizer updates were made before."""
+        self._finish = finish
+        self.entered = False
+
+    def __enter__(self) -> Self:
+        self.entered = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is not None and not isinstance(error, RuntimeError):
+            return False
+        self._finish(error)
+        return True
+
+
+def steps(
+    total: int,
+    model: DistributedDataParallel,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    also: Sequence[Stateful] = (),
+    start: int = 0,
+    recovered: Callable[[Recovered], None] | None = None,
+) -> Iterator[Step]:
+    """The steps from `start` to `total`, each a context to make one optimizer update in; see above.
+
+    model, optimizer: as `imece.DistributedDataParallel` or `imece.parallelize` gave them; several optimizers
+    as a list. also: learning-rate schedulers and the like, whose state_dict is JSON: a rank that was behind
+    gets that of the rank that was furthest. recovered: called on every rank that has come into a generation.
+
+    Ranks are replaced under `imece launch`. Under other launchers (torchrun, srun) the loop is a plain one: a
+    rank that dies ends all. imece.init()'s mesh, the model and the optimizer stay the same objects; of the mesh
+    rank, world_size and groups change. A program has one such loop.
+
+    RuntimeError if the block was not entered: `with step:`. TypeError for a state that is no JSON.
+    """
+    mesh = meshes.current()
+    if not keeps_roster(mesh):
+        yield from _plain(start, total)
+        return
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+    def state() -> dict[str, Any]:
+        return {
+            "numbers": [numbers_of(each) for each in optimizers],
+            "also": [each.state_dict() for each in also],
+        }
+
+    def take(said: dict[str, Any]) -> None:
+        for each, numbers in zip(optimizers, said["numbers"], strict=True):
+            set_numbers(each, numbers)
+        for thing, found in zip(also, said["also"], strict=True):
+            thing.load_state_dict(found)
+
+    json.dumps(state())  # TypeError now, and not when a rank has died
+    recovery = Recovery(Member(mesh), model, optimizers, state=state, take=take)
+    loop = _Loop(recovery, start, recovered or (lambda _: None))
+    while loop.done < total:
+        step = Step(loop.done, loop.finish)
+        yield step
+        if not step.entered:
+            raise RuntimeError("imece.steps: enter each step, `with step:`, and make its update inside")
+    recovery.end()
+
+
+class _Loop:
+    """How far this rank is."""
+
+    def __init__(self, recovery: Recovery, start: int, recovered: Callable[[Recovered], None]) -> None:
+        self._recovery, self._recovered = recovery, recovered
+        self.done = start
+        if recovery.member.is_joining:
+            self.done = _NOTHING
+            self._recover(None)
+        else:
+            recovery.begin(start)
+
+    def finish(self, error: BaseException | None) -> None:
+        """The block was left: with an update made, or by an error. Raises an error that no death explains."""
+        try:
+            if error is not None:
+                raise error
+            self.done += 1
+            self._recovery.finished(self.done)
+            self._recovery.meet(self.done)
+        except RuntimeError as failed:
+            self._recover(failed)
+
+    def _recover(self, error: BaseException | None) -> None:
+        found = self._recovery.recover(error, self.done)
+        self.done = found.step
+        self._recovered(found)
+
+
+def _plain(start: int, total: int) -> Iterator[Step]:
+    def finish(error: BaseException | None) -> None:
+        if error is not None:
+            raise error
+
+    for index in range(start, total):
+        step = Step(index, finish)
+        yield step
+        if not step.entered:
+            raise RuntimeError("imece.steps: enter each step, `with step:`, and make its update inside")
