@@ -83,6 +83,7 @@ class Gathering:
             handle.remove()
         self._handles.clear()
         self.when_over = None
+        del self._group
         for unit in self.units:
             unit.let_go()
 

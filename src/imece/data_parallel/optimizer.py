@@ -181,6 +181,7 @@ class SteppedParts:
         """
         for part in self._sharding.parts:
             self.optimizer.state.pop(part.parameter, None)
+        del self._sharding
         # By place: load_state_dict makes other groups in the same order.
         for group, whole in zip(self.optimizer.param_groups, self._whole, strict=False):
             group.update(whole)

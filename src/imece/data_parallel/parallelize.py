@@ -32,7 +32,7 @@ from imece.data_parallel.optimizer import (
     who_steps,
 )
 from imece.data_parallel.reducer import Reducer, Way
-from imece.data_parallel.regroup import make_usable, regroup
+from imece.data_parallel.regroup import regroup
 from imece.data_parallel.replicate import DistributedDataParallel, _has_spare_core
 from imece.data_parallel.same import check_same_optimizers, check_same_shapes, sync_from
 from imece.data_parallel.shard import MixedPrecision, Sharding
@@ -228,11 +228,15 @@ class ShardedDataParallel(DistributedDataParallel):
         """
         groups = ShardGroups.of(self._strategy, ranks)
         self._check_divisible(groups)
-        gathering = self.sharding.gathering
-        if gathering is not None and gathering.is_held:
-            raise RuntimeError("regroup() inside of gathered()")
+        self.leave()
         self._groups = groups
         regroup(self, groups.world)
+
+    def leave(self) -> None:
+        """As of DistributedDataParallel. This rank's parts go, and what optimizers keep of them."""
+        if self._kept is None and self.sharding.gathering is not None and self.sharding.gathering.is_held:
+            raise RuntimeError("regroup() or leave() inside of gathered()")
+        super().leave()
 
     def _check_divisible(self, groups: ShardGroups) -> None:
         elements = sum(each.numel() for _, each in self._named_parameters())
@@ -246,9 +250,13 @@ class ShardedDataParallel(DistributedDataParallel):
             stepped.restore()
         super()._let_go()
         self.sharding.let_go()
+        del self.sharding
         self.has_joined = False
-        for slot in self.sharding.slots:
-            make_usable(slot.parameter)
+
+    def _pop_groups(self) -> list[dist.ProcessGroup]:
+        groups: ShardGroups | None = self.__dict__.pop("_groups", None)
+        mine = [groups.shard, groups.replicas] if groups is not None else []
+        return super()._pop_groups() + [each for each in mine if each is not None]
 
     def _alike(self) -> list[tuple[str, torch.Tensor]]:
         if self._dtypes is None:

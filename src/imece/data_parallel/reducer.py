@@ -598,6 +598,8 @@ class Reducer:
         self.detach()
         _lines.pop(self.group, None)
         self.average.give_up()
+        # The graph of a failed forward may know this reducer for long: it is not to know the group.
+        del self.group, self.average, self.finite
         if isinstance(self._used, Pending):
             self._used.give_up()
         self._used, self.awaited, self.stepping = None, [], []

@@ -1,8 +1,8 @@
 """A wrapped model goes on with other ranks, in the same objects: after some have died, or others have come.
 
-    let go    of what belongs to the ranks until now: buckets, hooks, shards, what is under way. Nobody is
-              asked or waited for, so it does not matter who is still there, or in what a backward has failed
-    build     the same as at construction, on the new group, but that no values move
+    leave     let go of what belongs to the ranks until now: buckets, hooks, shards, what is under way. Nobody
+              is asked or waited for, so it does not matter who is still there, or in what a backward failed
+    regroup   build the same as at construction, on the new group, but that no values move
 
 Each parameter keeps its memory until its new bucket takes it in. So no more than one bucket is there twice.
 """
@@ -10,65 +10,110 @@ Each parameter keeps its memory until its new bucket takes it in. So no more tha
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import _JoinConfig
 
+from imece.collectives import checks
+from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel import freed
 from imece.data_parallel.freed import FreedParameter
+from imece.data_parallel.grad_bucket import Hook
 from imece.data_parallel.same import check_same_shapes
+from imece.data_parallel.watch import Watch
 
 if TYPE_CHECKING:
     from imece.data_parallel.replicate import DistributedDataParallel
 
 
-def regroup(model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
-    """As DistributedDataParallel.regroup. If it raises, the next one begins with what this one has left."""
+@dataclass
+class Kept:
+    """What goes from one group to the next."""
+
+    named: list[tuple[str, torch.Tensor]]  # parameters with a place in a bucket
+    watch: Watch | None
+    hook: Hook | None
+    hook_state: Any  # None: the group itself, if `group_is_state`
+    group_is_state: bool
+    buffer_hook_too: bool  # the state of that on buffers
+    meeting: list[Any]  # what else has it as its process_group: synchronised batch norms, states of hooks
+
+    @classmethod
+    def of(cls, model: DistributedDataParallel) -> Kept:
+        reducer, group = model.reducer, model.process_group
+        others = [reducer.hook_state, *model.module.modules()]
+        return cls(
+            [(slot.name, slot.parameter) for slot in reducer.slots],
+            reducer.watch,
+            reducer.hook,
+            None if reducer.hook_state is group else reducer.hook_state,
+            reducer.hook_state is group,
+            model._buffer_hook is not None and model._buffer_hook[1] is group,
+            [each for each in others if getattr(each, "process_group", None) is group],
+        )
+
+    def move(self, model: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
+        """Those beside the model to another group."""
+        for each in self.meeting:
+            each.process_group = group
+        if self.group_is_state:
+            self.hook_state = group
+        if self.buffer_hook_too and model._buffer_hook is not None:
+            hook, _, location = model._buffer_hook
+            model._buffer_hook = hook, group, location
+
+
+def leave(model: DistributedDataParallel) -> None:
+    """As DistributedDataParallel.leave; again after a `regroup` that has raised."""
     if torch._C._current_graph_task_id() != -1:
-        raise RuntimeError("regroup() inside of backward")
-    old, before = model.reducer, model.process_group
-    named = [(slot.name, slot.parameter) for slot in old.slots]
-    model._let_go()
-    for _, parameter in named:
+        raise RuntimeError("regroup() or leave() inside of backward")
+    if model._kept is None:
+        model._kept = Kept.of(model)
+        model._let_go()
+    for _, parameter in model._kept.named:
         parameter.grad = None
-    model.process_group = group
+        _make_usable(parameter)
+    model._kept.move(model, None)
     model.__dict__.pop("device_mesh", None)
     model._join_config = _JoinConfig.construct_disabled_join_config()  # a failed join leaves it on
+    groups = model._pop_groups()
+    has_connections = any(not isinstance(group, SharedMemoryGroup) for group in groups)
+    while groups:
+        if checks.checker(groups[-1]) is not None:  # its name may be another's by now
+            checks.release(groups[-1])
+        groups.pop()
+    if has_connections:
+        gc.collect()  # errors and the frames that they came through know each other, and the group
+
+
+def regroup(model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+    """After leave. If it raises, the next leave begins with what this one has left."""
+    kept = model._kept
+    assert kept is not None
+    model.process_group = group
+    kept.move(model, group)
     model.require_forward_param_sync = True
     model._synchronised = 0  # those that have just come count from here too
-    _replace_in_others(model, before, group)
     model._choose_way()
     check_same_shapes(model._alike(), group, model.device)
-    with _wanting_gradients(named):
-        model._make_reducer(named)
-    model.reducer.watch = old.watch
-    model.reducer.hook, model.reducer.hook_state = old.hook, old.hook_state
+    with _wanting_gradients(kept.named):
+        model._make_reducer(kept.named)
+    model.reducer.watch = kept.watch
+    model.reducer.hook, model.reducer.hook_state = kept.hook, kept.hook_state
+    model._kept = None
 
 
-def make_usable(parameter: torch.Tensor) -> None:
+def _make_usable(parameter: torch.Tensor) -> None:
     """Of a parameter that is freed: all elements are one 0, since nobody has the others any more."""
     if isinstance(parameter, FreedParameter):
         freed.revive(parameter)
         nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
         parameter.data = nothing.expand(parameter.shape)
-
-
-def _replace_in_others(
-    model: DistributedDataParallel, before: dist.ProcessGroup, group: dist.ProcessGroup
-) -> None:
-    """What meets in the model's group without being of it: synchronised batch norms, states of hooks."""
-    if model.reducer.hook_state is before:
-        model.reducer.hook_state = group
-    if model._buffer_hook is not None and model._buffer_hook[1] is before:
-        hook, _, location = model._buffer_hook
-        model._buffer_hook = hook, group, location
-    others: list[Any] = [model.reducer.hook_state, *model.module.modules()]
-    for each in others:
-        if getattr(each, "process_group", None) is before:
-            each.process_group = group
 
 
 @contextlib.contextmanager

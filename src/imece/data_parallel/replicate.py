@@ -27,7 +27,7 @@ from imece.data_parallel.grad_bucket import Hook, check_hook
 from imece.data_parallel.joining import DDPJoinHook, agree, common_rank
 from imece.data_parallel.outputs import tensors_in
 from imece.data_parallel.reducer import Reducer, Way
-from imece.data_parallel.regroup import regroup
+from imece.data_parallel.regroup import Kept, leave, regroup
 from imece.data_parallel.same import check_drift, check_same_shapes, sync_from
 from imece.data_parallel.shard import squared_norm
 from imece.data_parallel.trace import StepTrace
@@ -130,6 +130,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._choose_way()
         self._over: Over = average
         self._check_finite = check_finite
+        self._kept: Kept | None = None  # between leaving one group and joining another
         self._buffer_hook: tuple[BufferHook, Any, _BufferCommHookLocation] | None = None
         self._synchronised = 0  # forwards whose backward is synchronised
         if init_sync:
@@ -221,13 +222,26 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Go on with other ranks: with the same model, optimizers and options, on another mesh or group.
 
         All of its ranks call it, those that have come too, outside of forward, backward and join. The group
-        until now may be broken or gone: nobody asks it, and what a failed backward has left is dropped,
-        gradients too. No values move: whoever calls this brings about the same ones on all ranks. What is
-        chosen by itself is chosen anew; if this raises, as a rank may die during it, it can be called again.
+        until now is left if it was not before, see `leave`. No values move: whoever calls this brings about
+        the same ones on all ranks. What is chosen by itself is chosen anew. If this raises, as a rank may die
+        during it, it can be called again.
 
         MismatchError: the ranks' models differ. RuntimeError: inside of a backward.
         """
-        regroup(self, ranks.world_group if isinstance(ranks, Mesh) else group_or_default(ranks))
+        group = ranks.world_group if isinstance(ranks, Mesh) else group_or_default(ranks)
+        self.leave()
+        regroup(self, group)
+
+    def leave(self) -> None:
+        """Have nothing to do with the ranks until now any more; after it comes `regroup`, and nothing else.
+
+        They may be gone: nobody is asked. What a failed backward has left is dropped, gradients too. Call it
+        before the group is destroyed, outside of `except`: while anything knows a group of Gloo's, its
+        connections stay open, and ranks that wait for this one do not see that it has left.
+
+        RuntimeError: inside of a backward.
+        """
+        leave(self)
 
     def record_trace(self, record: bool = True) -> None:
         """From now on `last_trace` holds the times of the latest synchronised step."""
@@ -434,8 +448,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._set_caps(*self._asked_caps)
 
     def _let_go(self) -> None:
-        """Before another reducer is made: of what belongs to this one."""
+        """Of what belongs to the ranks until now."""
         self.reducer.close()
+        del self.reducer
+
+    def _pop_groups(self) -> list[dist.ProcessGroup]:
+        """All that this knows, and no longer knows."""
+        group = self.__dict__.pop("process_group", None)
+        return [] if group is None else [group]
 
     def _alike(self) -> list[tuple[str, torch.Tensor]]:
         """What all ranks must have in the same shapes."""

@@ -228,6 +228,7 @@ class Sharding:
         for kept in (self.stores, self.parts, self._spare):
             kept.clear()
         self._borrowed.clear()
+        del self.groups
         if self.gathering is not None:
             self.gathering.let_go()
 
