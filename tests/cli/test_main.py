@@ -59,7 +59,15 @@ def test_help_and_version() -> None:
         ("launch --ranks -1 x.py", "--ranks -1"),
         ("launch --ranks 99999 x.py", "99999"),
         ("launch --nproc_per_node=0 x.py", "--ranks 0"),
-        ("launch --nproc-per-node gpu x.py", "'gpu'"),
+        ("launch --nproc-per-node many x.py", "'many'"),
+        ("launch --nnodes 2 --ranks 2 x.py", "--nnodes 2: imece launch starts the ranks of one host"),
+        ("launch --nnodes=1:4 --ranks 2 x.py", "--nnodes 1:4"),
+        ("launch --node_rank 1 --ranks 2 x.py", "--node-rank 1"),
+        ("launch --max-restarts 2 x.py", "how many ranks?"),
+        ("launch --ranks 2 --max-restarts -1 x.py", "--max-restarts -1"),
+        ("launch --ranks 2 --min-ranks 3 x.py", "--min-ranks 3: from 1 to 2"),
+        ("launch --ranks 2 --silent-s 0.1 x.py", "--silent-s 0.1"),
+        ("launch --ranks 1 --log-dir /dev/null/x tests/conftest.py", "/dev/null/x"),
         ("launch --ranks 2 missing.py", "'missing.py'"),
         ("launch --ranks 2 ../missing.py", "'../missing.py'"),
         ("launch --ranks 2 /", "'/'"),
@@ -86,6 +94,11 @@ _OPTIONS = [
     "--no-python",
     "--standalone",
     "--grace-s",
+    "--min-ranks",
+    "--max_restarts",
+    "--silent-s=2",
+    "--nnodes=1",
+    "--log-dir",
     "--help",
 ]
 _TYPED = [*_OPTIONS, "launch", "--", "-", "2", "0", "-1", "1e999", "nan", "../../x"]
@@ -97,7 +110,7 @@ _WORDS = st.sampled_from([*_TYPED, "x\ny", "\0", "--ranks=\x1b[2J", "é", ""]) |
 @example(["--ranks", "2", "x" * 5000])
 @example(["--ranks", "2", "a\nb\x1b[31m"])
 def test_any_words_are_refused_in_one_line(words: list[str]) -> None:
-    def no_launch(command: Sequence[str], ranks: int, *, grace_s: float) -> int:
+    def no_launch(command: Sequence[str], ranks: int, **_: object) -> int:
         raise UserError("would start")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -122,6 +135,26 @@ def test_what_follows_the_script_is_its_own() -> None:
     assert split(["--ranks=2", "--", "-s.py"]) == (["--ranks=2"], ["-s.py"])
     assert split(["--ranks", "2", "-m", "a.b", "-m"]) == (["--ranks", "2", "-m"], ["a.b", "-m"])
     assert split(["--ranks"]) == (["--ranks"], [])
+    assert split(["--rdzv_id", "x", "-r", "3", "s.py"]) == (["--rdzv_id", "x", "-r", "3"], ["s.py"])
+
+
+def test_torchruns_options_for_one_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def no_launch(command: Sequence[str], ranks: int, **_: object) -> int:
+        asked.append(ranks)
+        return 0
+
+    monkeypatch.setattr("imece.cli.launch.launch", no_launch)
+    (tmp_path / "s.py").touch()
+    words = "--nnodes 1 --nproc_per_node=2 --rdzv-backend c10d --rdzv_endpoint=a:1 --max-restarts=3"
+    assert run("launch", *words.split(), str(tmp_path / "s.py"), "--nnodes", "7") == (
+        0,
+        "",
+        "imece: --rdzv-backend, --rdzv-endpoint: not needed, the ranks of one host meet at a free port\n",
+    )
+    assert run("launch", "--nproc-per-node", "cpu", str(tmp_path / "s.py"))[0] == 0
+    assert asked == [2, os.cpu_count()]
 
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,9 +27,9 @@ class Outcome:
 
 
 class Launcher:
-    """A running `imece launch`. Use it in a `with`, which ends it; or `run_launch`."""
+    """A running `imece launch`, or `call` in its place. Use it in a `with`, which ends it, or run_launch."""
 
-    def __init__(self, *arguments: str | Path) -> None:
+    def __init__(self, *arguments: str | Path, call: Callable[[], int] | None = None) -> None:
         self._out = tempfile.TemporaryFile()  # noqa: SIM115  (closed on leaving the block)
         self._err = tempfile.TemporaryFile()  # noqa: SIM115  (closed on leaving the block)
         self._outcome: Outcome | None = None
@@ -46,7 +47,7 @@ class Launcher:
                     signal.signal(
                         number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler
                     )
-                status = main(["launch", *map(str, arguments)])
+                status = main(["launch", *map(str, arguments)]) if call is None else call()
             except BaseException:  # noqa: BLE001  (a copy of pytest must never return from here)
                 traceback.print_exc()
             finally:

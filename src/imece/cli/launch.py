@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import tyro
 
 from imece.cli.options import parse
@@ -21,10 +22,21 @@ from imece.launch.processes import MAX_RANKS
 PROG = "imece launch"
 DESCRIPTION = (
     "Run a script on several ranks of this host: imece launch --ranks 4 [options] script.py [its arguments]. "
-    "The script finds torchrun's environment variables. What follows it belongs to the script."
+    "The script finds torchrun's environment variables. What follows it belongs to the script. A rank that "
+    "dies is replaced while the others go on, if the script is made for that; of any other script all ranks "
+    "start again, if --max-restarts says so. torchrun's options for one host are taken too."
 )
-_MAX_GRACE_S = 86_400.0
-_WITH_VALUE = ("--ranks", "--nproc-per-node", "--grace-s")
+_MAX_SECONDS = 86_400.0
+_RANKS = ("--ranks", "--nproc-per-node")
+_WITH_VALUE = (
+    *_RANKS, "--grace-s", "--min-ranks", "--max-restarts", "--silent-s", "--log-dir",
+)  # fmt: skip
+_DEVICES = ("auto", "gpu", "cpu")
+_HOSTS = ("--nnodes", "--node-rank")
+_TORCHRUN_ONLY = (
+    "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--master-addr", "--master-port",
+    "--local-addr", "--monitor-interval", "--start-method", "--role", "--redirects", "-r", "--tee", "-t",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,14 +51,31 @@ class LaunchOptions:
     """Run the script with Python; --no-python: it is a program of its own."""
     standalone: tyro.conf.FlagCreatePairsOff[bool] = False
     """Changes nothing: taken for torchrun's sake."""
+    min_ranks: int = 1
+    """The run ends (or starts again, with --max-restarts) once fewer ranks than these are left."""
+    max_restarts: int | None = None
+    """How many times in all a dead rank is replaced, or all are started again where the others do not go on.
+    None: a dead rank is replaced as long as steps are finished, and all are never started again."""
+    silent_s: float = 10.0
+    """Seconds after which a rank that no longer says that it lives is ended, as if it had died; 0: never."""
+    log_dir: Path | None = None
+    """A folder for what each rank prints: rank-0.log, rank-1.log, ..."""
     grace_s: float = 30.0
     """Seconds between a signal that is passed on to the ranks and SIGKILL."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= MAX_RANKS:
             raise ValueError(f"--ranks {self.ranks}: from 1 to {MAX_RANKS} ranks can run on one host")
-        if not 0 <= self.grace_s <= _MAX_GRACE_S:
-            raise ValueError(f"--grace-s {self.grace_s}: from 0 to {_MAX_GRACE_S:.0f} seconds are possible")
+        if not 1 <= self.min_ranks <= self.ranks:
+            raise ValueError(f"--min-ranks {self.min_ranks}: from 1 to {self.ranks}, the ranks to start")
+        if self.max_restarts is not None and self.max_restarts < 0:
+            raise ValueError(f"--max-restarts {self.max_restarts}: 0 or more are possible")
+        if self.silent_s and not 1 <= self.silent_s <= _MAX_SECONDS:
+            raise ValueError(
+                f"--silent-s {self.silent_s}: from 1 to {_MAX_SECONDS:.0f} seconds, or 0 for never"
+            )
+        if not 0 <= self.grace_s <= _MAX_SECONDS:
+            raise ValueError(f"--grace-s {self.grace_s}: from 0 to {_MAX_SECONDS:.0f} seconds are possible")
         if self.module and not self.python:
             raise ValueError("--module and --no-python exclude each other")
 
@@ -54,12 +83,59 @@ class LaunchOptions:
 def run(argv: Sequence[str]) -> int:
     """`imece launch ARGV`: the exit status of the ranks (see launch/local.py)."""
     own, command = split(argv)
-    if all(word.startswith(("-m", "--module", "--no-python", "--standalone")) for word in own):
+    own, needless = for_one_host(own)
+    typed = {word.partition("=")[0].replace("_", "-") for word in own if word.startswith("-")}
+    if typed <= {*_WITH_VALUE, "-m", "--module", "--no-python", "--standalone"} - {*_RANKS}:
         raise UserError(f"how many ranks? For two: {PROG} --ranks 2 {' '.join(command) or 'script.py'}")
     options = parse(LaunchOptions, own, PROG, DESCRIPTION)
     if not command:
         raise UserError(f"there is no script to run: {PROG} --ranks {options.ranks} script.py")
-    return launch(program(command, options), options.ranks, grace_s=options.grace_s)
+    words = program(command, options)
+    if needless:
+        names = ", ".join(dict.fromkeys(needless))
+        print(f"imece: {names}: not needed, the ranks of one host meet at a free port", file=sys.stderr)
+    return launch(
+        words,
+        options.ranks,
+        grace_s=options.grace_s,
+        min_ranks=options.min_ranks,
+        max_restarts=options.max_restarts,
+        restart=bool(options.max_restarts),
+        exceptions=True,
+        silent_s=options.silent_s,
+        logs=options.log_dir,
+    )
+
+
+def for_one_host(own: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our options without torchrun's, and the names of those not needed; UserError for several hosts."""
+    left, needless = [], []
+    words = iter(own)
+    for word in words:
+        typed, equals, value = word.partition("=")
+        name = typed.replace("_", "-")
+        if name in _HOSTS or name in _TORCHRUN_ONLY:
+            value = value if equals else next(words, "")
+            if name in _TORCHRUN_ONLY:
+                needless.append(name)
+            elif value not in (("1", "1:1") if name == "--nnodes" else ("0",)):
+                raise UserError(
+                    f"{name} {value}: {PROG} starts the ranks of one host; for several use torchrun or srun"
+                )
+        elif name in _RANKS:
+            given = [value] if equals else [following for following in [next(words, None)] if following]
+            left += [name, *(str(_devices(text)) if text in _DEVICES else text for text in given)]
+        else:
+            left.append(word)
+    return left, needless
+
+
+def _devices(kind: str) -> int:
+    """torchrun's words for a number of ranks."""
+    gpus = torch.cuda.device_count() if kind != "cpu" else 0
+    if kind == "gpu" and not gpus:
+        raise UserError("--nproc-per-node gpu: there is no GPU on this host")
+    return gpus or os.cpu_count() or 1
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -71,7 +147,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             return list(argv[:index]), list(argv[index + 1 :])
         if not word.startswith("-") or word == "-":
             break
-        index += 2 if word.replace("_", "-") in _WITH_VALUE else 1
+        index += 2 if word.replace("_", "-") in (*_WITH_VALUE, *_HOSTS, *_TORCHRUN_ONLY) else 1
     return list(argv[:index]), list(argv[index:])
 
 

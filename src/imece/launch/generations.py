@@ -233,7 +233,7 @@ class Generations:
         """Count this death, and say whether it is one too many."""
         if self._steps is not None and (self._steps_then is None or self._steps > self._steps_then):
             self._deaths = 0
-        all_ran = all(self._started_s[member] <= self._counted_s for member in self._failed)
+        all_ran = all(self._started_s[member] < self._counted_s for member in self._failed)
         if not (self._deaths and all_ran and now - self._counted_s < _BURST_S):
             self._deaths += 1
             self._counted_s = now
