@@ -19,8 +19,10 @@ import psutil
 import pytest
 
 import imece.launch.job
+from imece import status
 from imece.launch.local import launch
 from imece.membership.roster import Generation
+from imece.status import Failure
 from tests.launch.launcher import Launcher, Outcome
 
 HEAD = """
@@ -135,8 +137,8 @@ def test_one_that_is_stopped_is_evicted_with_what_it_started(start: Start, tmp_p
     text = """
 import subprocess
 say("resilient")
-say("beat", "1 0")
 wait_for_all("resilient", 3)
+say("beat", "1 0")
 if slot == 1 and not joins:
     subprocess.Popen(["sleep", "1000"])
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -245,6 +247,33 @@ time.sleep(1000)
     assert last_line(outcome).endswith("failed with exit status 1; the other 2 ranks were ended")
 
 
+def test_a_hang_is_ended_with_the_stacks_of_all(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_failure(store: object, member: int) -> Failure | None:
+        return Failure(0.0, "CollectiveTimeoutError", "rank 0 did not come", True) if member == 1 else None
+
+    monkeypatch.setattr(status, "read_failure", read_failure)
+    text = """
+import faulthandler
+if slot == 0: faulthandler.register(signal.SIGUSR1)
+say("resilient")
+def hangs(): time.sleep(1000)
+wait_for_all("resilient", 3)
+if slot == 1: sys.exit(1)
+hangs()
+"""
+    begin = time.monotonic()
+    with start(text, 3) as launcher:
+        outcome = launcher.wait()
+    assert time.monotonic() - begin < 5
+    assert outcome.status == 1 and re.search(r"^\[rank 0\] .* in hangs$", outcome.err, re.MULTILINE)
+    assert "CollectiveTimeoutError: rank 0 did not come" in last_line(outcome)
+    assert last_line(outcome).endswith("; the other 2 ranks were ended"), (
+        "one without a handler lives until then"
+    )
+
+
 @pytest.mark.parametrize("too_few", [True, False])
 def test_all_start_again(start: Start, tmp_path: Path, too_few: bool) -> None:
     """Because the others do not go on, or are too few. Nothing is left of those who ignore SIGTERM."""
@@ -296,6 +325,28 @@ while not (folder / "joins-2").exists(): time.sleep(0.01)
         outcome = launcher.wait()
     assert outcome.status == 0, outcome.err
     assert time.monotonic() - begin < 8 and generations(tmp_path) == [[0, 1], [0]]
+
+
+def test_one_that_was_just_taken_in_has_time_to_finish(start: Start, tmp_path: Path) -> None:
+    """Beside it there is one that nobody will take in."""
+    text = """
+say("resilient")
+if joins:
+    say("joins")
+    if member == 4: time.sleep(1000)
+    say("ready")
+    while 3 not in newest()["members"]: time.sleep(0.01)
+    time.sleep(3.5)
+    print("done", flush=True)
+    sys.exit()
+wait_for_all("resilient", 3)
+if slot: os.kill(os.getpid(), 9)
+while 3 not in newest()["members"] or not (folder / "joins-4").exists(): time.sleep(0.01)
+"""
+    with start(text, 3) as launcher:
+        outcome = launcher.wait()
+    assert outcome.status == 0, outcome.err
+    assert "done" in outcome.out
 
 
 def test_a_signal_reaches_those_who_join(start: Start, tmp_path: Path) -> None:

@@ -68,9 +68,9 @@ class Job:
         self._passed_on = 0  # to how many ranks
         self._ended_by_us: set[int] = set()
         self._let_go: set[int] = set()  # those whom nobody needs any more
-        self._evicted: dict[int, float] = {}  # and when to kill them
+        self._evicted: set[int] = set()
+        self._kill_at: dict[int, float] = {}
         self._replacements: list[tuple[float, int]] = []  # when, slot
-        self._kill_at = _NEVER
         self._poll_at = 0.0
         self._look_at = 0.0
 
@@ -120,7 +120,7 @@ class Job:
         return [member for member, ending in self._endings.items() if ending.ok]
 
     def _next_time(self) -> float:
-        times = [time.monotonic() + 60.0, self._kill_at, *self._evicted.values()]
+        times = [time.monotonic() + 60.0, *self._kill_at.values()]
         times += [at for at in (self._generations.blame_at, self._again_at) if at is not None]
         times += [at for at, _ in self._replacements]
         if self._is_calm:
@@ -134,14 +134,9 @@ class Job:
 
     def _on_time(self, now: float) -> None:
         """Do what is due."""
-        if now >= self._kill_at:
-            self._kill_at = _NEVER
-            for member in self._crew.living:
-                self._crew.kill(member)
-        for member in [member for member, at in self._evicted.items() if now >= at]:
-            self._evicted[member] = _NEVER
-            if member in self._crew.living:
-                self._crew.kill(member)
+        for member in [member for member, at in self._kill_at.items() if now >= at]:
+            del self._kill_at[member]
+            self._crew.kill(member)
         blame_at = self._generations.blame_at
         if blame_at is not None and now >= blame_at:
             self._follow(self._generations.overdue(self._roster.all_resilient, now), now)
@@ -182,12 +177,16 @@ class Job:
             for member in self._silence.look(beats, now)
             if member not in self._evicted and not status.has_closed(self._store, member)
         ]
-        stopped = [member for member in silent if is_stopped(self._crew.living[member].pid)]
+        if not silent:
+            return
+        suspects = [member for member in self._silence.suspects() if member not in self._evicted]
+        stopped = [member for member in suspects if is_stopped(self._crew.living[member].pid)]
         if stopped:
             self._silence.forgive()
         for member in stopped or silent:
             shows = member not in stopped and self._ask_for_stacks(member)
-            self._evicted[member] = now + (_STACKS_S if shows else 0.0)
+            self._evicted.add(member)
+            self._kill_at[member] = now + (_STACKS_S if shows else 0.0)
 
     def _ask_for_stacks(self, member: int) -> bool:
         """Let it print where it is, if it can."""
@@ -225,7 +224,8 @@ class Job:
         failure = status.read_failure(self._store, member)
         by_us = member in self._ended_by_us and (failure is None or failure.time_s > self._over_since)
         early = code == 0 and status.left_early(self._store, member)
-        silent_s = self._order.silent_s if self._evicted.pop(member, None) is not None else None
+        silent_s = self._order.silent_s if member in self._evicted else None
+        self._kill_at.pop(member, None)
         return Ending(process.slot, process.pid, code, now, failure, early, by_us, silent_s)
 
     def _follow(self, verdict: Verdict, now: float) -> None:
@@ -253,7 +253,7 @@ class Job:
     def _start_again(self) -> None:
         for member in list(self._crew.ended):
             self._forget(member)
-        self._again_at, self._kill_at, self._over_since = None, _NEVER, _NEVER
+        self._again_at, self._over_since = None, _NEVER
         self._ended_by_us.clear()
         self._let_go.clear()
         self.start()
@@ -296,13 +296,13 @@ class Job:
         self._end_ranks(list(self._crew.living), passed_on, 0.0 if again else self._order.grace_s)
 
     def _end_ranks(self, members: Sequence[int], number: int, grace_s: float) -> None:
-        """Send them a signal, and after `grace_s` SIGKILL to all that live, and to all they started."""
+        """Send them a signal, and after `grace_s` SIGKILL to them and to all they started."""
         now = time.monotonic()
         self._over_since = min(self._over_since, now)
         for member in members:
             self._ended_by_us.add(member)
             self._crew.signal(member, number)
-        self._kill_at = now + grace_s
+            self._kill_at[member] = now + grace_s
 
     def _name(self, member: int) -> str:
         process = self._crew.living[member]

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_LOOKS = 4  # with the same beat, at least
+_LOOKS = 8  # in the time after which a member is found silent
 
 
 @dataclass
 class _Watched:
     beats: int
     silent_s: float = 0.0
-    looks: int = 0
 
 
 class Silence:
@@ -24,13 +23,14 @@ class Silence:
     def __init__(self, limit_s: float) -> None:
         """`limit_s`: how long a member may be silent; 0: for ever."""
         self.limit_s = limit_s
-        self.interval_s = min(1.0, limit_s / (2 * _LOOKS)) if limit_s else 1.0
+        self.interval_s = min(1.0, limit_s / _LOOKS) if limit_s else 1.0
         """How often to look."""
         self._watched: dict[int, _Watched] = {}
         self._last_s: float | None = None
 
     def look(self, beats: Mapping[int, int], now: float) -> list[int]:
         """Those that are silent. `beats`: how often each member has beaten, of those that should."""
+        # However late a look comes, it takes at least half of _LOOKS to find anybody silent.
         passed_s = 0.0 if self._last_s is None else min(now - self._last_s, 2 * self.interval_s)
         self._last_s = now
         before, self._watched = self._watched, {}
@@ -40,14 +40,16 @@ class Silence:
                 watched = _Watched(count)
             else:
                 watched.silent_s += passed_s
-                watched.looks += 1
             self._watched[member] = watched
-        return [
-            member
-            for member, watched in self._watched.items()
-            if self.limit_s and watched.silent_s >= self.limit_s and watched.looks >= _LOOKS
-        ]
+        return self._silent_for(self.limit_s) if self.limit_s else []
+
+    def suspects(self) -> list[int]:
+        """Those that are silent for half as long at least: of them, others may be waiting for one."""
+        return self._silent_for(self.limit_s / 2)
 
     def forgive(self) -> None:
         """Whoever waits for a silent one may be silent too: count anew for all."""
         self._watched = {}
+
+    def _silent_for(self, limit_s: float) -> list[int]:
+        return [member for member, watched in self._watched.items() if watched.silent_s >= limit_s]
