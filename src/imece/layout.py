@@ -20,7 +20,7 @@ import json
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -68,7 +68,8 @@ class Part:
 class Bucket:
     """A flat buffer: items one after another without gaps, then padding; empty if all its items are.
 
-    With whole items (see `build`) each shard ends in padding, and no item lies in two of them.
+    With whole items (see `build`) each shard ends in padding, and no item lies in two of them; with blocks
+    there is padding after each item.
     """
 
     index: int
@@ -170,6 +171,7 @@ def build(
     order: Sequence[int] | None = None,
     whole: Collection[int] = (),
     modules_whole: bool = False,
+    blocks: Mapping[int, int] | None = None,
 ) -> Layout:
     """Put items into buckets in `order`: indices into `items`, by default the last item first.
 
@@ -188,6 +190,8 @@ def build(
     Their caps count once a shard. Items are dealt to the rank with the least work so far, the most expensive
     one of a bucket first; the work of an item of shape [..., m, n] is m * n * min(m, n), that of a matrix
     product with itself.
+
+    blocks: {group: elements}; shards cut its items at multiples of so many of their elements only.
 
     ValueError, with names and numbers, for: a name given twice, a negative dim, an itemsize below 1 or two of
     them for one dtype, a cap or align_bytes below 1, align_bytes that is no multiple of an itemsize,
@@ -217,7 +221,8 @@ def build(
     buckets = []
     for i, content in enumerate(contents):
         dealt = _deal(content, items, work) if items[content[0]].group in whole else [content]
-        buckets.append(_bucket(i, dealt, items, shards, align_bytes))
+        block = (blocks or {}).get(items[content[0]].group, 1)
+        buckets.append(_bucket(i, dealt, items, shards, align_bytes, block))
     return Layout(items, tuple(buckets))
 
 
@@ -254,19 +259,24 @@ def _fill(
 
 
 def _bucket(
-    index: int, dealt: Sequence[Sequence[int]], items: Sequence[Item], shards: int, align_bytes: int
+    index: int,
+    dealt: Sequence[Sequence[int]],
+    items: Sequence[Item],
+    shards: int,
+    align_bytes: int,
+    block: int,
 ) -> Bucket:
     """dealt: the items that lie one after another in all shards together, or those of each shard."""
     first = next(items[item] for each in dealt for item in each)
-    step = align_bytes // first.itemsize * (shards if len(dealt) == 1 else 1)
-    longest = max(sum(items[item].numel for item in each) for each in dealt)
+    step = math.lcm(align_bytes // first.itemsize, block) * (shards if len(dealt) == 1 else 1)
+    longest = max(sum(-(-items[item].numel // block) * block for item in each) for each in dealt)
     length = -(-longest // step) * step
     places = []
     for at, each in enumerate(dealt):
         end = at * length
         for item in each:
             places.append(Place(item, end, end + items[item].numel))
-            end = places[-1].stop
+            end += -(-items[item].numel // block) * block
     return Bucket(
         index=index,
         dtype=first.dtype,

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from imece.data_parallel.block_wise import followed
 from imece.data_parallel.parts import Part
 from imece.data_parallel.shard import Sharding
 
@@ -158,6 +159,7 @@ class SteppedParts:
         index = {id(each): at for at, each in enumerate(self._all)}
         self._parameters = [each for each in parameters_of(optimizer) if id(each) in index]
         parts: Mapping[int, list[Part]] = _by_index(sharding.parts)
+        follow = followed(optimizer)
         for group in optimizer.param_groups:
             self._whole.append({key: list(group[key]) for key in ("params", "param_names") if key in group})
             mine: list[tuple[torch.Tensor, str]] = []
@@ -167,6 +169,7 @@ class SteppedParts:
                     continue
                 state = optimizer.state.pop(parameter, None)
                 for part in parts.get(index[id(parameter)], []):
+                    follow(parameter, part.parameter)
                     mine.append((part.parameter, name))
                     if state is not None:
                         optimizer.state[part.parameter] = _part_of_state(state, part)

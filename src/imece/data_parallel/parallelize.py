@@ -18,6 +18,7 @@ from imece import mesh as meshes
 from imece.collectives import ops
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel.average import Average, Over
+from imece.data_parallel.block_wise import block_of
 from imece.data_parallel.cast import cast_buffers
 from imece.data_parallel.gathered import fill_state, gathered
 from imece.data_parallel.gathering import Gathering, GatherOptions
@@ -167,6 +168,7 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def _make_reducer(self, named: list[tuple[str, torch.Tensor]]) -> None:
         whole = [at for at, each in enumerate(self._optimizers) if not is_element_wise(each)]
+        blocks = {at: block_of(each) for at, each in enumerate(self._optimizers) if at not in whole}
         self._check_divisible(self._groups)
         kinds = kinds_of(named, self._optimizers, self.module)
         units, gathering, fill = self._divide()
@@ -175,6 +177,7 @@ class ShardedDataParallel(DistributedDataParallel):
             named,
             kinds,
             whole,
+            blocks,
             self._strategy,
             self._groups,
             cap_bytes=self._cap_bytes(),

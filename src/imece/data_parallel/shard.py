@@ -15,7 +15,7 @@ Since a sum over ranks runs in the order of ranks, whoever computes it, all of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +74,7 @@ class Sharding:
         named: Sequence[tuple[str, torch.Tensor]],
         kinds: Sequence[int],
         whole: Collection[int],
+        blocks: Mapping[int, int],
         strategy: Strategy,
         groups: ShardGroups,
         *,
@@ -87,11 +88,11 @@ class Sharding:
     ) -> None:
         """named: parameters that want a gradient; kinds: of each the number of its optimizer.
 
-        whole: optimizers that step whole matrices. wire: "bf16" for gradients that travel in bf16 and are
-        summed in fp32, in hybrid strategies between hosts only, as in a hierarchical all-reduce. units: of
-        each parameter the number of its unit, which it shares a bucket with. gathering: of parameters that
-        are not in common memory. fill: gives a unit's parameters memory and values, if they have none. All
-        ranks of `groups.world` construct together.
+        whole: optimizers that step whole matrices; blocks: of others, how many elements must not be cut.
+        wire: "bf16" for gradients that travel in bf16 and are summed in fp32, in hybrid strategies between
+        hosts only, as in a hierarchical all-reduce. units: of each parameter the number of its unit, which it
+        shares a bucket with. gathering: of parameters that are not in common memory. fill: gives a unit's
+        parameters memory and values, if they have none. All ranks of `groups.world` construct together.
         dtypes: of the parameters' masters, where parameters are in fewer bits already.
         """
         self.strategy, self.groups, self.whole = strategy, groups, frozenset(whole)
@@ -112,6 +113,7 @@ class Sharding:
             align_bytes=ALIGN_BYTES,
             modules_whole=True,
             whole=[group for group, (_, kind) in enumerate(self._pairs) if kind in self.whole],
+            blocks={group: blocks.get(kind, 1) for group, (_, kind) in enumerate(self._pairs)},
         )
         self.stores = self._all_stores(fill)
         self.parts = [part for store in self.stores for part in store.parts]
