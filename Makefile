@@ -68,6 +68,7 @@ bench: setup $(BENCH_STAMP)  ## measure the collectives; figures go to build/ben
 	$(VENV_PYTHON) -m imece bench step --parameters 1000,10000
 	$(VENV_PYTHON) -m imece bench step --strategy all --memory --json build/bench/strategies.json
 	$(VENV_PYTHON) -m imece bench memory --json build/bench/memory.json --plot build/bench/memory.png
+	$(VENV_PYTHON) -m imece bench save --json build/bench/save.json
 	$(VENV_PYTHON) -m imece bench train --json build/bench/train.json
 
 clean:  ## remove what was built, .venv excepted

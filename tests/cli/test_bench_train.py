@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from imece.bench import train, train_rank, train_targets
+from imece.bench import resident, train, train_targets
 from imece.bench.train import Results, Save
 from imece.bench.train_contenders import QUICK, Plan, batch_of
 from imece.bench.train_targets import ALONE, ONE_RANK, OURS, PLAIN, SAME_LOSS, TRAIN, WAYS
@@ -108,12 +108,12 @@ def test_a_save_is_judged_by_the_rank_that_suffers_most() -> None:
 def test_the_peak_of_memory_counts_from_when_it_is_asked() -> None:
     nbytes = 100 * 2**20
     torch.empty(nbytes, dtype=torch.uint8).fill_(1)  # before, so it does not count
-    before = train_rank._peak_from_now_on()
+    before = resident.peak_from_now_on()
     if before is None:
         pytest.skip("this kernel does not tell the peak of resident memory")
-    assert train_rank._peak_bytes() - before < nbytes / 2
+    assert resident.peak_bytes() - before < nbytes / 2
     torch.empty(nbytes, dtype=torch.uint8).fill_(1)
-    assert train_rank._peak_bytes() - before > 0.9 * nbytes
+    assert resident.peak_bytes() - before > 0.9 * nbytes
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
 import io
 import os
@@ -17,6 +15,7 @@ import torch
 
 from imece import mesh as meshes
 from imece.bench import crew
+from imece.bench.resident import peak_bytes, peak_from_now_on
 from imece.checkpoint.files import step_folder
 from imece.checkpoint.load import all_steps
 from imece.checkpoint.manifest import file_name
@@ -101,10 +100,10 @@ class Rank:
         the kernel does not tell.
         """
         session, _, _ = self._runs[way]
-        before = _peak_from_now_on()
+        before = peak_from_now_on()
         session.save(None)
         _finish(session)
-        after = _peak_bytes()
+        after = peak_bytes()
         folder = step_folder(session.folder.checkpoints, session.done)
         written = (folder / file_name(self._mesh.rank)).stat().st_size
         return {"grown_bytes": None if before is None else after - before, "written_bytes": written}
@@ -134,27 +133,6 @@ def _finish(session: Session) -> None:
 
 def _phases(record: Mapping[str, Any]) -> dict[str, float]:
     return {name: record[name] for name in record if name.endswith("_s") and name != "tokens_per_s"}
-
-
-def _peak_from_now_on() -> int | None:
-    """What is resident now, and `_peak_bytes` counts from it; None if it cannot be made to.
-
-    What was freed is given back to the system before: used again, it would not be seen.
-    """
-    with contextlib.suppress(AttributeError):  # glibc has it
-        ctypes.CDLL(None).malloc_trim(0)
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        return _peak_bytes()
-    except (OSError, ValueError):
-        return None
-
-
-def _peak_bytes() -> int:
-    """The most that was resident. ValueError if the kernel does not tell."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    peak, *_ = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
-    return 1024 * peak
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from imece.bench import (
     memory,
     parameter_cost,
     report,
+    save,
     step,
     targets,
     train,
@@ -28,6 +29,7 @@ from imece.cli.bench_options import (
     StepOptions,
     TrainOptions,
 )
+from imece.cli.bench_save import SaveOptions
 from imece.cli.options import nearest, parse
 from imece.errors import UserError
 
@@ -43,6 +45,7 @@ def run(argv: Sequence[str]) -> int:
             "what synchronisation adds to a step: imece, torch, Accelerate, Fabric; a timeline",
         ),
         "memory": (run_memory, "bytes of a rank by category in every strategy, predicted and counted; bars"),
+        "save": (run_save, "what a checkpoint in the background costs training: time, bytes, memory"),
         "train": (run_train, "imece train beside a plain loop with torch on Gloo, and the machine's limit"),
     }
     if not argv or argv[0] in ("-h", "--help"):
@@ -164,6 +167,21 @@ def run_memory(argv: Sequence[str]) -> int:
         memory.draw(results, options.plot, machine.describe().partition("; load")[0])
         print(f"plot     {options.plot}")
     return 1 if results.far else 0
+
+
+def run_save(argv: Sequence[str]) -> int:
+    """`imece bench save`."""
+    options = parse(
+        SaveOptions, argv, "imece bench save",
+        "Save checkpoints beside training in every strategy: the delay, what each rank writes and holds.",
+    )  # fmt: skip
+    plan = options.plan()
+    report.check_writable(options.json)
+    print(machine.describe())
+    results = save.run(plan, _say)
+    _say_targets("what the plan of this project asks for", save.judged(results))
+    _write_figures(options.json, results.as_json())
+    return 0
 
 
 def run_train(argv: Sequence[str]) -> int:
