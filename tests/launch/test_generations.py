@@ -102,6 +102,7 @@ def test_an_exception_ends_all() -> None:
     for failure, status in ((BOOM, 1), (BOOM, -11), (None, 3)):
         assert len(ended(Run().ends(1, status=status, failure=failure)).endings) == 1
     run = Run(restart=True)
+    run.resilient = False
     assert isinstance(run.ends(1, status=1, failure=BOOM), End), "no restart mends a mistake in the program"
 
 

@@ -160,7 +160,8 @@ print("done", flush=True)
 def test_a_silent_one_shows_its_stack_first(start: Start, tmp_path: Path) -> None:
     text = """
 import faulthandler
-faulthandler.register(signal.SIGUSR1)
+signal.signal(signal.SIGUSR1, lambda *_: (time.sleep(0.2), print("calls", flush=True)))
+faulthandler.register(signal.SIGUSR1, chain=True)
 def hangs(): time.sleep(1000)
 say("resilient")
 say("beat", "1 0")
@@ -173,7 +174,7 @@ while newest()["number"] < 1:
     with start(text, 2, silent_s=1.0, max_restarts=0) as launcher:
         outcome = launcher.wait()
     assert outcome.status == 0, outcome.err
-    assert "[rank 1]   File" in outcome.err and "in hangs" in outcome.err
+    assert "[rank 1]   File" in outcome.err and "in hangs" in outcome.err and "[rank 1] calls" in outcome.out
     assert last_line(outcome).endswith("1 rank goes on without a replacement")
 
 
@@ -365,6 +366,32 @@ time.sleep(1000)
         outcome = launcher.wait(20)
     assert outcome.status == 143 and outcome.out.count("saved") == 2
     assert last_line(outcome) == "imece: ended by SIGTERM, passed on to 2 ranks"
+
+
+def test_ranks_that_are_asked_to_end_need_each_other_and_the_whole_grace_time(
+    start: Start, tmp_path: Path
+) -> None:
+    """One dies of the signal, one exits at once with a status of its own, one has much to save."""
+    text = """
+def end(*_):
+    if slot == 2: os.kill(os.getpid(), 9)
+    wait_for(1)
+    if slot == 1: sys.exit(143)
+    time.sleep(2.5)
+    print("saved", newest()["members"], flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+say("resilient")
+time.sleep(1000)
+"""
+    with start(text, 3) as launcher:
+        while not all((tmp_path / f"resilient-{member}").exists() for member in range(3)):
+            time.sleep(0.01)
+        launcher.signal(signal.SIGTERM)
+        outcome = launcher.wait(20)
+    assert outcome.status == 143 and outcome.out == "[rank 0] saved [0, 1]\n"
+    assert generations(tmp_path) == [[0, 1, 2], [0, 1]]
+    assert outcome.err.splitlines()[0].endswith("; 2 ranks go on without a replacement")
 
 
 def test_replacements_die_with_the_launcher(start: Start, tmp_path: Path) -> None:
