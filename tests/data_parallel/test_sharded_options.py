@@ -12,18 +12,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from imece import MixedPrecision, parallelize
 from imece.collectives import execute, native, wire
 from imece.data_parallel.parallelize import ShardedDataParallel
 from tests.data_parallel.checks import Check, Job, jobs, passed
 from tests.data_parallel.test_units import (
+    LAYERS,
     Small,
     adamw,
+    assert_freed,
     loss_of,
     made,
     mesh_of,
+    partly_frozen,
     plain,
+    there_when_blocks_run,
     wrap,
 )
 
@@ -264,7 +270,109 @@ def buffers_from_meta(group: dist.ProcessGroup) -> None:
     assert norm.running_var.tolist() != [1.0] * 4
 
 
+# Communication hooks.
+
+
+def hooked(group: dist.ProcessGroup) -> None:
+    """A hook's mean is what would be without it; units that are gathered are freed as early."""
+    for way in WAYS:
+        called: list[int] = []
+
+        def hook(
+            state: Any, bucket: dist.GradBucket, called: list[int] = called
+        ) -> torch.futures.Future[torch.Tensor]:
+            called.append(bucket.index())
+            return default_hooks.allreduce_hook(state, bucket)
+
+        model, optimizer = wrapped(way, group)
+        there = [there_when_blocks_run(model) if way.gather else []]
+        expected = torch.stack(list(plain(model, optimizer, 3)))
+        again, optimizer = wrapped(way, group)
+        there.append(there_when_blocks_run(again) if way.gather else [])
+        again.register_comm_hook(group, hook)
+        assert torch.equal(torch.stack(list(plain(again, optimizer, 3))), expected), way
+        assert len(called) == 3 * len(again.reducer.buckets) and len(set(called)) == len(
+            again.reducer.buckets
+        )
+        if way.gather:
+            assert there[0] == there[1] and len(there[0]) == 3 * 2 * LAYERS
+
+
+def hook_of_many_calls(group: dist.ProcessGroup) -> None:
+    """PowerSGD's collectives follow each other from other threads; gathers come between buckets."""
+    for way in WAYS:
+        model, optimizer = wrapped(way, group)
+        state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2, min_compression_rate=1)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        found = torch.stack(list(plain(model, optimizer, 6)))
+        expected = losses(way, group)[:6]
+        assert torch.allclose(found, expected, rtol=0.1) and not torch.equal(found, expected)
+        assert state.error_dict, "nothing was compressed"
+        model.check_parameters()
+
+
+# Averages of weights.
+
+
+def averaged_weights(group: dist.ProcessGroup) -> None:
+    """torch's AveragedModel of the module is whole on each rank, as with DDP; of the wrapper: refused."""
+    states = []
+    for way in (Way("replicate"), *WAYS):
+        model, optimizer = wrapped(way, group)
+        whole = model.gathered if way.strategy != "replicate" else contextlib.nullcontext
+        if way.gather:
+            with pytest.raises(RuntimeError, match=r"parameter .* is freed.*`with model.gathered\(\)"):
+                AveragedModel(model.module)
+        if way.strategy != "replicate":
+            with pytest.raises(RuntimeError, match=r"a sharded model cannot be copied.* copy model.module"):
+                AveragedModel(model)
+        with whole():
+            averaged = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        for step in range(3):
+            list(plain(model, optimizer, step))
+            with whole():
+                averaged.update_parameters(model.module)
+        with torch.no_grad():
+            before = model.sharding.gathering.most_bytes if way.gather else 0
+            loss = loss_of(averaged, 7)
+            assert not way.gather or before == model.sharding.gathering.most_bytes
+        if way.gather:
+            assert_freed(model)
+        states.append([*(each.detach() for each in averaged.parameters()), loss])
+    assert len(states[0]) > LAYERS
+    for state in states[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(state, states[0], strict=True))
+
+
+# Models on several hosts.
+
+
+def hybrid_models(group: dist.ProcessGroup) -> None:
+    """Frozen, tied and checkpointed parameters: the same bits whether they are gathered or whole."""
+    makes: list[Callable[[], nn.Module]] = [
+        partly_frozen, lambda: Small(tied=True),
+        lambda: Small(reentrant=False), lambda: Small(reentrant=True),
+    ]  # fmt: skip
+    with two_hosts(group) as mesh:
+        for make in makes:
+            found = []
+            for strategy in ("hybrid_zero2", "hybrid"):
+                inner = made(make)
+                frozen = {n: p.detach().clone() for n, p in inner.named_parameters() if not p.requires_grad}
+                model, optimizer = parallelize(inner, adamw(inner), strategy, mesh)
+                found.append(torch.stack(list(plain(model, optimizer, 3))))
+                state = model.state_dict()
+                assert all(torch.equal(state[f"module.{name}"], each) for name, each in frozen.items())
+            assert torch.equal(*found) and not torch.equal(found[0][0], found[0][1])
+            whole, optimizer = wrapped(Way("replicate"), group, make)
+            assert torch.allclose(torch.stack(list(plain(whole, optimizer, 3))), found[0], rtol=1e-4)
+
+
 CHECKS: dict[str, Check] = {
+    "hooked": hooked,
+    "hook of many calls": hook_of_many_calls,
+    "averaged weights": averaged_weights,
+    "hybrid models": hybrid_models,
     "buffers": buffers,
     "buffers from meta": buffers_from_meta,
     "rounds once": rounds_once,
@@ -277,7 +385,9 @@ JOBS = [
     *jobs(__name__, ["rounds once", "trains as fp32"], (2, "shm"), (2, "gloo")),
     *jobs(__name__, ["sends half", "unknown wire", "buffers", "buffers from meta"], (2, "gloo")),
     *jobs(__name__, ["rounds once", "sends half"], (3, "gloo")),
-    *jobs(__name__, ["hybrid wire"], (4, "gloo")),
+    *jobs(__name__, ["hooked", "hook of many calls", "averaged weights"], (2, "gloo")),
+    *jobs(__name__, ["averaged weights"], (2, "shm")),
+    *jobs(__name__, ["hybrid wire", "hybrid models"], (4, "gloo")),
 ]
 
 

@@ -96,7 +96,9 @@ class Gathering:
 
     def _entering(self, unit: Unit) -> Callable[..., None]:
         @torch._disable_dynamo(recursive=True)
-        def enter(*_: Any) -> None:
+        def enter(module: Any, _inputs: Any) -> None:
+            if module is not unit.module:
+                return  # a copy, which has its own parameters
             if _in_backward():
                 unit.entered = max(unit.calls, default=0)  # a checkpoint runs this one again
                 self._gather(unit, unit.earlier)
@@ -118,7 +120,9 @@ class Gathering:
 
     def _leaving(self, unit: Unit) -> Callable[..., None]:
         @torch._disable_dynamo(recursive=True)
-        def leave(_module: Any, _inputs: Any, output: Any) -> None:
+        def leave(module: Any, _inputs: Any, output: Any) -> None:
+            if module is not unit.module:
+                return
             if unit.number == 0 and not _in_backward():
                 unit.earlier = tuple(self._path[::-1][: self._ahead])
                 self._order = self._path
@@ -171,6 +175,15 @@ class Gathering:
         unit.left += 1
         if unit.left == len(unit.flats):
             self._free([unit])
+
+    def settle(self) -> None:
+        """Nothing is under way when this returns.
+
+        A gather ahead leaves when all ranks are known to make it: a hook's collective, which does not wait
+        for that, would be before it on one rank and after it on another.
+        """
+        for unit in self.units:
+            unit.settle()
 
     def _end(self) -> None:
         for unit, entered in self._came:

@@ -401,4 +401,7 @@ class ShardedDataParallel(DistributedDataParallel):
                 part.parameter.grad.zero_()
 
     def __getstate__(self) -> dict[str, Any]:
-        raise RuntimeError("a sharded model cannot be pickled: each rank has a part of it. Save a checkpoint")
+        raise RuntimeError(
+            "a sharded model cannot be copied or pickled: each rank has a part of it. Save a checkpoint; for "
+            "an average of weights copy model.module, inside of `with model.gathered():`"
+        )

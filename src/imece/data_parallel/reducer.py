@@ -284,11 +284,15 @@ class Reducer:
         if self._one_by_one and bucket.index:
             self._wait(self.buckets[bucket.index - 1])
         launched = time.perf_counter() if self.watch is not None else 0.0
+        if self.sharding is not None:
+            self.sharding.leaves(bucket, by_hook=self.hook is not None)
         with torch.no_grad():
             bucket.work = self._reduce(bucket)
         flat_bytes = bucket.flat.nbytes
         if self.sharding is not None and bucket.work is None:
             self.sharding.reduced(bucket)
+        elif self._gathers and self._one_by_one:
+            self._wait(bucket)  # nor may a gather come between a hook's collectives
         if self.watch is not None:
             self.watch.left(BucketTrace(bucket.index, flat_bytes, ready, launched), bucket)
 

@@ -249,10 +249,15 @@ class Sharding:
                     assert part.parameter.grad is not None
                     part.of(store.older).copy_(part.parameter.grad)
 
+    def leaves(self, bucket: Bucket, by_hook: bool) -> None:
+        """A bucket is full: its unit may not be needed any more."""
+        if self.gathering is not None:
+            if by_hook:
+                self.gathering.settle()
+            self.gathering.bucket_left(self.stores[bucket.index].unit)
+
     def reduce(self, bucket: Bucket, async_op: bool) -> Pending | None:
         """Sum a full bucket over all ranks, into this rank's shard of it."""
-        if self.gathering is not None:
-            self.gathering.bucket_left(self.stores[bucket.index].unit)
         start, stop = self.stores[bucket.index].plan.shard(self.rank)
         own, flat, groups = bucket.flat[start:stop], bucket.flat, self.groups
         replicas = groups.replicas

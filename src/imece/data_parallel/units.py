@@ -107,14 +107,14 @@ class Unit:
         """Its parameters can be used when this returns."""
         self.start(group)
         if self.state is State.COMING:
-            self._wait()
+            self.settle()
             for flat in self.flats:
                 flat.revive()
             self.state = State.GATHERED
 
     def free(self) -> None:
         """Keep nothing but the own shards."""
-        self._wait()
+        self.settle()
         for flat in self.flats:
             if self.state is State.GATHERED:
                 flat.free(str(self))
@@ -128,7 +128,8 @@ class Unit:
             self._works.pop().give_up()
         self.flats.clear()
 
-    def _wait(self) -> None:
+    def settle(self) -> None:
+        """What comes has come."""
         while self._works:
             self._works.pop().wait()
 
