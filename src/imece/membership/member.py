@@ -72,6 +72,10 @@ class Member:
         """From now on the launcher replaces others that die, and leaves this one as it is; or no longer."""
         self._roster.say_resilient(self.number, resilient)
 
+    def went_on(self, again: int) -> None:
+        """The first step in this generation is finished; again: how many had to be made once more."""
+        self._roster.say_went_on(self.number, self._at, time.monotonic(), again)
+
     def move(self, patience_s: float) -> Generation | None:
         """Into the newest generation that it is not in yet, with the mesh; None if none comes in time.
 

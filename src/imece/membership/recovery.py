@@ -99,6 +99,7 @@ class Recovery:
         self._sharded = isinstance(model, ShardedDataParallel)
         self._copies = Copies(member.mesh)
         self._fits = True
+        self._again: int | None = None  # steps to be made again, until the first one of this generation is
         self._states: dict[str, Json] = {}  # by finished steps, the last two
         self.without_copies = "" if self._sharded else "every rank holds everything"
         if self._sharded and len(member.mesh.hosts) > 1:
@@ -119,6 +120,9 @@ class Recovery:
     def finished(self, step: int) -> None:
         """This rank has finished so many steps: it copies what it alone holds."""
         self.member.steps = step
+        if self._again is not None:
+            self.member.went_on(self._again)
+            self._again = None
         self._states = {key: each for key, each in self._states.items() if int(key) == step - 1}
         self._states[str(step)] = self._state()
         if not self.without_copies:
@@ -170,6 +174,7 @@ class Recovery:
                 continue
             self.member.steps = step_now
             self.member.goes_on()
+            self._again = lost
             return Recovered(generation, step_now, lost, time.monotonic() - began)
 
     def _patience(self, error: BaseException | None) -> float:

@@ -71,6 +71,17 @@ class Roster:
         beats, _, steps = self._store.get(key).decode(errors="replace").partition(" ")
         return (int(beats), int(steps)) if beats.isdecimal() and steps.isdecimal() else None
 
+    def went_on(self, member: int, generation: int) -> tuple[float, int] | None:
+        """When a member finished its first step in a generation, and how many it had to make again.
+
+        The former in seconds of the host's monotonic clock; None if it has not finished one.
+        """
+        key = f"{_PREFIX}went-on/{generation}/{member}"
+        if not self._store.check([key]):
+            return None
+        note = read_note(self._store.get(key), f"member {member}")
+        return float(note["time_s"]), int(note["again"])
+
     # A member.
 
     def newest(self) -> int:
@@ -100,3 +111,9 @@ class Roster:
     def say_alive(self, member: int, beats: int, steps: int) -> None:
         """It has not stopped, and this is how far it is."""
         self._store.set(f"{_PREFIX}beat/{member}", f"{beats} {steps}")
+
+    def say_went_on(self, member: int, generation: int, time_s: float, again: int) -> None:
+        """It has finished its first step in this generation."""
+        self._store.set(
+            f"{_PREFIX}went-on/{generation}/{member}", json.dumps({"time_s": time_s, "again": again})
+        )

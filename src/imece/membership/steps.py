@@ -74,9 +74,9 @@ def steps(
     as a list. also: learning-rate schedulers and the like, whose state_dict is JSON: a rank that was behind
     gets that of the rank that was furthest. recovered: called on every rank that has come into a generation.
 
-    Ranks are replaced under `imece launch`. Under other launchers (torchrun, srun) the loop is a plain one: a
-    rank that dies ends all. imece.init()'s mesh, the model and the optimizer stay the same objects; of the mesh
-    rank, world_size and groups change. A program has one such loop.
+    Ranks are replaced under `imece launch`. Under other launchers (torchrun, srun) the loop is a plain one:
+    a rank that dies ends all. imece.init()'s mesh, the model and the optimizer stay the same objects; of the
+    mesh rank, world_size and groups change. A program has one such loop.
 
     RuntimeError if the block was not entered: `with step:`. TypeError for a state that is no JSON.
     """
