@@ -76,10 +76,11 @@ class Member:
         """The first step in this generation is finished; again: how many had to be made once more."""
         self._roster.say_went_on(self.number, self._at, time.monotonic(), again)
 
-    def move(self, patience_s: float) -> Generation | None:
+    def move(self, patience_s: float, leave: Callable[[], None]) -> Generation | None:
         """Into the newest generation that it is not in yet, with the mesh; None if none comes in time.
 
-        All members of the new generation call it. One that is joining waits without an end.
+        All members of the new generation call it. One that is joining waits without an end. leave: lets go of
+        what belongs to the old groups, before they are destroyed: whoever still waits for this rank sees it then.
         SystemExit for a member that others have given up.
         """
         if self._alone:
@@ -90,6 +91,7 @@ class Member:
             if newest > self._at:
                 generation = self._roster.generation(newest)
                 if self.number in generation.members:
+                    leave()
                     if self._enter(generation):
                         return generation
                 elif not self._alone:

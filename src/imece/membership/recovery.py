@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -163,7 +164,10 @@ class Recovery:
         """
         began = time.monotonic()
         while True:
-            generation = self.member.move(self._patience(error))
+            patience_s = self._patience(error)
+            if error is not None:
+                traceback.clear_frames(error.__traceback__)  # they hold groups, whose ends others wait for
+            generation = self.member.move(patience_s, self._model.leave)
             if generation is None:
                 assert error is not None
                 raise error
