@@ -80,7 +80,7 @@ class Member:
         """Into the newest generation that it is not in yet, with the mesh; None if none comes in time.
 
         All members of the new generation call it. One that is joining waits without an end. leave: lets go of
-        what belongs to the old groups, before they are destroyed: whoever still waits for this rank sees it then.
+        what belongs to the old groups, before they are destroyed: then whoever waits for this rank sees it.
         SystemExit for a member that others have given up.
         """
         if self._alone:
