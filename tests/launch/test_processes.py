@@ -70,6 +70,13 @@ def test_a_persons_own_settings_stay() -> None:
         assert int(worker_environment({}, 0, ranks, 1, "job")["OMP_NUM_THREADS"]) >= 1
 
 
+def test_ranks_of_a_rank_are_no_members_of_its_job() -> None:
+    theirs = {"IMECE_MEMBER": "7", "IMECE_JOINING": "1"}
+    assert not theirs.keys() & worker_environment(theirs, 0, 2, 4000, "job").keys()
+    environ = worker_environment(theirs, 1, 2, 4000, "job", member=3)
+    assert environ["IMECE_MEMBER"] == "3" and "IMECE_JOINING" not in environ
+
+
 def test_every_signal_has_a_line() -> None:
     for number, left in itertools.product(range(1, 65), (True, False)):
         line = ending(0, -number, 0.0, left_early=left and number == 0).describe()
