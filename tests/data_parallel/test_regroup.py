@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+import imece
 from imece import MixedPrecision, parallelize
 from imece.bench.reference_model import Decoder, Shape, batch
 from imece.checkpoint import TrainingState
@@ -29,10 +30,11 @@ from imece.data_parallel import shard
 from imece.data_parallel.batch_norm import SyncBatchNorm
 from imece.errors import PeerLostError
 from imece.membership.pieces import Pieces
+from imece.mesh import Mesh, reform
 from tests.ranks import run_ranks, start_ranks
 
 SHAPE = Shape(vocabulary=32, width=16, layers=3, heads=2, length=8)
-CAP_MB = 0.007  # several buckets
+CAP_MB = 0.015  # several buckets
 LR, DECAY = 1e-2, 0.9
 STEPS = 2  # in each world
 GROUP_TIMEOUT = timedelta(seconds=20)
@@ -75,10 +77,14 @@ class Case:
     precision: MixedPrecision | None = None
     make: Callable[[nn.Module], list[Optimizer]] = adamw
     build: Callable[[], nn.Module] = lambda: Decoder(SHAPE)
+    meta: bool = False
+    grows: bool = False
+    """Whether it also comes to three ranks, in the first test."""
 
-    def wrapped(self, group: dist.ProcessGroup, seed: int) -> Training:
+    def wrapped(self, group: dist.ProcessGroup | Mesh, seed: int) -> Training:
         torch.manual_seed(seed)
-        model = self.build()
+        with torch.device("meta" if self.meta else "cpu"):
+            model = self.build()
         model, optimizers = parallelize(
             model, self.make(model), self.strategy, group,
             bucket_cap_mb=CAP_MB, gather=self.gather, precision=self.precision,
@@ -88,12 +94,12 @@ class Case:
 
 BF16 = MixedPrecision(torch.bfloat16, torch.float32)
 CASES = {
-    "replicate": Case("replicate", build=Normed),
+    "replicate": Case("replicate", build=Normed, grows=True),
     "zero1": Case("zero1", build=Normed),
     "zero2": Case("zero2", precision=BF16),
     "muon": Case("zero2", make=muon),
-    "zero3": Case("zero3"),
-    "gathered": Case("zero3", gather=True, precision=BF16),
+    "zero3": Case("zero3", grows=True),
+    "gathered": Case("zero3", gather=True, precision=BF16, meta=True, grows=True),
 }
 
 
@@ -200,7 +206,7 @@ class Worlds:
 
 
 def go_on_beside_a_new_one(
-    case: Case, training: Training, group: dist.ProcessGroup, kept: Pieces, steps: range
+    case: Case, training: Training, group: dist.ProcessGroup | Mesh, kept: Pieces, steps: range
 ) -> None:
     """Fill a regrouped model and one that is wrapped in this world, train both, compare all they have."""
     fresh = case.wrapped(group, seed=99)
@@ -223,7 +229,7 @@ def go_on_beside_a_new_one(
 
 
 def shrink_and_grow(backend: str, folder: str, names: Sequence[str]) -> None:
-    """Processes 1 and 3 go on without 0 and 2; then a new model in process 0 joins them."""
+    """Processes 1 and 3 go on without 0 and 2; then, in some cases, a new model in process 0 joins them."""
     worlds = Worlds(backend, folder)
     for name in names:
         case = CASES[name]
@@ -243,12 +249,12 @@ def shrink_and_grow(backend: str, folder: str, names: Sequence[str]) -> None:
                 go_on_beside_a_new_one(case, training, group, kept, range(STEPS, 2 * STEPS))
                 worlds.keep(f"{name} 2", training)
                 dist.barrier()
-        if worlds.me == 0:
+        if worlds.me == 0 and case.grows:
             with worlds.open(f"{name} 1", (0,)) as group:
                 training = case.wrapped(group, seed=5)
                 training.step(0)
                 training.at(2 * STEPS)
-        if worlds.me != 2:
+        if worlds.me != 2 and case.grows:
             with worlds.open(f"{name} 3", (3, 0, 1)) as group:
                 training.model.regroup(group)
                 kept = kept_in(worlds.files(f"{name} 2", (1, 3)))
@@ -378,6 +384,7 @@ def keep_options(folder: str) -> None:
         model.record_trace()
         training.step(0)
         values = [each.detach().clone() for each in training.parameters]
+        training.loss(1).backward()
         late = training.loss(1)
     with worlds.open("two", range(2)) as group:
         model.regroup(group)
@@ -386,6 +393,9 @@ def keep_options(folder: str) -> None:
         assert model.module.norm.process_group is group
         assert all(map(torch.equal, values, training.parameters)), "a replica's values do not change"
         assert all(each.grad is None for each in training.parameters)
+        assert [len(each._post_accumulate_grad_hooks) for _, each in model._named_parameters()] == [1] * len(
+            model.reducer.slots
+        )
         with pytest.raises(RuntimeError, match="before regroup"):
             late.backward()
         before = model.last_trace
@@ -398,10 +408,48 @@ def keep_options(folder: str) -> None:
         sharded.model.module.tokens.register_full_backward_hook(lambda *_: sharded.model.regroup(group))
         with pytest.raises(RuntimeError, match="inside of backward"):
             sharded.loss(0).backward()
-        sharded.model._strategy = replace(sharded.model._strategy, hybrid=True)
-        with pytest.raises(ValueError, match="needs a mesh"):
-            sharded.model.regroup(group)
+        frozen = CASES["zero3"].wrapped(group, seed=1)
+        frozen.parameters[-1].requires_grad_(False)
+    with worlds.open("three", range(2)) as group:
+        frozen.model.regroup(group)
+        assert not frozen.parameters[-1].requires_grad
+        frozen.model.sharding.check_views()
+        frozen.step(0)
 
 
 def test_options_stay_and_misuse_is_refused(tmp_path: Path) -> None:
     run_ranks(keep_options, 2, args=[str(tmp_path)], backend=None)
+
+
+# Over two hosts.
+
+
+def regroup_hosts(folder: str) -> None:
+    """The same four ranks again; then those of one host."""
+    mesh = imece.init()
+    case = Case("hybrid", meta=True)
+    training = case.wrapped(mesh, seed=1)
+    for step in range(STEPS):
+        training.step(step)
+    file = Path(folder) / str(mesh.rank)
+    keep(training.state.own(), file)
+    training.model.leave()
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+    companions.forget()
+    reform(3 - mesh.rank, 4, dist.PrefixStore("turned", store))
+    training.model.regroup(mesh)
+    kept = kept_in([Path(folder) / str(rank) for rank in range(4)])
+    go_on_beside_a_new_one(case, training, mesh, kept, range(STEPS, 2 * STEPS))
+
+    host, rank = divmod(mesh.rank, 2)
+    companions.forget()
+    reform(rank, 2, dist.PrefixStore(f"host {host}", store))
+    before = training.model.sharding
+    with pytest.raises(ValueError, match="all 2 ranks are on one host: use 'zero3'"):
+        training.model.regroup(mesh)
+    assert training.model.sharding is before
+
+
+def test_hybrid_takes_other_ranks_of_two_hosts(tmp_path: Path) -> None:
+    run_ranks(regroup_hosts, 4, args=[str(tmp_path)], backend=None, ranks_per_host=2)
