@@ -244,6 +244,8 @@ def reform(rank: int, world_size: int, store: dist.Store) -> Mesh:
     if asked_axes is not None or not mesh._owns_world:
         why = f"axes {asked_axes}" if asked_axes is not None else "a process group that existed before"
         raise UserError(f"imece.init() was called with {why}: such a world cannot change its ranks")
+    # Gloo's connections end with the last reference to a group, and others wait for that.
+    mesh._groups, mesh._created, mesh._device_mesh = {}, [], None
     if dist.is_initialized():  # else the last attempt got no further
         dist.destroy_process_group()
     world = replace(mesh.world, rank=rank, world_size=world_size, joining=False)
