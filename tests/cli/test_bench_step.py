@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from imece.bench import parameter_cost, step, targets
 from imece.bench.reference_model import REFERENCE, batch, new_decoder
 from imece.bench.step import Memory, Plan, Results
 from imece.bench.step_rank import Rank
-from imece.bench.step_ways import ALONE, OURS, WAYS
+from imece.bench.step_ways import ALONE, OURS, STRATEGY_WAYS, WAYS, missing
 from imece.bench.targets import StepTarget
 from imece.cli.main import main
 from imece.data_parallel.trace import BucketTrace, StepTrace
@@ -104,6 +105,23 @@ def test_a_way_that_cannot_be_built_is_left_out_with_its_error() -> None:
     step._build(OneRank(), results)  # type: ignore[arg-type]
     assert results.left_out == {OURS: "RuntimeError: no imece here"}
     assert list(results.losses) == [ALONE, GLOO] and results.parameters == 7
+
+
+def test_what_is_not_installed_is_left_out_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "deepspeed-zero3" in STRATEGY_WAYS
+    assert missing("deepspeed-zero3") == "deepspeed is not installed (pip install deepspeed)"
+    assert missing("zero3") is None
+
+
+def test_parameters_are_counted_where_they_have_elements() -> None:
+    class Emptied:
+        def ask(self, do: str, way: str) -> list[dict[str, Any]]:
+            return [{"parameters": 0 if way == "deepspeed-zero3" else 7}] * 2
+
+    results = Results(Plan((ALONE, "deepspeed-zero3")))
+    step._build(Emptied(), results)  # type: ignore[arg-type]
+    assert results.parameters == 7
 
 
 @pytest.mark.parametrize(

@@ -171,11 +171,15 @@ class DeepSpeed(Contender):
         dist.barrier()
 
     def close(self) -> None:
-        # It never removes its segments, which are named by user, address, port and rank.
-        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        for left in Path("/dev/shm").glob(f"*_{os.getuid()}_{address}_{port}_{self.rank}"):
-            left.unlink(missing_ok=True)
+        remove_deepspeed_segments(self.rank)
 
     def bind(self, op: str) -> Callable[[], Any]:
         whole = self.whole
         return {"all_reduce": lambda: self._reduce(whole)}[op]
+
+
+def remove_deepspeed_segments(rank: int) -> None:
+    """DeepSpeed never removes its shared memory, which is named by user, address, port and rank."""
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    for left in Path("/dev/shm").glob(f"*_{os.getuid()}_{address}_{port}_{rank}"):
+        left.unlink(missing_ok=True)

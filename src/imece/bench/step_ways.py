@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import imece
+from imece.bench.contenders import remove_deepspeed_segments
 from imece.bench.reference_model import REFERENCE, Shape, new_decoder, optimizer_of
 from imece.data_parallel.shard import MixedPrecision
 
@@ -20,9 +23,9 @@ ALONE, OURS, OVERLAPPED = "no-sync", "imece", "imece-overlap"
 OTHERS = ("torch-shm", "torch-gloo", "torch-gloo-view", "accelerate", "fabric")
 WAYS = (ALONE, OURS, OVERLAPPED, *OTHERS)
 STRATEGIES = ("replicate", "zero1", "zero2", "zero3", "zero3-gather")
-SHARDED_OTHERS = ("torch-zero1", "fully-shard")
+SHARDED_OTHERS = ("torch-zero1", "fully-shard", "deepspeed-zero3")
 STRATEGY_WAYS = (ALONE, *STRATEGIES, *SHARDED_OTHERS)
-PACKAGES = {"accelerate": "accelerate", "fabric": "lightning"}
+PACKAGES = {"accelerate": "accelerate", "fabric": "lightning", "deepspeed-zero3": "deepspeed"}
 
 
 @dataclass
@@ -31,7 +34,7 @@ class Way:
 
     model: nn.Module
     optimizer: Any
-    """A torch optimizer, or what Accelerate or Fabric put around one."""
+    """A torch optimizer, or what Accelerate, Fabric or DeepSpeed put around one."""
     backward: Callable[[torch.Tensor], object] = torch.Tensor.backward
 
 
@@ -62,6 +65,8 @@ class Builder:
             return _zero_redundancy(model)
         if way == "fully-shard":
             return _fully_shard(model)
+        if way == "deepspeed-zero3":
+            return _deepspeed(model)
         wrapped = self.wrap(way, model)
         return Way(wrapped, optimizer_of(wrapped))
 
@@ -111,6 +116,33 @@ def _fully_shard(model: nn.Module) -> Way:
         fully_shard(block)
     fully_shard(model)
     return Way(model, optimizer_of(model))
+
+
+class _EngineSteps:
+    """DeepSpeed's engine as an optimizer: its step zeroes gradients too."""
+
+    def __init__(self, engine: Any) -> None:
+        self.step: Callable[[], object] = engine.step
+
+    def zero_grad(self) -> None:
+        """They are zeroed."""
+
+
+def _deepspeed(model: nn.Module) -> Way:
+    """ZeRO-3 with DeepSpeed's own defaults, on torch's fused AdamW; its own needs to be compiled."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed import initialize
+
+    atexit.register(remove_deepspeed_segments, dist.get_rank())
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,  # 1.0 by default, and nobody else clips here
+    }  # fmt: skip
+    engine, *_ = initialize(
+        model=model, optimizer=optimizer_of(model), config=config, dist_init_required=False
+    )
+    return Way(engine, _EngineSteps(engine), engine.backward)
 
 
 def _accelerate(model: nn.Module) -> Way:

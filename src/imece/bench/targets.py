@@ -121,6 +121,8 @@ STRATEGY = (
     ),
     StepTarget(128, "speed", "fully-shard", 1.9, "zero3"),
     StepTarget(512, "speed", "fully-shard", 1.2, "zero3"),
+    StepTarget(128, "speed", "deepspeed-zero3", 1.5, "zero3"),
+    StepTarget(512, "speed", "deepspeed-zero3", 1.5, "zero3"),
     StepTarget(128, "speed", "torch-zero1", 1.4, "zero1"),
     StepTarget(512, "speed", "torch-zero1", 1.1, "zero1"),
     *(

@@ -126,7 +126,8 @@ class StepOptions:
     """Which ways of training; those that are not installed are left out, and no-sync is always there."""
     strategy: str = ""
     """Measure instead imece's strategies beside torch's: a list of replicate, zero1, zero2, zero3,
-    zero3-gather (as between hosts), torch-zero1 (ZeroRedundancyOptimizer), fully-shard; or all."""
+    zero3-gather (as between hosts), torch-zero1 (ZeroRedundancyOptimizer), fully-shard, deepspeed-zero3; or
+    all."""
     ranks: int = 2
     """Number of ranks."""
     rounds: int = 7
