@@ -11,9 +11,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from imece.collectives.choice import predict
+from imece.collectives.link_types import Links
+
 MIB = 2**20
 CAPS_BYTES = tuple(int(mb * MIB) for mb in (0.5, 1, 2, 4, 8, 16, 25, 50, 100))
 EACH_S = 150e-6  # of our Python, for each bucket
+
+
+def cap_over(
+    links: Links,
+    schedule: str,
+    arrivals: Sequence[tuple[int, float]],
+    first_bytes: int | None,
+    overlap: bool,
+) -> int:
+    """The best cap in bytes, where each bucket is reduced by this schedule over these links."""
+
+    def seconds(nbytes: int) -> float:
+        times = predict("all_reduce", nbytes, links)
+        return times.get(schedule, min(times.values()))
+
+    if not overlap:  # nothing leaves before the last one has come
+        arrivals = [(nbytes, arrivals[-1][1]) for nbytes, _ in arrivals]
+    return best_cap(arrivals, seconds, first_bytes)[0]
 
 
 def best_cap(

@@ -8,8 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
+
+_OF_ONE_CALL = (
+    default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook,
+)  # fmt: skip
 
 
 class GradBucket:
@@ -64,6 +69,11 @@ def check_hook(hook: object) -> None:
         raise ValueError(
             f"a communication hook returns a torch.futures.Future; {_name(hook)} returns {given}"
         )
+
+
+def is_one_call(hook: Hook) -> bool:
+    """Whether it is known to make no more than one collective."""
+    return any(hook is each for each in _OF_ONE_CALL)
 
 
 def _name(hook: object) -> str:

@@ -23,29 +23,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from imece.collectives import ops
 from imece.collectives.auto import links_of
-from imece.collectives.choice import predict
 from imece.collectives.pending import Pending
 from imece.collectives.shared_memory.group import SharedMemoryGroup
-from imece.data_parallel import in_backward
+from imece.data_parallel import in_backward, refusals
 from imece.data_parallel.average import Average
 from imece.data_parallel.buckets import Bucket, Buckets, Slot
-from imece.data_parallel.cap import best_cap
+from imece.data_parallel.cap import cap_over
 from imece.data_parallel.finite import Finite
-from imece.data_parallel.grad_bucket import GradBucket, Hook
+from imece.data_parallel.grad_bucket import GradBucket, Hook, is_one_call
 from imece.data_parallel.shard import Sharding
 from imece.data_parallel.trace import BucketTrace
 from imece.data_parallel.watch import Watch
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-
-
-_HOOKS_OF_ONE_CALL = (
-    default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook,
-)  # fmt: skip
 
 
 # Reducers in the backward that is under way, by group, in the order in which it reached them. The buckets of
@@ -213,7 +206,7 @@ class Reducer:
             bucket.pending -= 1
             if bucket.pending <= 0:
                 if bucket.pending:
-                    self._refuse_late(slot)
+                    raise refusals.late(slot)
                 self._let_go()
 
         return on_gradient
@@ -233,7 +226,7 @@ class Reducer:
         if self._learning or fired < slot.uses:
             return False
         if fired > slot.uses:
-            self._refuse_change(slot) if self.static_graph else self._refuse_second(slot)
+            raise refusals.changed(slot, fired) if self.static_graph else refusals.second(slot)
         if self._order is not None:
             self._order.append(slot.index)
             self._arrivals.append((slot.parameter.nbytes, time.perf_counter()))
@@ -322,7 +315,7 @@ class Reducer:
         On CPU a hook's later collectives leave from other threads: the next bucket's could come between them
         on one rank and not on another.
         """
-        if self.hook is None or any(self.hook is each for each in _HOOKS_OF_ONE_CALL):
+        if self.hook is None or is_one_call(self.hook):
             return False
         return not self.slots[0].view.is_cuda
 
@@ -419,7 +412,7 @@ class Reducer:
                 if fired and self._order is not None:
                     self._order.append(slot.index)
             elif self.static_graph and fired != slot.uses:
-                self._refuse_change(slot)
+                raise refusals.changed(slot, fired)
             used = bool(fired) or (bool(self._touched[slot.index]) and grad is not None)
             if not used:
                 absent.append(slot)
@@ -508,25 +501,6 @@ class Reducer:
         for slot in self.slots:
             slot.kept = None
 
-    def _refuse_second(self, slot: Slot) -> None:
-        raise RuntimeError(
-            f"parameter {slot.name} got a second gradient in one backward, after its first was on its way: "
-            f"it is used by several checkpointed blocks. Pass use_reentrant=False to checkpoint(), or "
-            f"static_graph=True to DistributedDataParallel"
-        )
-
-    def _refuse_late(self, slot: Slot) -> None:
-        raise RuntimeError(
-            f"parameter {slot.name} got a gradient after its unit was over: backward did not go in the "
-            f"opposite order of forward. Use another strategy, or larger units"
-        )
-
-    def _refuse_change(self, slot: Slot) -> None:
-        raise RuntimeError(
-            f"static_graph=True, but parameter {slot.name} got {self._fired[slot.index]} gradients in this "
-            f"backward and {slot.uses} in the first. Leave static_graph away: unused parameters need no flag"
-        )
-
     # A rank that has run out of inputs.
 
     def shadow(self) -> None:
@@ -561,7 +535,12 @@ class Reducer:
         self.rebuilt, self._came = True, None
         seen = set(came)
         order = [*came, *(at for at in reversed(range(len(self.slots))) if at not in seen)]
-        cap = self._best_cap() if self._choose_cap else 0
+        cap = 0
+        if self._choose_cap:
+            links = links_of(self.group, self.buckets[0].flat.device)
+            cap = cap_over(
+                links, self.way.schedule or "native", self._arrivals, self._first_bytes, self.way.overlap
+            )
         agreed = torch.tensor([cap, *order], dtype=torch.int64, device=self.buckets[0].flat.device)
         ops.broadcast(agreed, 0, group=self.group, label="order of gradients")
         cap, *order = agreed.tolist()
@@ -571,19 +550,6 @@ class Reducer:
         assert isinstance(self._laid, Buckets)  # those of a sharding come in no order that was learnt
         with torch.no_grad():
             self._laid.lay(self._cap_bytes, self._first_bytes, order)
-
-    def _best_cap(self) -> int:
-        links = links_of(self.group, self.buckets[0].flat.device)
-        schedule = self.way.schedule or "native"
-
-        def seconds(nbytes: int) -> float:
-            times = predict("all_reduce", nbytes, links)
-            return times.get(schedule, min(times.values()))
-
-        arrivals = self._arrivals
-        if not self.way.overlap:  # nothing leaves before the last one has come
-            arrivals = [(nbytes, arrivals[-1][1]) for nbytes, _ in arrivals]
-        return best_cap(arrivals, seconds, self._first_bytes)[0]
 
     @property
     def cap_bytes(self) -> int | Sequence[int]:

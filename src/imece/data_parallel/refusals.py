@@ -1,0 +1,30 @@
+"""What a backward may not do: the errors of the reducer, each with what to do instead."""
+
+from __future__ import annotations
+
+from imece.data_parallel.buckets import Slot
+
+
+def second(slot: Slot) -> RuntimeError:
+    """One more gradient after the parameter's bucket has left."""
+    return RuntimeError(
+        f"parameter {slot.name} got a second gradient in one backward, after its first was on its way: "
+        f"it is used by several checkpointed blocks. Pass use_reentrant=False to checkpoint(), or "
+        f"static_graph=True to DistributedDataParallel"
+    )
+
+
+def late(slot: Slot) -> RuntimeError:
+    """A gradient of a unit of which all that will come was thought to be there."""
+    return RuntimeError(
+        f"parameter {slot.name} got a gradient after its unit was over: backward did not go in the "
+        f"opposite order of forward. Use another strategy, or larger units"
+    )
+
+
+def changed(slot: Slot, fired: int) -> RuntimeError:
+    """Another number of gradients than in the first backward, which was said to be like all."""
+    return RuntimeError(
+        f"static_graph=True, but parameter {slot.name} got {fired} gradients in this backward and "
+        f"{slot.uses} in the first. Leave static_graph away: unused parameters need no flag"
+    )
