@@ -13,6 +13,8 @@ from imece.bench import (
     machine,
     memory,
     parameter_cost,
+    recovery,
+    recovery_targets,
     report,
     save,
     step,
@@ -29,6 +31,7 @@ from imece.cli.bench_options import (
     StepOptions,
     TrainOptions,
 )
+from imece.cli.bench_recovery import RecoveryOptions
 from imece.cli.bench_save import SaveOptions
 from imece.cli.options import nearest, parse
 from imece.errors import UserError
@@ -46,6 +49,7 @@ def run(argv: Sequence[str]) -> int:
         ),
         "memory": (run_memory, "bytes of a rank by category in every strategy, predicted and counted; bars"),
         "save": (run_save, "what a checkpoint in the background costs training: time, bytes, memory"),
+        "recovery": (run_recovery, "ranks of a real training are killed at random, beside torchrun"),
         "train": (run_train, "imece train beside a plain loop with torch on Gloo, and the machine's limit"),
     }
     if not argv or argv[0] in ("-h", "--help"):
@@ -182,6 +186,21 @@ def run_save(argv: Sequence[str]) -> int:
     _say_targets("what the plan of this project asks for", save.judged(results))
     _write_figures(options.json, results.as_json())
     return 0
+
+
+def run_recovery(argv: Sequence[str]) -> int:
+    """`imece bench recovery`."""
+    options = parse(
+        RecoveryOptions, argv, "imece bench recovery",
+        "Kill ranks of a training at random instants in every strategy; recovery, goodput, cost, torchrun.",
+    )  # fmt: skip
+    plan = options.plan()
+    report.check_writable(options.json)
+    print(machine.describe())
+    results = recovery.run(plan, _say)
+    _say_targets("what the plan of this project asks for", recovery_targets.judged(results))
+    _write_figures(options.json, results.as_json())
+    return 0 if results.all_survived else 1
 
 
 def run_train(argv: Sequence[str]) -> int:

@@ -6,25 +6,28 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import torch
 import tyro
 
+from imece.cli import launch_slurm
 from imece.cli.options import parse
 from imece.errors import UserError
 from imece.launch.local import launch
 from imece.launch.processes import MAX_RANKS
+from imece.launch.view import View
 
 PROG = "imece launch"
 DESCRIPTION = (
     "Run a script on several ranks of this host: imece launch --ranks 4 [options] script.py [its arguments]. "
     "The script finds torchrun's environment variables. What follows it belongs to the script. A rank that "
     "dies is replaced while the others go on, if the script is made for that; of any other script all ranks "
-    "start again, if --max-restarts says so. torchrun's options for one host are taken too."
+    "start again, if --max-restarts says so. torchrun's options for one host are taken too. "
+    "--slurm: on SLURM's nodes; imece launch --slurm --help tells more."
 )
 _MAX_SECONDS = 86_400.0
 _RANKS = ("--ranks", "--nproc-per-node")
@@ -80,23 +83,48 @@ class LaunchOptions:
             raise ValueError("--module and --no-python exclude each other")
 
 
+Options = TypeVar("Options", bound=LaunchOptions)
+
+
 def run(argv: Sequence[str]) -> int:
     """`imece launch ARGV`: the exit status of the ranks (see launch/local.py)."""
-    own, command = split(argv)
+    options, command = read(LaunchOptions, argv, PROG, DESCRIPTION)
+    return start(options, program(command, options))
+
+
+def read(
+    kind: type[Options], argv: Sequence[str], prog: str, description: str, with_value: Sequence[str] = ()
+) -> tuple[Options, list[str]]:
+    """The options before the script, and the script with its arguments; UserError if one is missing.
+
+    with_value: those of `kind` that LaunchOptions has not and that take a value.
+    """
+    own, command = split(argv, with_value)
     own, needless = for_one_host(own)
     typed = {word.partition("=")[0].replace("_", "-") for word in own if word.startswith("-")}
-    if typed <= {*_WITH_VALUE, "-m", "--module", "--no-python", "--standalone"} - {*_RANKS}:
-        raise UserError(f"how many ranks? For two: {PROG} --ranks 2 {' '.join(command) or 'script.py'}")
-    options = parse(LaunchOptions, own, PROG, DESCRIPTION)
+    known = {*_WITH_VALUE, *with_value, "-m", "--module", "--no-python", "--standalone"}
+    if typed <= known - {*_RANKS}:
+        raise UserError(f"how many ranks? For two: {prog} --ranks 2 {' '.join(command) or 'script.py'}")
+    options = parse(kind, own, prog, description)
     if not command:
-        raise UserError(f"there is no script to run: {PROG} --ranks {options.ranks} script.py")
-    words = program(command, options)
+        raise UserError(f"there is no script to run: {prog} --ranks {options.ranks} script.py")
     if needless:
         names = ", ".join(dict.fromkeys(needless))
         print(f"imece: {names}: not needed, the ranks of one host meet at a free port", file=sys.stderr)
+    return options, command
+
+
+def start(
+    options: LaunchOptions,
+    words: Sequence[str],
+    environ: Mapping[str, str] = os.environ,
+    watch: Callable[[View], None] | None = None,
+) -> int:
+    """Run `words` as these options say."""
     return launch(
         words,
         options.ranks,
+        environ=environ,
         grace_s=options.grace_s,
         min_ranks=options.min_ranks,
         max_restarts=options.max_restarts,
@@ -104,6 +132,7 @@ def run(argv: Sequence[str]) -> int:
         exceptions=True,
         silent_s=options.silent_s,
         logs=options.log_dir,
+        watch=watch,
     )
 
 
@@ -138,8 +167,9 @@ def _devices(kind: str) -> int:
     return gpus or os.cpu_count() or 1
 
 
-def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def split(argv: Sequence[str], with_value: Sequence[str] = ()) -> tuple[list[str], list[str]]:
     """Our options, and the script with its own arguments, which may look like ours."""
+    valued = (*_WITH_VALUE, *_HOSTS, *_TORCHRUN_ONLY, *with_value)
     index = 0
     while index < len(argv):
         word = argv[index]
@@ -147,7 +177,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             return list(argv[:index]), list(argv[index + 1 :])
         if not word.startswith("-") or word == "-":
             break
-        index += 2 if word.replace("_", "-") in (*_WITH_VALUE, *_HOSTS, *_TORCHRUN_ONLY) else 1
+        index += 2 if word.replace("_", "-") in valued else 1
     return list(argv[:index]), list(argv[index:])
 
 

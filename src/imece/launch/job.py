@@ -25,6 +25,7 @@ from imece.launch.processes import (
     worker_environment,
 )
 from imece.launch.silence import Silence
+from imece.launch.view import View
 from imece.membership.roster import Roster
 
 _AFTER_FAILURE_S = 2.0  # from SIGTERM to SIGKILL once a rank has failed
@@ -59,6 +60,7 @@ class Job:
         self._generations = Generations(order.limits)
         self._silence = Silence(order.silent_s)
         self._endings: dict[int, Ending] = {}  # of those that are not reaped yet
+        self._all_endings: dict[int, Ending] = {}
         self._causes: list[Ending] = []
         self._why = ""
         self._over_since = _NEVER  # when the run was found to be over, or a signal ended it
@@ -83,6 +85,10 @@ class Job:
             except (OSError, ValueError, subprocess.SubprocessError) as error:
                 ranks = self._order.limits.ranks
                 raise UserError(f"cannot start rank {slot} of {ranks}: {error}") from None
+
+    def view(self) -> View:
+        """For a thread beside this one."""
+        return View(self._port, self._crew, self._all_endings)
 
     def watch(self) -> None:
         """Until every rank has ended: pass on output and signals, and do what their ends ask for."""
@@ -199,6 +205,7 @@ class Job:
         """Find out how they ended, and do what follows."""
         endings = {member: self._ending(member, now) for member in members}
         self._endings |= endings
+        self._all_endings |= endings
         if self._over:
             self._causes += endings.values()
         open_question = not self._over and self._again_at is None

@@ -3,12 +3,13 @@
 signals, output, crew    processes: what they print, how they end, that none is left
 generations, silence     what follows from that (pure)
 job                      does it
+view                     what a thread beside it may see, for drills (drill.py)
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from imece.errors import UserError
@@ -16,6 +17,7 @@ from imece.launch.crew import Crew
 from imece.launch.generations import Limits
 from imece.launch.job import Job, Order
 from imece.launch.processes import MAX_RANKS
+from imece.launch.view import View, watched
 from imece.store import listen, serve
 
 
@@ -32,6 +34,7 @@ def launch(
     exceptions: bool = False,
     silent_s: float = 10.0,
     logs: Path | None = None,
+    watch: Callable[[View], None] | None = None,
 ) -> int:
     """Run `command` once for each rank and return the exit status for the whole.
 
@@ -47,6 +50,7 @@ def launch(
     without a finished step between them end the run in any case where ranks say how far they are.
     silent_s: a rank that has said that it lives, and then nothing for so long, is ended; 0: never.
     logs: a folder for what each rank prints, but for what the first of `direct` does.
+    watch: called in a thread of its own once the ranks are started, with a view of them.
     """
     if not 1 <= ranks <= MAX_RANKS:
         raise UserError(f"--ranks {ranks}: from 1 to {MAX_RANKS} ranks can run on one host")
@@ -65,5 +69,6 @@ def launch(
     with Crew(logs) as crew:
         job = Job(order, store, port, crew)
         job.start()
-        job.watch()
+        with watched(watch, job.view):
+            job.watch()
     return job.report()

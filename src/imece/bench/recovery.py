@@ -1,0 +1,236 @@
+"""`imece bench recovery`: ranks of a real training are killed at random instants, beside torchrun.
+
+kills    each strategy: undisturbed, and under `imece drill`
+cost     what being ready for that adds to a step
+torch    torchrun and torch's DistributedDataParallel with a checkpoint each few steps, a rank killed
+start    from the command to the first finished step, imece launch beside torchrun
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from imece.bench import machine
+from imece.bench.recovery_rank import SEQUENCES, SHAPE, Task
+from imece.bench.recovery_runs import GIVEN_UP_S, TorchKill, cost, drill, kill_under_torchrun, start, train
+from imece.bench.recovery_targets import COST_STRATEGIES
+
+STRATEGIES = ("replicate", "zero1", "zero2", "zero3")
+PARTS = ("kills", "cost", "torchrun", "start")
+TORCHRUN = {"as it is": {}, "without a shared store": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
+"""By what is said of it: its environment."""
+_START_RANKS = 2
+_START_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    strategies: tuple[str, ...] = STRATEGIES
+    parts: tuple[str, ...] = PARTS
+    ranks: int = 4
+    kills: int = 5
+    every_s: float = 8.0
+    steps: int = 200
+    """After which parameters are compared; the run goes on until all kills had their time."""
+    cost_rounds: int = 15
+    cost_steps: int = 10
+    torchrun_runs: int = 3
+    checkpoint_every: int = 10
+    """Steps, under torchrun."""
+    seed: int = 0
+    pause_s: float = 0.0
+    """Added to each step: for tests."""
+
+
+@dataclass
+class Kills:
+    """What one strategy went through."""
+
+    strategy: str
+    step_s: float
+    """Undisturbed."""
+    steps: int
+    drill: dict[str, Any]
+    """The figures of `imece drill`."""
+    goodput: float | None
+    """Time that as many undisturbed steps take, by the time they took. None if the run did not come to its
+    end, as the next."""
+    difference: float | None
+    """Of the final parameters to the undisturbed run's: the norm of the difference by the norm."""
+
+    @property
+    def kills_compared(self) -> int:
+        """How many came before the parameters were compared."""
+        return sum((fault["step"] or 0) < self.compared for fault in self.drill["faults"])
+
+    compared: int = 200
+
+
+@dataclass
+class Results:
+    """All figures; what was not measured is empty."""
+
+    plan: Plan
+    kills: dict[str, Kills] = field(default_factory=dict)
+    cost: dict[str, dict[str, Any]] = field(default_factory=dict)
+    torchrun: dict[str, list[TorchKill]] = field(default_factory=dict)
+    start: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def all_survived(self) -> bool:
+        """Whether every kill fired and was survived, and every run came to its end, leaving nothing."""
+        return all(each.drill["passed"] and each.difference is not None for each in self.kills.values())
+
+    @property
+    def slower_start(self) -> float | None:
+        """How many times torchrun's time ours is: median of the rounds' ratios."""
+        if not self.start:
+            return None
+        ours, others = self.start.values()
+        return statistics.median(mine / other for mine, other in zip(ours, others, strict=True))
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with the machine."""
+        return asdict(self) | {"benchmark": "recovery", "machine": machine.facts()}
+
+
+def run(plan: Plan, say: Callable[[str], None]) -> Results:
+    """Measure, printing as it goes."""
+    results = Results(plan)
+    with tempfile.TemporaryDirectory(prefix="imece-bench-recovery-") as name:
+        for part, measure in (
+            ("kills", _kills), ("cost", _cost), ("torchrun", _torchrun), ("start", _start)
+        ):  # fmt: skip
+            if part in plan.parts:
+                measure(results, Path(name), say)
+    return results
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The norm of the difference of two models' parameters, by the norm of the second's."""
+    if one.keys() != other.keys():
+        raise ValueError("two models with other parameters cannot be compared")
+    apart = sum(float((one[name].double() - other[name].double()).square().sum()) for name in one)
+    whole = sum(float(value.double().square().sum()) for value in other.values())
+    return math.sqrt(apart / whole)
+
+
+def _kills(results: Results, folder: Path, say: Callable[[str], None]) -> None:
+    plan = results.plan
+    say(
+        f"\na GPT of 1.8M parameters, bytes of the standard library, {SEQUENCES} sequences x {SHAPE.length} "
+        f"a step, AdamW, fp32, {plan.ranks} ranks, 1 thread a rank;\n"
+        f"SIGKILL to a random rank about every {plan.every_s:g} s; recovery: from the signal to the last "
+        f"survivor's next finished step;\nparameters apart: after {plan.steps} steps, from those of the "
+        f"undisturbed run\n"
+        f"  {'':<11}{'ms/step':>9}{'steps':>7}{'survived':>11}{'median s':>10}{'worst s':>9}"
+        f"{'again':>7}{'goodput':>9}{'apart':>9}"
+    )
+    for strategy in plan.strategies:
+        calm, hit = folder / f"{strategy}-calm", folder / f"{strategy}-hit"
+        for each in (calm, hit):
+            each.mkdir()
+        task = Task(str(calm), strategy, plan.steps, plan.steps, pause_s=plan.pause_s)
+        undisturbed = train(task, plan.ranks)
+        step_s = undisturbed.seconds / (plan.steps - 1)
+        # Time for the kills, whose spread is half of their distance up and down, and for what comes before.
+        steps = max(plan.steps, math.ceil((plan.kills + 2) * plan.every_s / step_s))
+        task = Task(str(hit), strategy, steps, plan.steps, pause_s=plan.pause_s)
+        trained, figures = drill(task, plan.ranks, plan.kills, plan.every_s, plan.seed)
+        found = Kills(strategy, step_s, steps, figures, None, None, plan.steps)
+        if trained is not None:
+            found.goodput = step_s * (steps - 1) / trained.seconds
+            found.difference = difference(trained.parameters, undisturbed.parameters)
+        results.kills[strategy] = found
+        say(kills_line(found))
+
+
+def kills_line(found: Kills) -> str:
+    """One line of the table."""
+    figures = found.drill
+
+    def shown(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    survived = f"{figures['survived']} of {len(figures['faults'])}"
+    return (
+        f"  {found.strategy:<11}{found.step_s * 1e3:>9.0f}{found.steps:>7}{survived:>11}"
+        f"{shown(figures['median_s'], '.2f'):>10}{shown(figures['worst_s'], '.2f'):>9}{figures['again']:>7}"
+        f"{shown(found.goodput, '.0%'):>9}{shown(found.difference, '.1e'):>9}"
+        f"  ({found.kills_compared} kills before)"
+    )
+
+
+def _cost(results: Results, folder: Path, say: Callable[[str], None]) -> None:
+    plan = results.plan
+    say(
+        f"\nwhat being ready adds to a step when nothing fails, medians of {plan.cost_rounds} alternating "
+        f"rounds of {plan.cost_steps} steps"
+    )
+    for strategy in COST_STRATEGIES:
+        if strategy not in plan.strategies:
+            continue
+        into = folder / f"{strategy}-cost"
+        into.mkdir()
+        task = Task(str(into), strategy, plan.cost_steps, 0, rounds=plan.cost_rounds)
+        found = results.cost[strategy] = cost(task, plan.ranks)
+        plain, ready = (statistics.median(found[name]) * 1e3 for name in ("plain_s", "resilient_s"))
+        say(
+            f"  {strategy:<11}{plain:>9.1f} ms/step in a plain loop,{ready:>8.1f} in imece.steps:"
+            f"{found['cost']:>+8.2%}"
+        )
+
+
+def _torchrun(results: Results, folder: Path, say: Callable[[str], None]) -> None:
+    plan = results.plan
+    rng = random.Random(plan.seed)
+    say(
+        f"\ntorchrun --max-restarts 3, DistributedDataParallel on Gloo, a checkpoint every "
+        f"{plan.checkpoint_every} steps, SIGKILL of a random rank"
+    )
+    for words, environ in TORCHRUN.items():
+        found = results.torchrun[words] = []
+        for number in range(plan.torchrun_runs):
+            into = folder / f"torchrun-{len(results.torchrun)}-{number}"
+            into.mkdir()
+            found.append(kill_under_torchrun(plan.ranks, plan.checkpoint_every, into, rng, environ))
+        say(f"  {words:<24}{torchrun_text(found)}")
+
+
+def torchrun_text(found: list[TorchKill]) -> str:
+    """Several runs in a line."""
+    came_back = [kill.recovery_s for kill in found if kill.recovery_s is not None]
+    again = [kill.again for kill in found if kill.again is not None]
+    text = f"came back in {len(came_back)} of {len(found)} runs"
+    if not came_back:
+        return f"{text} (given up after {GIVEN_UP_S:.0f} s)"
+    return (
+        f"{text}, after {min(came_back):.1f} to {max(came_back):.1f} s, "
+        f"{min(again)} to {max(again)} steps made again"
+    )
+
+
+def _start(results: Results, folder: Path, say: Callable[[str], None]) -> None:
+    seconds: dict[str, list[float]] = {"imece launch": [], "torchrun": []}
+    for number in range(_START_ROUNDS):
+        for name in [*seconds][:: 1 if number % 2 == 0 else -1]:
+            into = folder / f"start-{name}-{number}"
+            into.mkdir()
+            seconds[name].append(start(name == "imece launch", _START_RANKS, into))
+    results.start = seconds
+    texts = [f"{name} {statistics.median(each):.1f} s" for name, each in seconds.items()]
+    say(
+        f"\nfrom the command to the first finished step of {_START_RANKS} ranks, the same script of torch's, "
+        f"medians of {_START_ROUNDS} alternating rounds\n  {', '.join(texts)}"
+    )

@@ -1,0 +1,66 @@
+"""Options of `imece bench recovery`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from imece.bench import recovery, report
+from imece.bench.recovery import PARTS, STRATEGIES
+from imece.bench.recovery_rank import SEQUENCES
+from imece.errors import UserError
+
+
+@dataclass(frozen=True)
+class RecoveryOptions:
+    """Options of `imece bench recovery`."""
+
+    ranks: int = 4
+    """Number of ranks."""
+    kills: int = 5
+    """Kills in each strategy."""
+    every_s: float = 8.0
+    """Seconds between two kills, give or take half of it; each waits for the last one's replacement."""
+    strategies: str = ",".join(STRATEGIES)
+    """Which strategies."""
+    parts: str = ",".join(PARTS)
+    """What to measure: a list of kills, cost (when nothing fails), torchrun, start."""
+    steps: int = 200
+    """Steps after which parameters are compared with the undisturbed run's."""
+    torchrun_runs: int = 3
+    """Runs of torchrun in each of two settings, with one kill each."""
+    checkpoint_every: int = 10
+    """Steps between two checkpoints under torchrun."""
+    seed: int = 0
+    """Another seed kills other ranks at other instants."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    quick: bool = False
+    """2 ranks, 1 kill, the first strategy, no torchrun, no starts: to see that it works, not to quote."""
+
+    def plan(self) -> recovery.Plan:
+        """What to measure; UserError for what cannot be."""
+        strategies = tuple(report.read_choices(self.strategies, STRATEGIES, "--strategies"))
+        parts = tuple(report.read_choices(self.parts, PARTS, "--parts"))
+        if not strategies or not parts:
+            raise UserError("nothing to measure: name at least one strategy and one part")
+        if not 2 <= self.ranks <= SEQUENCES:
+            raise UserError(f"--ranks {self.ranks}: from 2 to {SEQUENCES}, the sequences of a step")
+        for name, count in (
+            ("--kills", self.kills), ("--torchrun-runs", self.torchrun_runs),
+            ("--checkpoint-every", self.checkpoint_every),
+        ):  # fmt: skip
+            if count < 1:
+                raise UserError(f"{name} {count}: at least 1 is needed")
+        if self.steps < 2:
+            raise UserError(f"--steps {self.steps}: at least 2 are needed")
+        if not 0 < self.every_s <= 3600:
+            raise UserError(f"--every-s {self.every_s:g}: more than 0 and up to 3600 seconds")
+        if self.quick:
+            return recovery.Plan(
+                strategies[:1], ("kills", "cost"), 2, 1, 2.0, 20, 2, 2, seed=self.seed, pause_s=0.02
+            )
+        return recovery.Plan(
+            strategies, parts, self.ranks, self.kills, self.every_s, self.steps,
+            torchrun_runs=self.torchrun_runs, checkpoint_every=self.checkpoint_every, seed=self.seed,
+        )  # fmt: skip

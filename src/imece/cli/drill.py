@@ -1,0 +1,93 @@
+"""`imece drill --ranks 4 script.py ...`: a script under `imece launch`, whose ranks are hit at random."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from imece.bench import report
+from imece.cli.launch import LaunchOptions, program, read, start
+from imece.errors import UserError
+from imece.launch.drill import Drill
+from imece.launch.drill_record import Plan, lines
+from imece.launch.left_over import Traces
+
+PROG = "imece drill"
+DESCRIPTION = (
+    "A fault drill: run a script as imece launch does, hit random ranks with a signal at random instants, "
+    "and tell what became of each fault: imece drill --ranks 4 [options] script.py [its arguments]. The "
+    "script has to be resilient (imece.steps), as imece train is. What follows it belongs to the script."
+)
+_WITH_VALUE = ("--kills", "--every-s", "--signal", "--together", "--seed", "--start-s", "--json")
+_MAX_SECONDS = 86_400.0
+_ENDED = 128 + signal.SIGTERM  # by us, or a person
+
+
+@dataclass(frozen=True)
+class DrillOptions(LaunchOptions):
+    """What stands before the script."""
+
+    kills: int = 5
+    """How many faults."""
+    every_s: float = 5.0
+    """Seconds between two faults, give or take half of it; each also waits for the world to be full again."""
+    signal: Literal["KILL", "STOP", "SEGV"] = "KILL"
+    """KILL, SEGV: the process ends. STOP: it falls silent, and is ended after --silent-s."""
+    together: int = 1
+    """How many ranks each fault hits."""
+    seed: int = 0
+    """Another seed hits other ranks at other instants."""
+    start_s: float = 120.0
+    """Seconds within which all ranks must have come to their steps."""
+    json: Path | None = None
+    """Write all figures to this file."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kills < 1:
+            raise ValueError(f"--kills {self.kills}: at least 1 is needed")
+        for name, seconds in (("--every-s", self.every_s), ("--start-s", self.start_s)):
+            if not 0 < seconds <= _MAX_SECONDS:
+                raise ValueError(f"{name} {seconds}: more than 0 and up to {_MAX_SECONDS:.0f} seconds")
+        if not 1 <= self.together < self.ranks:
+            raise ValueError(
+                f"--together {self.together}: at least 1, and fewer than the {self.ranks} ranks, "
+                "so that one survives"
+            )
+        if self.signal == "STOP" and not self.silent_s:
+            raise ValueError("--signal STOP needs a --silent-s, after which a silent rank is ended")
+
+    def plan(self) -> Plan:
+        """Which faults."""
+        return Plan(self.ranks, self.kills, self.every_s, self.signal, self.together, self.seed, self.start_s)
+
+
+def run(argv: Sequence[str]) -> int:
+    """`imece drill ARGV`: 0 if all faults came and were survived, the script ended well, nothing is left."""
+    options, command = read(DrillOptions, argv, PROG, DESCRIPTION, _WITH_VALUE)
+    words = program(command, options)
+    report.check_writable(options.json)
+    drill, traces = Drill(options.plan(), _say), Traces()
+    record = drill.record
+    record.status = start(options, words, os.environ | traces.environ, drill.watch)
+    record.left = traces.left()
+    if not record.resilient and record.status in (0, _ENDED):
+        when = "when it ended" if record.status == 0 else f"after {options.start_s:g} s (--start-s)"
+        raise UserError(
+            f"{command[0]}: not all of its {options.ranks} ranks were resilient {when}; "
+            "does it loop over imece.steps?"
+        )
+    for line in lines(record):
+        _say(line)
+    if options.json is not None:
+        report.write_json(options.json, {"drill": words, **record.as_json()})
+        _say(f"figures  {options.json}")
+    return 0 if record.passed else record.status or 1
+
+
+def _say(line: str) -> None:
+    print(f"{line}\n", end="", flush=True)  # in one piece: ranks print too

@@ -1,0 +1,185 @@
+"""A fault drill's plan, what became of each fault, and what follows from all of them (pure).
+
+fault     a signal to one member of the newest generation, or to several at once
+fired     each of these ended by that signal, or was evicted for its silence
+survived  all others of that generation finished a step in a later one, without those that were hit
+recovery  from the signal to the last of these steps
+calm      before the first fault: what the speed of the run is compared with
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which faults."""
+
+    ranks: int
+    kills: int = 5
+    every_s: float = 5.0
+    signal: str = "KILL"
+    together: int = 1
+    """Members that each fault hits."""
+    seed: int = 0
+    start_s: float = 120.0
+    """How long to wait for all ranks to be resilient."""
+
+
+@dataclass
+class Fault:
+    """One of them, and what became of it."""
+
+    time_s: float
+    """Since all ranks were resilient."""
+    generation: int
+    step: int | None
+    """Finished ones, as the members had last said."""
+    ranks: list[int]
+    """By their places on the host."""
+    pids: list[int]
+    members: list[int]
+    fired: bool | None = None
+    """None: not known yet."""
+    survived: bool | None = None
+    recovery_s: float | None = None
+    """None too where the steps were over before any survivor could make another."""
+    again: int = 0
+    """Steps that were finished before and had to be made once more."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something is still to be learned."""
+        return self.fired is None or self.survived is None
+
+
+@dataclass
+class Record:
+    """All of a drill."""
+
+    plan: Plan
+    faults: list[Fault] = field(default_factory=list)
+    seen: list[tuple[float, int]] = field(default_factory=list)
+    """At each change: (seconds since all ranks were resilient, finished steps of whoever is furthest)."""
+    resilient: bool = False
+    """Whether all ranks once were."""
+    status: int | None = None
+    """The script's."""
+    left: list[str] = field(default_factory=list)
+    """Processes, and files in /dev/shm, that outlived it."""
+
+    @property
+    def recoveries(self) -> list[float]:
+        """Seconds of each that was survived."""
+        return [fault.recovery_s for fault in self.faults if fault.survived and fault.recovery_s is not None]
+
+    @property
+    def fired(self) -> int:
+        """How many did."""
+        return sum(fault.fired is True for fault in self.faults)
+
+    @property
+    def survived(self) -> int:
+        """How many were."""
+        return sum(fault.fired is True and fault.survived is True for fault in self.faults)
+
+    @property
+    def passed(self) -> bool:
+        """Whether there were as many faults as planned, all fired, all survived, the script ended well."""
+        return (
+            self.status == 0 and self.fired == self.survived == self.plan.kills == len(self.faults)
+        ) and not self.left
+
+    @property
+    def calm_steps_per_s(self) -> float | None:
+        """Of the undisturbed run before the first fault; None if that was too short to tell."""
+        until = self.faults[0].time_s if self.faults else float("inf")
+        calm = [(at, steps) for at, steps in self.seen if at <= until]
+        if len(calm) < 2 or calm[-1][1] <= calm[0][1]:
+            return None
+        return (calm[-1][1] - calm[0][1]) / (calm[-1][0] - calm[0][0])
+
+    @property
+    def goodput(self) -> float | None:
+        """Steps from the first fault until a while after the last one, as a share of an undisturbed run's."""
+        calm = self.calm_steps_per_s
+        if not self.faults or not calm:
+            return None
+        begin, last = self.faults[0].time_s, self.faults[-1]
+        end = min(last.time_s + max(self.plan.every_s, last.recovery_s or 0.0), self.seen[-1][0])
+        if end <= begin:
+            return None
+        return (self._steps_at(end) - self._steps_at(begin)) / ((end - begin) * calm)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, and what follows from it."""
+        recoveries = self.recoveries
+        return asdict(self) | {
+            "fired": self.fired,
+            "survived": self.survived,
+            "passed": self.passed,
+            "median_s": statistics.median(recoveries) if recoveries else None,
+            "worst_s": max(recoveries, default=None),
+            "again": sum(fault.again for fault in self.faults),
+            "calm_steps_per_s": self.calm_steps_per_s,
+            "goodput": self.goodput,
+        }
+
+    def _steps_at(self, time_s: float) -> float:
+        """Finished steps, as if they came evenly between two times at which they were seen."""
+        for (before, less), (after, more) in pairwise(self.seen):
+            if before <= time_s <= after:
+                return less + (more - less) * (time_s - before) / (after - before)
+        return self.seen[0][1] if time_s < self.seen[0][0] else self.seen[-1][1]
+
+
+def outcome(fault: Fault) -> str:
+    """What became of it, in words."""
+    if not fault.fired:
+        return "did not fire: the process ended in another way"
+    if not fault.survived:
+        return "NOT SURVIVED"
+    if fault.recovery_s is None:
+        return "survived; the steps were over"
+    return f"went on after {fault.recovery_s:.2f} s, {steps_again(fault.again)}"
+
+
+def steps_again(count: int) -> str:
+    """ "1 step made again"."""
+    return f"{count} step{'s' * (count != 1)} made again"
+
+
+def lines(record: Record) -> list[str]:
+    """The end of a drill."""
+    plan, recoveries = record.plan, record.recoveries
+    missing = plan.kills - len(record.faults)
+    shown = [
+        f"drill    {record.fired} of {plan.kills} faults fired, {record.survived} of {record.fired} "
+        f"survived; the script ended with status {record.status}"
+    ]
+    if missing:
+        shown.append(
+            f"         it ended before {missing} of the faults: give it more steps, or --every-s less"
+        )
+    if recoveries:
+        shown.append(
+            f"recovery median {statistics.median(recoveries):.2f} s, worst {max(recoveries):.2f} s, "
+            "from the signal to the last survivor's next finished step"
+        )
+    if record.faults:
+        shown.append(f"lost     {steps_again(sum(fault.again for fault in record.faults))}")
+    if record.goodput is not None and record.calm_steps_per_s is not None:
+        shown.append(
+            f"goodput  {record.goodput:.0%} of the {record.calm_steps_per_s:.3g} steps/s "
+            "before the first fault"
+        )
+    return [*shown, f"left     {_listed(record.left) or 'no process, nothing in /dev/shm'}"]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
