@@ -14,7 +14,6 @@ from typing import Annotated, TypeVar
 import torch
 import tyro
 
-from imece.cli import launch_slurm
 from imece.cli.options import parse
 from imece.errors import UserError
 from imece.launch.local import launch
@@ -26,8 +25,7 @@ DESCRIPTION = (
     "Run a script on several ranks of this host: imece launch --ranks 4 [options] script.py [its arguments]. "
     "The script finds torchrun's environment variables. What follows it belongs to the script. A rank that "
     "dies is replaced while the others go on, if the script is made for that; of any other script all ranks "
-    "start again, if --max-restarts says so. torchrun's options for one host are taken too. "
-    "--slurm: on SLURM's nodes; imece launch --slurm --help tells more."
+    "start again, if --max-restarts says so. torchrun's options for one host are taken too."
 )
 _MAX_SECONDS = 86_400.0
 _RANKS = ("--ranks", "--nproc-per-node")
