@@ -226,13 +226,13 @@ def _openmpi(environ: Mapping[str, str]) -> _Claim | None:
 def _mpich(environ: Mapping[str, str]) -> _Claim | None:
     names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     # srun --mpi=pmi2 sets the first two as well; only Hydra also says who is local.
-    marks = names[2:] if _in_step(environ) else names
+    marks = names[2:] if in_job_step(environ) else names
     if not any(name in environ for name in marks):
         return None
     return _claim(environ, "mpich", names)
 
 
-def _in_step(environ: Mapping[str, str]) -> bool:
+def in_job_step(environ: Mapping[str, str]) -> bool:
     """Whether srun started this process, and not sbatch or salloc."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
     if step is None or "SLURM_PROCID" not in environ:
@@ -241,7 +241,7 @@ def _in_step(environ: Mapping[str, str]) -> bool:
 
 
 def _slurm(environ: Mapping[str, str]) -> _Claim | None:
-    if not _in_step(environ):
+    if not in_job_step(environ):
         return None
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     complete = dict(environ)

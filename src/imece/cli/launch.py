@@ -14,6 +14,7 @@ from typing import Annotated, TypeVar
 import torch
 import tyro
 
+from imece.cli import launch_slurm
 from imece.cli.options import parse
 from imece.errors import UserError
 from imece.launch.local import launch
@@ -25,7 +26,8 @@ DESCRIPTION = (
     "Run a script on several ranks of this host: imece launch --ranks 4 [options] script.py [its arguments]. "
     "The script finds torchrun's environment variables. What follows it belongs to the script. A rank that "
     "dies is replaced while the others go on, if the script is made for that; of any other script all ranks "
-    "start again, if --max-restarts says so. torchrun's options for one host are taken too."
+    "start again, if --max-restarts says so. torchrun's options for one host are taken too. "
+    "--slurm: on SLURM's nodes; imece launch --slurm --help tells more."
 )
 _MAX_SECONDS = 86_400.0
 _RANKS = ("--ranks", "--nproc-per-node")
@@ -86,8 +88,15 @@ Options = TypeVar("Options", bound=LaunchOptions)
 
 def run(argv: Sequence[str]) -> int:
     """`imece launch ARGV`: the exit status of the ranks (see launch/local.py)."""
-    options, command = read(LaunchOptions, argv, PROG, DESCRIPTION)
-    return start(options, program(command, options))
+    own, command = split(argv, launch_slurm.WITH_VALUE)
+    asked, own = launch_slurm.take(own)
+    if asked is None:
+        options, command = read(LaunchOptions, argv, PROG, DESCRIPTION)
+        return start(options, program(command, options))
+    wanted = launch_slurm.read(asked)
+    words = [*own, "--ranks", str(wanted.layout.ranks), "--", *command]
+    options, command = read(LaunchOptions, words, launch_slurm.PROG, DESCRIPTION)
+    return launch_slurm.run(wanted, own, command, program(command, options))
 
 
 def read(

@@ -1,0 +1,278 @@
+"""SLURM: the srun that starts ranks in an allocation, and the batch file that asks for one.
+
+One node     one task, `imece launch`: a rank that dies is replaced there
+several      a task for each rank: one that dies ends all, and the job goes on from its checkpoint
+
+Text and words alone; `start` and `submit`, at the end, are all that runs anything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from imece.errors import UserError
+from imece.world import in_job_step
+
+MARK = "# Written by imece launch --slurm"
+"""How a batch file of ours begins, below the line that names its shell."""
+_MOST = 100_000
+_MOST_SIGNAL_S = 65_535  # SLURM's own limit
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+@:/-]{0,199}")
+_GPUS = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}:)?([1-9][0-9]{0,3})")
+_TIME = re.compile(r"(?:([0-9]{1,4})-)?([0-9]{1,6})(?::([0-9]{2}))?(?::([0-9]{2}))?")
+# What the allocation was asked for, where it is not what our srun asks for: the two would contradict.
+_OF_THE_ALLOCATION = (
+    "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_NODE",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks lie on nodes."""
+
+    nodes: int
+    ranks: int
+    """On each node."""
+    cpus: int | None
+    """For each rank; None: as SLURM divides them."""
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("--nodes", self.nodes),
+            ("--ranks-per-node", self.ranks),
+            ("--cpus-per-rank", self.cpus),
+        ):
+            if value is not None and not 1 <= value <= _MOST:
+                raise ValueError(f"{name} {value}: from 1 to {_MOST} are possible")
+
+    @property
+    def tasks(self) -> int:
+        """On each node."""
+        return 1 if self.nodes == 1 else self.ranks
+
+    @property
+    def cpus_per_task(self) -> int | None:
+        return None if self.cpus is None else self.cpus * self.ranks // self.tasks
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a batch file asks for."""
+
+    layout: Layout
+    name: str
+    gpus_per_node: str | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    signal_s: int = 120
+    requeues: int = 20
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("--job-name", self.name),
+            ("--partition", self.partition),
+            ("--account", self.account),
+        ):
+            if value is not None and not _NAME.fullmatch(value):
+                raise ValueError(f"{name} {value!r}: letters, digits and _ . , + @ : / - are possible")
+        if self.gpus_per_node is not None:
+            gpus(self.gpus_per_node)
+        if not 0 <= self.signal_s <= _MOST_SIGNAL_S:
+            raise ValueError(
+                f"--signal-s {self.signal_s}: from 1 to {_MOST_SIGNAL_S} seconds, or 0 for never"
+            )
+        if not 0 <= self.requeues <= _MOST:
+            raise ValueError(f"--requeues {self.requeues}: from 0 to {_MOST} are possible")
+        if self.time is not None and seconds(self.time) <= self.signal_s:
+            raise ValueError(
+                f"--time {self.time} is {seconds(self.time)} s, and the signal to save comes "
+                f"{self.signal_s} s before its end: ask for more time, or for a smaller --signal-s"
+            )
+
+
+def gpus(text: str) -> int:
+    """How many "4" or "a100:4" are. Raises ValueError."""
+    match = _GPUS.fullmatch(text)
+    if match is None:
+        raise ValueError(f"--gpus-per-node {text!r}: a number is possible, or a kind and a number, a100:4")
+    return int(match[1])
+
+
+def seconds(time: str) -> int:
+    """What SLURM's formats of a time limit mean. Raises ValueError."""
+    match = _TIME.fullmatch(time)
+    if match is not None:
+        days, first, second, third = (int(part or 0) for part in match.groups())
+        if match[1] is None and match[4] is None:
+            hours, minutes, rest = 0, first, second
+            in_range = rest < 60
+        else:
+            hours, minutes, rest = first, second, third
+            in_range = minutes < 60 and rest < 60 and (match[1] is None or hours < 24)
+        total = ((days * 24 + hours) * 60 + minutes) * 60 + rest
+        if in_range and total:
+            return total
+    raise ValueError(
+        f"--time {time!r}: minutes, minutes:seconds, hours:minutes:seconds, days-hours, "
+        "days-hours:minutes or days-hours:minutes:seconds are possible"
+    )
+
+
+def in_allocation(environ: Mapping[str, str]) -> bool:
+    """Whether SLURM has given this process an allocation; UserError if it is one of its tasks already."""
+    if in_job_step(environ):
+        raise UserError("this is a task of a job step already: start imece launch --slurm without srun")
+    return "SLURM_JOB_ID" in environ
+
+
+def allocated(environ: Mapping[str, str], nodes: int | None, ranks: int | None, cpus: int | None) -> Layout:
+    """The layout in this allocation: all of it, but for what is given. UserError, ValueError."""
+    there = _number(environ, "SLURM_JOB_NUM_NODES") or _number(environ, "SLURM_NNODES") or 1
+    if nodes is not None and nodes > there:
+        raise UserError(f"--nodes {nodes}: this allocation has {there}")
+    nodes = nodes if nodes is not None else there
+    if ranks is None:
+        ranks = _number(environ, "SLURM_GPUS_ON_NODE") or _number(environ, "SLURM_NTASKS_PER_NODE")
+    if ranks is None:
+        tasks = _number(environ, "SLURM_NTASKS")
+        if tasks is None or tasks % there:
+            raise UserError("how many ranks on a node? For two: imece launch --slurm --ranks-per-node 2 ...")
+        ranks = tasks // there
+    if cpus is None and ranks > 0:
+        cpus = _fewest_cpus(environ.get("SLURM_JOB_CPUS_PER_NODE", "")) // ranks or None
+    return Layout(nodes, ranks, cpus)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "").strip()
+    return int(text) if re.fullmatch(r"[0-9]{1,7}", text) and int(text) else None
+
+
+def _fewest_cpus(text: str) -> int:
+    """Of "16(x2),8": 8. 0 if it is no such list."""
+    counts = [re.fullmatch(r"([0-9]{1,7})(?:\(x[0-9]{1,7}\))?", part) for part in text.split(",")]
+    return min((int(count[1]) if count else 0 for count in counts), default=0)
+
+
+def srun(layout: Layout) -> list[str]:
+    """The words that start the tasks of a layout; what they run follows."""
+    cpus = [] if layout.cpus_per_task is None else [f"--cpus-per-task={layout.cpus_per_task}"]
+    return [
+        "srun",
+        f"--nodes={layout.nodes}",
+        f"--ntasks={layout.nodes * layout.tasks}",
+        f"--ntasks-per-node={layout.tasks}",
+        *cpus,
+        "--kill-on-bad-exit=1",
+        *(["--label"] if layout.nodes > 1 else []),  # imece launch has prefixes of its own
+    ]
+
+
+def environment(layout: Layout) -> dict[str, str]:
+    """What tasks should find where the person has set nothing else; `imece launch` sets it itself."""
+    if layout.nodes == 1:
+        return {}
+    threads = {} if layout.cpus is None else {"OMP_NUM_THREADS": str(layout.cpus)}
+    return {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **threads}
+
+
+def batch_file(batch: Batch, command: Sequence[str], folder: str) -> str:
+    """A whole batch file that runs `command` in `folder` as the task of each rank, or the one of a node."""
+    layout = batch.layout
+    asked = {
+        "job-name": batch.name,
+        "nodes": layout.nodes,
+        "ntasks-per-node": layout.tasks,
+        "cpus-per-task": layout.cpus_per_task,
+        "gpus-per-node": batch.gpus_per_node,
+        "time": batch.time,
+        "partition": batch.partition,
+        "account": batch.account,
+        "output": "%x-%j.out",
+    }
+    lines = [
+        "#!/bin/bash",
+        f"{MARK}. To change it, edit it; to run it: sbatch FILE",
+        *(f"#SBATCH --{name}={value}" for name, value in asked.items() if value is not None),
+        "# A job that starts again writes on in the same file.",
+        "#SBATCH --open-mode=append",
+    ]
+    if batch.signal_s:
+        lines += [
+            f"# {batch.signal_s} s before the time is over the ranks are told to save and end; with B: this shell",
+            "# would be, and they would not.",
+            f"#SBATCH --signal=TERM@{batch.signal_s}",
+        ]
+    lines += [
+        "# After a preemption, or when a node fails, SLURM starts the job again.",
+        f"#SBATCH --{'requeue' if batch.requeues else 'no-requeue'}",
+        "",
+        f"cd -- {quoted(folder)} || exit 2",
+        *(f'export {name}="${{{name}:-{value}}}"' for name, value in environment(layout).items()),
+        "",
+        "# One task, which starts the ranks and replaces those that die."
+        if layout.nodes == 1
+        else "# A task for each rank. One that dies ends all, and they go on from their checkpoint.",
+        f"{' '.join(map(quoted, srun(layout)))} \\",
+        f"    {' '.join(map(quoted, command))}",
+        "status=$?",
+    ]
+    if batch.requeues:
+        lines += [
+            "",
+            "# Ended by a signal: the time was over, or a rank was killed. Other failures would come again.",
+            f'if [ "$status" -ge 128 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {batch.requeues} ]; then',
+            '    scontrol requeue "$SLURM_JOB_ID"',
+            "fi",
+        ]
+    return "\n".join([*lines, 'exit "$status"', ""])
+
+
+def quoted(word: str) -> str:
+    """The word for bash, always on one line."""
+    if word.isprintable():
+        return shlex.quote(word)
+    plain = set(range(32, 127)) - set(b"\\'")
+    escaped = (
+        chr(byte) if byte in plain else f"\\x{byte:02x}" for byte in word.encode(errors="surrogateescape")
+    )
+    return f"$'{''.join(escaped)}'"
+
+
+def start(layout: Layout, command: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Become the srun that runs `command` as each task: signals go to it, and its status is ours."""
+    path = shutil.which("srun")
+    if path is None:
+        raise UserError("there is no program 'srun' on PATH, though SLURM_JOB_ID is set")
+    inherited = {name: value for name, value in environ.items() if name not in _OF_THE_ALLOCATION}
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and srun's tasks would too
+        signal.signal(number, signal.SIG_DFL)
+    # --disable-status: the first Ctrl-C goes to the ranks, which save, and not into a report of srun's.
+    words = [*srun(layout), "--disable-status", "--input=none", *command]
+    os.execve(path, words, {**environment(layout), **inherited})
+
+
+def submit(text: str, file: str | None) -> str:
+    """The id of the job that `sbatch` makes of a batch file, which was written to `file` if that is given."""
+    path = shutil.which("sbatch")
+    if path is None:
+        raise UserError("there is no program 'sbatch' on PATH: submit the job where SLURM is installed")
+    done = subprocess.run(
+        [path, "--parsable", *([] if file is None else [file])],
+        input=text if file is None else "",
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode:
+        raise UserError(f"sbatch did not take the job: {done.stderr.strip() or f'status {done.returncode}'}")
+    return done.stdout.strip().split(";")[0]
