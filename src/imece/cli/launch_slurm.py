@@ -20,8 +20,8 @@ DESCRIPTION = (
     "Run a script on SLURM: imece launch --slurm --ranks-per-node 4 [options] script.py [its arguments]. "
     "In an allocation the ranks start at once, with srun. Elsewhere a batch file is written: to stdout, to "
     "--sbatch FILE, or straight to sbatch with --submit. On one node ranks that die are replaced, and imece "
-    "launch's own options are taken too; on several nodes the job starts again from its checkpoint. What else "
-    "your site asks for: edit the file, or set SBATCH_QOS and the like."
+    "launch's own options are taken too; on several nodes the job starts again from its checkpoint. What "
+    "else your site asks for: edit the file, or set SBATCH_QOS and the like."
 )
 WITH_VALUE = (
     "--nodes", "--ranks-per-node", "--cpus-per-rank", "--gpus-per-node", "--time", "--partition", "--account",
@@ -141,8 +141,8 @@ def run(wanted: Wanted, own: Sequence[str], script: Sequence[str], program: Sequ
         return 0
     if layout.nodes > 1:
         print(
-            "imece: on several nodes a rank that dies ends the job there; it goes on from its checkpoint when it "
-            "is started again, as imece train does (a job that --submit makes starts again by itself)",
+            "imece: on several nodes a rank that dies ends the job there; it goes on from its checkpoint "
+            "when it is started again, as imece train does (a job that --submit makes starts again by itself)",
             file=sys.stderr, flush=True,
         )  # fmt: skip
     return slurm.start(layout, command, os.environ)

@@ -207,8 +207,8 @@ def batch_file(batch: Batch, command: Sequence[str], folder: str) -> str:
     ]
     if batch.signal_s:
         lines += [
-            f"# {batch.signal_s} s before the time is over the ranks are told to save and end; with B: this shell",
-            "# would be, and they would not.",
+            f"# {batch.signal_s} s before the time is over the ranks are told to save and end.",
+            "# (With B: only this shell would be told.)",
             f"#SBATCH --signal=TERM@{batch.signal_s}",
         ]
     lines += [
