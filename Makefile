@@ -5,6 +5,8 @@ PYTHON3 ?= python3
 PIP_FLAGS ?=
 # More options for pytest or imece train: make test ARGS="-k mesh -x", make train ARGS="--steps 2000"
 ARGS ?=
+# Of `make soak`
+KILLS ?= 200
 # `make test-gpu PYTHON=python3` uses a Python that already has a CUDA build of torch.
 PYTHON ?= .venv/bin/python
 
@@ -13,7 +15,7 @@ SETUP_STAMP := .venv/.imece-setup
 BENCH_STAMP := .venv/.imece-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-gpu lint format bench clean
+.PHONY: help setup train test test-all test-gpu lint format bench soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -69,7 +71,13 @@ bench: setup $(BENCH_STAMP)  ## measure the collectives; figures go to build/ben
 	$(VENV_PYTHON) -m imece bench step --strategy all --memory --json build/bench/strategies.json
 	$(VENV_PYTHON) -m imece bench memory --json build/bench/memory.json --plot build/bench/memory.png
 	$(VENV_PYTHON) -m imece bench save --json build/bench/save.json
+	$(VENV_PYTHON) -m imece bench recovery --json build/bench/recovery.json
 	$(VENV_PYTHON) -m imece bench train --json build/bench/train.json
+
+soak: setup  ## kill a rank of a training every 15 s, KILLS=200 times (about an hour); prints the goodput
+	@mkdir -p build/bench
+	$(VENV_PYTHON) -m imece bench recovery --parts kills --strategies replicate --kills $(KILLS) \
+		--every-s 15 --json build/bench/soak.json
 
 clean:  ## remove what was built, .venv excepted
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

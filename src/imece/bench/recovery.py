@@ -64,10 +64,10 @@ class Kills:
     drill: dict[str, Any]
     """The figures of `imece drill`."""
     goodput: float | None
-    """Time that as many undisturbed steps take, by the time they took. None if the run did not come to its
-    end, as the next."""
+    """Steps a second while there were kills, by those of the undisturbed run."""
     difference: float | None
-    """Of the final parameters to the undisturbed run's: the norm of the difference by the norm."""
+    """Of the parameters to the undisturbed run's: the norm of the difference by the norm. None if the run did
+    not come to its end."""
 
     @property
     def kills_compared(self) -> int:
@@ -130,7 +130,7 @@ def _kills(results: Results, folder: Path, say: Callable[[str], None]) -> None:
     plan = results.plan
     say(
         f"\na GPT of 1.8M parameters, bytes of the standard library, {SEQUENCES} sequences x {SHAPE.length} "
-        f"a step, AdamW, fp32, {plan.ranks} ranks, 1 thread a rank;\n"
+        f"a step, SGD with momentum, fp32, {plan.ranks} ranks, 1 thread a rank;\n"
         f"SIGKILL to a random rank about every {plan.every_s:g} s; recovery: from the signal to the last "
         f"survivor's next finished step;\nparameters apart: after {plan.steps} steps, from those of the "
         f"undisturbed run\n"
@@ -148,9 +148,10 @@ def _kills(results: Results, folder: Path, say: Callable[[str], None]) -> None:
         steps = max(plan.steps, math.ceil((plan.kills + 2) * plan.every_s / step_s))
         task = Task(str(hit), strategy, steps, plan.steps, pause_s=plan.pause_s)
         trained, figures = drill(task, plan.ranks, plan.kills, plan.every_s, plan.seed)
-        found = Kills(strategy, step_s, steps, figures, None, None, plan.steps)
+        hit_steps_per_s = figures["hit_steps_per_s"]
+        goodput = None if hit_steps_per_s is None else hit_steps_per_s * step_s
+        found = Kills(strategy, step_s, steps, figures, goodput, None, plan.steps)
         if trained is not None:
-            found.goodput = step_s * (steps - 1) / trained.seconds
             found.difference = difference(trained.parameters, undisturbed.parameters)
         results.kills[strategy] = found
         say(kills_line(found))
@@ -175,8 +176,8 @@ def kills_line(found: Kills) -> str:
 def _cost(results: Results, folder: Path, say: Callable[[str], None]) -> None:
     plan = results.plan
     say(
-        f"\nwhat being ready adds to a step when nothing fails, medians of {plan.cost_rounds} alternating "
-        f"rounds of {plan.cost_steps} steps"
+        f"\nwhat being ready adds to a step when nothing fails, AdamW, medians of {plan.cost_rounds} "
+        f"alternating rounds of {plan.cost_steps} steps"
     )
     for strategy in COST_STRATEGIES:
         if strategy not in plan.strategies:

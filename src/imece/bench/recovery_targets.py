@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 MEDIAN_S, WORST_S = 1.0, 2.0
 AGAIN_STEPS = 1  # of a kill
 APART = 1e-5
-COMPARED_STEPS = 200  # for which that was promised
+COMPARED_STEPS = 200  # at least
 GOODPUT, EVERY_S = 0.80, 15.0
 COST_STRATEGIES = {"replicate": 0.01, "zero1": 0.05, "zero3": 0.05}
 """What being ready may add to a step."""
@@ -53,8 +53,7 @@ def _of_kills(found: Kills, every_s: float) -> list[str]:
                 f"{figures['again']} for {count}"),
     ]  # fmt: skip
     text = f"{name}: parameters after {found.compared} steps at most {APART:g} apart"
-    comparable = found.difference is not None and found.kills_compared and found.compared <= COMPARED_STEPS
-    if comparable and found.difference is not None:
+    if found.difference is not None and found.kills_compared and found.compared >= COMPARED_STEPS:
         shown.append(verdict(found.difference <= APART, text, f"{found.difference:.1e}"))
     else:
         shown.append(verdict(None, text))

@@ -105,16 +105,19 @@ class Record:
         return (calm[-1][1] - calm[0][1]) / (calm[-1][0] - calm[0][0])
 
     @property
-    def goodput(self) -> float | None:
-        """Steps from the first fault until a while after the last one, as a share of an undisturbed run's."""
-        calm = self.calm_steps_per_s
-        if not self.faults or not calm:
+    def hit_steps_per_s(self) -> float | None:
+        """From the first fault until a while after the last one; None if there was none."""
+        if not self.faults or not self.seen:
             return None
         begin, last = self.faults[0].time_s, self.faults[-1]
         end = min(last.time_s + max(self.plan.every_s, last.recovery_s or 0.0), self.seen[-1][0])
-        if end <= begin:
-            return None
-        return (self._steps_at(end) - self._steps_at(begin)) / ((end - begin) * calm)
+        return (self._steps_at(end) - self._steps_at(begin)) / (end - begin) if end > begin else None
+
+    @property
+    def goodput(self) -> float | None:
+        """The latter by the former: the share of an undisturbed run's steps that were made."""
+        calm, hit = self.calm_steps_per_s, self.hit_steps_per_s
+        return hit / calm if calm and hit is not None else None
 
     def as_json(self) -> dict[str, Any]:
         """Everything, and what follows from it."""
@@ -127,6 +130,7 @@ class Record:
             "worst_s": max(recoveries, default=None),
             "again": sum(fault.again for fault in self.faults),
             "calm_steps_per_s": self.calm_steps_per_s,
+            "hit_steps_per_s": self.hit_steps_per_s,
             "goodput": self.goodput,
         }
 

@@ -1,0 +1,133 @@
+"""`imece bench recovery`."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from imece.bench import recovery, recovery_targets
+from imece.bench.recovery import Kills, Plan, Results
+from imece.bench.recovery_rank import SEQUENCES, SHAPE, Text
+from imece.bench.recovery_runs import TorchKill, kill_under_torchrun
+from imece.cli.main import main
+
+
+def kills(**more: Any) -> Kills:
+    """A strategy that went well, but for what is given."""
+    faults = [{"step": 50, "again": more.get("again", 0), "recovery_s": seconds} for seconds in (0.5, 0.9)]
+    figures = {
+        "faults": faults, "survived": 2, "passed": True, "again": 2 * more.get("again", 0), "median_s": 0.7,
+        "worst_s": 0.9,
+    }  # fmt: skip
+    found = Kills("zero1", 0.1, 300, figures | more.get("drill", {}), 0.9, 1e-7, 200)
+    for name in ("goodput", "difference", "compared"):
+        setattr(found, name, more.get(name, getattr(found, name)))
+    return found
+
+
+def words(results: Results) -> list[str]:
+    return [line.split()[0] for line in recovery_targets.judged(results)]
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        (kills(), ["met"] * 5),
+        (kills(drill={"passed": False, "survived": 1}), ["MISSED", *["met"] * 4]),
+        (kills(drill={"median_s": 1.1, "worst_s": 1.2}), ["met", "MISSED", "met", "met", "met"]),
+        (kills(drill={"worst_s": 2.1}), ["met", "MISSED", "met", "met", "met"]),
+        (kills(drill={"median_s": None}), ["met", "MISSED", "met", "met", "met"]),
+        (kills(again=1), ["met"] * 5),
+        (kills(again=2), ["met", "met", "MISSED", "met", "met"]),
+        (kills(difference=2e-5), ["met", "met", "met", "MISSED", "met"]),
+        (kills(difference=None), ["met", "met", "met", "--", "met"]),
+        (kills(compared=40), ["met", "met", "met", "--", "met"]),  # before any kill
+        (kills(goodput=0.79), ["met", "met", "met", "met", "MISSED"]),
+        (kills(goodput=None), ["met"] * 4),
+    ],
+)
+def test_the_targets_of_a_strategy(measured: Kills, expected: list[str]) -> None:
+    results = Results(Plan(every_s=15.0), {"zero1": measured})
+    assert words(results) == [*expected, "--", "--", "--", "--", "--"]
+
+
+def test_the_other_targets() -> None:
+    results = Results(Plan(every_s=8.0), {"zero1": kills(goodput=0.5)})
+    results.cost = {"replicate": {"cost": 0.01}, "zero1": {"cost": 0.051}}
+    results.torchrun = {"as it is": [TorchKill(None, None)], "other": [TorchKill(5.6, 4)]}
+    results.start = {"imece launch": [3.0, 2.0, 9.0], "torchrun": [2.0, 2.0, 10.0]}
+    assert words(results) == ["met", "met", "met", "met", "--", "met", "MISSED", "--", "met", "met"]
+    assert recovery_targets.judged(results)[-2].endswith("8 x")
+    assert results.slower_start == 1.0
+
+
+def test_what_is_said_of_torchrun() -> None:
+    found = [TorchKill(None, None), TorchKill(4.25, 3), TorchKill(6.0, 9)]
+    text = "came back in 2 of 3 runs, after 4.2 to 6.0 s, 3 to 9 steps made again"
+    assert recovery.torchrun_text(found) == text
+    assert recovery.torchrun_text(found[:1]) == "came back in 0 of 1 runs (given up after 45 s)"
+
+
+def test_how_far_apart_parameters_are() -> None:
+    one = {"a": torch.tensor([3.0, 4.0]), "b": torch.zeros(2)}
+    assert recovery.difference(one, one) == 0.0
+    other = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0, 0.5])}
+    assert recovery.difference(other, one) == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="other parameters"):
+        recovery.difference({"a": one["a"]}, one)
+
+
+def test_a_global_batch_is_the_same_for_any_world() -> None:
+    text = Text()
+    whole = text.batch(5, 0, 1)
+    assert whole.shape == (SEQUENCES, SHAPE.length + 1) and len(whole.unique()) > 20
+    for ranks in (2, 3, 5):
+        assert torch.equal(torch.cat([text.batch(5, rank, ranks) for rank in range(ranks)]), whole)
+    assert not torch.equal(text.batch(6, 0, 1), whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--ranks", "1"], "--ranks 1: from 2 to 12"),
+        (["--ranks", "13"], "--ranks 13: from 2 to 12"),
+        (["--kills", "0"], "--kills 0: at least 1"),
+        (["--torchrun-runs", "0"], "--torchrun-runs 0: at least 1"),
+        (["--checkpoint-every", "0"], "--checkpoint-every 0: at least 1"),
+        (["--steps", "1"], "--steps 1: at least 2"),
+        (["--every-s", "0"], "--every-s 0: more than 0"),
+        (["--strategies", "zero9"], "zero9"),
+        (["--strategies", ","], "nothing to measure"),
+        (["--parts", "kill"], "kill"),
+        (["--json", "/dev/null/all.json"], "/dev/null"),
+    ],
+)
+def test_wrong_options(options: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "recovery", *options]) == 2
+    said = capsys.readouterr().err
+    assert why in said and len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = tmp_path / "recovery.json"
+    assert main(["bench", "recovery", "--quick", "--strategies", "zero1", "--json", str(figures)]) == 0
+    shown = capsys.readouterr().out
+    assert "zero1: every kill survived, nothing left behind: 1 of 1" in shown
+    found = json.loads(figures.read_text())
+    row = found["kills"]["zero1"]
+    assert row["drill"]["passed"] and 0 < row["goodput"] < 1.5 and row["difference"] < 1e-5
+    assert len(found["cost"]["zero1"]["plain_s"]) == 2
+
+
+@pytest.mark.slow
+def test_a_kill_under_torchrun(tmp_path: Path) -> None:
+    environ = recovery.TORCHRUN["without a shared store"]
+    found = kill_under_torchrun(2, 3, tmp_path, random.Random(0), environ)
+    assert found.recovery_s is not None and found.again is not None
+    assert 0.5 < found.recovery_s < 45 and 0 <= found.again <= 4
