@@ -32,9 +32,11 @@ assert tasks == nodes * on_node, own
 processes = []
 def pass_on(number, frame):
     for process in processes:
-        process.send_signal(number)
-for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(process.pid, number)  # send_signal would reap it
+ends = (signal.SIGTERM, signal.SIGINT)
+for number in ends:
     signal.signal(number, pass_on)
+signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # until all are there to be told
 hosts = f"node[1-{nodes}]" if nodes > 1 else "node1"
 for task in range(tasks):
     step = {
@@ -44,7 +46,13 @@ for task in range(tasks):
         "SLURM_STEP_NODELIST": hosts, "IMECE_HOST": f"node{task // on_node}",
     }
     environ = {**os.environ, **{name: str(value) for name, value in step.items()}}
-    processes.append(subprocess.Popen(sys.argv[at:], env=environ, stdin=subprocess.DEVNULL))
+    processes.append(
+        subprocess.Popen(
+            sys.argv[at:], env=environ, stdin=subprocess.DEVNULL,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, ends),
+        )
+    )
+signal.pthread_sigmask(signal.SIG_UNBLOCK, ends)
 worst = 0
 while processes:
     pid, status = os.waitpid(-1, 0)

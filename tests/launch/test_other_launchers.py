@@ -7,8 +7,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from imece.membership import unwatched
 
 SCRIPT = r"""
 import imece, os, psutil, torch, torch.distributed as dist
@@ -16,16 +20,50 @@ def listening():
     return {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"}
 before = listening()  # what mpiexec has handed down
 mesh = imece.init(backend="gloo")
-tensor = torch.tensor([1 << mesh.rank])
-dist.all_reduce(tensor)
+model = imece.DistributedDataParallel(torch.nn.Linear(1, 1))
+for _ in range(2):  # and yet one line
+    tensor = torch.tensor([1 << mesh.rank])
+    for step in imece.steps(1, model, torch.optim.SGD(model.parameters(), lr=1.0)):
+        with step:
+            dist.all_reduce(tensor)
 addresses = sorted(address.ip for address in listening() - before)
 words = [mesh.world.launcher, mesh.rank, mesh.world_size, tensor.item(), *addresses, mesh.world.master_port]
 os.write(1, (" ".join(map(str, words)) + "\n").encode())  # in one piece
 """
 
 
-def run(tmp_path: Path, *launcher: str, jobs: int = 1) -> list[list[list[str]]]:
-    """The sorted output lines, in words, of `jobs` runs of SCRIPT at the same time."""
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "hosts", "environ", "said"),
+    [
+        ("torchrun", 2, 1, {"TORCHELASTIC_RUN_ID": "none"}, "torchrun: {dies}; {instead}"),
+        ("torchrun", 2, 1, {"TORCHELASTIC_RUN_ID": "imece-1-2"}, "imece.spawn: {dies}; {instead}"),
+        ("torchrun", 2, 2, {}, "RANK and WORLD_SIZE: {dies}"),
+        ("slurm", 2, 2, {}, "srun: {dies}"),
+        ("openmpi", 2, 1, {}, "Open MPI: {dies}; {instead}"),
+        ("single", 1, 1, {}, None),
+    ],
+)
+def test_who_replaces_nobody(
+    launcher: str, ranks: int, hosts: int, environ: dict[str, str], said: str | None,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for rank in range(ranks):
+        monkeypatch.setattr(unwatched, "_said", False)
+        world = SimpleNamespace(launcher=launcher)
+        mesh: Any = SimpleNamespace(rank=rank, world_size=ranks, hosts=range(hosts), world=world)
+        unwatched.say_unwatched(mesh, environ)
+        expected = said and said.format(
+            dies="a rank that dies ends the run", instead="imece launch would replace it"
+        )
+        wanted = f"imece: started by {expected}\n" if expected and rank == 0 else ""
+        assert capsys.readouterr().err == wanted
+
+
+def run(tmp_path: Path, name: str, *launcher: str, jobs: int = 1) -> list[list[list[str]]]:
+    """The sorted output lines, in words, of `jobs` runs of SCRIPT at the same time.
+
+    Each must say, once, that `name` replaces nobody.
+    """
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [*launcher, str(script)]
@@ -38,6 +76,8 @@ def run(tmp_path: Path, *launcher: str, jobs: int = 1) -> list[list[list[str]]]:
         for process in processes:
             out, err = process.communicate(timeout=90)
             assert process.returncode == 0, err
+            said = f"imece: started by {name}: a rank that dies ends the run; imece launch would replace it"
+            assert err.count(said + "\n") == 1 and err.count("a rank that dies") == 1, err
             found.append(sorted(line.split() for line in out.splitlines()))
     finally:
         for process in processes:
@@ -48,7 +88,7 @@ def run(tmp_path: Path, *launcher: str, jobs: int = 1) -> list[list[list[str]]]:
 
 def test_torchrun(tmp_path: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    (lines,) = run(tmp_path, *torchrun)
+    (lines,) = run(tmp_path, "torchrun", *torchrun)
     assert [line[:4] for line in lines] == [["torchrun", "0", "2", "3"], ["torchrun", "1", "2", "3"]]
 
 
@@ -59,7 +99,7 @@ def test_two_jobs_of_mpiexec(tmp_path: Path) -> None:
     )
     if mpiexec is None:
         pytest.skip("no mpiexec: pip install mpich")
-    jobs = run(tmp_path, mpiexec, "-n", "2", sys.executable, jobs=2)
+    jobs = run(tmp_path, "MPICH", mpiexec, "-n", "2", sys.executable, jobs=2)
     ports = set()
     for lines in jobs:
         assert [line[:4] for line in lines] == [["mpich", "0", "2", "3"], ["mpich", "1", "2", "3"]]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,13 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     monkeypatch.setenv("PATH", f"{slurm.folder}{os.pathsep}{os.environ['PATH']}")
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
+    become, here = os.execve, os.getpid()
+
+    def only_in_a_fork(*what: Any) -> None:
+        assert os.getpid() != here, "the tests themselves must not become srun"
+        become(*what)
+
+    monkeypatch.setattr(os, "execve", only_in_a_fork)
     return slurm
 
 
@@ -118,8 +126,8 @@ def test_an_allocation_says_what_is_not_given() -> None:
 
 def test_a_batch_file(fake: FakeSlurm) -> None:
     status, out, err = run(
-        "launch", "--slurm", "--nodes=2", "--gpus-per-node", "a100:4", "--time", "1-12", 
-        "--partition=gpu,long", "--account", "lab", "--signal-s", "90", "--cpus-per-rank", "6", script(""), "--time", "3",
+        "launch", "--slurm", "--nodes=2", "--gpus-per-node", "a100:4", "--time", "1-12", "--account", "lab",
+        "--partition=gpu,long", "--signal-s", "90", "--cpus-per-rank", "6", script(""), "--time", "3",
     )  # fmt: skip
     assert (status, err) == (0, "") and out.startswith("#!/bin/bash\n")
     assert dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", out, re.MULTILINE)) == {
@@ -131,6 +139,17 @@ def test_a_batch_file(fake: FakeSlurm) -> None:
     assert out.index("\ncd ") > out.rindex("\n#SBATCH"), "SLURM reads no options after the first command"
     assert f"    {sys.executable} train.py --time 3" in code
     assert 'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-6}"' in code
+
+
+def test_another_batch_file(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a script that looks like an option, from within an allocation."""
+    allocate(monkeypatch, 1)
+    Path("-s.py").touch()
+    words = ["launch", "--slurm", "--ranks", "1", "--requeues=0", "--signal-s=0", "--sbatch", "job.sh"]
+    assert run(*words, "--", "-s.py") == (0, "", "imece: submit it with: sbatch job.sh\n")
+    text = Path("job.sh").read_text()
+    assert "launch --ranks 1 --grace-s 30 -- -s.py\n" in text and "--job-name=s\n" in text
+    assert "--no-requeue" in text and "--signal" not in text and "scontrol" not in text
 
 
 def test_words_are_quoted_on_one_line() -> None:
@@ -185,6 +204,8 @@ def test_mistakes(words: str, said: str, fake: FakeSlurm) -> None:
 def test_mistakes_in_an_allocation(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     allocate(monkeypatch, 2)
     words = ["launch", "--slurm", script("")]
+    assert "how many ranks on a node?" in refused(*words)
+    monkeypatch.setenv("SLURM_NTASKS", "5")
     assert "how many ranks on a node?" in refused(*words)
     assert "--nodes 3: this allocation has 2" in refused(
         "launch", "--slurm", "--nodes", "3", "--ranks=1", "train.py"

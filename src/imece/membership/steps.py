@@ -26,6 +26,7 @@ from imece.data_parallel.optimizer import numbers_of, set_numbers
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.membership.member import Member, keeps_roster
 from imece.membership.recovery import Recovered, Recovery
+from imece.membership.unwatched import say_unwatched
 
 _NOTHING = -1
 
@@ -75,13 +76,14 @@ def steps(
     gets that of the rank that was furthest. recovered: called on every rank that has come into a generation.
 
     Ranks are replaced under `imece launch`. Under other launchers (torchrun, srun) the loop is a plain one:
-    a rank that dies ends all. imece.init()'s mesh, the model and the optimizer stay the same objects; of the
-    mesh rank, world_size and groups change. A program has one such loop.
+    a rank that dies ends all, and rank 0 says so at first. imece.init()'s mesh, the model and the optimizer
+    stay the same objects; of the mesh rank, world_size and groups change. A program has one such loop.
 
     RuntimeError if the block was not entered: `with step:`. TypeError for a state that is no JSON.
     """
     mesh = meshes.current()
     if not keeps_roster(mesh):
+        say_unwatched(mesh)
         yield from _plain(start, total)
         return
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)

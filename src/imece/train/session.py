@@ -21,6 +21,7 @@ from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
 from imece.membership.member import Member, keeps_roster
 from imece.membership.recovery import LostStateError, MovedOnError, Recovered, Recovery
+from imece.membership.unwatched import say_unwatched
 from imece.mesh import Mesh
 from imece.models.transformer import Transformer
 from imece.train.agreeing import together
@@ -103,6 +104,8 @@ class Session:
                 Member(mesh), wrapped, optimizers,
                 state=session._counters, take=session._take_counters, fallback=session._from_checkpoint,
             )  # fmt: skip
+        else:
+            say_unwatched(mesh)
         return session
 
     # Ranks that come and go.

@@ -1,0 +1,31 @@
+"""Under a launcher that replaces nobody: rank 0 says so, once, before it matters."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+from imece.mesh import Mesh
+
+_NAMES = {"slurm": "srun", "openmpi": "Open MPI", "mpich": "MPICH"}
+_said = False
+
+
+def say_unwatched(mesh: Mesh, environ: Mapping[str, str] = os.environ) -> None:
+    """One line on rank 0, unless it is the only rank: a rank that dies ends the run."""
+    global _said
+    if _said or mesh.rank != 0 or mesh.world_size == 1:
+        return
+    _said = True
+    instead = "; imece launch would replace it" if len(mesh.hosts) == 1 else ""
+    by = _NAMES.get(mesh.world.launcher) or _by(environ)
+    print(f"imece: started by {by}: a rank that dies ends the run{instead}", file=sys.stderr, flush=True)
+
+
+def _by(environ: Mapping[str, str]) -> str:
+    """Who has set torchrun's variables."""
+    run = environ.get("TORCHELASTIC_RUN_ID")
+    if run is None:
+        return "RANK and WORLD_SIZE"
+    return "imece.spawn" if run.startswith("imece-") else "torchrun"
