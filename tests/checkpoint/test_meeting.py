@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -144,3 +146,23 @@ def test_closing_gives_up_what_is_under_way(tmp_path: Path) -> None:
         assert all_steps(tmp_path) == [1] and not partials(tmp_path)
         with pytest.raises(ValueError, match="after close"):
             ranks.ranks[0].save(3, state_of(3), {}, None)
+
+
+def test_rank_0_fails_before_it_has_heard_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first save comes to nothing at once; a rank that begins later still hears why."""
+    write = files.write
+
+    def full(path: Path, *args: Any) -> Any:
+        if path.name.endswith("00000.safetensors"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, *args)
+
+    with crew(tmp_path, 2) as ranks, monkeypatch.context() as patch:
+        patch.setattr(files, "write", full)
+        ranks.ranks[0].save(1, state_of(1), {}, None)
+        time.sleep(0.3)
+        ranks.ranks[1].save(1, state_of(1), {}, None)
+        began = time.monotonic()
+        assert [rank.finish() for rank in ranks.ranks] == [False, False]
+        assert time.monotonic() - began < 20  # and not until its time is up
+        assert "rank-00000.safetensors: No space left" in ranks.alarms[1][0]

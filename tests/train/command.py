@@ -65,8 +65,9 @@ def _tell(module: str, name: str, args: list[Any]) -> Any:
 def leave_out() -> None:
     """For the rest of this process: what takes seconds and is not training."""
     instead = {
-        "imece.launch.local.subprocess": SimpleNamespace(**vars(subprocess) | {"Popen": ForkedRank}),
+        "imece.launch.crew.subprocess": SimpleNamespace(**vars(subprocess) | {"Popen": ForkedRank}),
         "imece.train.loop.measured_peak": lambda device, dtype: 1e12,
+        "imece.train.session.measured_peak": lambda device, dtype: 1e12,
         "imece.train.finish.write_loss_plot": lambda run: None,
         "imece.train.finish.write_report": lambda run: (run / "report.html").write_text(""),
     }
@@ -208,7 +209,7 @@ def _status_of(words: list[str]) -> int:
 
 
 class ForkedRank:
-    """What launch/local.py needs of subprocess.Popen."""
+    """What launch/crew.py needs of subprocess.Popen."""
 
     def __init__(
         self,

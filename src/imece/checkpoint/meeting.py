@@ -80,6 +80,11 @@ class Meeting:
             write_whole(self._path(self._rank), seal({"number": self._number}))
         self._there = True
 
+    @property
+    def all_heard(self) -> bool:
+        """Whether every other rank has come, as far as rank 0 knows."""
+        return len(self._heard) >= self._world_size - 1
+
     def session(self) -> str | None:
         """What all ranks of this job, and only they, know. None as long as rank 0 has not heard this one."""
         if self._session is None and (note := self._of_rank_0()) is not None:

@@ -186,7 +186,8 @@ class Checkpoints:
             commit.commit(partial, final, manifest)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
-            with contextlib.suppress(OSError):  # then the others wait until their time is up
+            with contextlib.suppress(OSError, NotSavedError):  # then the others wait until their time is up
+                self._hear_all()
                 self._meeting.failed(attempt, _why(error))
             if isinstance(error, OSError | ValueError | UserError):
                 raise NotSavedError(_why(error)) from error
@@ -241,6 +242,14 @@ class Checkpoints:
         part = Part(job.kinds, job.sliced, File(nbytes, sha256, job.pieces), job.rank_state)
         commit.write_part(partial, self._rank, part)
         return part
+
+    def _hear_all(self) -> None:
+        """A rank that has not been heard yet would not believe what rank 0 says of an attempt."""
+        patience = Patience(self._limit_s, self._stop)
+        self._meeting.arrive()
+        while not self._meeting.all_heard:
+            patience.wait(None, "the other ranks")
+            self._meeting.arrive()
 
     def _await_parts(self, partial: Path) -> list[Part]:
         """Of ranks 1, 2, ...: as soon as all have come, or one cannot."""

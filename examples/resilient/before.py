@@ -1,0 +1,28 @@
+"""Data-parallel training as anyone writes it: when one rank dies, all of it is lost."""
+
+import torch
+from torch import nn
+
+import imece
+
+mesh = imece.init()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 1)).to(mesh.device)
+model, optimizer = imece.parallelize(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's share of the global batch of that number: 24 points and what is to be learned of them."""
+    points = torch.randn(24, 64, generator=torch.Generator().manual_seed(number))
+    mine = points.chunk(mesh.world_size)[mesh.rank].to(mesh.device)
+    return mine, mine.sin().sum(dim=1, keepdim=True)
+
+
+for number in range(300):
+    inputs, targets = batch(number)
+    loss = nn.functional.mse_loss(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if number % 50 == 0:
+        print(f"step {number}: {mesh.world_size} ranks, loss {loss.item():.4f}")
