@@ -73,6 +73,13 @@ def test_what_is_said_of_torchrun() -> None:
     assert recovery.torchrun_text(found[:1]) == "came back in 0 of 1 runs (given up after 45 s)"
 
 
+@pytest.mark.parametrize(("step_s", "calm"), [(0.1, 8.0), (0.125, 10.0), (0.1, None)])
+def test_goodput_is_of_the_fastest_undisturbed_run(step_s: float, calm: float | None) -> None:
+    figures = {"hit_steps_per_s": 9.0, "calm_steps_per_s": calm}
+    assert recovery.goodput(step_s, figures) == pytest.approx(0.9)
+    assert recovery.goodput(step_s, figures | {"hit_steps_per_s": None}) is None
+
+
 def test_how_far_apart_parameters_are() -> None:
     one = {"a": torch.tensor([3.0, 4.0]), "b": torch.zeros(2)}
     assert recovery.difference(one, one) == 0.0
