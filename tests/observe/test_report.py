@@ -313,3 +313,23 @@ def test_names_of_levels_do_not_lie_on_each_other() -> None:
     chart.level(9.0, "three")
     tops = [float(top) for top in re.findall(r'"name" style="top:([\d.]+)%"', chart.html())]
     assert tops == pytest.approx([10.0, 49.0, 56.5])
+
+
+def test_ranks_that_were_not_like_the_others(tmp_path: Path) -> None:
+    slow = {"slowest_rank": 2, "slowest_phase": "backward", "slowest_s": 0.31, "others_s": 0.105}
+    records = [record(step, **(slow if 4 <= step < 8 else {})) for step in range(1, 11)]
+    records[8]["drift"] = f"{EVIL} of rank 1 differed from that of 2 others"
+    write(tmp_path, records)
+    source = Page(write_report(tmp_path)).source
+    assert source.count("rank 2 is slow in backward: 310 ms, the others 105 ms") == 1
+    assert source.count("of rank 1 differed from that of 2 others") == 1 and EVIL not in source
+    write(tmp_path, records[:3])
+    assert "not like the others" not in Page(write_report(tmp_path)).source
+
+
+def test_copies_are_a_part_of_a_step_where_all_steps_have_them(tmp_path: Path) -> None:
+    write(tmp_path, [record(step, copy_s=0.001) for step in range(1, 11)])
+    assert "copies for recovery" in Page(write_report(tmp_path)).source
+    write(tmp_path, [record(step, **({"copy_s": 0.001} if step > 5 else {})) for step in range(1, 11)])
+    source = Page(write_report(tmp_path)).source
+    assert "copies for recovery" not in source and "exposed communication" in source

@@ -23,6 +23,7 @@ from imece.train.config import (
     Strategy,
     TrainConfig,
     ValidateSection,
+    WatchSection,
     check_same_run,
     flat,
     read_toml,
@@ -100,6 +101,7 @@ CONFIGS = some(
     ),
     validate=some(ValidateSection, every=COUNTS_OR_0, tokens=COUNTS_OR_0),
     checkpoint=some(CheckpointSection, every=COUNTS_OR_0, keep=COUNTS),
+    watch=some(WatchSection, drift_every=COUNTS_OR_0, slow_ratio=st.floats(1, 10)),
 )
 
 
@@ -209,7 +211,7 @@ OTHER: dict[str, Any] = {
     "optimizer.weight_decay": 0.5, "optimizer.beta1": 0.5, "optimizer.beta2": 0.5, "optimizer.eps": 1e-6,
     "optimizer.clip": 2.0, "compute.dtype": "fp32", "compute.compile": True, "compute.recompute": True,
     "compute.bad_steps": 1, "validate.every": 1, "validate.tokens": 1, "checkpoint.every": 1,
-    "checkpoint.keep": 1,
+    "checkpoint.keep": 1, "watch.drift_every": 1, "watch.slow_ratio": 2.0,
 }  # fmt: skip
 
 
@@ -231,7 +233,8 @@ def test_the_list_of_what_may_change() -> None:
     expected = {
         "run", "ranks", "steps", "data.folder",
         "strategy", "batch.micro", "compute.compile", "compute.recompute", "compute.bad_steps",
-        "validate.every", "validate.tokens", "checkpoint.every", "checkpoint.keep",
+        "validate.every", "validate.tokens", "checkpoint.every", "checkpoint.keep", "watch.drift_every",
+        "watch.slow_ratio",
     }  # fmt: skip
     assert expected == MAY_CHANGE and expected < OTHER.keys()
 

@@ -26,7 +26,7 @@ from tests.train.command import Train, in_fork, train
 from tests.train.compare import assert_same_run, exact, files, last, records, summary
 from tests.train.small import options
 
-PARTS = ("data_s", "forward_s", "backward_s", "exposed_s", "optimizer_s", "other_s")
+PARTS = ("data_s", "forward_s", "backward_s", "exposed_s", "optimizer_s", "copy_s", "other_s")
 
 
 def cut(file: Path) -> None:
@@ -190,7 +190,8 @@ def not_finite(folder: str) -> None:
     path = Path(folder)
     run = path / "run"
     usual = ["--ranks=3", "--batch.micro=2", "--steps=8", "--checkpoint.every=2", "--compute.bad-steps=2"]
-    outcome = train(options(path, "run", *usual), path, fault=poison)
+    each = ["--checkpoint.every=1", "--checkpoint.keep=8"]
+    outcome = train(options(path, "run", *usual, *each), path, fault=poison)
     assert (outcome.status, outcome.err) == (0, ""), outcome
     batches = Batches(_train_part(run), 16, 12, seed=1)
     documents = ", ".join(map(str, batches.names(2, 6, 8)))  # rank 1 has rows 4 to 7
@@ -204,6 +205,12 @@ def not_finite(folder: str) -> None:
     assert [record["step"] for record in found if record["loss"] is None] == [3]
     assert [record["step"] for record in found if record["grad_norm"] is None] == [3]
     assert math.isfinite(summary(run)["val_loss"])
+    before, after, later = (
+        open_checkpoint(run / "checkpoints" / f"step-0000000{step}") for step in (2, 3, 4)
+    )
+    same = {name: torch.equal(before.tensor(name), after.tensor(name)) for name in before.names()}
+    assert all(same.values()) and "optimizer/embed.weight/exp_avg" in same, "the step changed something"
+    assert not torch.equal(after.tensor("model/embed.weight"), later.tensor("model/embed.weight"))
 
     POISON["steps"] = [9, 11, 12, 13]
     outcome = train(options(path, "run", *usual, "--steps=20"), path, fault=poison)

@@ -313,13 +313,17 @@ def phases() -> list[Any]:
     found = []
     for step in range(2):
         bench.step.run(step, lr=0.0)
-        found.append(bench.clock.lap())
+        lap = bench.clock.lap()
+        found.append([lap.seconds, lap.phases, lap.own])
     return found
 
 
 def test_a_steps_time_is_divided(by_two_ranks: Found) -> None:
     for laps in by_two_ranks["phases"]:
-        for whole, parts in laps:
+        for whole, parts, own in laps:
             assert parts.keys() == {"data", "forward", "backward", "exposed", "optimizer"}
             assert all(seconds > 0 for seconds in parts.values()), parts
             assert sum(parts.values()) < whole
+            assert own.keys() == {"data", "forward", "backward", "optimizer", "other"}
+            assert all(0 < own[name] <= parts[name] for name in own.keys() - {"other"}), (parts, own)
+            assert sum(own.values()) < whole

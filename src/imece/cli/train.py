@@ -16,6 +16,7 @@ from imece.cli.options import parse
 from imece.errors import UserError
 from imece.launch.local import launch
 from imece.train.config import TrainConfig, read_toml, to_toml
+from imece.train.drift import DriftError
 from imece.train.loop import NotFiniteError
 from imece.train.run_folder import RunFolder
 from imece.train.start import Progress as Report
@@ -69,7 +70,7 @@ def read_config(words: list[str]) -> TrainConfig:
 def _as_rank(config: TrainConfig) -> int:
     try:
         signal = run_rank(config)
-    except NotFiniteError as error:
+    except (NotFiniteError, DriftError) as error:
         print(f"imece: {error}", file=sys.stderr)
         return 1
     return 128 + signal if signal else 0

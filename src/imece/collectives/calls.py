@@ -20,6 +20,7 @@ from imece.collectives.pending import Pending, Waitable, drain, in_background
 from imece.collectives.recording import POINT_TO_POINT
 from imece.collectives.reduction import flattened, shares_memory
 from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.collectives.waited import waiting
 from imece.errors import UserError
 
 
@@ -77,16 +78,17 @@ class Call:
         """Runs what the backend does by itself. launch starts it, finish puts the result where it belongs."""
         token = self._enter()
         try:
-            drain(self.group)
+            with waiting:
+                drain(self.group)
             checker = self._checker()
             works: Waitable | list[Waitable]
             if checker is not None and async_op:
                 one = cast(Callable[[], dist.Work], launch)
                 works = _Checked(checker.call(one, *self._fingerprint()))
             else:
-                if checker is not None:
-                    checker.begin(*self._fingerprint()).wait()
-                with torch.no_grad(), self._here(async_op):
+                with waiting, torch.no_grad(), self._here(async_op):
+                    if checker is not None:
+                        checker.begin(*self._fingerprint()).wait()
                     works = launch()
         except BaseException:
             if token is not None:
@@ -116,8 +118,8 @@ class Call:
             if async_op:
                 task = in_background(checked, self.group, *others)
                 return Pending(self.op, result, [task], None, token)
-            drain(self.group, *others)
-            with torch.no_grad():
+            with waiting, torch.no_grad():
+                drain(self.group, *others)
                 checked()
         except BaseException:
             if token is not None:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from imece.collectives import recorder
+from imece.collectives.waited import waiting
 from imece.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 
 _PATIENCE_S = 2.0
@@ -60,9 +61,10 @@ class Pending:
         over: then the group cannot be used any more. PeerLostError if a connection was lost.
         """
         try:
-            while self._works:
-                wait_for(self._works[0], self._what, timeout_s)
-                self._works.pop(0)
+            with waiting:
+                while self._works:
+                    wait_for(self._works[0], self._what, timeout_s)
+                    self._works.pop(0)
             if self._finish is not None:
                 finish, self._finish = self._finish, None
                 with torch.no_grad():

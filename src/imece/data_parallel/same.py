@@ -25,24 +25,24 @@ def check_same_shapes(
     Compared are names, shapes, dtypes, strides and the number of parameters.
     """
     mine = [f"{name}: {_kind(each)}" for name, each in named]
-    if texts := _texts_that_differ(mine, group, device, "digest of the parameters"):
+    if texts := texts_that_differ(mine, group, device, "digest of the parameters"):
         raise MismatchError(_first_difference(texts))
 
 
 def check_same_optimizers(mine: list[str], group: dist.ProcessGroup, device: torch.device) -> None:
     """MismatchError unless all ranks have the same list; mine: what steps each parameter."""
-    if texts := _texts_that_differ(mine, group, device, "digest of the optimizers"):
+    if texts := texts_that_differ(mine, group, device, "digest of the optimizers"):
         rows = (dict(enumerate(row)) for row in zip(*texts, strict=True))
         first = next(row for row in rows if len(set(row.values())) > 1)
-        raise MismatchError(f"the ranks' optimizers differ: {_by_rank(first)}. Do all ranks make the same?")
+        raise MismatchError(f"the ranks' optimizers differ: {by_rank(first)}. Do all ranks make the same?")
 
 
-def _texts_that_differ(
+def texts_that_differ(
     mine: list[str], group: dist.ProcessGroup, device: torch.device, label: str
 ) -> list[list[str]]:
-    """The lists of all ranks; empty if they are the same."""
-    digest = hashlib.sha256("\n".join(mine).encode()).digest()
-    words = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
+    """The lists of all ranks; empty if they are the same. That they are takes one message of 32 bytes."""
+    checksum = hashlib.sha256("\n".join(mine).encode()).digest()
+    words = torch.frombuffer(bytearray(checksum), dtype=torch.int64).to(device)
     digests = words.new_empty(group.size() * words.numel())
     ops.all_gather(digests, words, group=group, label=label)
     same = len({tuple(row) for row in digests.view(group.size(), -1).tolist()}) == 1
@@ -73,7 +73,7 @@ def check_drift(named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGr
     """MismatchError that names ranks and parameters unless all ranks hold the same bits."""
     device = named[0][1].device
     with torch.no_grad():
-        mine = torch.stack([_digest(each) for _, each in named]).to(device)
+        mine = torch.stack([digest(each) for _, each in named]).to(device)
     everybody = mine.new_empty(group.size() * mine.numel())
     ops.all_gather(everybody, mine, group=group, label="digests of the parameters")
     rows = everybody.view(group.size(), -1)
@@ -94,7 +94,7 @@ def check_drift(named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGr
     )
 
 
-def _digest(tensor: torch.Tensor) -> torch.Tensor:
+def digest(tensor: torch.Tensor) -> torch.Tensor:
     """int64 of all bits, in any order of summation the same."""
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     padded = raw.new_zeros(-(-raw.numel() // 8) * 8)
@@ -117,13 +117,14 @@ def _first_difference(texts: list[list[str]]) -> str:
         here = {rank: text[at] if at < len(text) else "no parameter" for rank, text in enumerate(texts)}
         if len(set(here.values())) > 1:
             return (
-                f"DDP expects same model across all ranks, but parameter {at} is {_by_rank(here)}; "
-                f"the ranks have {_by_rank(counts)} parameters. Do all ranks build the same model?"
+                f"DDP expects same model across all ranks, but parameter {at} is {by_rank(here)}; "
+                f"the ranks have {by_rank(counts)} parameters. Do all ranks build the same model?"
             )
     return "DDP expects same model across all ranks, but they differ. Do all ranks build the same model?"
 
 
-def _by_rank(said: Mapping[int, object]) -> str:
+def by_rank(said: Mapping[int, object]) -> str:
+    """What each rank says, by what is said: "7 on rank 1, 1 on ranks 0, 2"."""
     by_words: dict[str, list[int]] = {}
     for rank, words in said.items():
         by_words.setdefault(str(words), []).append(rank)

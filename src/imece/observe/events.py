@@ -23,6 +23,7 @@ TAGS = {
     "backward_s": "time/backward_s",
     "exposed_s": "time/exposed_s",
     "optimizer_s": "time/optimizer_s",
+    "copy_s": "time/copy_s",
     "other_s": "time/other_s",
     "val_s": "time/val_s",
     "save_s": "time/save_s",

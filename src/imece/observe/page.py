@@ -12,12 +12,12 @@ _STYLE = """
   --back: #fbfbf9; --card: #ffffff; --text: #1d2430; --soft: #5d6675; --line: #dfe2e7; --code: #f3f4f1;
   --main: #1f6fb2; --raw: #a9cbe8; --val: #c2570c; --level: #8a93a3;
   --data: #d9a441; --forward: #9fc5e8; --backward: #3d78b4; --exposed: #cc4125; --optimizer: #57a99a;
-  --other: #b3b8c2; --beside: #8e7cc3; }
+  --copy: #c58fb0; --other: #b3b8c2; --beside: #8e7cc3; }
 @media (prefers-color-scheme: dark) { :root {
   --back: #14171c; --card: #1c2027; --text: #e4e7ec; --soft: #9aa4b3; --line: #323943; --code: #12151a;
   --main: #6cb2ee; --raw: #2f5373; --val: #f0975a; --level: #778294;
   --data: #c9973c; --forward: #86b3dc; --backward: #3f73a8; --exposed: #d9573c; --optimizer: #4f9c8e;
-  --other: #6d7684; --beside: #9a8bd0; } }
+  --copy: #ad7697; --other: #6d7684; --beside: #9a8bd0; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 62rem; padding: 1.5rem 1rem 3rem; background: var(--back);
   color: var(--text); font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif; }
@@ -63,7 +63,7 @@ polygon { fill: currentColor; }
 .thread { color: var(--val); stroke-width: 1.3; }
 .data { color: var(--data); } .forward { color: var(--forward); } .backward { color: var(--backward); }
 .exposed { color: var(--exposed); } .optimizer { color: var(--optimizer); } .other { color: var(--other); }
-.beside { color: var(--beside); }
+.copy { color: var(--copy); } .beside { color: var(--beside); }
 table { border-collapse: collapse; font-size: .92rem; } .wide { width: 100%; }
 th { text-align: left; font-weight: 600; vertical-align: top; white-space: nowrap; }
 td, th { padding: .25rem 1.2rem .25rem 0; border-bottom: 1px solid var(--line); }

@@ -28,6 +28,7 @@ _PARTS = {
     "backward": "backward",
     "exposed": "exposed communication",
     "optimizer": "optimizer",
+    "copy": "copies for recovery",
     "other": "other",
 }
 _MOST_AREAS = 240  # pieces of the stacked chart
@@ -48,6 +49,7 @@ def write_report(run: Path) -> Path:
         _optimization(files),
         _time(files),
         _skipped(files),
+        _watched(files),
         _sample(files),
         _commands(files),
         _environment(files),
@@ -164,6 +166,8 @@ def _time(files: RunFiles) -> str:
         html.append(chart.html())
     parts = {part: curve(files.records, f"{part}_s") for part in _PARTS}
     parts = {part: times for part, times in parts.items() if len(times)}
+    if len(parts.get("copy", ())) < max(map(len, parts.values()), default=0):  # part of it had no recovery
+        parts.pop("copy", None)
     if parts and len({len(times) for times in parts.values()}) == 1:
         html += [_split(files, parts), _time_table(files, parts)]
     return "<h2>Time</h2>\n" + "\n".join(html) if html else ""
@@ -222,6 +226,29 @@ def _skipped(files: RunFiles) -> str:
     return (
         f'<h2>Skipped steps</h2>\n<div class="card"><table class="wide"><tr><th class="number">step</th>'
         f"<th>why no update was made</th></tr>{''.join(rows)}</table>{more}</div>"
+    )
+
+
+def _watched(files: RunFiles) -> str:
+    """What ranks held that others did not, and whom all waited for."""
+    rows, before = [], None
+    for record in files.records:
+        if drift := record.get("drift"):
+            rows.append((record["step"], drift))
+        slow = (record.get("slowest_rank"), record.get("slowest_phase"))
+        if slow != before and None not in slow:
+            own, others = milliseconds(record["slowest_s"]), milliseconds(record["others_s"])
+            rows.append((record["step"], f"rank {slow[0]} is slow in {slow[1]}: {own}, the others {others}"))
+        before = slow
+    if not rows:
+        return ""
+    cells = "".join(
+        f'<tr><td class="number">{step:,}</td><td>{_text(what)}</td></tr>'
+        for step, what in rows[:_MOST_SKIPPED]
+    )
+    return (
+        '<h2>Ranks that were not like the others</h2>\n<div class="card"><table class="wide">'
+        f'<tr><th class="number">step</th><th>what was seen</th></tr>{cells}</table></div>'
     )
 
 

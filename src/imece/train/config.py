@@ -198,6 +198,22 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True)
+class WatchSection:
+    """What is watched between ranks while they train."""
+
+    drift_every: int = 20
+    """Steps in which all that several ranks hold of the model is compared once, a part a step; 0: never."""
+    slow_ratio: float = 1.3
+    """A rank is called slow when a phase takes it so many times as long as the others, without the time it
+    waits, and 10 ms and 5 % of a step longer; 0: none is."""
+
+    def __post_init__(self) -> None:
+        _least("watch.drift_every", self.drift_every, 0, " steps")
+        if self.slow_ratio:
+            _least("watch.slow_ratio", self.slow_ratio, 1)
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """All of a run."""
 
@@ -220,6 +236,7 @@ class TrainConfig:
     compute: ComputeSection = field(default_factory=ComputeSection)
     validate: ValidateSection = field(default_factory=ValidateSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    watch: WatchSection = field(default_factory=WatchSection)
 
     def __post_init__(self) -> None:
         _least("ranks", self.ranks, 0)
@@ -250,6 +267,8 @@ MAY_CHANGE = frozenset(
         "validate.tokens",
         "checkpoint.every",
         "checkpoint.keep",
+        "watch.drift_every",
+        "watch.slow_ratio",
     }
 )
 

@@ -12,12 +12,15 @@ import torch
 
 from imece.collectives import ops
 from imece.membership.recovery import MovedOnError, Recovered
+from imece.train.clock import Lap
+from imece.train.drift import Drift, DriftError
 from imece.train.evaluate import evaluate
 from imece.train.peak import flops_per_token, measured_peak
 from imece.train.schedule import learning_rate
 from imece.train.session import Session
 from imece.train.step import Outcome
 from imece.train.stopping import Stop
+from imece.train.stragglers import PHASES, Stragglers
 from imece.train.watching import Watching
 
 
@@ -35,6 +38,8 @@ class _Together:
     signal: int  # that some rank got, else 0
     newest: float = 0.0  # what Recovery wants to know
     anew: float = 0.0
+    drifted: bool = False  # ranks that should hold the same do not
+    own: tuple[tuple[float, ...], ...] = ()  # of each rank, its time of the step before, by PHASES
 
 
 class Loop:
@@ -48,13 +53,16 @@ class Loop:
         mesh = session.mesh
         self._pending: dict[str, Any] | None = None  # of a step that is made and not yet told
         self._recovered: Recovered | None = None  # since the last step
+        self._own: tuple[float, ...] | None = None  # this rank's time of the last step, by PHASES
+        self._stragglers = Stragglers(session.config.watch.slow_ratio)
+        self._drift = self._new_drift()
         peak = measured_peak(mesh.device, session.precision.dtype)
         self._tokens_per_s_of_rank = peak / flops_per_token(session.model.config)
 
     def run(self) -> int:
         """Go on to the last step; the signal that ended it before, or 0.
 
-        NotFiniteError after `bad_steps` updates in a row that could not be made.
+        NotFiniteError after `bad_steps` updates in a row that could not be made; DriftError.
         """
         session, config = self._session, self._session.config
         self._watching.start(session.done)
@@ -68,6 +76,7 @@ class Loop:
             session.step_done()
             together = self._gather(outcome)
             record = self._pending = self._record(outcome, together, rate)
+            self._watch(together, record)
             moves_on = session.recovery is not None and session.recovery.border(
                 session.done, together.newest, together.anew
             )
@@ -96,6 +105,8 @@ class Loop:
         """The session has come into another generation: `run` goes on in it."""
         session, generation = self._session, recovered.generation
         self._recovered = recovered
+        self._drift, self._own = self._new_drift(), None
+        self._stragglers.clear()
         self._watching.take_over(session.mesh.rank, session.done)
         for line in generation.lost:
             self._watching.note(line)
@@ -138,22 +149,29 @@ class Loop:
         )
         recovery = self._session.recovery
         said = recovery.says() if recovery is not None else (0.0, 0.0)
+        own = self._own or (math.nan,) * len(PHASES)
         mine = torch.tensor(
-            [outcome.nats, outcome.tokens, memory, self._stop.signal, *said],
+            [outcome.nats, outcome.tokens, memory, self._stop.signal, *said, *own, self._drift.key, 0.0],
             dtype=torch.float64,
             device=device,
         )
+        mine[-1] = self._drift.digest(self._session.done)
         everybodys = mine.new_empty(self._session.mesh.world_size * len(mine))
         with self._session.clock.phase("exposed"):  # it waits for the slowest rank
             ops.all_gather(everybodys, mine, group=group, label="loss of each rank")
-        rows = everybodys.view(-1, len(mine))
-        nats, tokens = rows[:, :2].sum(0).tolist()
-        memory, signal, newest, anew = rows[:, 2:].amax(0).tolist()
-        return _Together(nats / tokens, int(tokens), int(memory), int(signal), newest, anew)
+        rows = everybodys.view(-1, len(mine)).tolist()
+        nats, tokens, *most, keys, digests = zip(*rows, strict=True)
+        memory, signal, newest, anew = map(max, most[:4])
+        return _Together(
+            sum(nats) / sum(tokens), int(sum(tokens)), int(memory), int(signal), newest, anew,
+            Drift.differs(digests, keys), tuple(zip(*most[4:], strict=True)),
+        )  # fmt: skip
 
     def _record(self, outcome: Outcome, together: _Together, rate: float) -> dict[str, Any]:
         session = self._session
-        step_s, phases = session.clock.lap()
+        lap = session.clock.lap()
+        step_s, phases = lap.seconds, lap.phases
+        self._own = self._own_times(lap, outcome)
         session.seconds += step_s
         session.tokens += together.tokens
         record: dict[str, Any] = {
@@ -184,6 +202,43 @@ class Loop:
         if outcome.skipped:
             record["skipped"] = outcome.skipped
         return record
+
+    def _own_times(self, lap: Lap, outcome: Outcome) -> tuple[float, ...] | None:
+        """By PHASES, for an even share of the global batch: who has more to do is not slow."""
+        plan = self._session.plan
+        share = outcome.tokens * plan.ranks / plan.tokens
+        return tuple(lap.own.get(phase, 0.0) / share for phase in PHASES) if share else None
+
+    def _new_drift(self) -> Drift:
+        session = self._session
+        return Drift(session.wrapped, session.optimizers, session.config.watch.drift_every)
+
+    def _watch(self, together: _Together, record: dict[str, Any]) -> None:
+        """Who is slow, and who holds what the others do not; notes, and what belongs into the record."""
+        if self._session.config.watch.slow_ratio and not math.isnan(sum(map(sum, together.own))):
+            before = self._stragglers.slow
+            if self._stragglers.add(together.own):
+                slow = self._stragglers.slow
+                gone = f"rank {before.rank} is as fast as the others again" if before is not None else ""
+                self._watching.note(slow.describe() if slow is not None else gone)
+        if self._stragglers.slow is not None:
+            record |= self._stragglers.slow.figures()
+        if together.drifted:
+            self._mend(record)
+
+    def _mend(self, record: dict[str, Any]) -> None:
+        step = self._session.done
+        try:
+            said = self._drift.mend(step)
+        except DriftError as error:
+            self._watching.step(record | {"drift": str(error)})
+            raise
+        for line in said:
+            self._watching.note(
+                f"warning: step {step}: {line}, though nothing should change it on one rank alone: theirs is "
+                "used, with what the optimizer keeps of it"
+            )
+        record["drift"] = "; ".join(said)
 
     def _validate_now(self, record: dict[str, Any]) -> float | None:
         """At the end `finish` reads all that is held out; here it is for the checkpoint to be judged by."""

@@ -25,6 +25,7 @@ from imece.membership.unwatched import say_unwatched
 from imece.mesh import Mesh
 from imece.models.transformer import Transformer
 from imece.train.agreeing import together
+from imece.train.alike import check_same_tokens
 from imece.train.batch import BatchPlan, plan_batch, shared_among
 from imece.train.clock import Clock
 from imece.train.config import TrainConfig
@@ -80,6 +81,7 @@ class Session:
             return prepared, plan, batches, choose_precision(config.compute.dtype, mesh.device)
 
         prepared, plan, batches, precision = together(mesh, inputs)
+        check_same_tokens(prepared, mesh)
         shape = config.model.shape(prepared.tokenizer.vocab_size)
         model = Transformer(shape, generator=torch.Generator().manual_seed(config.seed)).to(mesh.device)
         model.checkpoint_blocks = config.compute.recompute

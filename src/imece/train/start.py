@@ -22,8 +22,10 @@ from imece.membership.recovery import Recovered
 from imece.observe.environment import environment, usable_cores
 from imece.observe.units import si
 from imece.train.agreeing import together
+from imece.train.alike import check_same_start
 from imece.train.batch import plan_batch
 from imece.train.config import TrainConfig
+from imece.train.drift import DriftError
 from imece.train.finish import finish, is_finished
 from imece.train.loop import Loop, NotFiniteError
 from imece.train.precision import choose_precision
@@ -70,11 +72,12 @@ def run_rank(config: TrainConfig) -> int:
     """Train as one of the ranks that a launcher started, to the end; the signal that ended it, or 0.
 
     UserError on one rank for what is wrong with the config, the data or the checkpoint; SystemExit(2) on the
-    others. NotFiniteError on all.
+    others. NotFiniteError, DriftError on all.
     """
     stop = Stop()
     with stop.listening():
         mesh = meshes.init(ranks=config.ranks or None)
+        check_same_start(config, mesh)
         folder = RunFolder(config.folder)
         with contextlib.ExitStack() as until_open:
             first = mesh.rank == 0 and not mesh.world.joining
@@ -115,7 +118,7 @@ def _train(session: Session, stop: Stop, joined: Recovered | None) -> int:
         if signal and session.checkpoints.finish():
             watching.note(f"saved after step {session.done}; go on with: imece train --run {path}")
         return signal
-    except NotFiniteError:
+    except (NotFiniteError, DriftError):
         session.checkpoints.finish()  # raised on all ranks: a save that is under way is not given up
         raise
     finally:

@@ -21,6 +21,7 @@ from imece.collectives.shared_memory.small import (
 )
 from imece.collectives.shared_memory.tensors import nothing
 from imece.collectives.shared_memory.waiting import Steps
+from imece.collectives.waited import waiting
 
 Tensor = torch.Tensor
 _KEPT = 1024  # kinds of small calls
@@ -46,7 +47,8 @@ class DirectCalls(GroupBase):
         if small is None:
             fingerprint, steps = self._steps(op, input, source, target, reduce_op, root)
             noted = self._noted(fingerprint, input.dtype, input.shape, steps, nothing, label)
-            self._runner.run(self._engine.operation(fingerprint, noted))
+            with waiting:
+                self._runner.run(self._engine.operation(fingerprint, noted))
             return
         self._run_small(small, source, target, label)
 
@@ -65,7 +67,8 @@ class DirectCalls(GroupBase):
 
         fingerprint = pack("open", "", tensor.dtype, tensor.numel(), -1)
         noted = self._noted(fingerprint, tensor.dtype, tensor.shape, steps(), nothing, label)
-        self._runner.run(self._engine.operation(fingerprint, noted))
+        with waiting:
+            self._runner.run(self._engine.operation(fingerprint, noted))
         return [each.view(tensor.dtype) for each in found] or None
 
     def barrier_now(self) -> None:
@@ -77,7 +80,8 @@ class DirectCalls(GroupBase):
             small.op, self._name, small.dtype, small.shape, small.reduce_op, small.root, label
         )
         try:
-            self._runner.run_small(small, source, target, label)
+            with waiting:
+                self._runner.run_small(small, source, target, label)
         except BaseException:
             recorder.fail(token)
             raise

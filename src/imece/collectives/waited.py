@@ -1,0 +1,44 @@
+"""How long this thread has been in collectives: what is left of a span of time is the rank's own work.
+
+    began, waited = time.perf_counter(), waited_s()
+    ...
+    own = (time.perf_counter() - began) - (waited_s() - waited)
+
+The ranks that wait for a slow one need as long for a step as it does; only their own work tells them apart.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+
+class _Here(threading.local):
+    depth = 0  # a collective may be made of others
+    began = 0.0
+    seconds = 0.0
+
+
+class _Waiting:
+    """A context for whatever blocks until other ranks have come; a small call takes 8 us, this 0.3."""
+
+    def __enter__(self) -> None:
+        here = _here
+        here.depth += 1
+        if here.depth == 1:
+            here.began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        here = _here
+        here.depth -= 1
+        if not here.depth:
+            here.seconds += time.perf_counter() - here.began
+
+
+_here = _Here()
+waiting = _Waiting()
+
+
+def waited_s() -> float:
+    """Seconds that this thread has been in collectives, since it began."""
+    return _here.seconds

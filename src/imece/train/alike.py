@@ -1,0 +1,71 @@
+"""Before the first step: all ranks have the same options, run the same code, and read the same tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from imece.data.prepare import Prepared
+from imece.data_parallel.same import by_rank, texts_that_differ
+from imece.errors import UserError
+from imece.mesh import Mesh
+from imece.observe.environment import version
+from imece.train.agreeing import together
+from imece.train.config import TrainConfig, flat
+
+# Each host may keep its token files in a place of its own.
+_MAY_DIFFER = frozenset({"data.folder"})
+_MOST_SHOWN = 3
+
+
+def check_same_start(config: TrainConfig, mesh: Mesh) -> None:
+    """All ranks call it. UserError on one of them, SystemExit(2) on the others, unless all say the same."""
+    facts = {"torch": torch.__version__, "imece": version("imece"), "imece's source": _source_digest()}
+    options = {name: value for name, value in flat(config).items() if name not in _MAY_DIFFER}
+    _check(facts | options, mesh, "start all with the same options and the same installation")
+
+
+def check_same_tokens(prepared: Prepared, mesh: Mesh) -> None:
+    """As check_same_start, of what they read."""
+    facts = {
+        "tokenizer": prepared.tokenizer.hash,
+        "text": prepared.tokens.made_from,
+        "tokens to train on": len(prepared.tokens.train.tokens),
+    }
+    _check(facts, mesh, "give all hosts the same text")
+
+
+def _check(facts: dict[str, object], mesh: Mesh, cure: str) -> None:
+    mine = [json.dumps([name, value], default=list) for name, value in facts.items()]
+    texts = texts_that_differ(mine, mesh.world_group, mesh.device, "what each rank was started with")
+    if texts:
+
+        def refuse() -> NoReturn:
+            raise UserError(f"the ranks differ in {_differences(texts)}: {cure}")
+
+        together(mesh, refuse)
+
+
+def _differences(texts: Sequence[Sequence[str]]) -> str:
+    said = [dict(map(json.loads, each)) for each in texts]
+    names = dict.fromkeys(name for each in said for name in each)
+    found = []
+    for name in names:
+        values = {rank: json.dumps(each.get(name)) for rank, each in enumerate(said)}
+        if len(set(values.values())) > 1:
+            found.append(f"{name}: {by_rank(values)}")
+    more = f" (and {len(found) - _MOST_SHOWN} more)" if len(found) > _MOST_SHOWN else ""
+    return "; ".join(found[:_MOST_SHOWN]) + more
+
+
+def _source_digest() -> str:
+    """Of this package's code: two checkouts may have the same version."""
+    total, folder = hashlib.blake2b(digest_size=8), Path(__file__).parent.parent
+    for file in sorted(folder.rglob("*.py")):
+        total.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
+    return total.hexdigest()

@@ -1,0 +1,169 @@
+"""Whether ranks that should hold the same bits do: a part of them each step, all of them every so many.
+
+    alike    parameters that several ranks hold: all of a replicated model; of one that is sharded what each
+             rank has whole, or the parts that its replica on another host has too
+    digest   of a part of them, a number; it travels with what ranks tell each other after each step anyway
+
+A bit that flips in the memory of one rank stays there, since all make the same updates, and spoils every
+gradient from then on. Where parameters are gathered anew after each step (zero1, zero2) it is gone with the
+next one; where only one rank holds a part, nothing can tell.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from imece.collectives.texts import gather_texts
+from imece.data_parallel.parallelize import ShardedDataParallel
+from imece.data_parallel.replicate import DistributedDataParallel
+from imece.data_parallel.same import digest, sync_from
+
+_CHUNK = 2**20  # elements that are hashed at once
+_EXACT = 2**52 - 1  # bits of a digest that a float64 holds
+
+
+class DriftError(Exception):
+    """Ranks that should hold the same do not, and there is no majority that could say who is right."""
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """One parameter that is not the same on the ranks of a set."""
+
+    name: str
+    ranks: list[int]  # of the set, ascending
+    odd: list[int]  # those that differ from most; all if there is no majority
+    root: int | None  # one of the majority
+
+    def describe(self) -> str:
+        who = f"rank{'s' if len(self.odd) > 1 else ''} {', '.join(map(str, self.odd))}"
+        if self.root is None:
+            return f"{self.name} differs between {who}"
+        return f"{self.name} of {who} differed from that of {len(self.ranks) - len(self.odd)} others"
+
+
+class Drift:
+    """Watches one wrapped model. Made anew when the ranks change."""
+
+    def __init__(self, model: DistributedDataParallel, optimizers: Sequence[Optimizer], every: int) -> None:
+        """every: steps in which all is looked at once; 0: never."""
+        self._model, self._optimizers, self._every = model, list(optimizers), every
+        self._named, self.key, self._group = _alike(model)
+        if self._group.size() == 1 or every == 0:
+            self._named = []
+        self._parts = _cut([each for _, each in self._named], every)
+
+    @torch.no_grad()
+    def digest(self, step: int) -> Tensor | float:
+        """Of this step's part: the same number on all ranks that have the same `key`, if all is well."""
+        total: Tensor | None = None
+        for tensor, start, stop in self._parts[step % self._every] if self._parts else ():
+            piece = digest(tensor.detach().reshape(-1)[start:stop])
+            total = piece if total is None else 31 * total + piece
+        return (total & _EXACT).double() if total is not None else 0.0
+
+    @staticmethod
+    def differs(digests: Sequence[float], keys: Sequence[float]) -> bool:
+        """Whether those of ranks with the same key are not all the same; by rank."""
+        return len(set(zip(digests, keys, strict=True))) > len(set(keys))
+
+    def mend(self, step: int) -> list[str]:
+        """All ranks call it when digests differ: the ranks in the minority get what the others hold.
+
+        With the parameters goes what their optimizers keep of them. Returns what differed. DriftError if
+        there is a tie; nothing is changed then.
+        """
+        mine = [json.dumps([self.key])]
+        mine += [json.dumps([name, int(digest(each))]) for name, each in self._named]
+        world, device = self._model.process_group, self._model.device
+        said = [[json.loads(text) for text in texts] for texts in gather_texts(mine, world, device, "drift")]
+        found: list[_Difference] = []
+        for key in sorted({texts[0][0] for texts in said}):
+            ranks = [rank for rank, texts in enumerate(said) if texts[0][0] == key]
+            of_set = _differences(ranks, [dict(said[rank][1:]) for rank in ranks])
+            found += of_set
+            if key == self.key:
+                own, members = of_set, ranks
+        texts = [each.describe() for each in found]
+        if any(each.root is None for each in found):
+            raise DriftError(self._refusal(step, texts))
+        tensors = dict(self._named)
+        for each in own:
+            assert each.root is not None
+            kept = self._kept(tensors[each.name])
+            label = f"{each.name} as most ranks hold it"
+            sync_from(members.index(each.root), [tensors[each.name], *kept], self._group, label)
+        model = self._model
+        if found and isinstance(model, ShardedDataParallel) and model.sharding.strategy.parameters:
+            model.take_over_masters()
+        return texts
+
+    def _refusal(self, step: int, texts: Sequence[str]) -> str:
+        more = f" (and {len(texts) - 3} more)" if len(texts) > 3 else ""
+        return (
+            f"step {step}: {'; '.join(texts[:3])}{more}, and there is no majority: the run ends. Something "
+            f"changed bits on one rank alone after step {max(0, step - self._every)}, memory that fails say; "
+            "the same command goes on from the last checkpoint, which is the same for all ranks"
+        )
+
+    def _kept(self, tensor: Tensor) -> list[Tensor]:
+        """What optimizers keep of a parameter, where they step it itself."""
+        states = [each.state[tensor] for each in self._optimizers if tensor in each.state]
+        values = [value for state in states for value in state.values()]
+        return [each for each in values if isinstance(each, Tensor) and each.device == tensor.device]
+
+
+def _alike(
+    model: DistributedDataParallel,
+) -> tuple[list[tuple[str, Tensor]], int, dist.ProcessGroup]:
+    """(what this rank holds as others do, a number that these ranks have in common, their group)."""
+    everything: list[tuple[str, Tensor]] = list(model.module.named_parameters())
+    if not isinstance(model, ShardedDataParallel) or not model.sharding.strategy.parameters:
+        return everything, 0, model.process_group
+    sharding = model.sharding
+    if sharding.groups.replicas is None:
+        sharded = {slot.name for slot in sharding.slots}
+        return [each for each in everything if each[0] not in sharded], 0, model.process_group
+    parts: list[tuple[str, Tensor]] = [(part.name, part.parameter) for part in sharding.parts]
+    return parts, sharding.groups.shard.rank(), sharding.groups.replicas
+
+
+def _cut(tensors: Sequence[Tensor], every: int) -> list[list[tuple[Tensor, int, int]]]:
+    """`every` parts of as many elements: (tensor, its elements from, to)."""
+    total = sum(each.numel() for each in tensors)
+    if not total:
+        return []
+    parts: list[list[tuple[Tensor, int, int]]] = [[] for _ in range(every)]
+    size, before = math.ceil(total / every), 0
+    for tensor in tensors:
+        start = 0
+        while start < tensor.numel():
+            at = before + start
+            stop = min(tensor.numel(), start + _CHUNK, start + size - at % size)
+            parts[at // size].append((tensor, start, stop))
+            start = stop
+        before += tensor.numel()
+    return parts
+
+
+def _differences(ranks: Sequence[int], digests: Sequence[dict[str, int]]) -> list[_Difference]:
+    """digests: by parameter, of each of the ranks."""
+    found = []
+    for name in digests[0]:
+        votes = [each.get(name) for each in digests]
+        if len(set(votes)) == 1:
+            continue
+        ((most, count), *_) = Counter(votes).most_common()
+        decided = 2 * count > len(ranks)
+        odd = [rank for rank, vote in zip(ranks, votes, strict=True) if not decided or vote != most]
+        found.append(_Difference(name, list(ranks), odd, ranks[votes.index(most)] if decided else None))
+    return found

@@ -1,0 +1,86 @@
+"""Who is slow, and in what: every rank's own time, of which waiting for others is no part."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+PHASES = ("data", "forward", "backward", "optimizer", "copy", "other")
+_WINDOW = 12  # steps
+_BEGINS, _ENDS = 0.75, 0.5  # in how many of them a rank is late when it is called slow, and no longer
+_LEAST_S = 0.010
+_LEAST_SHARE = 0.05  # of the others' own time of a whole step: what is less holds nobody up
+_ADVANTAGE = 1.5  # of who is named already over another who is late too
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A rank that all others wait for."""
+
+    rank: int
+    phase: str
+    seconds: float
+    """Of its own that it needs for the phase in a step, median of the last ones."""
+    others: float
+    """What the others need."""
+
+    def describe(self) -> str:
+        """In a line."""
+        where = "outside of all phases" if self.phase == "other" else f"in {self.phase}"
+        return (
+            f"rank {self.rank} is slow {where}: {1e3 * self.seconds:.0f} ms a step, the others "
+            f"{1e3 * self.others:.0f} ms; all wait for it"
+        )
+
+    def figures(self) -> dict[str, int | str | float]:
+        """For a step's record."""
+        return {
+            "slowest_rank": self.rank,
+            "slowest_phase": self.phase,
+            "slowest_s": self.seconds,
+            "others_s": self.others,
+        }
+
+
+class Stragglers:
+    """The last steps' own times of all ranks, and what they say."""
+
+    def __init__(self, ratio: float) -> None:
+        """ratio: to the median of the others, above which a rank is late; by 10 ms and 5 % of a step too."""
+        self._ratio = ratio
+        self._steps: deque[np.ndarray] = deque(maxlen=_WINDOW)  # each [ranks, PHASES]
+        self.slow: Slow | None = None
+
+    def add(self, times: Sequence[Sequence[float]]) -> bool:
+        """One step: seconds of each rank and phase. Whether another is slow now, or nobody any more."""
+        self._steps.append(np.asarray(times))
+        if len(self._steps) < _WINDOW or len(times) < 2:
+            return False
+        before, self.slow = self.slow, self._slowest()
+        return _who(before) != _who(self.slow)
+
+    def clear(self) -> None:
+        """The ranks are others now."""
+        self._steps.clear()
+        self.slow = None
+
+    def _slowest(self) -> Slow | None:
+        steps = np.stack(self._steps)  # [window, ranks, phases]
+        least = np.maximum(_LEAST_S, _LEAST_SHARE * np.median(steps.sum(2), axis=1))  # [window]
+        found: list[tuple[float, Slow]] = []
+        for at, phase in enumerate(PHASES):
+            rank = int(np.median(steps[:, :, at], axis=0).argmax())
+            own, others = steps[:, rank, at], np.median(np.delete(steps[:, :, at], rank, axis=1), axis=1)
+            late = float(np.mean((own > self._ratio * others) & (own - others > least)))
+            named = _who(self.slow) == (rank, phase)
+            if late >= (_ENDS if named else _BEGINS):
+                slow = Slow(rank, phase, float(np.median(own)), float(np.median(others)))
+                found.append(((slow.seconds - slow.others) * (_ADVANTAGE if named else 1.0), slow))
+        return max(found, key=lambda each: each[0])[1] if found else None
+
+
+def _who(slow: Slow | None) -> tuple[int, str] | None:
+    return (slow.rank, slow.phase) if slow is not None else None

@@ -1,0 +1,74 @@
+"""A rank that was started with something else is refused before the first step, and named."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from imece.cli.train import read_config
+from imece.errors import UserError
+from imece.train.start import run_rank
+from tests.ranks import run_ranks
+from tests.train.command import leave_out
+from tests.train.small import options, write_text
+
+# What rank 2 has instead, and how it is told. More than one may follow from one.
+CASES: dict[str, str] = {
+    "--seed=7": "seed: 1 on ranks 0, 1, 7 on rank 2: start all with the same options",
+    "--optimizer.lr=0.5": "optimizer.lr: 0.004 on ranks 0, 1, 0.5 on rank 2: start",
+    "--model.layers=2": "model.layers: 1 on ranks 0, 1, 2 on rank 2: start",
+    "--watch.drift-every=3": "watch.drift_every: 20 on ranks 0, 1, 3 on rank 2: start",
+    "another text": 'data.paths: ["text"] on ranks 0, 1, ["other"] on rank 2: start',
+    "another torch": f'torch: "{torch.__version__}" on ranks 0, 1, "0.0.1" on rank 2: start',
+    "another source": "imece's source: ",
+    "another text of the same name": "text: {",
+}
+
+
+def starts(cases: list[str], folder: str) -> list[list[Any]]:
+    """Each case as a start of three ranks: [who raised, its message or exit status] and what was left."""
+    leave_out()
+    path, found = Path(folder), []
+    odd = os.environ["RANK"] == "2"
+    for number, case in enumerate(cases):
+        words = options(path, f"run-{number}", "--steps=2")
+        instead: Any = contextlib.nullcontext()
+        if odd and case.startswith("--"):
+            words.append(case)
+        elif odd and case == "another text":
+            words.append(f"--data={write_text(path / 'other.jsonl', seed=5)}")
+        elif odd and case == "another torch":
+            instead = mock.patch("torch.__version__", "0.0.1")
+        elif odd and case == "another source":
+            instead = mock.patch("imece.train.alike._source_digest", lambda: "abc")
+        elif case == "another text of the same name":  # on another disk
+            words.append(f"--data.folder={path / f'tokens-{odd}'}")
+            other = [write_text(path / "other.jsonl", seed=5)]
+            instead = mock.patch("imece.data.prepare.sources", return_value=other) if odd else instead
+        try:
+            with instead:
+                run_rank(read_config(words))
+        except UserError as error:
+            found.append(["says", str(error), (path / f"run-{number}").exists()])
+        except SystemExit as error:
+            found.append(["leaves", error.code, (path / f"run-{number}").exists()])
+        else:
+            found.append(["trains", "", True])
+    return found
+
+
+def test_a_rank_that_is_not_like_the_others(tmp_path: Path) -> None:
+    cases = list(CASES)
+    first, *others = run_ranks(starts, 3, args=(cases, str(tmp_path)), backend=None)
+    for case, (does, said, _) in zip(cases, first, strict=True):
+        expected = CASES[case].replace('"text"', f'"{tmp_path}/text.jsonl"')
+        expected = expected.replace('"other"', f'"{tmp_path}/other.jsonl"')
+        assert does == "says" and said.startswith(f"the ranks differ in {expected}"), (case, said)
+        assert "on ranks 0, 1" in said and "on rank 2" in said and "\n" not in said
+    assert all(each[:2] == ["leaves", 2] for rank in others for each in rank), others
+    assert not any((tmp_path / f"run-{number}").exists() for number in range(len(cases)))
