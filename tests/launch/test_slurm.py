@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -33,6 +34,9 @@ NASTY = [
     "$'\\n'",
     "-",
 ]
+ROOT = Path(__file__).parents[2]
+DOCS = [ROOT / name for name in ("README.md", "docs/launching.md", "docs/training.md")]
+IN_AN_ALLOCATION = ["imece", "launch", "--slurm", "train.py"]
 
 
 @pytest.fixture
@@ -150,6 +154,25 @@ def test_another_batch_file(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) ->
     text = Path("job.sh").read_text()
     assert "launch --ranks 1 --grace-s 30 -- -s.py\n" in text and "--job-name=s\n" in text
     assert "--no-requeue" in text and "--signal" not in text and "scontrol" not in text
+
+
+def test_docs_show_what_works(fake: FakeSlurm) -> None:
+    script("")
+    Path("hello.py").touch()
+    (fake.folder / "sbatch").write_text("#!/bin/sh\necho 1\n")
+    shown = [
+        line
+        for page in DOCS
+        for line in re.findall(r"^    (imece launch --slurm .*)", page.read_text(), re.M)
+    ]
+    words = [
+        line for line in (shlex.split(line, comments=True) for line in shown) if line != IN_AN_ALLOCATION
+    ]
+    assert len(shown) == 6 and len(words) == 5
+    for line in words:
+        status, _, err = run(*line[1:])
+        assert status == 0, (line, err)
+    assert "--gpus-per-node=8" in Path("job.sh").read_text()
 
 
 def test_words_are_quoted_on_one_line() -> None:

@@ -142,7 +142,7 @@ def run(wanted: Wanted, own: Sequence[str], script: Sequence[str], program: Sequ
     if layout.nodes > 1:
         print(
             "imece: on several nodes a rank that dies ends the job there; it goes on from its checkpoint "
-            "when it is started again, as imece train does (a job that --submit makes starts again by itself)",
+            "when it is started again, as imece train does (a job made by --submit starts again by itself)",
             file=sys.stderr, flush=True,
         )  # fmt: skip
     return slurm.start(layout, command, os.environ)
