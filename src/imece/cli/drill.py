@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ DESCRIPTION = (
 )
 _WITH_VALUE = ("--kills", "--every-s", "--signal", "--together", "--seed", "--start-s", "--json")
 _MAX_SECONDS = 86_400.0
-_ENDED = 128 + signal.SIGTERM  # by us, or a person
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,8 @@ def run(argv: Sequence[str]) -> int:
     record = drill.record
     record.status = start(options, words, os.environ | traces.environ, drill.watch)
     record.left = traces.left()
-    if not record.resilient and record.status in (0, _ENDED):
-        when = "when it ended" if record.status == 0 else f"after {options.start_s:g} s (--start-s)"
+    if drill.gave_up or (record.status == 0 and not record.resilient):
+        when = f"after {options.start_s:g} s (--start-s)" if drill.gave_up else "when it ended"
         raise UserError(
             f"{command[0]}: not all of its {options.ranks} ranks were resilient {when}; "
             "does it loop over imece.steps?"

@@ -26,6 +26,8 @@ class Drill:
 
     def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
         self.record = Record(plan)
+        self.gave_up = False
+        """Whether it has ended the run, as not all ranks were resilient in time."""
         self._plan, self._say = plan, say
         self._random = random.Random(plan.seed)
         self._began = 0.0
@@ -70,6 +72,7 @@ class Drill:
                 self.record.resilient = True
                 return True
             if time.monotonic() > until:
+                self.gave_up = True
                 view.end()
                 return False
         return False
