@@ -112,10 +112,13 @@ class Recovery:
         return self._copies.nbytes
 
     def begin(self, step: int) -> None:
-        """All ranks of this generation are here, with `step` finished steps: from now on no death ends it."""
+        """All ranks of this generation are here, with `step` finished steps; `go_on` is to follow."""
         self._exchange(step)
         self._states[str(step)] = self._state()
         self.member.steps = step
+
+    def go_on(self) -> None:
+        """From now on this rank calls `recover` whatever it is in the middle of."""
         self.member.goes_on()
 
     def finished(self, step: int) -> None:

@@ -1,8 +1,8 @@
 """`imece.steps`: a user's own loop goes on when ranks die.
 
     for step in imece.steps(1_000, model, optimizer):
-        with step:
-            inputs, targets = batch(step.index, mesh.rank, mesh.world_size)
+        with step as number:
+            inputs, targets = batch(number, mesh.rank, mesh.world_size)
             loss(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
@@ -47,9 +47,10 @@ class Step:
         self._finish = finish
         self.entered = False
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> int:
+        """The number of the step, `index`."""
         self.entered = True
-        return self
+        return self.index
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -122,6 +123,7 @@ class _Loop:
             self._recover(None)
         else:
             recovery.begin(start)
+            recovery.go_on()
 
     def finish(self, error: BaseException | None) -> None:
         """The block was left: with an update made, or by an error. Raises an error that no death explains."""

@@ -52,6 +52,8 @@ class Loop:
         self._process = psutil.Process()
         mesh = session.mesh
         self._pending: dict[str, Any] | None = None  # of a step that is made and not yet told
+        self._made: tuple[int, Outcome, float] | None = None  # a step whose figures no rank has of the others
+        self._counted = session.done  # steps whose figures all have
         self._recovered: Recovered | None = None  # since the last step
         self._own: tuple[float, ...] | None = None  # this rank's time of the last step, by PHASES
         self._stragglers = Stragglers(session.config.watch.slow_ratio)
@@ -74,6 +76,7 @@ class Loop:
             rate = learning_rate(index, config.steps, config.optimizer)
             outcome = session.step.run(index, rate)
             session.step_done()
+            self._made = session.done, outcome, rate
             together = self._gather(outcome)
             record = self._pending = self._record(outcome, together, rate)
             self._watch(together, record)
@@ -114,9 +117,19 @@ class Loop:
             f"generation {generation.number}: {session.mesh.world_size} ranks go on after step "
             f"{session.done} ({recovered.seconds:.2f} s); {session.plan.describe()}"
         )
+        self._make_up()
         config = session.config
         if session.done == config.steps or _due(session.done, config.checkpoint.every):
             session.save(None)  # the one that was under way came to nothing
+
+    def _make_up(self) -> None:
+        """The figures of a step after which a rank died: of those ranks that have them. All ranks call it."""
+        made, self._made = self._made, None
+        mine = made if made is not None and made[0] == self._session.done else None
+        _, outcome, rate = mine or (0, Outcome(0.0, 0, math.nan), math.nan)
+        together = self._gather(outcome)
+        if together.tokens and self._counted < self._session.done:
+            self._pending = self._record(outcome, together, rate)
 
     def _tell(self, record: dict[str, Any]) -> None:
         self._pending = None
@@ -163,12 +176,13 @@ class Loop:
         nats, tokens, *most, keys, digests = zip(*rows, strict=True)
         memory, signal, newest, anew = map(max, most[:4])
         return _Together(
-            sum(nats) / sum(tokens), int(sum(tokens)), int(memory), int(signal), newest, anew,
+            sum(nats) / max(1.0, sum(tokens)), int(sum(tokens)), int(memory), int(signal), newest, anew,
             Drift.differs(digests, keys), tuple(zip(*most[4:], strict=True)),
         )  # fmt: skip
 
     def _record(self, outcome: Outcome, together: _Together, rate: float) -> dict[str, Any]:
         session = self._session
+        self._made, self._counted = None, session.done
         lap = session.clock.lap()
         step_s, phases = lap.seconds, lap.phases
         self._own = self._own_times(lap, outcome)

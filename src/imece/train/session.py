@@ -194,8 +194,8 @@ class Session:
 
     def save(self, val_loss: float | None) -> None:
         """Begin to save; `finish_save` waits until it is on the disk."""
+        tensors = self.training_state.tensors()  # a collective: before the wait, which is not the same on all
         self.finish_save()
-        tensors = self.training_state.tensors()
         self.checkpoints.save(self.done, tensors, self._state(), _random_states(), metric=val_loss)
 
     @property

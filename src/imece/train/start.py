@@ -129,6 +129,8 @@ def _train(session: Session, stop: Stop, joined: Recovered | None) -> int:
 def _run(session: Session, loop: Loop, watching: Watching, joined: Recovered | None) -> int:
     """All steps and what is made of them, whichever other ranks die; the signal that ended it, or 0."""
     error: RuntimeError | None = None
+    if session.recovery is not None:
+        session.recovery.go_on()
     while True:
         try:
             if error is not None:
