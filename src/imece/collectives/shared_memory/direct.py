@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +22,7 @@ from imece.collectives.shared_memory.small import (
 )
 from imece.collectives.shared_memory.tensors import nothing
 from imece.collectives.shared_memory.waiting import Steps
-from imece.collectives.waited import waiting
+from imece.collectives.waited import here, waiting
 
 Tensor = torch.Tensor
 _KEPT = 1024  # kinds of small calls
@@ -79,13 +80,15 @@ class DirectCalls(GroupBase):
         token = recorder.enter(
             small.op, self._name, small.dtype, small.shape, small.reduce_op, small.root, label
         )
+        began = time.perf_counter()
         try:
-            with waiting:
-                self._runner.run_small(small, source, target, label)
+            self._runner.run_small(small, source, target, label)
         except BaseException:
             recorder.fail(token)
             raise
         recorder.leave(token)
+        if not here.depth:  # `with waiting` would take 0.7 of the 8 us, this takes 0.2
+            here.seconds += time.perf_counter() - began
 
     def _steps(
         self, op: str, tensor: Tensor, source: Tensor, target: Tensor, reduce_op: str = "", root: int = -1
