@@ -15,7 +15,7 @@ SETUP_STAMP := .venv/.imece-setup
 BENCH_STAMP := .venv/.imece-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-gpu lint format bench soak clean
+.PHONY: help setup train test test-all faults test-gpu lint format bench soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,10 +34,13 @@ train: setup  ## the main job: train a small language model, about 3 minutes on 
 	$(VENV_PYTHON) -m imece train $(ARGS)
 
 test: setup  ## the tests that need no GPU and are not slow
-	$(VENV_PYTHON) -m pytest -m "not gpu and not slow" $(ARGS)
+	$(VENV_PYTHON) -m pytest -m "not gpu and not slow and not faults" $(ARGS)
 
 test-all: setup  ## the slow tests too
 	$(VENV_PYTHON) -m pytest -m "not gpu" $(ARGS)
+
+faults: setup  ## kill and stop ranks at many places and instants; prints what each run survived
+	$(VENV_PYTHON) -m pytest -m faults -s $(ARGS)
 
 test-gpu:  ## the tests on CUDA devices; fails where there is none
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
