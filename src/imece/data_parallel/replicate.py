@@ -245,12 +245,17 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def record_trace(self, record: bool = True) -> None:
         """From now on `last_trace` holds the times of the latest synchronised step."""
-        self.reducer.watch = Watch() if record else None
+        self.reducer.watch = Watch(self.device) if record else None
 
     @property
     def last_trace(self) -> StepTrace | None:
         """When things happened in the latest step since record_trace()."""
         return self.reducer.watch.last if self.reducer.watch is not None else None
+
+    @property
+    def backward_computed(self) -> torch.cuda.Event | None:
+        """On a GPU, with record_trace(): the end of the latest backward but for what it waits for."""
+        return self.reducer.watch.computed if self.reducer.watch is not None else None
 
     @property
     def nonfinite(self) -> dict[int, list[str]]:

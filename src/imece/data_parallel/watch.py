@@ -16,7 +16,10 @@ _LOOK_EVERY_S = 0.0003
 class Watch:
     """What a Reducer tells; `last` is the latest complete step."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.computed: torch.cuda.Event | None = None
+        """On a GPU, in the latest backward: its stream has the last gradient, and waits from then on."""
         self.last: StepTrace | None = None
         self._step = StepTrace(time.perf_counter())
         self._lock = threading.Lock()
@@ -43,6 +46,9 @@ class Watch:
 
     def backward_ended(self) -> None:
         self._step.backward_end_s = time.perf_counter()
+        if self._device.type == "cuda":
+            self.computed = torch.cuda.Event(enable_timing=True)
+            self.computed.record(torch.cuda.current_stream(self._device))
 
     def ended(self) -> None:
         self._step.end_s = time.perf_counter()

@@ -40,6 +40,7 @@ class Clock:
         self._times: defaultdict[str, float] = defaultdict(float)
         self._waited: defaultdict[str, float] = defaultdict(float)  # of these, in collectives
         self._exposed: float | None = None  # of backward
+        self._computed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # its end without that, and with
         self._events.clear()
         self._began, self._waited_before = time.perf_counter(), waited_s()
 
@@ -59,17 +60,26 @@ class Clock:
             self._times[name] += time.perf_counter() - began
         self._waited[name] += waited_s() - waited
 
-    def exposed(self, seconds: float) -> None:
-        """So much of "backward" belongs to "exposed"."""
-        self._exposed = (self._exposed or 0.0) + seconds
+    def exposed(self, seconds: float, computed: torch.cuda.Event | None = None) -> None:
+        """So much of the last "backward" belongs to "exposed".
+
+        computed: on a GPU, after what it computed; there its stream waits, and hardly ever the host.
+        """
+        self._exposed = (self._exposed or 0.0) + (seconds if computed is None else 0.0)
+        if computed is not None:
+            self._computed.append((computed, self._events[-1][2]))
 
     def lap(self) -> Lap:
         """What was since the last one."""
         for name, begin, end in self._events:
             end.synchronize()
             self._times[name] += begin.elapsed_time(end) / 1e3
-        phases, waited = dict(self._times), self._waited
-        own = {name: max(0.0, phases[name] - waited[name]) for name in phases if name != "exposed"}
+        for computed, end in self._computed:
+            waited = computed.elapsed_time(end) / 1e3
+            self._exposed = (self._exposed or 0.0) + waited
+            self._waited["backward"] = max(self._waited["backward"], waited)  # the host's wait is in it
+        phases = dict(self._times)
+        own = {name: max(0.0, phases[name] - self._waited[name]) for name in phases if name != "exposed"}
         whole = time.perf_counter() - self._began
         own["other"] = max(0.0, whole - (waited_s() - self._waited_before) - sum(own.values()))
         if self._exposed is not None:

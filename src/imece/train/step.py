@@ -81,7 +81,7 @@ class Step:
             nats += loss.detach().double() * targets.numel()
         trace = self._model.last_trace
         if trace is not None:
-            self._clock.exposed(trace.exposed_s)
+            self._clock.exposed(trace.exposed_s, self._model.backward_computed)
         with self._clock.phase("optimizer"):
             norm, skipped = self._update()
         tokens = sum(targets.numel() for _, targets in micro_batches)
