@@ -1,7 +1,7 @@
 """before.py with two other lines: when a rank dies, the others go on, and another takes its place.
 
     imece launch --ranks 3 after.py                            kill one of its processes and see
-    imece drill --ranks 3 --kills 3 --every-s 5 after.py       or let that be done
+    imece drill --ranks 3 --kills 3 --every-s 2 after.py       or let that be done
 """
 
 import torch
@@ -22,12 +22,12 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return mine, mine.sin().sum(dim=1, keepdim=True)
 
 
-for step in imece.steps(300, model, optimizer):
+for step in imece.steps(2_000, model, optimizer):
     with step as number:
         inputs, targets = batch(number)
         loss = nn.functional.mse_loss(model(inputs), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if number % 50 == 0:
+        if number % 200 == 0:
             print(f"step {number}: {mesh.world_size} ranks, loss {loss.item():.4f}")

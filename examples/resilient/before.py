@@ -18,11 +18,11 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return mine, mine.sin().sum(dim=1, keepdim=True)
 
 
-for number in range(300):
+for number in range(2_000):
     inputs, targets = batch(number)
     loss = nn.functional.mse_loss(model(inputs), targets)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    if number % 50 == 0:
+    if number % 200 == 0:
         print(f"step {number}: {mesh.world_size} ranks, loss {loss.item():.4f}")

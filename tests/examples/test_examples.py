@@ -12,17 +12,19 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
 from imece import mesh
-from tests.launch.launcher import run_launch
+from tests.launch.launcher import Launcher, run_launch
 
 ROOT = Path(__file__).parents[2]
 BEFORE, AFTER = ROOT / "examples/minimal/before.py", ROOT / "examples/minimal/after.py"
 TRAIN_TEXT = ROOT / "examples/train_text.py"
+RESILIENT = ROOT / "examples/resilient"
 DOCS = ROOT / "docs/ddp.md"
 
 BOTH = f"""
@@ -134,6 +136,41 @@ def test_three_lines_differ() -> None:
             changed += max(stop - start, new_stop - new_start)
     assert changed == 3
     assert len(after) - len([line for line in after if "import imece" not in line]) == 1
+
+
+def test_the_resilient_loop_under_a_kill() -> None:
+    """Two of three ranks go on, and learn what one process learns; a third one comes."""
+    alone = run([[sys.executable, RESILIENT / "before.py"]])
+    with Launcher("--ranks", "3", RESILIENT / "after.py") as launcher:
+        launcher.wait_for("step 200: 3 ranks", 120)
+        victim = next(
+            each for each in psutil.Process(launcher.pid).children() if each.environ()["IMECE_MEMBER"] == "1"
+        )
+        victim.kill()
+        outcome = launcher.wait(120)
+    assert outcome.status == 0, outcome.err
+    assert f"rank 1 (pid {victim.pid}) was killed by signal 9" in outcome.err
+    assert "2 ranks go on, a replacement is starting" in outcome.err
+    assert ": 2 ranks, loss" in outcome.out, outcome.out
+    last = "step 1800: "
+    (expected,) = re.findall(rf"{last}1 ranks, loss (\S+)", alone)
+    losses = [float(loss) for loss in re.findall(rf"{last}\d ranks, loss (\S+)", outcome.out)]
+    assert losses and abs(sum(losses) / len(losses) - float(expected)) < 2e-3, (losses, expected)
+
+
+def test_two_lines_make_a_loop_resilient() -> None:
+    before, after = (
+        [
+            line.strip()
+            for line in (RESILIENT / name).read_text().split('"""\n', 1)[1].splitlines()
+            if line.strip()
+        ]
+        for name in ("before.py", "after.py")
+    )
+    assert [line for line in after if line not in before] == [
+        "for step in imece.steps(2_000, model, optimizer):", "with step as number:",
+    ]  # fmt: skip
+    assert len(after) == len(before) + 1
 
 
 def test_docs_show_the_example() -> None:
