@@ -87,11 +87,6 @@ class Copy:
         return cls(memory)
 
     @property
-    def nbytes(self) -> int:
-        """Of memory, both slots together."""
-        return self.memory.nbytes
-
-    @property
     def steps(self) -> set[int]:
         """Of which it has a whole slot."""
         return {step for step in self._words[2:4].tolist() if step != _NONE}
@@ -123,11 +118,6 @@ class Copies:
         self._own: Copy | None = None
         self._all: list[Copy] = []  # by rank of the generation that made them
         self._made = 0  # sets so far, over all generations: the same number on all ranks that were there
-
-    @property
-    def nbytes(self) -> int:
-        """Of this rank's own copy."""
-        return self._own.nbytes if self._own is not None else 0
 
     def write(self, step: int, held: Held) -> bool:
         """What this rank holds after `step` finished steps; False if all have to `exchange` first."""

@@ -107,9 +107,13 @@ class Recovery:
             self.without_copies = "copies are for the ranks of one host"
 
     @property
-    def copied_bytes(self) -> int:
-        """Of memory for this rank's copy."""
-        return self._copies.nbytes
+    def needs_copies(self) -> bool:
+        """Whether a rank holds what no other one does."""
+        return self._sharded and not self._is_alone
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._model.process_group.size() == 1
 
     def begin(self, step: int) -> None:
         """All ranks of this generation are here, with `step` finished steps; `go_on` is to follow."""
@@ -129,7 +133,7 @@ class Recovery:
             self._again = None
         self._states = {key: each for key, each in self._states.items() if int(key) == step - 1}
         self._states[str(step)] = self._state()
-        if not self.without_copies:
+        if not self.without_copies and not self._is_alone:
             self._fits = self._copies.write(step, self._training_state.own())
 
     def says(self) -> tuple[float, float]:
@@ -166,6 +170,8 @@ class Recovery:
         Raises `error` itself if no member is gone. LostStateError if nobody has the state of all parts.
         """
         began = time.monotonic()
+        if isinstance(error, MovedOnError) and self._is_alone:
+            self._exchange(step)  # nobody would have gone on with a copy until now
         while True:
             patience_s = self._patience(error)
             if error is not None:

@@ -15,6 +15,7 @@ the block must therefore depend on the step's number and on this rank and world 
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol
@@ -27,8 +28,10 @@ from imece.data_parallel.replicate import DistributedDataParallel
 from imece.membership.member import Member, keeps_roster
 from imece.membership.recovery import Recovered, Recovery
 from imece.membership.unwatched import say_unwatched
+from imece.mesh import Mesh
 
 _NOTHING = -1
+_looped: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
 class Stateful(Protocol):
@@ -80,13 +83,20 @@ def steps(
     a rank that dies ends all, and rank 0 says so at first. imece.init()'s mesh, the model and the optimizer
     stay the same objects; of the mesh rank, world_size and groups change. A program has one such loop.
 
-    RuntimeError if the block was not entered: `with step:`. TypeError for a state that is no JSON.
+    RuntimeError if the block was not entered, `with step:`, and for a second loop. TypeError for a state that
+    is no JSON.
     """
     mesh = meshes.current()
     if not keeps_roster(mesh):
         say_unwatched(mesh)
         yield from _plain(start, total)
         return
+    if mesh in _looped:
+        raise RuntimeError(
+            "imece.steps: a second loop, where a rank that joins could not know which of them it is in: "
+            "make one of both"
+        )
+    _looped.add(mesh)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
     def state() -> dict[str, Any]:

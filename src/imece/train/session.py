@@ -119,6 +119,10 @@ class Session:
             return self.recover(None)
         if self.recovery is not None:
             self.recovery.begin(self.done)
+            if (why := self.recovery.without_copies) and self.recovery.needs_copies:
+                self.alarms.append(
+                    f"no copies in memory ({why}): a rank that dies takes the run back to a checkpoint"
+                )
         return None
 
     def step_done(self) -> None:
