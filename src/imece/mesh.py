@@ -252,7 +252,9 @@ def reform(rank: int, world_size: int, store: dist.Store) -> Mesh:
     sizes = check_axes(None, world_size)
     hosts = _meet(store, world, sizes, backend, mesh.device, min(timeout, timedelta(seconds=_MEETING_S)))
     backends = choose_backends(mesh.device, len(hosts) == 1, backend)
+    hook = sys.excepthook
     _open_default_group(world, backends.world, mesh.device, store, timeout)
+    sys.excepthook = hook  # torch puts one around it each time, which prefixes every line
     mesh._take(world, backends, hosts, sizes, dist.PrefixStore("mesh", store))
     return mesh
 
