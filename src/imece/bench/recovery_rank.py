@@ -81,8 +81,8 @@ def train_step(
 
 def _train(task: Task, mesh: imece.Mesh) -> None:
     made = new_decoder(SHAPE)
-    # AdamW amplifies rounding: the same batches in three parts instead of four in every other 20 steps, in one
-    # process, end 8e-3 apart after 200 steps; with this optimizer 3e-6.
+    # AdamW amplifies rounding: the same batches in three parts instead of four in every other 20 steps, in
+    # one process, end 8e-3 apart after 200 steps; with this optimizer 3e-6.
     plain = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9, fused=True)
     model, optimizer = imece.parallelize(made, plain, task.strategy)
     text, folder = Text(), Path(task.folder)
