@@ -102,14 +102,20 @@ class Recovery:
         self._fits = True
         self._again: int | None = None  # steps to be made again, until the first one of this generation is
         self._states: dict[str, Json] = {}  # by finished steps, the last two
-        self.without_copies = "" if self._sharded else "every rank holds everything"
-        if self._sharded and len(member.mesh.hosts) > 1:
-            self.without_copies = "copies are for the ranks of one host"
+        self.without_copies = self._no_copies_at_all
+        """Why there are none, the same on all ranks; "" if there are."""
 
     @property
     def needs_copies(self) -> bool:
         """Whether a rank holds what no other one does."""
         return self._sharded and not self._is_alone
+
+    @property
+    def _no_copies_at_all(self) -> str:
+        """Why none are to be made, whatever memory there is."""
+        if not self._sharded:
+            return "every rank holds everything"
+        return "" if len(self.member.mesh.hosts) == 1 else "copies are for the ranks of one host"
 
     @property
     def _is_alone(self) -> bool:
@@ -217,6 +223,7 @@ class Recovery:
         if str(begin) in states:
             self._take(states[str(begin)])
             self._states = {str(begin): states[str(begin)]}
+        self.without_copies = self._no_copies_at_all  # those who have just come know of no want of memory
         self._exchange(begin)
         return begin, most - begin
 
