@@ -1,7 +1,7 @@
 """A model and its optimizers as named tensors and slices, whatever the strategy and the number of ranks.
 
     model/NAME             a parameter, in the dtype in which it is updated; a buffer of the model's state
-    optimizer/NAME/KEY     what its optimizer keeps of it: exp_avg, momentum_buffer, step, ...
+    optimizer/NAME/KEY     what its optimizer keeps of it: exp_avg, momentum_buffer, step, ... (kept.py)
 
 A rank hands in what it holds: whole tensors that all ranks have alike, of which `deal` gives it a share to
 write; or slices that it alone owns. So nothing is gathered, and whoever loads asks for the elements it owns.
@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from imece.checkpoint.deal import Slice
+from imece.checkpoint.kept import Entry, Kept, shape_of
 from imece.checkpoint.load import Source
 from imece.checkpoint.manifest import DTYPE_NAMES, DTYPES
-from imece.checkpoint.weights import MODEL, buffers_of, check_shapes, fill, shaped
+from imece.checkpoint.weights import MODEL, buffers_of, check_shapes, fill, shaped, together
 from imece.collectives.texts import gather_texts
 from imece.data_parallel.parallelize import ShardedDataParallel
 from imece.data_parallel.parts import Part
 from imece.data_parallel.replicate import DistributedDataParallel
+from imece.errors import UserError
 
 OPTIMIZER = "optimizer/"
 
@@ -35,7 +37,7 @@ class TrainingState:
     """What a checkpoint holds of one wrapped model and its optimizers."""
 
     def __init__(self, model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
-        self._model, self._optimizers = model, list(optimizers)
+        self._model, self._optimizers = model, [(each, Kept(each)) for each in optimizers]
         self._names: dict[Tensor, str] = {each: name for name, each in model.module.named_parameters()}
 
     def tensors(self) -> dict[str, Tensor | Slice]:
@@ -45,9 +47,9 @@ class TrainingState:
         found: dict[str, Tensor | Slice] = {
             MODEL + name: parameter.detach() for parameter, name in self._names.items()
         }
-        for parameter, optimizer in self._stepped():
-            for key, value in _tensors(optimizer.state.get(parameter, {})):
-                found[_key(self._names[parameter], key)] = value
+        for parameter, kept in self._stepped():
+            for key, entry in kept.entries(parameter).items():
+                found[_key(self._names[parameter], key)] = entry.tensor
         return found | self._buffers()
 
     def own(self) -> dict[str, Tensor | Slice]:
@@ -64,13 +66,14 @@ class TrainingState:
         found |= {MODEL + name: each.detach() for name, each in buffers_of(self._model.module)}
         for part in parts.values():
             found[MODEL + part.name] = Slice(part.parameter.detach(), part.shape, part.start)
-        for stepped, optimizer in self._stepped():
+        for stepped, kept in self._stepped():
             of = parts.get(stepped)
             name = of.name if of else self._names[stepped]
-            for key, value in _tensors(optimizer.state.get(stepped, {})):
-                cut = of is not None and _is_whole(value, stepped)
+            for key, (value, per) in kept.entries(stepped).items():
                 found[_key(name, key)] = (
-                    Slice(value.contiguous(), of.shape, of.start) if of is not None and cut else value
+                    Slice(value.contiguous(), shape_of(of.shape, per), of.start // per)
+                    if of is not None and per
+                    else value
                 )
         return found
 
@@ -78,21 +81,32 @@ class TrainingState:
     def load(self, saved: Source) -> None:
         """Fill parameters and optimizers from a checkpoint of any world and strategy. All ranks call it.
 
-        UserError, with the first names and shapes that differ, for a checkpoint of another model.
+        UserError, with the first names and shapes that differ, for a checkpoint of another model; also for
+        states in blocks that are not those of this optimizer.
         """
         shapes = {name: tuple(each.shape) for name, each in shaped(self._model).items()}
         check_shapes(saved, shapes)
-        fill(self._model, saved)
-        parts = self._parts()
-        keys = _saved_keys(saved)
-        for stepped, optimizer in self._stepped():
-            found = parts.get(stepped)
-            name = found.name if found else self._names[stepped]
-            for key in keys.get(name, ()):
-                value = _read(saved, _key(name, key), shapes[name], found, stepped)
-                optimizer.state[stepped][key] = value.to(stepped.device)
         if isinstance(self._model, ShardedDataParallel):
+            # A mistake may be in a part that one rank has: the others would wait for it below.
+            together(self._model, lambda: self._fill(saved, shapes))
             self._model.take_over_masters()
+        else:
+            self._fill(saved, shapes)
+
+    def _fill(self, saved: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        fill(self._model, saved)
+        parts, keys = self._parts(), _saved_keys(saved)
+        for stepped, kept in self._stepped():
+            part = parts.get(stepped)
+            name = part.name if part else self._names[stepped]
+            found = {}
+            for key in keys.get(name, ()):
+                per = kept.per(key, saved.shape(_key(name, key)), shapes[name])
+                found[key] = _read(saved, _key(name, key), per, part, stepped)
+            try:
+                kept.put(stepped, found)
+            except ValueError as error:
+                raise UserError(f"{saved.folder}: {name} had another optimizer: {error}") from error
 
     def _slices(self, model: ShardedDataParallel) -> dict[str, Tensor | Slice]:
         sharding = model.sharding
@@ -100,10 +114,7 @@ class TrainingState:
         found: dict[str, Tensor | Slice] = {
             MODEL + name: each.detach() for each, name in self._names.items() if name not in sharded
         }
-        states = {
-            parameter: dict(_tensors(optimizer.state.get(parameter, {})))
-            for parameter, optimizer in self._stepped()
-        }
+        states = {parameter: kept.entries(parameter) for parameter, kept in self._stepped()}
         keys = self._all_keys(model, states)
         # Ranks that hold the same shard hand in a piece of it each.
         replicas = sharding.groups.replicas
@@ -115,14 +126,17 @@ class TrainingState:
             start = part.start + low if part else 0
             master = part.parameter.detach() if part else torch.empty(0, dtype=sharding.dtypes[index])
             found[MODEL + slot.name] = Slice(master.view(-1)[low:high], shape, start)
-            for key, (dtype, whole) in keys.get(slot.name, {}).items():
-                value = states[part.parameter][key] if part else torch.empty(0, dtype=DTYPES[dtype])
-                if whole:
+            for key, (dtype, per, own_shape) in keys.get(slot.name, {}).items():
+                value = states[part.parameter][key].tensor if part else torch.empty(0, dtype=DTYPES[dtype])
+                if per:
+                    low, high = (value.numel() * at // shares for at in (share, share + 1))
                     own = value.contiguous().view(-1)[low:high]
-                    found[_key(slot.name, key)] = Slice(own, shape, start)
+                    start = part.start // per + low if part else 0
+                    found[_key(slot.name, key)] = Slice(own, shape_of(shape, per), start)
                 else:  # whoever has the first element says it for all
                     says = part is not None and part.start == 0 and share == 0
-                    found[_key(slot.name, key)] = Slice(value if says else value.new_empty(0), (), 0)
+                    own = value.contiguous() if says else value.new_empty(0)
+                    found[_key(slot.name, key)] = Slice(own, tuple(own_shape), 0)
         return found
 
     def _buffers(self) -> dict[str, Tensor | Slice]:
@@ -134,13 +148,13 @@ class TrainingState:
         }
 
     def _all_keys(
-        self, model: ShardedDataParallel, states: Mapping[Tensor, Mapping[str, Tensor]]
-    ) -> dict[str, dict[str, tuple[str, bool]]]:
-        """{parameter: {key: (dtype, whether it is shaped as the parameter)}}, of all ranks together."""
+        self, model: ShardedDataParallel, states: Mapping[Tensor, Mapping[str, Entry]]
+    ) -> dict[str, dict[str, tuple[str, int, list[int]]]]:
+        """{parameter: {key: (dtype, Entry.per, its shape if that is 0)}}, of all ranks together."""
         mine = {
             part.name: {
-                key: (DTYPE_NAMES[value.dtype], _is_whole(value, part.parameter))
-                for key, value in states.get(part.parameter, {}).items()
+                key: (DTYPE_NAMES[value.dtype], per, [] if per else list(value.shape))
+                for key, (value, per) in states.get(part.parameter, {}).items()
             }
             for part in model.sharding.parts
             if part.start == 0  # one rank has it
@@ -167,21 +181,15 @@ class TrainingState:
             return {}
         return {part.parameter: part for part in model.sharding.parts}
 
-    def _stepped(self) -> Iterator[tuple[Tensor, Optimizer]]:
-        for optimizer in self._optimizers:
+    def _stepped(self) -> Iterator[tuple[Tensor, Kept]]:
+        for optimizer, kept in self._optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    yield parameter, optimizer
+                    yield parameter, kept
 
 
 def _key(name: str, key: str) -> str:
     return f"{OPTIMIZER}{name}/{key}"
-
-
-def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            yield key, value.detach()
 
 
 def _saved_keys(saved: Source) -> dict[str, list[str]]:
@@ -193,12 +201,14 @@ def _saved_keys(saved: Source) -> dict[str, list[str]]:
     return keys
 
 
-def _is_whole(value: Tensor, parameter: Tensor) -> bool:
-    return value.ndim > 0 and value.numel() == parameter.numel()
-
-
-def _read(saved: Source, name: str, shape: tuple[int, ...], part: Part | None, parameter: Tensor) -> Tensor:
-    """A value of an optimizer's state; of one that is shaped as the parameter, what belongs to this part."""
-    if part is None or saved.shape(name) != shape or not shape:
+def _read(saved: Source, name: str, per: int, part: Part | None, parameter: Tensor) -> Tensor:
+    """What is kept of this part in a tensor of which one element belongs to `per` of the parameter."""
+    if part is None or not per:
         return saved.tensor(name)
-    return saved.slice(name, part.start, part.stop).view(parameter.shape)
+    shape, expected = saved.shape(name), shape_of(part.shape, per)
+    if math.prod(shape) != math.prod(expected):
+        if part.numel == math.prod(part.shape):
+            return saved.tensor(name)
+        raise UserError(f"{saved.folder}: {name} should be {list(expected)}, it has {list(shape)}")
+    found = saved.slice(name, part.start // per, math.ceil(part.stop / per))
+    return found.view(parameter.shape) if per == 1 else found

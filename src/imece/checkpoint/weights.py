@@ -58,9 +58,9 @@ def load_weights(model: nn.Module, source: Path | str | Saved, *, strict: bool =
         check_shapes(saved, shapes, strict)
         return saved
 
-    saved = _together(model, look)
+    saved = together(model, look)
     _check_same(model, saved)  # and nobody writes into memory that all have in common while one still reads
-    _together(model, lambda: fill(model, saved))
+    together(model, lambda: fill(model, saved))
     if isinstance(model, ShardedDataParallel):
         model.take_over_masters()
     kept = kept_names(saved)
@@ -148,7 +148,7 @@ def check_shapes(saved: Source, wanted: Mapping[str, tuple[int, ...]], strict: b
         )
 
 
-def _together(model: nn.Module, call: Callable[[], Result]) -> Result:
+def together(model: nn.Module, call: Callable[[], Result]) -> Result:
     """`call()`, without any collective in it, on all ranks of a model; UserError on all if on one."""
     if not isinstance(model, DistributedDataParallel):
         return call()

@@ -7,9 +7,10 @@ it sees a part of it, and neither is what the user has told it to do.
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,16 +27,51 @@ def block_of(optimizer: Optimizer) -> int:
 
     ValueError if it has stepped already: then its state would have to be cut.
     """
-    library = _library(optimizer)
-    block = _BITSANDBYTES_BLOCK if library == "bitsandbytes" else 1
-    if library == "torchao":
-        block = int(getattr(optimizer, "block_size", 1))
+    block = math.lcm(*(each for each in elements_per(optimizer).values() if each))
     if block > 1 and optimizer.state:
         raise ValueError(
             f"{type(optimizer).__name__} has stepped before, and what it keeps in blocks of {block} elements "
             f"cannot be cut: give it to parallelize before its first step"
         )
     return block
+
+
+def elements_per(optimizer: Any) -> Mapping[str, int]:
+    """Of tensors that it keeps of a parameter, by name: to how many elements of it one of theirs belongs.
+
+    0: to all of them, whatever the sizes. What is not named can be told from its size. An optimizer says it
+    itself with an attribute `elements_per`.
+    """
+    said: Mapping[str, int] | None = getattr(optimizer, "elements_per", None)
+    if said is not None:
+        return said
+    library = _library(optimizer)
+    if library == "bitsandbytes":
+        block = _BITSANDBYTES_BLOCK
+        return {"absmax1": block, "absmax2": block, "qmap1": 0, "qmap2": 0}
+    said_size = getattr(optimizer, "block_size", math.inf)
+    if library == "torchao" and math.isfinite(said_size):
+        block_size = int(said_size)
+        made = optimizer._subclass_zeros(torch.empty(block_size), True, block_size)
+        return {"codes": block_size // made.codes.numel(), "scale": block_size, "qmap": 0}
+    return {}
+
+
+def join(optimizer: Any, parameter: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A tensor of torchao's, of the tensors that lie in one. ValueError if this optimizer keeps no such."""
+    if not hasattr(optimizer, "_subclass_zeros"):
+        raise ValueError(f"{type(optimizer).__name__} keeps nothing made of {', '.join(inner)}")
+    signed = "qmap" not in inner or bool((inner["qmap"] < 0).any())
+    made: torch.Tensor = optimizer._subclass_zeros(parameter, signed, optimizer.block_size)
+    for name, value in inner.items():
+        target: torch.Tensor = getattr(made, name)
+        if (target.dtype, target.shape) != (value.dtype, value.shape):
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps {name} as {target.dtype} {list(target.shape)}, "
+                f"this is {value.dtype} {list(value.shape)}"
+            )
+        target.copy_(value)
+    return made
 
 
 def followed(optimizer: Optimizer) -> Follow:
