@@ -1,7 +1,7 @@
 """before.py with two other lines: when a rank dies, the others go on, and another takes its place.
 
-    imece launch --ranks 3 after.py                            kill one of its processes and see
-    imece drill --ranks 3 --kills 3 --every-s 2 after.py       or let that be done
+imece launch --ranks 3 after.py                            kill one of its processes and see
+imece drill --ranks 3 --kills 3 --every-s 2 after.py       or let that be done
 """
 
 import torch
