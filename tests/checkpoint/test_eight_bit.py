@@ -27,8 +27,10 @@ from tests.data_parallel.test_block_wise import Wide, interpreted, loss_of
 from tests.ranks import run_ranks
 
 STRATEGIES = ("replicate", "zero1", "zero2", "zero3")
-WRITERS = ("replicate", "zero2")  # what the others wrote is the same, and lies in as many pieces
+HYBRIDS = ("hybrid", "hybrid_zero2")  # of 4 ranks, on two hosts of 2
 WORLDS = (1, 2, 3)
+# Of those that wrote the same into as many pieces, one.
+LOADED = [f"{world}-{each}" for world in WORLDS for each in ("replicate", "zero2")] + ["4-hybrid"]
 STEPS = 3
 BLOCK = 64
 
@@ -112,12 +114,12 @@ def train(model: DistributedDataParallel, optimizer: Optimizer, steps: range, ra
     return losses
 
 
-def save_all(folder: str, make: str, ranks: int) -> list[str]:
+def save_all(folder: str, make: str, ranks: int, strategies: list[str]) -> list[str]:
     """Checkpoints WORLD-STRATEGY; the alarms."""
     mesh = imece.init()
     alarms: list[str] = []
     with interpreted():
-        for strategy in STRATEGIES:
+        for strategy in strategies:
             model, optimizer = parallel(make, strategy, seed=1)
             train(model, optimizer, range(STEPS), mesh.rank)
             where = Path(folder) / f"{ranks}-{strategy}"
@@ -128,14 +130,13 @@ def save_all(folder: str, make: str, ranks: int) -> list[str]:
     return alarms
 
 
-def load_all(folder: str, make: str) -> dict[str, Any]:
+def load_all(folder: str, make: str, strategies: list[str]) -> dict[str, Any]:
     """{checkpoint as strategy: what differs}, and the losses that follow."""
     mesh = imece.init()
     wrong: dict[str, list[str]] = {}
     losses: dict[str, list[list[float]]] = {}
     with interpreted():
-        for world, was, strategy in itertools.product(WORLDS, WRITERS, STRATEGIES):
-            name = f"{world}-{was}"
+        for name, strategy in itertools.product(LOADED, strategies):
             saved = open_checkpoint(step_folder(Path(folder) / name, STEPS))
             model, optimizer = parallel(make, strategy, seed=2)
             state = TrainingState(model, [optimizer])
@@ -172,8 +173,15 @@ def own_differs(state: TrainingState) -> list[str]:
 def test_any_loads_any(tmp_path: Path, make: str) -> None:
     if make != "own":
         pytest.importorskip(make)
-    for ranks in WORLDS:
-        assert run_ranks(save_all, ranks, args=(str(tmp_path), make, ranks), backend=None) == [[]] * ranks
+
+    def run(call: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+        per_host = 2 if args[-1] is HYBRIDS else None
+        args = (str(tmp_path), make, *args)
+        return run_ranks(call, ranks, args=args, backend=None, ranks_per_host=per_host, timeout_s=240)
+
+    ways = [(ranks, STRATEGIES) for ranks in WORLDS] + [(4, HYBRIDS)]
+    for ranks, strategies in ways:
+        assert run(save_all, ranks, ranks, strategies) == [[]] * ranks
     for world in WORLDS:
         first, *others = (
             open_checkpoint(step_folder(tmp_path / f"{world}-{each}", STEPS)) for each in STRATEGIES
@@ -183,12 +191,12 @@ def test_any_loads_any(tmp_path: Path, make: str) -> None:
         for other in others:
             assert set(other.names()) == set(first.names())
             assert all(torch.equal(first.tensor(name), other.tensor(name)) for name in first.names())
-    for ranks in WORLDS:
-        for result in run_ranks(load_all, ranks, args=(str(tmp_path), make), backend=None, timeout_s=240):
+    for ranks, strategies in ways:
+        for result in run(load_all, ranks, strategies):
             assert result["wrong"] == {}
-            assert len(result["losses"]) == len(WORLDS) * len(WRITERS)
+            assert list(result["losses"]) == LOADED
             for losses in result["losses"].values():
-                assert losses == losses[:1] * len(STRATEGIES)
+                assert losses == losses[:1] * len(strategies)
 
 
 KEYS = {
