@@ -210,6 +210,8 @@ def load_large(folder: str) -> list[tuple[str, float]]:
             parts = [part.parameter for part in model.sharding.parts]
         for parameter in parts:
             parameter.data.add_(0)  # resident from the beginning
+        if isinstance(model, ShardedDataParallel):
+            model.sharding.after_step((0,))  # as every step: it maps what the other rank has
         saved = open_checkpoint(Path(folder) / "step-00000001")
         before = forget_peak()
         TrainingState(model, [optimizer]).load(saved)

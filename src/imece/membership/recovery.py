@@ -250,7 +250,8 @@ class Recovery:
             nbytes = sum(each.nbytes for each in chunk)
             flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
             if sends:
-                torch.cat([held[each.name].reshape(-1).view(torch.uint8).to(device) for each in chunk], out=flat)
+                parts = [held[each.name].reshape(-1).view(torch.uint8) for each in chunk]
+                torch.cat([part.to(device) for part in parts], out=flat)
             ops.broadcast(flat, root, group=group, label="training state for ranks that are behind")
             if receives:
                 for each, part in zip(chunk, flat.split([each.nbytes for each in chunk]), strict=True):
