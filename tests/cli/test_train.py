@@ -25,8 +25,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """(command, ranks) of each launch; nothing is started."""
     launches: list[Launch] = []
 
-    def launch(command: list[str], ranks: int, *, grace_s: float, direct: bool) -> int:
+    def launch(command: list[str], ranks: int, *, grace_s: float, direct: bool, restart: bool) -> int:
         assert grace_s >= 60 and direct, "a step and a save need time, and mistakes are to be said once"
+        assert restart, "it can go on from its checkpoint"
         launches.append((command, ranks))
         return 0
 
