@@ -54,7 +54,13 @@ def run_drill(tmp_path: Path, text: str, *options: str) -> Outcome:
 # Real ones.
 
 
-@pytest.mark.parametrize("options", [["--signal", "KILL"], ["--signal", "STOP", "--silent-s", "1"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--signal", "KILL"],
+        pytest.param(["--signal", "STOP", "--silent-s", "1"], marks=pytest.mark.slow),
+    ],
+)
 def test_a_drill_that_is_survived(tmp_path: Path, options: list[str]) -> None:
     figures = tmp_path / "drill.json"
     text = SCRIPT.format(recovered="pass", steps=300)

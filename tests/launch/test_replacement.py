@@ -416,6 +416,7 @@ time.sleep(1000)
             time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_many_replacements_leave_no_process_and_no_descriptor(start: Start, tmp_path: Path) -> None:
     """Each has a child in its group, and another outside it that holds its output open for a while."""
     text = """
