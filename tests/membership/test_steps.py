@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 import imece
+from tests.launch.launcher import run_launch
 from tests.ranks import run_ranks
 
 
@@ -49,6 +52,36 @@ def forgets() -> int:
 def test_what_is_refused() -> None:
     assert run_ranks(raises, 1, backend=None, expect="of the user's own")
     assert run_ranks(forgets, 1, backend=None, expect="enter each step, `with step:`")
+
+
+BREAKS = """
+import sys, torch, imece
+from imece.membership.roster import Roster
+from imece.store import root_store
+mesh = imece.init()
+sgd = lambda each: torch.optim.SGD(each, lr=0.1)
+model, optimizer = imece.parallelize(torch.nn.Linear(2, 1), sgd, "zero1")
+roster, members = Roster(root_store(mesh._store)), range(mesh.world_size)
+for step in imece.steps(100, model, optimizer):
+    with step as number:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 1:
+            imece.barrier()
+            print("in the loop", roster.all_resilient(members))
+    if number == 2:
+        break
+imece.barrier()
+print("after it", roster.all_resilient(members))
+"""
+
+
+def test_a_loop_that_is_left_protects_nobody(tmp_path: Path) -> None:
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    outcome = run_launch("--ranks", "2", tmp_path / "breaks.py", timeout_s=120)
+    assert outcome.status == 0, outcome.err
+    assert outcome.out.count("in the loop True") == 2 and outcome.out.count("after it False") == 2
 
 
 def test_without_init() -> None:

@@ -101,7 +101,8 @@ class Copy:
         slot = step % 2
         self._words[2 + slot] = _NONE
         sources = [_parts(value)[0].reshape(-1) for value in held.values()]
-        torch._foreach_copy_(self._slots[slot], sources)
+        if sources:  # of a small model on many ranks, some have no part
+            torch._foreach_copy_(self._slots[slot], sources)
         self._words[2 + slot] = step
 
     def read(self, step: int, into: Pieces) -> None:

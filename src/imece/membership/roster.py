@@ -19,8 +19,6 @@ import torch.distributed as dist
 
 from imece.errors import UserError
 from imece.store import read_note
-from imece.world import JOINING as JOINING
-from imece.world import MEMBER as MEMBER
 
 _PREFIX = "imece/members/"
 _NEWEST = _PREFIX + "newest"

@@ -89,7 +89,7 @@ def steps(
     mesh = meshes.current()
     if not keeps_roster(mesh):
         say_unwatched(mesh)
-        yield from _plain(start, total)
+        yield from _until(total, _Plain(start))
         return
     if mesh in _looped:
         raise RuntimeError(
@@ -113,17 +113,35 @@ def steps(
 
     json.dumps(state())  # TypeError now, and not when a rank has died
     recovery = Recovery(Member(mesh), model, optimizers, state=state, take=take)
-    loop = _Loop(recovery, start, recovered or (lambda _: None))
+    try:
+        yield from _until(total, _Loop(recovery, start, recovered or (lambda _: None)))
+    finally:  # also where the loop was left with `break`
+        recovery.end()
+
+
+def _until(total: int, loop: _Plain | _Loop) -> Iterator[Step]:
     while loop.done < total:
         step = Step(loop.done, loop.finish)
         yield step
         if not step.entered:
             raise RuntimeError("imece.steps: enter each step, `with step:`, and make its update inside")
-    recovery.end()
+
+
+class _Plain:
+    """How far this rank is, where nobody is replaced."""
+
+    def __init__(self, start: int) -> None:
+        self.done = start
+
+    def finish(self, error: BaseException | None) -> None:
+        """The block was left."""
+        if error is not None:
+            raise error
+        self.done += 1
 
 
 class _Loop:
-    """How far this rank is."""
+    """How far this rank is, through the deaths of others."""
 
     def __init__(self, recovery: Recovery, start: int, recovered: Callable[[Recovered], None]) -> None:
         self._recovery, self._recovered = recovery, recovered
@@ -150,15 +168,3 @@ class _Loop:
         found = self._recovery.recover(error, self.done)
         self.done = found.step
         self._recovered(found)
-
-
-def _plain(start: int, total: int) -> Iterator[Step]:
-    def finish(error: BaseException | None) -> None:
-        if error is not None:
-            raise error
-
-    for index in range(start, total):
-        step = Step(index, finish)
-        yield step
-        if not step.entered:
-            raise RuntimeError("imece.steps: enter each step, `with step:`, and make its update inside")
