@@ -1,0 +1,73 @@
+"""A model as the planner sees it: its widths, and from them parameters, FLOPs and nothing else.
+
+Wider than models/shape.py, which is what we build ourselves: published runs have learned positions, biases,
+LayerNorm, ungated MLPs and experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Norm = Literal["rms", "layer"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder-only transformer. ValueError, with names and values, for one that cannot be."""
+
+    name: str
+    layers: int
+    width: int  # of the residual
+    heads: int
+    kv_heads: int  # equal to `heads` for plain multi-head attention
+    head_width: int
+    mlp_width: int
+    gated: bool  # SwiGLU and the like: three matrices in the MLP; else two
+    vocab_size: int
+    tied_head: bool = True
+    learned_positions: int = 0  # rows of a table of positions; 0: rotary or none
+    biases: bool = False  # in every matrix, and in LayerNorm
+    norm: Norm = "rms"
+    experts: int = 0  # in every layer, each an MLP; 0: one MLP, no router
+    active_experts: int = 0  # that one token goes through
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "kv_heads", "head_width", "mlp_width", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads is {self.heads}, which cannot be divided among kv_heads = {self.kv_heads}"
+            )
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one block, all its experts included."""
+        query, key_value = self.heads * self.head_width, self.kv_heads * self.head_width
+        attention = self.width * (2 * query + 2 * key_value)
+        mlp = (3 if self.gated else 2) * self.width * self.mlp_width
+        norms = 2 * self.width * (2 if self.norm == "layer" and self.biases else 1)
+        if self.biases:
+            attention += query + 2 * key_value + self.width
+            mlp += (2 if self.gated else 1) * self.mlp_width + self.width
+        if self.experts:
+            mlp = self.experts * mlp + self.experts * self.width
+        return attention + mlp + norms
+
+    @property
+    def table_parameters(self) -> int:
+        """Of the embedding, and alike of a head that is not tied."""
+        return self.vocab_size * self.width
+
+    @property
+    def other_parameters(self) -> int:
+        """Of the norm at the end and of positions."""
+        last = self.width * (2 if self.norm == "layer" and self.biases else 1)
+        return last + self.learned_positions * self.width
+
+    @property
+    def parameters(self) -> int:
+        """Numbers that are trained; a tied head counts once."""
+        tables = 1 if self.tied_head else 2
+        return self.layers * self.layer_parameters + tables * self.table_parameters + self.other_parameters
