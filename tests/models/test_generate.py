@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from imece.models.generate import generate
-from imece.models.transformer import KVCache, Transformer, TransformerConfig
+from imece.models.shape import TransformerConfig
+from imece.models.transformer import KVCache, Transformer
 
 CONFIG = TransformerConfig(vocab_size=50, layers=3, width=32, heads=4, kv_heads=2, mlp_width=48, max_seq=24)
 

@@ -24,7 +24,8 @@ from imece.models.hugging_face import (
 )
 from imece.models.hugging_face_files import divide, write_weights
 from imece.models.presets import preset
-from imece.models.transformer import RopeScaling, Transformer, TransformerConfig
+from imece.models.shape import RopeScaling, TransformerConfig
+from imece.models.transformer import Transformer
 
 PLAIN = TransformerConfig(
     vocab_size=50, layers=2, width=32, heads=4, kv_heads=4, mlp_width=48, max_seq=64, tied_head=False

@@ -13,16 +13,8 @@ from torch import Tensor, nn
 
 from imece.models import transformer
 from imece.models.presets import PRESETS, preset
-from imece.models.transformer import (
-    Attention,
-    KVCache,
-    RopeScaling,
-    Transformer,
-    TransformerConfig,
-    rotate,
-    rotation_at,
-    token_loss,
-)
+from imece.models.shape import RopeScaling, TransformerConfig
+from imece.models.transformer import Attention, KVCache, Transformer, rotate, rotation_at, token_loss
 
 CPU = torch.device("cpu")
 CONFIG = TransformerConfig(

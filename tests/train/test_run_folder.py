@@ -13,7 +13,8 @@ from imece.checkpoint.save import Checkpoints
 from imece.checkpoint.weights import load_weights
 from imece.errors import UserError
 from imece.models.presets import PRESETS
-from imece.models.transformer import RopeScaling, Transformer
+from imece.models.shape import RopeScaling
+from imece.models.transformer import Transformer
 from imece.train.config import TrainConfig
 from imece.train.run_folder import RunFolder, Which, read_shape, shape_as_json
 

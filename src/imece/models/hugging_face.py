@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from imece.errors import UserError
-from imece.models.transformer import INIT_STD, RopeScaling, Transformer, TransformerConfig
+from imece.models.shape import RopeScaling, TransformerConfig
+from imece.models.transformer import INIT_STD, Transformer
 
 Json = dict[str, Any]
 Shape = tuple[int, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from imece.models.transformer import RopeScaling, TransformerConfig
+from imece.models.shape import RopeScaling, TransformerConfig
 
 
 def _llama(layers: int, width: int, heads: int, mlp_width: int) -> TransformerConfig:

@@ -21,7 +21,7 @@ import tyro
 from imece.data.prepare import TextSource
 from imece.errors import UserError
 from imece.models.presets import preset
-from imece.models.transformer import TransformerConfig
+from imece.models.shape import TransformerConfig
 
 Section = TypeVar("Section")
 

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from imece.models.transformer import TransformerConfig
+from imece.models.shape import TransformerConfig
 
 _SIZE = {"cpu": 1024, "cuda": 8192}  # of the square matrices: large enough for the highest rate
 _ROUNDS = 5

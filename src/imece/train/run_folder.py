@@ -18,7 +18,8 @@ from imece.checkpoint.weights import load_weights
 from imece.data.files import write_whole
 from imece.data.tokenizer import Tokenizer, load_tokenizer
 from imece.errors import UserError
-from imece.models.transformer import RopeScaling, Transformer, TransformerConfig
+from imece.models.shape import RopeScaling, TransformerConfig
+from imece.models.transformer import Transformer
 from imece.train.config import TrainConfig, check_same_run, read_toml, to_toml
 
 Which = Literal["best", "last"]

@@ -1,0 +1,86 @@
+"""The shape of a transformer: numbers only, so that it can be read and planned for without torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's way to longer sequences: slow pairs turn `factor` times slower, fast ones as before.
+
+    A pair is slow if it turns less than low_freq_factor times in original_max_seq positions, and fast if more
+    than high_freq_factor times; between the two the change is gradual.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_seq: int  # positions the model was first trained on
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor is {self.high_freq_factor}; it must be above low_freq_factor, which is "
+                f"{self.low_freq_factor}"
+            )
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The shape of a model. ValueError, with names and values, for one that cannot be built."""
+
+    vocab_size: int
+    layers: int
+    width: int  # of the residual
+    heads: int
+    kv_heads: int  # heads of keys and values; equal to `heads` for plain multi-head attention
+    mlp_width: int
+    max_seq: int  # positions
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    tied_head: bool = False  # the embedding is the head too
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+        if self.width % self.heads:
+            raise ValueError(f"width is {self.width}, which cannot be divided among heads = {self.heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads is {self.heads}, which cannot be divided among kv_heads = {self.kv_heads}"
+            )
+        if self.head_width % 2:
+            raise ValueError(
+                f"width / heads is {self.width} / {self.heads} = {self.head_width}; rotary positions turn "
+                "pairs, so it must be even"
+            )
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_width
+
+    @property
+    def parameter_count(self) -> int:
+        """Numbers that are trained; a tied head counts once."""
+        attention = 2 * self.width * self.width + 2 * self.width * self.kv_width
+        mlp = 3 * self.width * self.mlp_width
+        tables = 1 if self.tied_head else 2
+        return (
+            tables * self.vocab_size * self.width
+            + self.layers * (attention + mlp + 2 * self.width)
+            + self.width
+        )
+
+
+def _check_positive(config: TransformerConfig | RopeScaling) -> None:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
+            raise ValueError(f"{field.name} is {value}; it must be positive and finite")
