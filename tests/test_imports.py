@@ -7,21 +7,27 @@ and so do importlib.import_module and __import__ with a constant name.
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import imece
+
 SRC = Path(__file__).parent.parent / "src"
 
 _BASE = {"errors"}
-_RANKS = _BASE | {"layout", "world", "axes", "store", "status", "device", "mesh"}
+_RANKS = _BASE | {"layout", "world", "axes", "store", "status", "device", "opening", "mesh"}
 _ENGINE = _RANKS | {"collectives", "data_parallel", "model_parallel"}
 _TRAIN = _ENGINE | {"data", "models", "checkpoint", "membership", "observe"}
 
 # Room -> what it may import besides itself. A dotted entry allows that one module and what is in it.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "opening": set(),
+    "on_import": set(),  # it runs while others are being imported
     "layout": _BASE,
     "world": _BASE,
     "axes": _BASE,
@@ -43,6 +49,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # What a person meets, and what measures it: these gather the rest, and no room may import them.
 FREE = {"__init__", "__main__", "cli", "bench"}
+# What the launcher and the planner start with.
+WITHOUT_TORCH = ("imece", "imece.cli.main", "imece.cli.options", "imece.plan", "imece.layout", "imece.world")
 
 
 def violations(src: Path, may_import: dict[str, set[str]]) -> list[str]:
@@ -105,6 +113,31 @@ def test_the_order_has_no_circle() -> None:
 def test_imports_point_one_way() -> None:
     found = violations(SRC, MAY_IMPORT)
     assert not found, "\n".join(found)
+
+
+def test_what_starts_at_once_waits_for_no_torch() -> None:
+    imports = "".join(f"import {name}\n" for name in WITHOUT_TORCH)
+    assert _printed(f"import sys\n{imports}print('torch' in sys.modules)") == "False"
+
+
+def test_shm_is_known_once_torch_is_imported_by_anybody() -> None:
+    code = "import imece, torch\nfrom torch.distributed import Backend\n"
+    code += "print('shm' in Backend.backend_list, 'imece' in type(torch.__spec__.loader).__module__)"
+    assert _printed(code) == "True False"
+
+
+def _printed(code: str) -> str:
+    """What a Python of its own prints for `code`."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_every_name_that_is_offered_has_a_home() -> None:
+    assert set(imece.__all__) <= set(dir(imece))
+    for name in imece.__all__:
+        assert getattr(imece, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'inti'"):
+        imece.inti  # noqa: B018
 
 
 @pytest.mark.parametrize(

@@ -1,40 +1,64 @@
 """Data-parallel training for PyTorch: `imece.init()`, collectives, and the backend "shm" for one host's CPUs.
 
-Importing imece registers "shm" with torch.distributed.
+Importing imece makes "shm" known to torch.distributed. What it offers is imported when it is first asked for.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from imece import errors
-from imece.checkpoint.weights import load_weights
-from imece.collectives import on_signal, shared_memory
-from imece.collectives.ops import (
-    Pending,
-    Recv,
-    Send,
-    all_gather,
-    all_reduce,
-    barrier,
-    broadcast,
-    exchange,
-    recv,
-    reduce,
-    reduce_scatter,
-    send,
-)
-from imece.collectives.shared_memory import shared_empty
-from imece.data.sampler import DistributedSampler
-from imece.data_parallel.batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from imece.data_parallel.parallelize import parallelize
-from imece.data_parallel.replicate import DistributedDataParallel
-from imece.data_parallel.shard import MixedPrecision
-from imece.launch.spawn import spawn
-from imece.membership.steps import steps
-from imece.mesh import Mesh, at_opening, init
-from imece.world import World
+from imece.on_import import register_backend
+from imece.opening import at_opening
+
+if TYPE_CHECKING:
+    from imece.checkpoint.weights import load_weights
+    from imece.collectives.ops import (
+        Pending,
+        Recv,
+        Send,
+        all_gather,
+        all_reduce,
+        barrier,
+        broadcast,
+        exchange,
+        recv,
+        reduce,
+        reduce_scatter,
+        send,
+    )
+    from imece.collectives.shared_memory import shared_empty
+    from imece.data.sampler import DistributedSampler
+    from imece.data_parallel.batch_norm import SyncBatchNorm, convert_sync_batchnorm
+    from imece.data_parallel.parallelize import parallelize
+    from imece.data_parallel.replicate import DistributedDataParallel
+    from imece.data_parallel.shard import MixedPrecision
+    from imece.launch.spawn import spawn
+    from imece.membership.steps import steps
+    from imece.mesh import Mesh, init
+    from imece.world import World
 
 __version__ = "0.1.0"
 
-shared_memory.register()
-at_opening(on_signal.listen)
+_HOMES = {
+    "checkpoint.weights": ["load_weights"],
+    "collectives.ops": [
+        "Pending", "Recv", "Send", "all_gather", "all_reduce", "barrier", "broadcast", "exchange", "recv",
+        "reduce", "reduce_scatter", "send",
+    ],
+    "collectives.shared_memory": ["shared_empty"],
+    "data.sampler": ["DistributedSampler"],
+    "data_parallel.batch_norm": ["SyncBatchNorm", "convert_sync_batchnorm"],
+    "data_parallel.parallelize": ["parallelize"],
+    "data_parallel.replicate": ["DistributedDataParallel"],
+    "data_parallel.shard": ["MixedPrecision"],
+    "launch.spawn": ["spawn"],
+    "membership.steps": ["steps"],
+    "mesh": ["Mesh", "init"],
+    "world": ["World"],
+}  # fmt: skip
+_HOME_OF = {name: f"imece.{module}" for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "DistributedDataParallel",
@@ -65,3 +89,24 @@ __all__ = [
     "spawn",
     "steps",
 ]
+
+
+def _listen() -> None:
+    importlib.import_module("imece.collectives.on_signal").listen()
+
+
+register_backend()
+at_opening(_listen)
+
+
+def __getattr__(name: str) -> Any:
+    """PEP 562: the module that has the name comes now, and torch with it."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'imece' has no attribute {name!r}")
+    found = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

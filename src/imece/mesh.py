@@ -10,7 +10,7 @@ import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -23,6 +23,7 @@ from imece import status
 from imece.axes import AXES, PLACEMENT, Partition, check_axes, coordinates, crossing, partition
 from imece.device import Backends, adopted_backends, check_backend, choose_backends, choose_device
 from imece.errors import UserError
+from imece.opening import opened
 from imece.store import connect, root_store, swap_notes
 from imece.world import LOOPBACK, World, host_id, read_world
 
@@ -185,7 +186,6 @@ _open: Mesh | None = None
 _Asked = tuple[dict[str, int] | None, int | None, str | None, str, timedelta]
 _opened_with: _Asked = (None, None, None, "None", timedelta())
 _openings = 0
-_at_opening: list[Callable[[], None]] = []
 
 
 def init(
@@ -227,8 +227,7 @@ def init(
         raise
     _opened_with = asked
     atexit.register(_open.close)
-    for call in _at_opening:
-        call()
+    opened()
     return _open
 
 
@@ -257,11 +256,6 @@ def reform(rank: int, world_size: int, store: dist.Store) -> Mesh:
     sys.excepthook = hook  # torch puts one around it each time, which prefixes every line
     mesh._take(world, backends, hosts, sizes, dist.PrefixStore("mesh", store))
     return mesh
-
-
-def at_opening(call: Callable[[], None]) -> None:
-    """`call` runs at the end of each `init` that makes a mesh: for rooms that this one may not import."""
-    _at_opening.append(call)
 
 
 def current() -> Mesh:

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 
 from imece.bench import crew
 from imece.bench.reference_model import Shape, batch, new_decoder, optimizer_of
-from imece.collectives.shared_memory import register
 
 BACKENDS = ("shm", "gloo")
 WRAP = "IMECE_BENCH_WRAP"  # "ddp" or "fully_shard"
@@ -27,7 +26,6 @@ class Rank:
 
     def __init__(self, wrap: str) -> None:
         torch.set_num_threads(1)
-        register()
         dist.init_process_group("gloo")
         world = dist.group.WORLD
         assert world is not None

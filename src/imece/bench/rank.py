@@ -13,7 +13,7 @@ import torch.distributed as dist
 from imece.bench import crew
 from imece.bench.contenders import Contender, DeepSpeed, Imece, Mpich, TorchGroup
 from imece.bench.limit import CHUNKS_BYTES, Limit
-from imece.collectives.shared_memory import register, shared_empty
+from imece.collectives.shared_memory import shared_empty
 
 KIND = "IMECE_BENCH_RANK"  # which libraries this rank holds: "torch", "mpich" or "deepspeed"
 
@@ -95,7 +95,6 @@ def _contenders(kind: str) -> dict[str, Contender]:
         return {"mpich": Mpich()}
     if kind == "deepspeed":
         return {"deepspeed": DeepSpeed()}
-    register()
     dist.init_process_group("gloo")
     gloo = dist.group.WORLD
     assert gloo is not None
