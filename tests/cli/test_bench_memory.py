@@ -51,7 +51,7 @@ def test_the_targets_of_strategies() -> None:
     seconds = {"no-sync": [0.9], "replicate": [1.0], "zero1": [1.01], "zero3": [1.1], "fully-shard": [2.2]}
     results = StepResults(plan, seconds={128: seconds})
     results.memory[128] = {"zero3": Memory(10, 0, 0), "fully-shard": Memory(9, 0, 0)}
-    verdicts = dict(zip(plan.targets, targets.step_lines(plan.targets, results.found), strict=True))
+    verdicts = dict(zip(plan.targets, targets.lines(plan.targets, results.found), strict=True))
     said = {(t.way, t.what, t.against): line.split()[0] for t, line in verdicts.items() if t.tokens == 128}
     assert said["zero1", "time", "replicate"] == "MISSED" and said["zero3", "time", "replicate"] == "met"
     assert said["zero3", "speed", "fully-shard"] == "met" and said["zero3", "peak", "fully-shard"] == "MISSED"

@@ -44,7 +44,7 @@ def test_what_is_added_is_taken_round_by_round() -> None:
 def test_targets_are_judged_by_what_was_measured() -> None:
     results = measured(no_sync=[1.0], imece=[1.02], torch_gloo=[1.25], torch_shm=[1.02])
     results.memory[128] = {OURS: Memory(0, 0, 300), VIEW: Memory(0, 0, 200)}
-    shown = dict(zip(targets.STEP, targets.step_lines(targets.STEP, results.found), strict=True))
+    shown = dict(zip(targets.STEP, targets.lines(targets.STEP, results.found), strict=True))
     words = {(t.tokens, t.what, t.against): line.split()[0] for t, line in shown.items()}
     assert words[128, "added", GLOO] == "met"
     assert words[128, "added", SHM] == "MISSED"  # as much is not less
@@ -55,7 +55,7 @@ def test_targets_are_judged_by_what_was_measured() -> None:
     first = shown[StepTarget(128, "added", GLOO, 0.2)]
     assert "128 tokens a rank: adds at most 20% of what torch-gloo adds: 8%" in first
     slow = measured(no_sync=[1.0], imece=[1.1], torch_gloo=[1.25])
-    assert [line.split()[0] for line in targets.step_lines(targets.STEP, slow.found)][:5:2] == [
+    assert [line.split()[0] for line in targets.lines(targets.STEP, slow.found)][:5:2] == [
         "MISSED", "--", "MISSED",
     ]  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from imece.bench import resident, train, train_targets
+from imece.bench import resident, targets, train
 from imece.bench.train import Results, Save
 from imece.bench.train_contenders import QUICK, Plan, batch_of
 from imece.bench.train_targets import ALONE, ONE_RANK, OURS, PLAIN, SAME_LOSS, TRAIN, WAYS
@@ -29,7 +29,7 @@ def measured(**seconds: list[float]) -> Results:
 
 def verdicts(results: Results) -> dict[str, str]:
     """what (and against what) -> met, MISSED or --."""
-    shown = train_targets.lines(TRAIN, results.found)
+    shown = targets.lines(TRAIN, results.found)
     return {f"{t.what} {t.against}".strip(): line.split()[0] for t, line in zip(TRAIN, shown, strict=True)}
 
 
@@ -56,7 +56,7 @@ def test_targets_are_judged_by_what_was_measured() -> None:
         "speed plain-fp32": "met", "speed plain-bf16": "met", "limit no-sync": "met",
         "overhead": "met", "delay": "met", "memory": "met",
     }  # fmt: skip
-    shown = train_targets.lines(TRAIN, results.found)
+    shown = targets.lines(TRAIN, results.found)
     assert "MISSED  imece-fp32: at least 1.2 x the tokens/s of plain-fp32: 1.19 x" in shown[0]
     assert "met     default: at least 1.6 x the tokens/s of plain-fp32: 1.9 x" in shown[2]
     assert "96.0%" in shown[3] and "1.40%" in shown[4] and "0.90" in shown[5] and "1.01" in shown[6]
@@ -66,12 +66,12 @@ def test_targets_that_are_missed() -> None:
     results = measured(imece_bf16=[1.0], plain_bf16=[1.19], plain_fp32=[1.59], no_sync=[0.94])
     results.phases = [{"step_s": 1.0, "data_s": 0.01, "other_s": 0.011}]
     results.save = Save([1.1], 1, grown_bytes=150, written_bytes=100)
-    shown = train_targets.lines(TRAIN, results.found)
+    shown = targets.lines(TRAIN, results.found)
     assert [line.split()[0] for line in shown] == ["--", *["MISSED"] * 6]
 
 
 def test_what_was_not_measured_is_neither() -> None:
-    shown = train_targets.lines(TRAIN, measured(imece_bf16=[1.0]).found)
+    shown = targets.lines(TRAIN, measured(imece_bf16=[1.0]).found)
     assert [line.split()[0] for line in shown] == ["--"] * len(TRAIN)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 from imece.bench.report import size_text
 
@@ -36,6 +36,16 @@ class Target:
             return f"{where}: at most {1 / self.least:.3g} x {self.against}'s time"
         return f"{where}: at least {self.least:g} x {self.against}"
 
+    def met(self, found: float) -> bool:
+        """Whether the measured ratio is good enough."""
+        return found >= self.least
+
+    def figure(self, found: float) -> str:
+        """The measured ratio as a person reads it."""
+        if self.against == "limit":
+            return f"{found:.0%}"
+        return f"{1 / found:.3g} x its time" if self.least < 1 else f"{found:.3g} x"
+
 
 COLLECTIVES = (
     Target(2, 64 * MIB, "shm", "gloo", 8),
@@ -58,15 +68,12 @@ HOSTS = (
 )
 
 
-Promise = Literal["added", "speed", "memory", "time", "peak"]
-
-
 @dataclass(frozen=True)
 class StepTarget:
     """One of imece's ways beside `against`, in a training step of `tokens` tokens a rank."""
 
     tokens: int
-    what: Promise
+    what: Literal["added", "speed", "memory", "time", "peak"]
     """added: what it adds to a step without synchronisation is at most `bound` of what the other adds.
     speed: tokens/s are at least `bound` times the other's. memory: what is resident after a
     backward, pages that ranks share divided among them, is at most `bound` times.
@@ -136,23 +143,22 @@ PARAMETER_COST_US = 8.0  # of processor time in backward, for each parameter
 PARAMETER_GROWTH = 1.25  # of that cost from 1,000 to 10,000 parameters: linear, but for noise
 
 
-def lines(targets: Sequence[Target], ratio: Callable[[Target], float | None]) -> list[str]:
-    """One line a target: met, missed, or not measured in this run. `ratio` gives the measured figure."""
-    shown = []
-    for target in targets:
-        found = ratio(target)
-        if found is None:
-            shown.append(verdict(None, target.text))
-            continue
-        figure = f"{found:.0%}" if target.against == "limit" else f"{found:.3g} x"
-        if target.against != "limit" and target.least < 1:
-            figure = f"{1 / found:.3g} x its time"
-        shown.append(verdict(found >= target.least, target.text, figure))
-    return shown
+class Promise(Protocol):
+    """A target that knows how its figure reads."""
+
+    @property
+    def text(self) -> str: ...
+
+    def met(self, found: float) -> bool: ...
+
+    def figure(self, found: float) -> str: ...
 
 
-def step_lines(targets: Sequence[StepTarget], found: Callable[[StepTarget], float | None]) -> list[str]:
-    """The same for a training step."""
+AnyPromise = TypeVar("AnyPromise", bound=Promise)
+
+
+def lines(targets: Sequence[AnyPromise], found: Callable[[AnyPromise], float | None]) -> list[str]:
+    """One line a target: met, missed, or not measured in this run. `found` gives the measured figure."""
     shown = []
     for target in targets:
         figure = found(target)

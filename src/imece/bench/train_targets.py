@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-from imece.bench.targets import verdict
 
 OURS = {"bf16": "imece-bf16", "fp32": "imece-fp32"}
 PLAIN = {"bf16": "plain-bf16", "fp32": "plain-fp32"}
@@ -65,15 +62,3 @@ TRAIN = (
     TrainTarget("delay", 1.0),
     TrainTarget("memory", 1.0),
 )
-
-
-def lines(targets: Sequence[TrainTarget], found: Callable[[TrainTarget], float | None]) -> list[str]:
-    """One line a target: met, missed, or not measured in this run."""
-    shown = []
-    for target in targets:
-        figure = found(target)
-        if figure is None:
-            shown.append(verdict(None, target.text))
-        else:
-            shown.append(verdict(target.met(figure), target.text, target.figure(figure)))
-    return shown

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from torch import Tensor, nn
 
 from imece.checkpoint.load import Saved, Source, newest, open_checkpoint
 from imece.checkpoint.manifest import MANIFEST
+from imece.collectives.mistakes import tried
 from imece.collectives.texts import gather_texts
 from imece.data_parallel.parallelize import ShardedDataParallel
 from imece.data_parallel.replicate import DistributedDataParallel
@@ -152,20 +153,12 @@ def together(model: nn.Module, call: Callable[[], Result]) -> Result:
     """`call()`, without any collective in it, on all ranks of a model; UserError on all if on one."""
     if not isinstance(model, DistributedDataParallel):
         return call()
-    mistake: UserError | None = None
-    result: Result | None = None
-    try:
-        result = call()
-    except UserError as error:
-        mistake = error
-    mine = [str(mistake)] if mistake else []
-    said = gather_texts(mine, model.process_group, model.device, "reading a checkpoint")
-    if mistake is not None:
-        raise mistake
-    for rank, texts in enumerate(said):
-        if texts:
-            raise UserError(f"rank {rank}: {texts[0]}")
-    return result  # type: ignore[return-value]  # without a mistake, call() has returned
+    result, mine, wrong = tried(call, model.process_group, model.device, "reading a checkpoint")
+    if mine is not None:
+        raise mine
+    for rank, text in wrong.items():
+        raise UserError(f"rank {rank}: {text}")
+    return cast(Result, result)
 
 
 def _check_same(model: nn.Module, saved: Saved) -> None:

@@ -137,7 +137,7 @@ def run_step(argv: Sequence[str]) -> int:
     results = step.run(plan, _say)
     _say_targets(
         "what the plan of this project asks for, on an idle machine with two cores",
-        targets.step_lines(plan.targets, results.found),
+        targets.lines(plan.targets, results.found),
     )
     _write_figures(options.json, results.as_json())
     step.write_timelines(results, options.trace, options.plot, _say)
@@ -215,7 +215,7 @@ def run_train(argv: Sequence[str]) -> int:
     results = train.run(plan, _say)
     _say_targets(
         "what the plan of this project asks for, on an idle machine with two cores",
-        train_targets.lines(train_targets.TRAIN, results.found),
+        targets.lines(train_targets.TRAIN, results.found),
     )
     _write_figures(options.json, results.as_json())
     return 1 if results.odd_ones else 0

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from imece.collectives.texts import gather_texts
-from imece.errors import UserError
+from imece.collectives.mistakes import tried
 from imece.mesh import Mesh
 
 Result = TypeVar("Result")
@@ -20,16 +19,9 @@ def together(mesh: Mesh, call: Callable[[], Result]) -> Result:
     If it raises UserError on any rank, the first of these ranks raises it and all others leave silently with
     status 2: nobody waits for a rank that has gone.
     """
-    mistake: UserError | None = None
-    result: Result | None = None
-    try:
-        result = call()
-    except UserError as error:
-        mistake = error
-    said = gather_texts([str(mistake)] if mistake else [], mesh.world_group, mesh.device, "mistakes of ranks")
-    wrong = [rank for rank, texts in enumerate(said) if texts]
+    result, mine, wrong = tried(call, mesh.world_group, mesh.device, "mistakes of ranks")
     if not wrong:
-        return result  # type: ignore[return-value]  # without a mistake, call() has returned
-    if mistake is not None and mesh.rank == wrong[0]:
-        raise mistake
+        return cast(Result, result)
+    if mine is not None and mesh.rank == next(iter(wrong)):
+        raise mine
     raise SystemExit(STATUS)
