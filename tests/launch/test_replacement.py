@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-import imece.launch.job
+import imece.launch.host
 from imece import status
 from imece.launch.local import launch
 from imece.membership.roster import Generation
@@ -81,7 +81,7 @@ Start = Callable[..., Launcher]
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     """Starts launch() on a script, with more arguments for it."""
     monkeypatch.setattr(FileRoster, "folder", tmp_path, raising=False)
-    monkeypatch.setattr(imece.launch.job, "Roster", FileRoster)
+    monkeypatch.setattr(imece.launch.host, "Roster", FileRoster)
 
     def begin(text: str, ranks: int, **more: Any) -> Launcher:
         (tmp_path / "script.py").write_text(HEAD + text)

@@ -2,23 +2,27 @@
 
 signals, output, crew    processes: what they print, how they end, that none is left
 generations, silence     what follows from that (pure)
-job                      does it
+host                     this host's hands and eyes: all of the above
+job                      what is to be done, here or on several hosts (hosts/)
 view                     what a thread beside it may see, for drills (drill.py)
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from imece.errors import UserError
 from imece.launch.crew import Crew
 from imece.launch.generations import Limits
-from imece.launch.job import Job, Order
-from imece.launch.processes import MAX_RANKS
+from imece.launch.host import Host, Order, Start
+from imece.launch.job import Job
+from imece.launch.processes import MAX_RANKS, worker_environment
 from imece.launch.view import View, watched
-from imece.store import listen, serve
+
+_LONGEST_S = 60.0
 
 
 def launch(
@@ -62,13 +66,41 @@ def launch(
         except OSError as error:
             raise UserError(f"cannot make the folder {str(logs)!r} for logs: {error.strerror}") from None
     limits = Limits(ranks, min_ranks, max_restarts, restart, exceptions)
-    order = Order(command, environ, limits, grace_s, direct, silent_s, logs)
-    listener = listen()
-    port = listener.getsockname()[1]
-    store = serve(listener)
+    order = Order(command, environ, grace_s, direct, silent_s, logs)
+
+    def environment(start: Start, port: int) -> Mapping[str, str]:
+        return worker_environment(
+            environ,
+            start.slot,
+            ranks,
+            port,
+            f"imece-{os.getpid()}-{port}",
+            member=start.member,
+            joining=start.joining,
+            starts=start.starts,
+        )
+
     with Crew(logs) as crew:
-        job = Job(order, store, port, crew)
+        host = Host(order, crew, environment)
+        job = Job(limits, grace_s, direct, {0: host}, ranks)
         job.start()
-        with watched(watch, job.view):
-            job.watch()
-    return job.report()
+        with watched(watch, host.view):
+            _watch(job, host)
+    outcome = job.outcome()
+    host.tell(outcome)
+    return outcome.status
+
+
+def _watch(job: Job, host: Host) -> None:
+    """Until every rank has ended: pass on output and signals, and do what their ends ask for."""
+    while not job.is_done:
+        until = min(job.next_time(), host.next_time(), time.monotonic() + _LONGEST_S)
+        ended, signals = host.crew.wait(until)
+        for number in signals:
+            job.signalled(number)
+        now = time.monotonic()
+        if ended:
+            job.ended(host.ended(ended, now), now)
+        now = time.monotonic()
+        host.on_time(now)
+        job.on_time(now)

@@ -63,7 +63,7 @@ class Ending:
 
     def describe(self) -> str:
         """One line: "rank 1 (pid 4711) was killed by signal 9 (SIGKILL), perhaps out of memory"."""
-        who = f"rank {self.rank} (pid {self.pid})"
+        who = name_of(self.rank, self.pid)
         if self.left_early:
             return f"{who} left early with exit status 0 (os._exit?)"
         if self.silent_s is not None and self.status == -signal.SIGKILL:
@@ -81,6 +81,23 @@ class Ending:
             what = " ".join(f"{self.failure.kind}: {self.failure.message}".split())
             return f"{who} failed with {what} (exit status {self.status})"
         return f"{who} failed with exit status {self.status}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a whole job."""
+
+    status: int
+    """The launcher's exit status."""
+    line: str = ""
+    """What it says last."""
+    cause: Ending | None = None
+    """The first failure, whose traceback is shown before."""
+
+
+def name_of(rank: int, pid: int) -> str:
+    """What a person knows a rank by."""
+    return f"rank {rank} (pid {pid})"
 
 
 def first_cause(endings: Sequence[Ending]) -> Ending | None:

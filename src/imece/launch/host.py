@@ -1,0 +1,256 @@
+"""One host's hands: it starts ranks, signals and kills them, and sees how they are.
+
+What follows from that is the job's (job.py): here, or in the launcher of another host, which asks by message.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import torch.distributed as dist
+
+from imece import status
+from imece.launch.crew import Crew
+from imece.launch.processes import Ending, Outcome, is_stopped, name_of, prints_stacks
+from imece.launch.silence import Silence
+from imece.launch.view import View
+from imece.membership.roster import Generation, Roster
+from imece.store import listen, serve
+
+_STACKS_S = 0.5  # for a silent rank to show where it is
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be run on a host, and how: see launch/local.py."""
+
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    grace_s: float
+    direct: bool
+    silent_s: float
+    logs: Path | None
+
+
+@dataclass(frozen=True)
+class Start:
+    """A member that is to be started."""
+
+    member: int
+    slot: int
+    rank: int
+    world_size: int
+    joining: bool
+    """Whether it takes a place later on; it is a world of its own until then, whatever its rank says."""
+    starts: int
+    """torchrun's restart count."""
+
+
+class CannotStart(Exception):
+    """A member's process could not be started; the message says why."""
+
+    def __init__(self, start: Start, error: Exception) -> None:
+        super().__init__(str(error))
+        self.start = start
+
+
+class Hands(Protocol):
+    """What a job needs of a host: to do something there, and to know what its members say."""
+
+    def start(self, starts: Sequence[Start]) -> None: ...
+    def publish(self, generation: Generation) -> None: ...
+    def end(self, members: Collection[int], number: int, grace_s: float) -> None: ...
+    def kill(self, members: Collection[int]) -> None: ...
+    def forget(self, members: Collection[int]) -> None: ...
+    def begin_anew(self) -> None: ...
+    def ask_for_stacks(self) -> None: ...
+    def say(self, line: str) -> None: ...
+    def all_resilient(self, members: Collection[int]) -> bool: ...
+    def ready(self, members: Iterable[int]) -> list[int]: ...
+    def beats(self, members: Iterable[int]) -> dict[int, tuple[int, int]]: ...
+    def name(self, member: int, slot: int) -> str: ...
+
+
+class Host:
+    """This host's ranks: `Hands` for a job in this process or another."""
+
+    def __init__(
+        self, order: Order, crew: Crew, environment: Callable[[Start, int], Mapping[str, str]]
+    ) -> None:
+        """`crew` is open. environment: of a member's process, given the port of the host's store."""
+        self.crew = crew
+        self.endings: dict[int, Ending] = {}
+        """Of all members so far."""
+        self._order = order
+        self._environment = environment
+        self._listener = listen()
+        self.port: int = self._listener.getsockname()[1]
+        """Of the store in which this host's ranks and launcher meet, on loopback."""
+        self._silence = Silence(order.silent_s)
+        self._look_at = 0.0
+        self._over_since = _NEVER  # when its ranks were first asked to end
+        self._ended_by_us: set[int] = set()
+        self._evicted: set[int] = set()
+        self._kill_at: dict[int, float] = {}
+
+    @cached_property
+    def store(self) -> dist.Store:
+        """Served from the first use on: ranks that come earlier wait."""
+        return serve(self._listener)
+
+    @cached_property
+    def _roster(self) -> Roster:
+        return Roster(self.store)
+
+    def view(self) -> View:
+        """For a thread beside this one."""
+        return View(self.port, self.crew, self.endings)
+
+    # What a job asks for.
+
+    def start(self, starts: Sequence[Start]) -> None:
+        """Start them. Raises CannotStart at the first that cannot be."""
+        for each in starts:
+            environ = self._environment(each, self.port)
+            # Only the first of all: a person who looks on wants to know that it is another process now.
+            direct = self._order.direct and each.member == 0
+            try:
+                self.crew.start(each.member, each.slot, self._order.command, environ, direct=direct)
+            except (OSError, ValueError, subprocess.SubprocessError) as error:
+                raise CannotStart(each, error) from None
+
+    def publish(self, generation: Generation) -> None:
+        """Tell its ranks of a new generation."""
+        self._roster.publish(generation)
+
+    def end(self, members: Collection[int], number: int, grace_s: float) -> None:
+        """Send them a signal, and after `grace_s` SIGKILL to them and to all they started."""
+        now = time.monotonic()
+        self._over_since = min(self._over_since, now)
+        for member in members:
+            if member in self.crew.living:
+                self._ended_by_us.add(member)
+                self.crew.signal(member, number)
+                self._kill_at[member] = now + grace_s
+
+    def kill(self, members: Collection[int]) -> None:
+        """SIGKILL to what they started: of those that have ended too."""
+        for member in members:
+            if member in self.crew.living or member in self.crew.ended:
+                self.crew.kill(member)
+
+    def forget(self, members: Collection[int]) -> None:
+        """Reap them: they have ended, and nothing more is asked about them."""
+        for member in members:
+            if member in self.crew.ended:
+                self.crew.reap(member)
+
+    def begin_anew(self) -> None:
+        """All have ended, and all will start again."""
+        self.forget(list(self.crew.ended))
+        self._ended_by_us.clear()
+        self._over_since = _NEVER
+
+    def ask_for_stacks(self) -> None:
+        """Let all print where they are, if they can."""
+        for member in self.crew.living:
+            self._ask_for_stacks(member)
+
+    def say(self, line: str) -> None:
+        """One line of the launcher's own."""
+        self.crew.say(line)
+
+    def all_resilient(self, members: Collection[int]) -> bool:
+        """Whether each of them would go on without another. False for none."""
+        return self._roster.all_resilient(members)
+
+    def ready(self, members: Iterable[int]) -> list[int]:
+        """Those of them that wait to be taken in."""
+        return [member for member in members if self._roster.is_ready(member)]
+
+    def beats(self, members: Iterable[int]) -> dict[int, tuple[int, int]]:
+        """(beats, finished steps) as they last said; without those that have said nothing yet."""
+        return {member: beat for member in members if (beat := self._roster.beat(member)) is not None}
+
+    def name(self, member: int, slot: int) -> str:
+        """What a person knows a living member by."""
+        return name_of(slot, self.crew.living[member].pid)
+
+    # What it does by itself.
+
+    def next_time(self) -> float:
+        """When `on_time` has something to do."""
+        look_at = self._look_at if self._order.silent_s and self.crew.living else _NEVER
+        return min(look_at, *self._kill_at.values(), _NEVER)
+
+    def on_time(self, now: float) -> None:
+        """Kill those whose time is over, and those that are silent."""
+        for member in [member for member, at in self._kill_at.items() if now >= at]:
+            del self._kill_at[member]
+            self.crew.kill(member)
+        if self._order.silent_s and now >= self._look_at:
+            self._look_at = now + self._silence.interval_s
+            beats = self.beats(member for member in self.crew.living if member not in self._ended_by_us)
+            self._look_for_silence({member: count for member, (count, _) in beats.items()}, now)
+
+    def ended(self, members: Sequence[int], now: float) -> dict[int, Ending]:
+        """How these ended, which have just been seen to."""
+        endings = {member: self._ending(member, now) for member in members}
+        self.endings |= endings
+        return endings
+
+    def tell(self, outcome: Outcome) -> None:
+        """Say what became of the job, after the traceback of its cause if that was here.
+
+        Once the crew has left: nothing is printed later.
+        """
+        for process in self.crew.ended.values():
+            if outcome.cause is not None and process.pid == outcome.cause.pid:
+                self.crew.show_failure(process.outputs[1])
+        if outcome.line:
+            self.crew.say(outcome.line)
+
+    def _look_for_silence(self, beats: Mapping[int, int], now: float) -> None:
+        silent = [
+            member
+            for member in self._silence.look(beats, now)
+            if member not in self._evicted and not status.has_closed(self.store, member)
+        ]
+        if not silent:
+            return
+        suspects = [member for member in self._silence.suspects() if member not in self._evicted]
+        stopped = [member for member in suspects if is_stopped(self.crew.living[member].pid)]
+        if stopped:
+            self._silence.forgive()
+        for member in stopped or silent:
+            shows = member not in stopped and self._ask_for_stacks(member)
+            self._evicted.add(member)
+            self._kill_at[member] = now + (_STACKS_S if shows else 0.0)
+
+    def _ask_for_stacks(self, member: int) -> bool:
+        """Let it print where it is, if it can."""
+        if not prints_stacks(self.crew.living[member].pid):
+            return False
+        self.crew.signal(member, signal.SIGUSR1)
+        return True
+
+    def _ending(self, member: int, now: float) -> Ending:
+        process = self.crew.ended[member]
+        info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert info is not None, "a pidfd is readable only once its process has ended"
+        code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+        failure = status.read_failure(self.store, member)
+        by_us = member in self._ended_by_us and (failure is None or failure.time_s > self._over_since)
+        early = code == 0 and status.left_early(self.store, member)
+        silent_s = self._order.silent_s if member in self._evicted else None
+        self._kill_at.pop(member, None)
+        return Ending(process.slot, process.pid, code, now, failure, early, by_us, silent_s)
