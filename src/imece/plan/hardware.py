@@ -2,11 +2,34 @@
 
 All rates are of one direction: an H100's NVLink is 450 GB/s, not the 900 that counts both, and an NDR port is
 400 Gb/s = 50 GB/s.
+
+A file of one's own (`--hardware my.toml`) has up to three tables, with the fields of the dataclasses below:
+
+    [gpu]
+    like = "H100"               # a preset that gives what is left out
+    name = "H100 at 500 W"
+    memory_bandwidth = 2.4e12
+    [inside]                    # between the devices of a host; left out: the preset's
+    bandwidth = 450e9
+    latency = 4e-6
+    [between]                   # between hosts, for each device; left out: the preset's, or --network's
+    bandwidth = 50e9
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+import functools
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from imece.errors import UserError
 
 GIB = 2**30
 
@@ -17,8 +40,14 @@ class Link:
 
     bandwidth: float  # bytes/s, one direction, a rank, as the vendor says
     latency: float  # s a message
-    efficiency: float  # of the bandwidth that a large message reaches
-    half_bytes: float  # message size at which half of that is reached
+    efficiency: float = 0.8  # of the bandwidth that a large message reaches
+    half_bytes: float = 0.0  # message size at which half of that is reached
+    hop_s: float = 0.0  # s that each host of a ring adds besides, for each 256 MiB
+    switch: float = 1.0  # how much faster an all-reduce is because the switch adds up
+
+    def rate(self, message_bytes: float) -> float:
+        """Bytes/s that a message of that size sees."""
+        return self.bandwidth * self.efficiency * message_bytes / (message_bytes + self.half_bytes + 1)
 
 
 @dataclass(frozen=True)
@@ -34,6 +63,12 @@ class Gpu:
     overhead_bytes: int  # context, libraries and communicators, outside the framework's allocator
     launch_s: float  # of one kernel, as far as it is not hidden
     price_per_hour: float | None = None  # US dollars, for orientation only
+    sustained: float = 0.9  # part of what is reachable that products of usual shapes hold for long
+    flash: tuple[float, float] = (0.4, 0.34)  # part of `peak` in flash attention, forward and backward
+    multiprocessors: int = 100  # among which the tiles of a product are dealt
+
+    def __hash__(self) -> int:  # of one field: it is a key of caches that are asked for each candidate
+        return hash(self.name)
 
 
 @dataclass(frozen=True)
@@ -49,3 +84,166 @@ class Cluster:
     @property
     def gpus(self) -> int:
         return self.gpus_per_host * self.hosts
+
+
+@functools.cache
+def _presets() -> dict[str, dict[str, dict[str, Any]]]:
+    text = resources.files("imece.plan").joinpath("presets.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Of all presets."""
+    return tuple(_presets()["gpus"])
+
+
+def network_names() -> tuple[str, ...]:
+    """Of all presets."""
+    return tuple(_presets()["networks"])
+
+
+def find_gpu(name: str) -> Gpu:
+    """The preset of that name; capitals, blanks and hyphens do not matter. UserError with the nearest."""
+    return _gpu(_gpu_table(name))
+
+
+def find_network(name: str, gpus_per_host: int) -> Link:
+    """A preset, or like "400Gb": so much for each GPU. UserError with the nearest names."""
+    rate = re.fullmatch(r"(\d+(?:\.\d+)?)\s*gb(?:ps|/s|it)?", name.strip().lower())
+    if rate and float(rate[1]) > 0:
+        return Link(float(rate[1]) * 1e9 / 8, latency=20e-6)
+    presets = _presets()["networks"]
+    table = dict(presets[_named(name, presets, "network")])
+    if table.pop("per") == "host":
+        table["bandwidth"] /= gpus_per_host
+    return _link(table)
+
+
+def find_cluster(
+    gpu: str | None = None,
+    gpus_per_host: int | None = None,
+    hosts: int = 1,
+    network: str | None = None,
+    hardware: Path | None = None,
+) -> Cluster:
+    """Presets by name, or what the file `hardware` says (see the head of this module).
+
+    UserError, in one line, for names that are none, numbers that cannot be, and a file that cannot be read.
+    """
+    own: dict[str, dict[str, Any]] = {} if hardware is None else _read_own(hardware)
+    device = own.get("gpu", {})
+    base = gpu if gpu is not None else device.get("like")
+    if base is None and hardware is None:
+        raise UserError(f"no GPU is named: choose one of {', '.join(gpu_names())}")
+    table = (_gpu_table(base) if base is not None else {}) | {k: v for k, v in device.items() if k != "like"}
+    count = gpus_per_host if gpus_per_host is not None else int(table.get("gpus_per_host", 8))
+    for what, number in (("GPUs of a host", count), ("hosts", hosts)):
+        if number < 1:
+            raise UserError(f"{number} {what}: at least 1")
+    try:
+        inside = _link(_presets()["links"][table.get("inside", "pcie4")] | own.get("inside", {}))
+        between = find_network(network or str(table.get("network", "infiniband-ndr")), count)
+        if network is None and "between" in own:
+            between = replace(between, **_known(Link, own["between"], "between"))
+        return Cluster(_gpu(table), count, hosts, inside, between)
+    except (TypeError, ValueError, KeyError) as error:
+        raise UserError(f"{hardware}: {error}") from None
+
+
+def parse_gpus(text: str) -> tuple[int | None, str]:
+    """ "8xH100" -> (8, "H100"); "H100" -> (None, "H100"). The name is looked up. UserError."""
+    found = re.fullmatch(r"\s*(?:(\d+)\s*[xX*]\s*)?([^\s].*?)\s*", text)
+    if found is None:
+        raise UserError(f"--gpus {text!r}: write it like 8xH100")
+    count = None if found[1] is None else int(found[1])
+    if count == 0:
+        raise UserError(f"--gpus {text!r}: at least 1")
+    presets = _presets()["gpus"]
+    return count, _named(found[2], presets, "GPU")
+
+
+def _gpu_table(name: str) -> dict[str, Any]:
+    presets = _presets()["gpus"]
+    found = _named(name, presets, "GPU")
+    table = dict(presets[found])
+    like = table.pop("like", None)
+    return ({} if like is None else _gpu_table(like)) | table | {"name": found}
+
+
+def _gpu(table: Mapping[str, Any]) -> Gpu:
+    rest = {name: value for name, value in table.items() if name not in _ABOUT_HOSTS}
+    known = _known(Gpu, rest, "gpu")
+    if "flash" in known:
+        known["flash"] = tuple(known["flash"])
+    return Gpu(**known)
+
+
+def _link(table: Mapping[str, Any]) -> Link:
+    return Link(**_known(Link, {k: v for k, v in table.items() if k != "source"}, "link"))
+
+
+_ABOUT_HOSTS = ("source", "inside", "network", "gpus_per_host")  # of a GPU's table
+
+
+def _known(kind: type[Gpu] | type[Link], table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`table`, if all its names are fields and all its numbers can be. ValueError."""
+    names = [field.name for field in fields(kind)]
+    for name, value in table.items():
+        if name not in names:
+            raise ValueError(f"[{where}] {name} is unknown; there are {', '.join(names)}")
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if name == "name" or (name == "price_per_hour" and number is None):
+                continue
+            if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+                raise ValueError(f"[{where}] {name} is {number!r}; a number is needed")
+            if number < 0 or (number == 0 and name in _POSITIVE):
+                raise ValueError(f"[{where}] {name} is {number}; it must be more than 0")
+    return dict(table)
+
+
+_POSITIVE = (
+    "bandwidth", "efficiency", "switch", "peak", "peak_fp32", "reachable", "memory_bytes", "memory_bandwidth",
+    "sustained", "flash", "multiprocessors",
+)  # fmt: skip
+
+
+def _read_own(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        with path.open("rb") as file:
+            tables = tomllib.load(file)
+    except OSError as error:
+        raise UserError(f"--hardware {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"--hardware {path} is no TOML: {' '.join(str(error).split())}") from None
+    for name, table in tables.items():
+        if name not in ("gpu", "inside", "between") or not isinstance(table, dict):
+            raise UserError(
+                f"--hardware {path}: [{name}] is unknown; there are [gpu], [inside] and [between]"
+            )
+    return tables
+
+
+def _named(name: str, presets: Iterable[str], what: Literal["GPU", "network"]) -> Any:
+    """The preset that `name` means. UserError with the nearest."""
+    plain = {_plain(preset): preset for preset in presets}
+    key = _plain(name)
+    for spelling in (key, key.removesuffix("gb"), key.removesuffix("sxm"), _OTHER_NAMES.get(key, key)):
+        if spelling in plain:
+            return plain[spelling]
+    near = difflib.get_close_matches(key, list(plain), n=3, cutoff=0.4)
+    hint = (
+        f"did you mean {' or '.join(plain[n] for n in near)}?"
+        if near
+        else f"there are {', '.join(plain.values())}"
+    )
+    raise UserError(f"{what} {name!r} is unknown: {hint}")
+
+
+_OTHER_NAMES = {
+    "a100": "a10080", "h10080": "h100", "4090": "rtx4090", "5090": "rtx5090", "ndr": "infinibandndr",
+    "hdr": "infinibandhdr", "h10080gb": "h100", "v10032": "v100",
+}  # fmt: skip
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
