@@ -1,0 +1,52 @@
+"""Which address and interface of this host lead to another, and how a person writes an endpoint."""
+
+from __future__ import annotations
+
+import socket
+
+import psutil
+
+from imece.errors import UserError
+
+Address = tuple[str, int]
+
+
+def parse_endpoint(text: str, default_port: int) -> Address:
+    """HOST, HOST:PORT or [IPV6]:PORT; UserError if it is none of them."""
+    host, bracket, rest = text[1:].partition("]") if text.startswith("[") else ("", "", "")
+    if bracket and (not rest or rest.startswith(":")):
+        port = rest[1:]
+    elif text.count(":") > 1:  # IPv6 without a port
+        host, port = text, ""
+    else:
+        host, _, port = text.partition(":")
+    number = int(port) if port.isascii() and port.isdigit() else default_port if not port else -1
+    if not host or not 1 <= number <= 65535 or any(c.isspace() or not c.isprintable() for c in text):
+        raise UserError(f"{text!r} is no HOST:PORT with a port from 1 to 65535")
+    return host, number
+
+
+def describe(address: Address) -> str:
+    """As a person writes it."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def address_towards(address: Address) -> str:
+    """The own address from which `address` is reached; it may be `address` itself. UserError if none is."""
+    try:
+        found = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, target = found[0]
+        with socket.socket(family, kind, protocol) as sock:
+            sock.connect(target)  # of a datagram socket: looks up the route, and sends nothing
+            return str(sock.getsockname()[0])
+    except OSError as error:
+        raise UserError(f"no way from here to {describe(address)}: {error.strerror or error}") from None
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has `address`; None if it is not one of this host."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return name
+    return None

@@ -1,0 +1,100 @@
+"""Where others come in: nobody does who has not proved, quickly and briefly, that he knows the token."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
+
+from imece.launch.hosts import frames
+from imece.launch.hosts.events import Complaints, Refused
+from imece.launch.hosts.handshake import HandshakeError, demand
+from imece.launch.hosts.link import prepare
+from imece.launch.hosts.reach import Hello
+
+MOST_STRANGERS = 64
+_NO_DESCRIPTOR_S = 0.1
+Work = Coroutine[Any, Any, None]
+Task = asyncio.Task[None]
+
+
+class Door:
+    """Runs in the loop's thread only."""
+
+    def __init__(
+        self,
+        token: bytes,
+        limit_s: float,
+        incoming: Callable[[socket.socket, str, Hello], Work],
+        emit: Callable[[Refused], None],
+        spawn: Callable[[Work], Task],
+    ) -> None:
+        """`incoming` gets the connection of whoever has come in within `limit_s`, and closes it. `spawn` runs
+        what may take long, and ends it when all is closed."""
+        self._token, self._limit_s = token, limit_s
+        self._incoming, self._emit, self._spawn = incoming, emit, spawn
+        self._complaints = Complaints()
+        self._strangers: dict[Task, str] = {}  # their addresses, the oldest first
+
+    async def accept(self, listener: socket.socket) -> NoReturn:
+        """Meet all who come, until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, address = await loop.sock_accept(listener)
+            except OSError:  # no descriptor left, or the stranger has gone again
+                await asyncio.sleep(_NO_DESCRIPTOR_S)
+                continue
+            self._strangers[self._spawn(self._meet(sock, address[0]))] = address[0]
+            if len(self._strangers) > MOST_STRANGERS:
+                # Who knows the token needs milliseconds, so the oldest is the least likely to.
+                oldest = next(iter(self._strangers))
+                self.complain(self._strangers.pop(oldest), "too many strangers at a time")
+                oldest.cancel()
+
+    def complain(self, address: str, why: str) -> None:
+        """Tell that somebody was not let in, if not too much was told lately."""
+        refused = self._complaints.about(address, why, asyncio.get_running_loop().time())
+        if refused is not None:
+            self._emit(refused)
+
+    async def refuse(self, sock: socket.socket, address: str, why: str, again_s: float) -> None:
+        """Say why, and for how long it is worth trying again; and close."""
+        if not again_s:
+            self.complain(address, why)
+        await self.answer(sock, {"no": why, "again_s": again_s})
+        sock.close()
+
+    async def answer(self, sock: socket.socket, message: dict[str, Any]) -> None:
+        """Answer an introduction; it does not matter whether that arrives."""
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await frames.write(sock, message)
+        except OSError:  # TimeoutError too
+            return
+
+    async def _meet(self, sock: socket.socket, address: str) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            prepare(sock)
+            async with asyncio.timeout(self._limit_s):
+                await demand(sock, self._token)
+                self._strangers.pop(task, None)
+                peer = Hello.of(await frames.read(sock))
+        except TimeoutError:
+            self.complain(address, f"it has not said who it is within {self._limit_s:g} s")
+        except (HandshakeError, frames.FrameError, EOFError) as error:
+            self.complain(address, str(error))
+        except OSError as error:
+            self.complain(address, error.strerror or str(error))
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            self._spawn(self._incoming(sock, address, peer))
+            return
+        finally:
+            self._strangers.pop(task, None)
+        sock.close()

@@ -1,0 +1,76 @@
+"""What happens between hosts, in the order in which it is to be believed.
+
+Of one host: Up, then what it Said, then Down; or only Down, if it was dialled in vain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from imece.launch.hosts.addresses import Address
+
+
+@dataclass(frozen=True)
+class Up:
+    """There is a link to `host`."""
+
+    host: int
+    address: Address
+    """Where it listens; port 0 if it does not."""
+    hello: dict[str, Any]
+    """The peer's Network.hello."""
+    agent: str
+    """Names its process: another one after the host's agent has been started again."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """`host` sent a message."""
+
+    host: int
+    message: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Down:
+    """The link to `host` has ended, or could not be made."""
+
+    host: int
+    why: str
+    """Printable."""
+    surely: bool
+    """Its agent is not there any more, and its machine says so: its ranks died with it. Otherwise nobody
+    knows what it does now."""
+    told: bool = False
+    """An agent answered and does not want this one; `why` is what it says. Dialling again does not help."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Somebody was not let in. Seldom told, however many come."""
+
+    address: str
+    why: str
+    """Printable."""
+
+
+Event = Up | Said | Down | Refused
+
+
+class Complaints:
+    """Lets through one complaint in a while, with the number of those that it kept back."""
+
+    def __init__(self, every_s: float = 10.0) -> None:
+        self._every_s = every_s
+        self._next_s = float("-inf")
+        self._kept_back = 0
+
+    def about(self, address: str, why: str, now: float) -> Refused | None:
+        """What is to be told of this one now; None: nothing."""
+        if now < self._next_s:
+            self._kept_back += 1
+            return None
+        more, self._kept_back = self._kept_back, 0
+        self._next_s = now + self._every_s
+        return Refused(address, why + (f" (and {more} more since the last one told)" if more else ""))

@@ -1,0 +1,92 @@
+"""One connection between two agents that know each other: messages in order, and heartbeats between them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from imece.launch.hosts import frames
+from imece.launch.hosts.addresses import Address
+
+_BACKLOG_BYTES = 16 << 20  # a peer that lives but takes nothing from its connection is of no use
+_TCP_RTO_MAX_MS = 44  # linux/tcp.h, since Linux 6.15
+_numbers = itertools.count()
+
+
+class Link:
+    """Runs in the loop's thread only. `run` owns the socket and closes it."""
+
+    def __init__(self, sock: socket.socket, host: int, address: Address, agent: str) -> None:
+        """`address` is where the peer listens, with port 0 if it does not; `agent` names its process."""
+        self.number = next(_numbers)
+        self.host, self.address, self.agent = host, address, agent
+        self.heard = 0
+        """How many frames have come."""
+        self.end_said: tuple[str, bool] | None = None
+        """Why it ended, and whether the process at the other end surely has: of whoever said it first."""
+        self.ended = asyncio.Event()
+        self._sock = sock
+        self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._backlog_bytes = 0
+
+    def send(self, frame: bytes) -> bool:
+        """Send a packed frame after those before it; False if far too much waits already."""
+        self._backlog_bytes += len(frame)
+        self._outgoing.put_nowait(frame)
+        return self._backlog_bytes <= _BACKLOG_BYTES
+
+    def end(self, why: str, surely: bool) -> None:
+        """End it at once; `run` returns."""
+        if self.end_said is None:
+            self.end_said = why, surely
+            try:
+                self._sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                return  # it has ended already
+
+    def finish(self) -> None:
+        """Close this direction once all is sent; `run` returns when the peer has closed the other."""
+        self._outgoing.put_nowait(None)
+
+    async def run(self, said: Callable[[dict[str, Any]], None]) -> str:
+        """Take messages until the connection ends; returns why it did."""
+        writer = asyncio.create_task(self._write())
+        try:
+            while True:
+                message = await frames.read(self._sock)
+                self.heard += 1
+                if message is not None:
+                    said(message)
+        except (frames.FrameError, EOFError) as error:
+            return str(error)
+        except OSError as error:
+            return error.strerror or str(error)
+        finally:
+            writer.cancel()
+            await asyncio.wait([writer])
+            self._sock.close()
+            self.ended.set()
+
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while (frame := await self._outgoing.get()) is not None:
+                await loop.sock_sendall(self._sock, frame)
+                self._backlog_bytes -= len(frame)
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            return  # the reader meets it too, after what has come in before it
+
+
+def prepare(sock: socket.socket) -> None:
+    """Options of every connection between agents."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        # After a cut of seconds, try again each second: by doubling its waits TCP would stay silent for as
+        # long as the cut was.
+        sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
+    except OSError:
+        return  # an older Linux

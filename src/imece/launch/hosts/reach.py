@@ -1,0 +1,147 @@
+"""A new connection between two agents, up to the point where each knows who the other is.
+
+    dialler  -> listener    Hello: what for, and who
+    listener -> dialler     Hello, or {"no": why, "again_s": for how long it is worth trying}
+
+Both after the handshake, so from one that knows the token; it may still be of another version or job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import socket
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from imece.launch.hosts import frames
+from imece.launch.hosts.addresses import Address, describe
+from imece.launch.hosts.handshake import HandshakeError, prove
+from imece.launch.hosts.link import prepare
+
+VERSION = importlib.metadata.version("imece")
+CONNECT_S = 2.0  # a lost SYN is sent again after 1 s, and then after ever longer waits
+Purpose = Literal["link", "tunnel", "probe"]
+PURPOSES = ("link", "tunnel", "probe")
+MOST_HOSTS = 65_536
+
+
+class Unreached(ConnectionError):
+    """There is no agent at the other end that lets this one in; the message says what there is."""
+
+    def __init__(
+        self, why: str, *, refused: bool = False, told: bool = False, again_s: float | None = None
+    ) -> None:
+        """refused: nothing listens there. told: an agent said so. again_s: for how long it is worth trying
+        on; None: for as long as one likes."""
+        super().__init__(why)
+        self.refused, self.told, self.again_s = refused, told, again_s
+
+
+@dataclass(frozen=True)
+class Hello:
+    """How an agent introduces itself."""
+
+    purpose: Purpose
+    version: str
+    job: str
+    host: int
+    agent: str
+    """Random: names the process."""
+    port: int
+    """Where it listens; 0 if it does not."""
+    hello: dict[str, Any]
+    """Of whoever uses the network."""
+
+    @staticmethod
+    def of(message: dict[str, Any] | None) -> Hello:
+        """What a peer sent; FrameError if it is no introduction. The version may be another one."""
+        message = message or {}
+        version = message.get("version")
+        if isinstance(version, str) and version != VERSION:
+            return Hello("link", version, "", -1, "", 0, {})  # the rest may mean anything
+        match message:
+            case {
+                "purpose": str(purpose), "version": str(version), "job": str(job), "host": int(host),
+                "agent": str(agent), "port": int(port), "hello": dict(hello),
+            } if purpose in PURPOSES and 0 <= host < MOST_HOSTS and 0 <= port < 65_536:  # fmt: skip
+                return Hello(purpose, version, job, host, agent, port, hello)  # type: ignore[arg-type]
+        raise frames.FrameError("it did not say who it is")
+
+    def message(self) -> dict[str, Any]:
+        """As it is sent."""
+        return asdict(self)
+
+
+async def reach(
+    address: Address,
+    token: bytes,
+    hello: Hello,
+    limit_s: float,
+    connected: Callable[[], object] = lambda: None,
+) -> tuple[socket.socket, Hello]:
+    """A connection to the agent at `address`, and who that is; `limit_s` is for what follows `connected`.
+
+    Raises Unreached.
+    """
+    sock = await _connect(address)
+    connected()
+    where = describe(address)
+    try:
+        async with asyncio.timeout(limit_s):
+            await prove(sock, token)
+            await frames.write(sock, hello.message())
+            answer = await frames.read(sock)
+        if answer is not None and "no" in answer:
+            again_s = answer.get("again_s")
+            worth = float(again_s) if isinstance(again_s, int | float) else 0.0
+            raise Unreached(frames.printable(answer["no"]), told=True, again_s=worth)
+        return sock, Hello.of(answer)
+    except HandshakeError as error:
+        sock.close()
+        raise Unreached(f"{where}: {error}", told=True, again_s=0.0) from None
+    except (frames.FrameError, EOFError) as error:
+        sock.close()
+        raise Unreached(f"{where}: {error}") from None
+    except TimeoutError:
+        sock.close()
+        raise Unreached(f"{where} does not answer") from None
+    except Unreached:
+        sock.close()
+        raise
+    except OSError as error:
+        sock.close()
+        raise Unreached(f"{where}: {error.strerror or error}") from None
+    except BaseException:
+        sock.close()
+        raise
+
+
+async def _connect(address: Address) -> socket.socket:
+    """A connection to the first of the addresses that `address` stands for that takes one."""
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise Unreached(f"{address[0]!r} is not a host that can be found: {error.strerror}") from None
+    failure = Unreached(f"{describe(address)} does not answer")
+    for family, kind, protocol, _, target in found:
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            prepare(sock)
+            async with asyncio.timeout(CONNECT_S):
+                await loop.sock_connect(sock, target)
+            return sock
+        except ConnectionRefusedError:
+            failure = Unreached(f"nothing listens at {describe(address)}", refused=True)
+        except TimeoutError:
+            pass
+        except OSError as error:
+            failure = Unreached(f"{describe(address)}: {error.strerror or error}")
+        except BaseException:
+            sock.close()
+            raise
+        sock.close()
+    raise failure
