@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from dataclasses import replace
 from datetime import timedelta
 
 import psutil
@@ -11,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from imece.errors import UserError
-from imece.store import connect, listen, root_store, serve, swap_notes
+from imece.store import connect, launchers_store, listen, root_store, serve, swap_notes
 from imece.world import World
 
 SECOND = timedelta(seconds=1)
@@ -47,6 +48,20 @@ def test_rank_0_serves_on_loopback_and_rank_1_finds_it() -> None:
 def test_one_rank_opens_no_port() -> None:
     store, _ = connect(World(0, 1, 0, 1, "host", "single"), SECOND, {})
     assert isinstance(store, dist.HashStore)
+
+
+def test_who_hears_how_a_rank_is() -> None:
+    listener = listen()
+    port = listener.getsockname()[1]
+    agents, meeting = serve(listener), dist.HashStore()
+    on_hosts = replace(world(0, 1), agent_port=port)  # nobody listens at port 1: nobody must ask it
+    joins = replace(world(0, port), world_size=1, joining=True)
+    for number, each in enumerate((on_hosts, replace(joins, agent_port=port, master_port=1), joins)):
+        launchers_store(each, meeting, SECOND * 20).set(f"{number}", "said")
+        assert agents.get(f"{number}") == b"said" and not meeting.check([f"{number}"])
+    assert isinstance(connect(joins, SECOND, {})[0], dist.HashStore)  # it meets nobody yet
+    launchers_store(world(0, 1), dist.PrefixStore("mesh", meeting), SECOND).set("one host", "said")
+    assert meeting.get("one host") == b"said"
 
 
 def test_another_jobs_store_is_refused() -> None:

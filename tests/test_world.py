@@ -193,6 +193,17 @@ def test_node_lists() -> None:
             first_host(wrong)
 
 
+def test_a_members_own_launcher() -> None:
+    member = {**TORCHRUN, "IMECE_MEMBER": "7", "IMECE_AGENT_PORT": "4711"}
+    assert (
+        read_world(member).agent_port == 4711 and read_world(without(member, "IMECE_AGENT_PORT")).member == 7
+    )
+    assert read_world({**member, "IMECE_JOINING": "1"}).agent_port == 4711
+    # What a rank starts is no member of its job.
+    assert read_world(without(member, "IMECE_MEMBER")).agent_port is None
+    assert "IMECE_AGENT_PORT='0'" in refused({**member, "IMECE_AGENT_PORT": "0"})
+
+
 def test_hosts_are_told_apart() -> None:
     assert host_id({}) == host_id({}) != host_id({"IMECE_HOST": "a"})
     assert read_world({"IMECE_HOST": "a"}).host == "a"

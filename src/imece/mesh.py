@@ -24,7 +24,7 @@ from imece.axes import AXES, PLACEMENT, Partition, check_axes, coordinates, cros
 from imece.device import Backends, adopted_backends, check_backend, choose_backends, choose_device
 from imece.errors import UserError
 from imece.opening import opened
-from imece.store import connect, root_store, swap_notes
+from imece.store import connect, launchers_store, swap_notes
 from imece.world import LOOPBACK, World, host_id, read_world
 
 _MEETING_S = 600.0  # ranks that have not met by then never will
@@ -57,8 +57,9 @@ class Mesh:
         self._owns_world = owns_world
         self._closed = False
         self._take(world, backends, hosts, sizes, store)
-        status.tell_running(root_store(store), world.known_as)
-        self._stop_telling = status.tell_failures(root_store(store), world.known_as)
+        self._launchers = launchers_store(world, store, min(timeout, timedelta(seconds=_MEETING_S)))
+        status.tell_running(self._launchers, world.known_as)
+        self._stop_telling = status.tell_failures(self._launchers, world.known_as)
 
     def _take(
         self,
@@ -142,7 +143,7 @@ class Mesh:
             return
         self._closed = True
         with contextlib.suppress(RuntimeError):  # whoever serves the store may have left before us
-            status.tell_closed(root_store(self._store), self.world.known_as)
+            status.tell_closed(self._launchers, self.world.known_as)
         self._stop_telling()
         for group in reversed(self._created):
             dist.destroy_process_group(group)
@@ -364,7 +365,7 @@ def _adopted_world(world: World) -> World:
 def _open_default_group(
     world: World, backend: str, device: torch.device, store: dist.Store, timeout: timedelta
 ) -> None:
-    if world.master_addr in (LOOPBACK, "localhost", None):
+    if world.master_addr in (LOOPBACK, "localhost", None) and world.agent_port is None:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # or they would listen on the network
             os.environ.setdefault(variable, "lo")
     dist.init_process_group(

@@ -62,11 +62,12 @@ def connect(
     """The store of `world`'s ranks, and the world with the address and port that were used.
 
     A launcher that serves the store (torchrun, imece launch) is asked for it; otherwise rank 0 serves it,
-    on loopback if the ranks share a host. One rank that nobody launched opens no port.
+    on loopback if the ranks share a host. One rank that nobody launched opens no port, and one that joins
+    meets nobody yet.
     Raises UserError if the port is taken, belongs to another job or never opens.
     """
     served_by_launcher = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if world.world_size == 1 and not served_by_launcher:
+    if world.joining or (world.world_size == 1 and not served_by_launcher):
         return dist.HashStore(), world
     address, port, job = _meeting_point(world)
     met = World(**{**world.__dict__, "master_addr": address, "master_port": port, "job": job})
@@ -75,7 +76,7 @@ def connect(
         store.set("imece/job", job or "")
     else:
         _await_port(address, port, world, timeout)
-        store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        store = client(address, port, timeout)
     if job is not None:
         owner = store.get("imece/job").decode(errors="replace")
         if owner != job:
@@ -83,6 +84,26 @@ def connect(
                 f"port {port} on {address} belongs to job {owner!r}, this is job {job!r}: set MASTER_PORT"
             )
     return store, met
+
+
+def client(address: str, port: int, timeout: timedelta) -> dist.Store:
+    """A connection of its own to the store that another process serves; one that waits keeps others waiting.
+
+    timeout: for it to open, and for whoever waits for a key.
+    """
+    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def launchers_store(world: World, meeting: dist.Store, timeout: timedelta) -> dist.Store:
+    """The one through which a rank tells its launcher how it is. meeting: where its ranks meet.
+
+    On one host a launcher serves one store for both; on several, each host's has its own, on loopback.
+    """
+    if world.agent_port is not None:
+        return client(LOOPBACK, world.agent_port, timeout)
+    if world.joining and world.master_addr is not None and world.master_port is not None:
+        return client(world.master_addr, world.master_port, timeout)
+    return root_store(meeting)
 
 
 def swap_notes(

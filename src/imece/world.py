@@ -23,6 +23,8 @@ MEMBER = "IMECE_MEMBER"
 """The environment variable with a process' number as a member of its job (membership/roster.py)."""
 JOINING = "IMECE_JOINING"
 """Set to 1 for a member that was started later: it is a world of its own until it is taken in."""
+AGENT_PORT = "IMECE_AGENT_PORT"
+"""On several hosts: the port on loopback at which this host's launcher serves a store to its own ranks."""
 MAX_RANKS = 1_000_000
 # Below Linux' ephemeral ports (32768 and up), so that a derived port is rarely taken by a client.
 _FIRST_PORT, _PORTS = 15_000, 17_000
@@ -43,7 +45,7 @@ class World:
     """Equal for two ranks exactly if they share a host (see `host_id`)."""
     launcher: Launcher
     master_addr: str | None = None
-    """Where rank 0's store listens; None if nothing says so."""
+    """Where the store listens in which ranks meet; None if nothing says so."""
     master_port: int | None = None
     job: str | None = None
     """Names this job among others on the same host; None if only the port tells jobs apart."""
@@ -51,6 +53,8 @@ class World:
     """This process' number as a member of its job, which never changes; None if the launcher gives none."""
     joining: bool = False
     """Whether it was started to take the place of one that died, and is alone until it is taken in."""
+    agent_port: int | None = None
+    """On loopback, the store of this host's launcher; None if that is the one in which ranks meet."""
 
     @property
     def known_as(self) -> int:
@@ -107,6 +111,7 @@ def read_world(environ: Mapping[str, str] = os.environ) -> World:
         master_port=port,
         job=claim.job if "MASTER_PORT" not in environ else None,
         member=_number(environ, MEMBER) if MEMBER in environ else None,
+        agent_port=_agent_port(environ),
     )
 
 
@@ -126,7 +131,15 @@ def _joining_world(environ: Mapping[str, str]) -> World:
         master_port=_number(environ, "MASTER_PORT", least=1, most=65_535),
         member=_number(environ, MEMBER),
         joining=True,
+        agent_port=_agent_port(environ),
     )
+
+
+def _agent_port(environ: Mapping[str, str]) -> int | None:
+    """Of members only: what a rank starts inherits its environment, and is no member of its job."""
+    if MEMBER not in environ or AGENT_PORT not in environ:
+        return None
+    return _number(environ, AGENT_PORT, least=1, most=65_535)
 
 
 def host_id(environ: Mapping[str, str] = os.environ) -> str:

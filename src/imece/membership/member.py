@@ -21,7 +21,8 @@ from imece.errors import CollectiveError, PeerLostError, UserError
 from imece.membership.roster import Generation, Roster
 from imece.mesh import Mesh
 from imece.status import PEER_GONE
-from imece.world import JOINING
+from imece.store import client
+from imece.world import JOINING, LOOPBACK
 
 _BEAT_S = 0.2
 _POLL_S = 0.004
@@ -42,8 +43,10 @@ class Member:
         assert world.member is not None and world.master_addr and world.master_port
         self.mesh, self.number = mesh, world.member
         self.steps = 0  # finished ones, for the launcher: one that makes none again and again is given up
-        self._connection = (world.master_addr, world.master_port)
-        self._roster = Roster(self._connect())
+        self._meeting = (world.master_addr, world.master_port)
+        own = world.agent_port
+        self._launcher = self._meeting if own is None else (LOOPBACK, own)
+        self._roster = Roster(_connect(self._launcher))
         self._alone = world.joining
         self._at = -1 if world.joining else self._roster.newest()
         self._newest = self._at
@@ -108,7 +111,7 @@ class Member:
         """False if it was over before it began."""
         self._at = generation.number  # whoever fails from here on waits for the one after it
         rank, size = generation.members.index(self.number), len(generation.members)
-        guarded = _Guarded(self._connect(), self._check)
+        guarded = _Guarded(_connect(self._meeting), self._check)
         self._stores = [*self._stores[-1:], guarded]
         store = dist.PrefixStore(f"imece/generation/{generation.number}", guarded)
         companions.forget()
@@ -135,7 +138,7 @@ class Member:
             raise SupersededError(f"generation {self._at} is over: a newer one is there")
 
     def _beat(self) -> None:
-        roster, beats = Roster(self._connect()), 0
+        roster, beats = Roster(_connect(self._launcher)), 0
         while not self._stop.wait(_BEAT_S if beats else 0):
             beats += 1
             try:
@@ -144,12 +147,9 @@ class Member:
             except RuntimeError:  # the launcher is gone, and this process is about to be
                 return
 
-    def _connect(self) -> dist.Store:
-        """A connection of its own: one that waits keeps all others on it waiting."""
-        address, port = self._connection
-        return dist.TCPStore(
-            address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S)
-        )
+
+def _connect(where: tuple[str, int]) -> dist.Store:
+    return client(*where, timedelta(seconds=_CONNECT_S))
 
 
 def keeps_roster(mesh: Mesh) -> bool:
