@@ -19,7 +19,7 @@ import imece
 SRC = Path(__file__).parent.parent / "src"
 
 _BASE = {"errors"}
-_RANKS = _BASE | {"layout", "world", "axes", "store", "status", "device", "opening", "mesh"}
+_RANKS = _BASE | {"layout", "footprint", "world", "axes", "store", "status", "device", "opening", "mesh"}
 _ENGINE = _RANKS | {"collectives", "data_parallel", "model_parallel"}
 _TRAIN = _ENGINE | {"data", "models", "checkpoint", "membership", "observe"}
 
@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "opening": set(),
     "on_import": set(),  # it runs while others are being imported
     "layout": _BASE,
+    "footprint": _BASE,
     "world": _BASE,
     "axes": _BASE,
     "store": _BASE | {"world"},
@@ -45,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "membership": _ENGINE | {"checkpoint"},
     "train": _TRAIN,
     "launch": _BASE | {"world", "store", "status", "membership"},  # outside the ranks: never the engine
-    "plan": _BASE | {"layout", "models", "train.config"},  # before the ranks: never the engine
+    "plan": _BASE | {"layout", "footprint", "models", "train.config"},  # before the ranks: never the engine
 }
 # What a person meets, and what measures it: these gather the rest, and no room may import them.
 FREE = {"__init__", "__main__", "cli", "bench"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any
 
 import pytest
@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import imece
-from imece.data_parallel.footprint import Footprint, counted, expected, predict
+from imece.data_parallel.footprint import counted, expected, predict
 from imece.data_parallel.strategy import STRATEGIES, find_strategy
+from imece.footprint import DIVIDED, Footprint
 from imece.layout import Item, build
 from tests.ranks import run_ranks
 
@@ -116,3 +117,8 @@ def other_optimizers() -> list[Any]:
 def test_other_optimizers() -> None:
     numel = sum(each.numel() for each in Model().parameters())
     assert run_ranks(other_optimizers, 1, backend=None) == [[0, 4 * numel, None]]
+
+
+def test_the_planner_divides_as_the_engine_does() -> None:
+    engine = {name: (each.parameters, each.gradients, each.optimizer) for name, each in STRATEGIES.items()}
+    assert {name: astuple(each) for name, each in DIVIDED.items()} == engine

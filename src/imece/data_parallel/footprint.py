@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 
 import torch
 from torch.optim import Optimizer
@@ -14,33 +13,11 @@ from imece.data_parallel.parallelize import ShardedDataParallel
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.shard import Sharding
 from imece.data_parallel.strategy import Strategy
+from imece.footprint import Footprint, Sizes, footprint
 from imece.layout import Bucket, Layout
 
 # Tensors as large as the parameter that an optimizer keeps of each; of others nobody knows beforehand.
 _KEPT = {"AdamW": 2, "Adam": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Adagrad": 1, "Muon": 1}
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes of one rank; memory that ranks have in common counts for each by its part."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    """Its state, and the masters of parameters that are kept in fewer bits."""
-    communication: int
-    """Buckets on their way, and units that are gathered."""
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.communication
-
-    def __str__(self) -> str:
-        """ "12.6 parameters + 12.6 gradients + 12.6 optimizer = 37.8 MB"; what is nothing is left out."""
-        parts = {name: nbytes / 1e6 for name, nbytes in asdict(self).items() if nbytes}
-        return (
-            f"{' + '.join(f'{size:.1f} {name}' for name, size in parts.items())} = {self.total / 1e6:.1f} MB"
-        )
 
 
 def predict(
@@ -66,19 +43,17 @@ def predict(
         start, stop = bucket.shard(rank) if strategy.optimizer else (0, bucket.numel)
         return sum(part.item_stop - part.item_start for part in bucket.parts(start, stop))
 
-    parameters = gradients = optimizer = 0
-    for bucket in laid.buckets:
-        shard = bucket.shard_numel if strategy.optimizer else bucket.numel
-        parameters += parameter_bytes * (shard if strategy.parameters else bucket.numel)
-        gradients += shard * master_bytes if strategy.gradients else bucket.numel * reduce_bytes
-        if not strategy.gradients and reduce_bytes != master_bytes:
-            gradients += shard * master_bytes
-        optimizer += round(owned(bucket) * state_bytes.get(bucket.index, 0))
-        if parameter_bytes != master_bytes:
-            optimizer += shard * master_bytes
-    communication = reduce_bytes * sum(laid.buckets[index].numel for index in filling)
-    communication += parameter_bytes * sum(laid.buckets[index].numel for index in gathered)
-    return Footprint(parameters, gradients, optimizer, communication)
+    state = sum(round(owned(bucket) * state_bytes.get(bucket.index, 0)) for bucket in laid.buckets)
+    sizes = Sizes(
+        whole=sum(bucket.numel for bucket in laid.buckets),
+        shard=sum(bucket.shard_numel for bucket in laid.buckets),
+        filling=sum(laid.buckets[index].numel for index in filling),
+        gathered=sum(laid.buckets[index].numel for index in gathered),
+    )
+    return footprint(
+        sizes, strategy, parameter_bytes=parameter_bytes, reduce_bytes=reduce_bytes,
+        master_bytes=master_bytes, state_bytes=state,
+    )  # fmt: skip
 
 
 def expected(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> Footprint | None:

@@ -31,6 +31,7 @@ class Parallel:
     pipeline: int = 1
     interleave: int = 1  # model chunks a pipeline rank
     schedule: Schedule = "1f1b"
+    expert: int = 1  # of data x context, over how many the experts of a layer are dealt
 
     @property
     def ranks(self) -> int:
@@ -66,6 +67,7 @@ class Recipe:
     precision: Precision = field(default_factory=Precision)
     compiled: bool = False  # torch.compile or hand-fused kernels: fewer passes over activations
     bucket_bytes: int = 25 * 2**20
+    dropout: bool = False  # of what attention and MLP add, and of scores: its masks are kept
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import torch
 
 from imece.data.baselines import baselines
 from imece.data.files import write_whole
-from imece.data_parallel.footprint import Footprint, counted
+from imece.data_parallel.footprint import counted
+from imece.footprint import Footprint
 from imece.models.generate import generate
 from imece.observe.report import write_loss_plot, write_report
 from imece.train.loop import Loop
