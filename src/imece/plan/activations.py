@@ -1,0 +1,120 @@
+"""Bytes of activations: what forward keeps for backward of one layer, and of how many at a time.
+
+    T        tokens of a micro-batch on one rank: its sequences, divided by context parallelism
+    sharded  by sequence parallelism, over the ranks that share a layer's matrices
+    kept     until the micro-batch's backward comes; `working` is there while one layer's backward runs
+
+With the switches of the papers these are table 2 of Korthikanti et al. 2022 to the byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from imece.plan.frameworks import Framework
+from imece.plan.model import Model
+from imece.plan.setup import Parallel, Recipe
+
+_MASK = 1  # bytes of an element of a dropout mask
+_STATISTIC = 4  # bytes of a number that a row has, in fp32
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Bytes of one layer and one micro-batch, on one rank."""
+
+    norms: float = 0.0  # inputs of norms: the residual, twice
+    inputs: float = 0.0  # outputs of norms: what the first products of attention and MLP read
+    attention: float = 0.0  # queries, keys, values, and what attention gives out
+    scores: float = 0.0  # T x T, or one number a row of it with flash attention
+    mlp: float = 0.0
+    dropout: float = 0.0  # masks of what is added to the residual
+
+    @property
+    def total(self) -> float:
+        return self.norms + self.inputs + self.attention + self.scores + self.mlp + self.dropout
+
+
+def tokens(recipe: Recipe, parallel: Parallel) -> float:
+    """Of a micro-batch, on one rank."""
+    return recipe.micro_batch * recipe.seq / parallel.context
+
+
+def whole_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Framework) -> Layer:
+    """Of a layer of which nothing is computed again."""
+    count, tensor, size = tokens(recipe, parallel), parallel.tensor, recipe.precision.activations
+    sharded = tensor if parallel.sequence else 1
+    residual = 2 * count * model.width
+    norms = framework.norm_copies * residual * size / sharded
+    inputs = residual * size / (1 if framework.gathered_inputs else sharded)
+    query, key = model.heads * model.head_width, model.kv_heads * model.head_width
+    extra_queries, extra_keys = framework.query_copies, framework.key_copies
+    if recipe.compiled or model.learned_positions:  # nothing is rotated, or it is rotated again
+        extra_queries, extra_keys = min(extra_queries, 0), min(extra_keys, 0)
+    widths = (2 + extra_queries) * query + (2 + extra_keys) * key
+    attention = count * widths * size / tensor
+    heads = recipe.micro_batch * model.heads * recipe.seq / parallel.context / tensor
+    if recipe.attention == "flash":
+        scores = heads * _STATISTIC
+    else:
+        of_each = 2 * size + _MASK if recipe.dropout else size
+        scores = heads * recipe.seq * of_each
+    dropout = residual * _MASK / sharded if recipe.dropout else 0.0
+    mlp = _mlp(model, count, recipe, framework) / tensor
+    return Layer(norms, inputs, attention, scores, mlp, dropout)
+
+
+def _mlp(model: Model, count: float, recipe: Recipe, framework: Framework) -> float:
+    size = recipe.precision.activations
+    copies = framework.gated_copies if model.gated else framework.plain_copies
+    if recipe.compiled:
+        copies = min(copies, framework.compiled_copies + 1)
+    if not model.experts:
+        return count * copies * model.mlp_width * size
+    chosen = count * model.active_experts
+    router = count * model.experts * _STATISTIC
+    # What each token's experts read and give out is put in order and back: a copy of either.
+    return chosen * (copies * model.mlp_width + 2 * model.width) * size + router
+
+
+def kept_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Framework) -> Layer:
+    """What stays of a layer, as recomputation has it."""
+    if recipe.recompute == "full":
+        sharded = parallel.tensor if parallel.sequence else 1
+        size = recipe.precision.activations
+        return Layer(norms=tokens(recipe, parallel) * model.width * size / sharded)
+    whole = whole_layer(model, parallel, recipe, framework)
+    if recipe.recompute == "none":
+        return whole
+    if framework.selective == "matrices":
+        return _half_of_products(model, parallel, recipe)
+    return Layer(whole.norms, whole.inputs, whole.attention, 0.0, whole.mlp, whole.dropout)
+
+
+def _half_of_products(model: Model, parallel: Parallel, recipe: Recipe) -> Layer:
+    """Of every second product its result (queries, values, gate, and what the MLP gives out), what attention
+    gives out, and the layer's input."""
+    count, tensor, size = tokens(recipe, parallel), parallel.tensor, recipe.precision.activations
+    sharded = tensor if parallel.sequence else 1
+    query, key = model.heads * model.head_width, model.kv_heads * model.head_width
+    return Layer(
+        norms=2 * count * model.width * size / sharded,
+        attention=count * (2 * query + key) * size / tensor,
+        scores=recipe.micro_batch * model.heads * recipe.seq / parallel.context * _STATISTIC / tensor,
+        mlp=count * model.mlp_width * size / tensor,
+    )
+
+
+def layers_in_flight(layers: int, parallel: Parallel, recipe: Recipe, stage: int) -> float:
+    """Layers times micro-batches of which activations are kept at a time on a stage of so many layers."""
+    pipeline, count = parallel.pipeline, recipe.accumulation
+    if pipeline == 1:
+        return float(layers)
+    if parallel.schedule == "gpipe":
+        return float(layers * count)
+    if parallel.interleave == 1:
+        return float(layers * min(pipeline - stage, count))
+    chunks = parallel.interleave
+    # Warm-up of the interleaved schedule: 2 (p - stage - 1) + (v - 1) p chunks, and the one that runs.
+    most = 2 * (pipeline - stage - 1) + (chunks - 1) * pipeline + 1
+    return layers / chunks * min(most, count * chunks)

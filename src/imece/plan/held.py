@@ -1,0 +1,197 @@
+"""Which parameters a rank has of a pipeline stage, and how they lie in buckets.
+
+Without tensor and pipeline parallelism, as our engine has it, buckets come from layout.py: what is predicted
+is what is laid. Otherwise they are sums.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from imece import layout
+from imece.footprint import DIVIDED, Sizes
+from imece.plan.frameworks import Framework
+from imece.plan.model import Model
+from imece.plan.setup import Parallel, Recipe
+
+_ALIGN_BYTES = 128  # of a shard, as data_parallel/parts.py has it
+_MOST_LAID = 4000  # items; laying more takes long, and what they are padded with is nothing
+
+
+@dataclass(frozen=True)
+class Held:
+    """Elements on one tensor-parallel rank of one stage, as if nothing were sharded by data parallelism."""
+
+    layers: int
+    layer: float  # of one layer, but its experts
+    experts: float  # of one layer, this rank's
+    tables: float  # embedding and head
+    rest: float  # the last norm, positions
+    products: float  # of one layer: in matrices, experts included
+
+    @property
+    def dense(self) -> float:
+        return self.layers * self.layer + self.tables + self.rest
+
+    @property
+    def all_experts(self) -> float:
+        return self.layers * self.experts
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.all_experts
+
+
+def stage_layers(model: Model, pipeline: int, stage: int, framework: Framework, chunks: int = 1) -> int:
+    """Layers of a stage; of "even" ones that of the largest."""
+    if pipeline == 1:
+        return model.layers
+    if framework.stages == "even":
+        return math.ceil(model.layers / (pipeline * chunks)) * chunks
+    share = (model.layers + model.table_parameters / _products(model)) / pipeline  # in layers
+    before, after = math.ceil(stage * share - 1e-9), math.ceil((stage + 1) * share - 1e-9)
+    return min(after, model.layers) - min(before, model.layers)
+
+
+def held(model: Model, parallel: Parallel, stage: int, framework: Framework) -> Held:
+    """Of `stage`. The embedding is on the first, a head of its own on the last, even where they are tied."""
+    return _held(
+        model, parallel.tensor, parallel.pipeline, parallel.expert, parallel.interleave, stage, framework
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _held(
+    model: Model, tensor: int, pipeline: int, expert: int, chunks: int, stage: int, framework: Framework
+) -> Held:
+    vectors = _vectors(model)
+    one = _expert(model)
+    experts = model.experts * one
+    router = model.experts * model.width
+    matrices = model.layer_parameters - vectors - experts - router
+    table = model.table_parameters / tensor
+    first, last = stage == 0, stage == pipeline - 1
+    if pipeline == 1:
+        tables = table * (1 if model.tied_head else 2)
+    else:
+        tables = table * (first + last)
+    positions = model.learned_positions * model.width
+    rest = (model.other_parameters - positions) * last + positions * first
+    return Held(
+        layers=stage_layers(model, pipeline, stage, framework, chunks),
+        layer=matrices / tensor + vectors + router,
+        experts=experts / tensor / expert,
+        tables=tables,
+        rest=rest,
+        products=(matrices + experts) / tensor,
+    )
+
+
+def adapter_parameters(model: Model, rank: int) -> int:
+    """Of low-rank adapters on every matrix of a layer."""
+    query, key = model.heads * model.head_width, model.kv_heads * model.head_width
+    sides = 2 * (model.width + query) + 2 * (model.width + key)
+    mlp = (3 if model.gated else 2) * (model.width + model.mlp_width)
+    return rank * (sides + mlp * max(1, model.experts))
+
+
+def sizes(model: Model, parallel: Parallel, recipe: Recipe, part: Held, framework: Framework) -> Sizes:
+    """Of the dense parameters, as the strategy deals them to `parallel.shard` ranks."""
+    divides = DIVIDED[parallel.strategy]
+    by_unit = divides.parameters and framework.gathers
+    if parallel.tensor == parallel.pipeline == 1 and not model.experts and model.layers * 9 < _MOST_LAID:
+        return _laid(
+            model, parallel.strategy, parallel.shard, recipe.bucket_bytes, recipe.precision.gradients,
+            by_unit, framework.units_at_once,
+        )  # fmt: skip
+    root = part.tables + part.rest
+    filling = 0.0
+    if by_unit:
+        filling = root + part.layer * framework.grown_units
+    elif divides.gradients:
+        filling = min(part.dense, recipe.bucket_bytes / max(1, recipe.precision.gradients))
+    gathered = root + framework.units_at_once * part.layer if by_unit else 0.0
+    return Sizes(part.dense, part.dense / parallel.shard, filling, gathered)
+
+
+@functools.lru_cache(maxsize=1024)
+def _laid(
+    model: Model, strategy: str, shards: int, cap_bytes: int, itemsize: int, by_unit: bool, units_at_once: int
+) -> Sizes:
+    """From layout.py, with the arguments that data_parallel/shard.py gives it."""
+    divides = DIVIDED[strategy]
+    shards = shards if divides.optimizer else 1
+    laid = layout.build(
+        items(model, max(1, itemsize), by_unit),
+        cap_bytes=2**62 if by_unit else cap_bytes,
+        shards=shards,
+        align_bytes=_ALIGN_BYTES,
+        modules_whole=True,
+    )
+    whole = sum(bucket.numel for bucket in laid.buckets)
+    filling = gathered = 0
+    if by_unit:
+        root = sum(bucket.numel for bucket in laid.buckets if bucket.group == 0)
+        largest = max(bucket.numel for bucket in laid.buckets if bucket.group)
+        filling, gathered = root + largest, root + min(units_at_once, model.layers) * largest
+    elif divides.gradients:
+        filling = max(bucket.numel for bucket in laid.buckets)
+    return Sizes(whole, whole / shards, filling, gathered)
+
+
+def items(model: Model, itemsize: int, by_unit: bool) -> list[layout.Item]:
+    """The tensors of a model in the order of its modules; group: the layer, from 1 on, or all of them 0."""
+    found = [("embed.weight", (model.vocab_size, model.width), 0)]
+    if model.learned_positions:
+        found.append(("positions.weight", (model.learned_positions, model.width), 0))
+    for at in range(model.layers):
+        group = at + 1 if by_unit else 0
+        found += [(f"blocks.{at}.{name}", shape, group) for name, shape in _layer_items(model)]
+    found += [(f"norm.{name}", (model.width,), 0) for name in _norm_names(model)]
+    if not model.tied_head:
+        found.append(("head.weight", (model.vocab_size, model.width), 0))
+    dtype = f"bytes{itemsize}"
+    return [layout.Item(name, shape, dtype, itemsize, group=group) for name, shape, group in found]
+
+
+def _layer_items(model: Model) -> list[tuple[str, tuple[int, ...]]]:
+    query, key = model.heads * model.head_width, model.kv_heads * model.head_width
+    matrices = [
+        ("attention.q", query, model.width), ("attention.k", key, model.width),
+        ("attention.v", key, model.width), ("attention.out", model.width, query),
+    ]  # fmt: skip
+    mlp = [("mlp.gate", model.mlp_width, model.width)] if model.gated else []
+    mlp += [("mlp.up", model.mlp_width, model.width), ("mlp.down", model.width, model.mlp_width)]
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for norm, group in (("attention.norm", matrices), ("mlp.norm", mlp)):
+        found += [(f"{norm}.{name}", (model.width,)) for name in _norm_names(model)]
+        for name, rows, columns in group:
+            found.append((f"{name}.weight", (rows, columns)))
+            if model.biases:
+                found.append((f"{name}.bias", (rows,)))
+    return found
+
+
+def _norm_names(model: Model) -> list[str]:
+    return ["weight", "bias"] if model.norm == "layer" and model.biases else ["weight"]
+
+
+def _vectors(model: Model) -> int:
+    """Of one layer: norms, and biases of what is added to the residual; no rank has a part of them."""
+    norms = 2 * model.width * (2 if model.norm == "layer" and model.biases else 1)
+    return norms + (model.width * (1 if model.experts else 2) if model.biases else 0)
+
+
+def _expert(model: Model) -> int:
+    """One expert; 0 without any."""
+    if not model.experts:
+        return 0
+    biases = (2 if model.gated else 1) * model.mlp_width + model.width if model.biases else 0
+    return (3 if model.gated else 2) * model.width * model.mlp_width + biases
+
+
+def _products(model: Model) -> int:
+    """Elements of a layer's matrices."""
+    return model.layer_parameters - _vectors(model)

@@ -1,0 +1,197 @@
+"""Bytes that one rank needs, by category: of the pipeline stage that needs most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from imece.footprint import DIVIDED, Footprint, Sizes, footprint
+from imece.plan.activations import kept_layer, layers_in_flight, tokens, whole_layer
+from imece.plan.frameworks import IMECE, Framework
+from imece.plan.held import Held, adapter_parameters, held, sizes
+from imece.plan.setup import Recipe, Setup
+from imece.plan.waiting import waiting_bytes
+
+_BLOCK = 256  # elements of an 8-bit moment that share a scale in fp32 (bitsandbytes)
+_EIGHT_BIT = 1 + 4 / _BLOCK  # bytes of an element
+_FOUR_BIT = (
+    0.5 + 1 / 64 + 4 / (64 * 256)
+)  # NF4: 64 elements share a scale of 8 bits, 256 of those one in fp32
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank, without the device's context, which is the hardware's."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    masters: int
+    gathered: int  # units of parameters
+    communication: int  # buckets on their way, and what tensor, context and pipeline parallelism receive into
+    activations: int
+    logits: int
+    overhead: int  # reserved by the allocator, and not in use
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        return (
+            self.parameters + self.gradients + self.optimizer + self.masters + self.gathered
+            + self.communication + self.activations + self.logits + self.overhead
+        )  # fmt: skip
+
+    def by_category(self) -> dict[str, int]:
+        """Name -> bytes, in the order of a bar; what is nothing is in it too."""
+        return {
+            "parameters": self.parameters, "gradients": self.gradients, "optimizer": self.optimizer,
+            "masters": self.masters, "gathered": self.gathered, "communication": self.communication,
+            "activations": self.activations, "logits": self.logits, "overhead": self.overhead,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _States:
+    """What lasts from step to step, and buckets."""
+
+    all: Footprint
+    gathered: float  # of its communication: units
+    masters: float  # of its optimizer
+
+
+def memory(setup: Setup, stage: int | None = None, framework: Framework = IMECE) -> Memory:
+    """Of a rank of pipeline stage `stage`; None: of the first or the last, whichever needs more.
+
+    Bytes of an element are the recipe's; `framework` says what else is kept.
+    """
+    if stage is not None or setup.parallel.pipeline == 1:
+        return _of_stage(setup, stage or 0, framework)
+    ends = (_of_stage(setup, at, framework) for at in (0, setup.parallel.pipeline - 1))
+    return max(ends, key=lambda each: each.total)
+
+
+def _of_stage(setup: Setup, stage: int, framework: Framework) -> Memory:
+    model, parallel, recipe = setup.model, setup.parallel, setup.recipe
+    part = held(model, parallel, stage, framework)
+    notes: tuple[str, ...] = ()
+    if recipe.adapters == "none":
+        dealt = sizes(model, parallel, recipe, part, framework)
+        states = _states(setup, dealt, part.dense, framework)
+        if model.experts:
+            shard = max(1, parallel.shard // parallel.expert)
+            whole = part.all_experts
+            unit = part.experts * framework.units_at_once * DIVIDED[parallel.strategy].parameters
+            states = _sum(states, _states(setup, Sizes(whole, whole / shard, 0.0, unit), whole, framework))
+    else:
+        states = _with_adapters(setup, part, framework)
+        notes = ("adapters on every matrix of the layers; all else is frozen",)
+    found, gathered, masters = states.all, states.gathered, states.masters
+    optimizer = found.optimizer - masters
+    if recipe.offload:
+        optimizer = masters = 0.0
+        notes = (*notes, "optimizer state and masters lie in the host's memory")
+    communication = found.communication - gathered + _buffers(setup)
+    communication += waiting_bytes(setup, stage, part, framework)
+    activations, logits = _activations(setup, stage, part, framework)
+    in_use = (
+        found.parameters + found.gradients + optimizer + masters + gathered + communication
+        + activations + logits
+    )  # fmt: skip
+    return Memory(
+        found.parameters, found.gradients, round(optimizer), round(masters), round(gathered),
+        round(communication), round(activations), round(logits), round(framework.slack * in_use), notes,
+    )  # fmt: skip
+
+
+def _states(setup: Setup, dealt: Sizes, whole: float, framework: Framework) -> _States:
+    """Of `whole` elements that are trained."""
+    recipe, divides = setup.recipe, DIVIDED[setup.parallel.strategy]
+    precision = recipe.precision
+    owned = min(dealt.shard, whole) if divides.optimizer else whole
+    reduce_bytes = precision.gradients + precision.main_gradients
+    as_masters = framework.sums_as_masters and divides.optimizer
+    found = footprint(
+        dealt,
+        divides,
+        parameter_bytes=precision.parameters,
+        reduce_bytes=reduce_bytes,
+        master_bytes=precision.masters,
+        state_bytes=owned * _moment_bytes(recipe),
+        sum_bytes=None if as_masters else reduce_bytes,
+        own_bytes=0 if framework.masters_are_shards and divides.parameters else None,
+    )
+    masters = 0.0 if precision.masters == precision.parameters else precision.masters
+    masters *= dealt.shard if divides.optimizer else dealt.whole
+    return _States(found, precision.parameters * dealt.gathered, masters)
+
+
+def _moment_bytes(recipe: Recipe) -> float:
+    """Of the optimizer's state for one element."""
+    match recipe.optimizer:
+        case "adamw":
+            return 2.0 * recipe.precision.moments
+        case "adamw-8bit":
+            return 2 * _EIGHT_BIT
+        case _:  # one momentum; Muon's AdamW for tables has two, of a small part of a model
+            return float(recipe.precision.moments)
+
+
+def _with_adapters(setup: Setup, part: Held, framework: Framework) -> _States:
+    """The frozen model, and adapters that are trained."""
+    model, parallel, recipe = setup.model, setup.parallel, setup.recipe
+    divides, size = DIVIDED[parallel.strategy], recipe.precision.parameters
+    matrices = part.layers * part.products
+    frozen = part.total * size
+    if recipe.adapters == "qlora":
+        frozen += matrices * (_FOUR_BIT - size)
+    gathered = 0.0
+    if divides.parameters:
+        each = part.products * (frozen / part.total) + part.layer - min(part.layer, part.products)
+        gathered = (part.tables + part.rest) * size + framework.units_at_once * each
+        frozen /= parallel.shard
+    if recipe.adapters == "qlora":  # the largest matrix, unpacked while it is multiplied with
+        gathered += (
+            size * model.width * max(model.mlp_width, model.heads * model.head_width) / parallel.tensor
+        )
+    trained = part.layers * adapter_parameters(model, recipe.adapter_rank) / parallel.tensor
+    base = Footprint(round(frozen), 0, 0, round(gathered))
+    adapters = _states(setup, Sizes(trained, trained / parallel.shard), trained, framework)
+    return _sum(_States(base, gathered, 0.0), adapters)
+
+
+def _sum(one: _States, other: _States) -> _States:
+    a, b = one.all, other.all
+    both = Footprint(
+        a.parameters + b.parameters, a.gradients + b.gradients, a.optimizer + b.optimizer,
+        a.communication + b.communication,
+    )  # fmt: skip
+    return _States(both, one.gathered + other.gathered, one.masters + other.masters)
+
+
+def _buffers(setup: Setup) -> float:
+    """What is received into: a gathered hidden state, a neighbour's keys and values, a stage's input."""
+    model, parallel, recipe = setup.model, setup.parallel, setup.recipe
+    hidden = tokens(recipe, parallel) * recipe.precision.activations
+    total = 0.0
+    if parallel.tensor > 1:
+        total += 2 * hidden * model.width
+    if parallel.context > 1:
+        total += 2 * 2 * hidden * model.kv_heads * model.head_width / parallel.tensor
+    if parallel.pipeline > 1:
+        total += 2 * hidden * model.width / (parallel.tensor if parallel.sequence else 1)
+    return total
+
+
+def _activations(setup: Setup, stage: int, part: Held, framework: Framework) -> tuple[float, float]:
+    """(of layers and the last norm, of logits)"""
+    model, parallel, recipe = setup.model, setup.parallel, setup.recipe
+    kept = kept_layer(model, parallel, recipe, framework).total
+    activations = kept * layers_in_flight(part.layers, parallel, recipe, stage)
+    if recipe.recompute != "none":  # one layer is computed again and is whole while its backward runs
+        activations += whole_layer(model, parallel, recipe, framework).total - kept
+    if stage < parallel.pipeline - 1:
+        return activations, 0.0
+    count = tokens(recipe, parallel)
+    sharded = parallel.tensor if parallel.sequence else 1
+    activations += 2 * count * model.width * recipe.precision.activations / sharded
+    at_once = recipe.accumulation if parallel.schedule == "gpipe" and parallel.pipeline > 1 else 1
+    return activations, at_once * count * model.vocab_size / parallel.tensor * framework.logit_bytes
