@@ -1,0 +1,225 @@
+"""All ways to train a model on a cluster: what the search tries, before it knows what fits or how fast it is.
+
+ranks = tensor x context x data x pipeline, tensor innermost: its ranks are neighbours in a host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from imece.errors import UserError
+from imece.plan.hardware import Cluster
+from imece.plan.model import Model
+from imece.plan.setup import (
+    Adapters,
+    Attention,
+    Optimizer,
+    Parallel,
+    Precision,
+    Recipe,
+    Recomputation,
+    Setup,
+    Strategy,
+)
+
+STRATEGIES: tuple[Strategy, ...] = ("replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2")
+RESERVE = 0.04  # of the memory: so far off is a prediction of it, in the middle of published runs
+_MOST_AT_ONCE = 64  # sequences of a micro-batch: products gain nothing more long before
+_LEAST_TOKENS = 1024  # of a sequence, on each rank of a context group
+_LONG_SEQ = 8192  # tokens: of shorter sequences nobody needs to share one among ranks
+_MOST_CHUNKS = 8  # of the model on a pipeline rank
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be trained on what. None: the search tries all."""
+
+    model: Model
+    cluster: Cluster
+    global_batch: int  # sequences a step
+    seq: int  # tokens of a sequence
+    strategy: Strategy | None = None
+    tensor: int | None = None
+    pipeline: int | None = None
+    interleave: int | None = None
+    context: int | None = None
+    micro_batch: int | None = None
+    recompute: Recomputation | None = None
+    optimizer: Optimizer = "adamw"
+    adapters: Adapters = "none"
+    adapter_rank: int = 16
+    offload: bool = False
+    attention: Attention = "flash"
+    compiled: bool = False
+    precision: Precision = field(default_factory=Precision)
+    reserve: float = RESERVE  # part of the memory that a plan leaves free
+
+    @property
+    def room_bytes(self) -> int:
+        """Of a GPU, that a plan may need."""
+        return int((1 - self.reserve) * self.cluster.gpu.memory_bytes)
+
+
+def check(question: Question) -> None:
+    """UserError, with the nearest numbers that would do, for what cannot be divided."""
+    ranks = question.cluster.gpus
+    for name in ("global_batch", "seq", "tensor", "pipeline", "interleave", "context", "micro_batch"):
+        value = getattr(question, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {value}: at least 1")
+    if not 0 <= question.reserve < 1:
+        raise UserError(f"--reserve is {question.reserve}: a part of the memory, at least 0 and less than 1")
+    _check_axes(question)
+    together = (question.tensor or 1) * (question.pipeline or 1) * (question.context or 1)
+    if ranks % together:
+        raise UserError(
+            f"tensor {question.tensor or 1} x pipeline {question.pipeline or 1} x context "
+            f"{question.context or 1} "
+            f"= {together} does not divide {ranks} GPUs; the nearest numbers of GPUs are "
+            f"{_nearest(ranks, together)}"
+        )
+    data, micro = ranks // together, question.micro_batch or 1
+    if question.global_batch % (data * micro) and not _is_smaller_than_ranks(question, data):
+        by = f"{data} ranks" + (f" x micro-batch {micro}" if question.micro_batch else "")
+        raise UserError(
+            f"--global-batch {question.global_batch} cannot be divided by {by}; "
+            f"the nearest are {_nearest(question.global_batch, data * micro)}"
+        )
+
+
+def arrangements(question: Question) -> Iterator[Parallel]:
+    """Every way in which the ranks can be arranged so that the batch can be divided."""
+    ranks = question.cluster.gpus
+    for tensor in _tensors(question):
+        for context in _contexts(question, ranks // tensor):
+            for pipeline in _pipelines(question, ranks // tensor // context):
+                data = ranks // (tensor * context * pipeline)
+                if question.global_batch % (data * (question.micro_batch or 1)):
+                    continue
+                for chunks in _interleaves(question, pipeline):
+                    for strategy, shard in _strategies(question, tensor, data * context):
+                        yield Parallel(
+                            strategy, data, shard, tensor, True, context, pipeline, chunks, "1f1b"
+                        )  # fmt: skip
+
+
+def recipes(question: Question, parallel: Parallel) -> Iterator[list[Recipe]]:
+    """For each way of recomputation, from the smallest micro-batch to the largest."""
+    share = question.global_batch // parallel.data
+    if question.micro_batch is not None:
+        sizes = [question.micro_batch]
+    else:
+        most = min(share, _MOST_AT_ONCE)
+        sizes = [size for size in range(1, most + 1) if share % size == 0]
+    if parallel.interleave > 1:  # as Megatron has it: whole rounds of micro-batches
+        sizes = [size for size in sizes if share // size % parallel.pipeline == 0]
+    base = Recipe(
+        question.seq, optimizer=question.optimizer, adapters=question.adapters,
+        adapter_rank=question.adapter_rank, offload=question.offload, attention=question.attention,
+        compiled=question.compiled, precision=question.precision,
+    )  # fmt: skip
+    for kind in [question.recompute] if question.recompute else _recomputations(question):
+        yield [replace(base, micro_batch=size, accumulation=share // size, recompute=kind) for size in sizes]
+
+
+def setups(question: Question) -> Iterator[list[Setup]]:
+    """All candidates, in lists that differ in the micro-batch alone, the smallest first."""
+    for parallel in arrangements(question):
+        for line in recipes(question, parallel):
+            if line:
+                yield [Setup(question.model, parallel, recipe) for recipe in line]
+
+
+def _check_axes(question: Question) -> None:
+    model, tensor, pipeline = question.model, question.tensor or 1, question.pipeline or 1
+    if not _can_split(model, tensor):
+        raise UserError(
+            f"--tensor {tensor} cannot divide {model.heads} heads, {model.kv_heads} heads of keys and values "
+            f"and an MLP of {model.mlp_width}"
+        )
+    if pipeline * (question.interleave or 1) > model.layers:
+        raise UserError(
+            f"--pipeline {pipeline} x --interleave {question.interleave or 1} are more parts than "
+            f"{model.name} has layers ({model.layers})"
+        )
+    if (question.interleave or 1) > 1 and question.pipeline == 1:
+        raise UserError(f"--interleave {question.interleave} is for a pipeline, and --pipeline is 1")
+    if question.seq % (2 * (question.context or 1)) and (question.context or 1) > 1:
+        raise UserError(
+            f"--seq {question.seq} cannot be divided by 2 x --context {question.context}: each rank takes a "
+            "part "
+            f"from both ends; the nearest are {_nearest(question.seq, 2 * (question.context or 1))}"
+        )
+
+
+def _is_smaller_than_ranks(question: Question, data: int) -> bool:
+    """A batch of fewer sequences than GPUs is no mistake where several GPUs can share one model."""
+    free = question.tensor is None or question.pipeline is None or question.context is None
+    return free and question.global_batch // (question.micro_batch or 1) < data
+
+
+def _tensors(question: Question) -> list[int]:
+    if question.tensor is not None:
+        return [question.tensor]
+    inside = question.cluster.gpus_per_host
+    return [n for n in _divisors(inside) if _can_split(question.model, n) and n & (n - 1) == 0]
+
+
+def _contexts(question: Question, ranks: int) -> list[int]:
+    if question.context is not None:
+        return [question.context] if ranks % question.context == 0 else []
+    if question.seq < _LONG_SEQ:
+        return [1]
+    most = question.seq // _LEAST_TOKENS
+    return [
+        n for n in _divisors(ranks) if n & (n - 1) == 0 and n <= most and question.seq % (2 * n) == 0
+    ] or [1]
+
+
+def _pipelines(question: Question, ranks: int) -> list[int]:
+    if question.pipeline is not None:
+        return [question.pipeline] if ranks % question.pipeline == 0 else []
+    return [n for n in _divisors(ranks) if n <= question.model.layers]
+
+
+def _interleaves(question: Question, pipeline: int) -> list[int]:
+    if pipeline == 1:
+        return [1] if question.interleave in (None, 1) else []
+    if question.interleave is not None:
+        return [question.interleave] if pipeline * question.interleave <= question.model.layers else []
+    layers = question.model.layers
+    return [1, *(n for n in range(2, _MOST_CHUNKS + 1) if layers % (pipeline * n) == 0)]
+
+
+def _strategies(question: Question, tensor: int, ranks: int) -> Iterator[tuple[Strategy, int]]:
+    """(strategy, ranks over which it shards) for `ranks` that hold the same part of the model."""
+    inside = max(1, question.cluster.gpus_per_host // tensor)
+    for strategy in STRATEGIES if question.strategy is None else (question.strategy,):
+        if strategy == "replicate":
+            yield strategy, 1
+        elif strategy.startswith("hybrid"):
+            if 1 < inside < ranks and ranks % inside == 0:
+                yield strategy, inside
+        elif ranks > 1 or question.strategy is not None:
+            yield strategy, ranks
+
+
+def _recomputations(question: Question) -> tuple[Recomputation, ...]:
+    # Flash attention keeps no scores, which are what selective recomputation throws away.
+    return ("none", "full") if question.attention == "flash" else ("none", "selective", "full")
+
+
+def _can_split(model: Model, tensor: int) -> bool:
+    fits_keys = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
+    return model.heads % tensor == 0 and fits_keys and model.mlp_width % tensor == 0
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _nearest(number: int, step: int) -> str:
+    below = number // step * step
+    return f"{below} and {below + step}" if below else f"{step} and {2 * step}"

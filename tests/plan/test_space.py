@@ -1,0 +1,112 @@
+"""What the search tries: every way uses all GPUs and the whole batch; mistakes name numbers that would do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from imece.errors import UserError
+from imece.plan.hardware import find_cluster
+from imece.plan.model import Model
+from imece.plan.space import Question, arrangements, check, recipes, setups
+
+SMALL = Model("small", 12, 768, 12, 4, 64, 2048, True, 32000)
+
+
+def question(gpus: int = 8, hosts: int = 1, batch: int = 64, **changes: Any) -> Question:
+    base = Question(SMALL, find_cluster("A100-40", gpus, hosts), batch, 2048)
+    return replace(base, **changes)
+
+
+@pytest.mark.parametrize("hosts", [1, 3, 16])
+def test_every_way_uses_all_gpus_and_the_whole_batch(hosts: int) -> None:
+    asked = question(8, hosts, 48 * hosts)
+    found = [setup for line in setups(asked) for setup in line]
+    assert len({(each.parallel, each.recipe) for each in found}) == len(found) > 100
+    for each in found:
+        assert each.parallel.ranks == asked.cluster.gpus
+        assert each.global_batch == asked.global_batch
+        assert each.parallel.pipeline * each.parallel.interleave <= SMALL.layers
+        assert SMALL.heads % each.parallel.tensor == 0 and each.parallel.tensor <= 8
+
+
+def test_shards_are_over_all_ranks_or_those_of_a_host() -> None:
+    found = list(arrangements(question(8, 4, 64)))
+    for each in found:
+        ranks = each.data * each.context
+        shard = {"replicate": 1, "hybrid": 8 // each.tensor, "hybrid_zero2": 8 // each.tensor}.get(
+            each.strategy, ranks
+        )
+        assert each.shard == shard, each
+        assert not each.strategy.startswith("hybrid") or 1 < each.shard < ranks
+    assert {each.strategy for each in found} == {
+        "replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2",
+    }  # fmt: skip
+    assert not any(each.strategy.startswith("hybrid") for each in arrangements(question(8, 1, 64)))
+
+
+def test_micro_batches_grow_in_each_line() -> None:
+    asked = question()
+    parallel = next(each for each in arrangements(asked) if each.data == 8)
+    lines = list(recipes(asked, parallel))
+    assert [line[0].recompute for line in lines] == ["none", "full"]
+    for line in lines:
+        assert [each.micro_batch for each in line] == [1, 2, 4, 8]
+    plain = list(recipes(replace(asked, attention="plain"), parallel))
+    assert [line[0].recompute for line in plain] == ["none", "selective", "full"]
+
+
+def test_an_interleaved_pipeline_has_whole_rounds_of_micro_batches() -> None:
+    found = [s for line in setups(question(8, 1, 96)) for s in line if s.parallel.interleave > 1]
+    assert found
+    assert all(each.recipe.accumulation % each.parallel.pipeline == 0 for each in found)
+
+
+def test_long_sequences_are_shared() -> None:
+    contexts = {each.context for each in arrangements(question(seq=32768))}
+    assert contexts == {1, 2, 4, 8}
+    assert {each.context for each in arrangements(question())} == {1}
+    assert {each.context for each in arrangements(question(context=4))} == {4}
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline", "context", "micro_batch", "strategy", "recompute"])
+def test_what_is_asked_for_is_kept(name: str) -> None:
+    value: Any = {"strategy": "zero2", "recompute": "full"}.get(name, 2)
+    found = [s for line in setups(question(**{name: value})) for s in line]
+    assert found
+    for each in found:
+        assert (
+            getattr(each.parallel, name) if hasattr(each.parallel, name) else getattr(each.recipe, name)
+        ) == value
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"batch": 30, "gpus": 4, "micro_batch": 4}, "30 cannot be divided by 4 ranks x micro-batch 4; the nearest are"),
+        ({"batch": 30}, "30 cannot be divided by 8 ranks; the nearest are 24 and 32"),
+        ({"batch": 31, "tensor": 2}, "31 cannot be divided by 4 ranks; the nearest are 28 and 32"),
+        ({"tensor": 3}, "--tensor 3 cannot divide 12 heads, 4 heads of keys and values"),
+        ({"pipeline": 16}, "--pipeline 16 x --interleave 1 are more parts than small has layers (12)"),
+        ({"pipeline": 6}, "context 1 = 6 does not divide 8 GPUs; the nearest numbers of GPUs are 6 and 12"),
+        ({"pipeline": 1, "interleave": 2}, "--interleave 2 is for a pipeline"),
+        ({"context": 4, "seq": 2050}, "--seq 2050 cannot be divided by 2 x --context 4"),
+        ({"batch": 0}, "--global-batch is 0: at least 1"),
+        ({"seq": -1}, "--seq is -1: at least 1"),
+        ({"reserve": 1.0}, "--reserve is 1.0"),
+    ],
+)  # fmt: skip
+def test_mistakes_name_what_would_do(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check(question(**changes))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_batch_smaller_than_the_gpus_is_no_mistake_where_they_can_share_a_model() -> None:
+    asked = question(batch=2)
+    check(asked)
+    assert {each.data for each in arrangements(asked)} == {1, 2}
+    with pytest.raises(UserError, match="2 cannot be divided by 8 ranks"):
+        check(replace(asked, tensor=1, pipeline=1, context=1))
