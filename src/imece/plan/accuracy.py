@@ -1,0 +1,138 @@
+"""How far predictions are from measurements: errors, order, and what a choice by them would have cost.
+
+A constant is the rival: seconds = FLOPs / (peak x one utilisation), that one fitted in hindsight on all
+rows of the table. It knows nothing, and on tables of well-tuned runs it is hard to beat by its error; it
+cannot choose.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement beside its prediction, in one unit."""
+
+    name: str
+    measured: float
+    predicted: float
+    work: float = 0.0  # the same at full utilisation, for the constant; 0: it has none
+    cell: str = ""  # rows that somebody would choose among
+    held_out: bool = False  # nothing was fitted on it
+    ranks: int = 1
+
+    @property
+    def error(self) -> float:
+        """Above 0: predicted too much."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of some rows. Errors are parts of the measured."""
+
+    rows: int
+    mape: float
+    median: float  # of the absolute errors
+    p90: float
+    bias: float  # median of the errors with their sign
+    worst: tuple[Row, ...]
+
+
+def summary(rows: Sequence[Row], worst: int = 5) -> Summary:
+    """ValueError without rows."""
+    if not rows:
+        raise ValueError("no rows: nothing was measured")
+    errors = sorted(abs(row.error) for row in rows)
+    return Summary(
+        rows=len(rows),
+        mape=statistics.fmean(errors),
+        median=statistics.median(errors),
+        p90=quantile(errors, 0.9),
+        bias=statistics.median(row.error for row in rows),
+        worst=tuple(sorted(rows, key=lambda row: abs(row.error), reverse=True)[:worst]),
+    )
+
+
+def quantile(numbers: Sequence[float], part: float) -> float:
+    """Between the two nearest, as numpy's default."""
+    ordered = sorted(numbers)
+    place = part * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def kendall(rows: Sequence[Row]) -> float | None:
+    """Tau-b of predicted and measured: 1 for the same order, -1 for the opposite. None for fewer than two."""
+    balance = measured_pairs = predicted_pairs = 0
+    for i, a in enumerate(rows):
+        for b in rows[:i]:
+            measured = _sign(a.measured - b.measured)
+            predicted = _sign(a.predicted - b.predicted)
+            balance += measured * predicted
+            measured_pairs += measured != 0
+            predicted_pairs += predicted != 0
+    if not measured_pairs or not predicted_pairs:
+        return None
+    return float(balance / (measured_pairs * predicted_pairs) ** 0.5)
+
+
+def regret(rows: Sequence[Row]) -> float:
+    """Of a choice by the smallest prediction: by how much its measured rate is below the best measured one.
+
+    Of steps that do the same work. 0: the best was chosen; 0.1: the best does 10 % more in the same time.
+    """
+    best = min(row.measured for row in rows)
+    chosen = min(rows, key=lambda row: row.predicted)
+    return chosen.measured / best - 1
+
+
+def cells(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by cell, those without one left out."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.cell:
+            found.setdefault(row.cell, []).append(row)
+    return found
+
+
+def of_cells(rows: Sequence[Row], what: Callable[[Sequence[Row]], float | None]) -> dict[str, float]:
+    """`what` of each cell with at least two rows."""
+    values = {name: what(members) for name, members in cells(rows).items() if len(members) > 1}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def constant(rows: Sequence[Row]) -> tuple[float, list[Row]]:
+    """The utilisation that has the least MAPE on these very rows, and the rows predicted by it.
+
+    Each row would be met by work / measured; the sum of |work / (u measured) - 1| is least at one of these.
+    """
+    known = [row for row in rows if row.work > 0]
+    if not known:
+        raise ValueError("no row has its work: a constant predicts nothing")
+    ratios = sorted(row.work / row.measured for row in known)
+    total, sofar = sum(ratios), 0.0
+    best = ratios[-1]
+    for ratio in ratios:  # 1/u is a median, each ratio weighing as much as it is
+        sofar += ratio
+        if sofar >= total / 2:
+            best = ratio
+            break
+    rival = [
+        Row(r.name, r.measured, r.work / best, r.work, r.cell, r.held_out, r.ranks) for r in known
+    ]  # fmt: skip
+    return best, rival
+
+
+def skill(rows: Sequence[Row]) -> float:
+    """1 - MAPE over that of the constant: 1 is perfect, 0 no better, below 0 worse."""
+    known = [row for row in rows if row.work > 0]
+    return 1 - summary(known).mape / summary(constant(known)[1]).mape
+
+
+def _sign(number: float) -> int:
+    return (number > 0) - (number < 0)

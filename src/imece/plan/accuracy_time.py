@@ -1,0 +1,253 @@
+"""Published step times as cases: what was trained on what, by which software, and how long a step took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from imece.plan.accuracy import Row
+from imece.plan.compute import flops_a_token
+from imece.plan.hardware import Cluster, find_cluster
+from imece.plan.manner import (
+    LLM_FOUNDRY,
+    MEGATRON,
+    MEGATRON_2021,
+    MEGATRON_DEEPSPEED,
+    NANOTRON,
+    TORCHTITAN,
+    Manner,
+)
+from imece.plan.model import Model
+from imece.plan.published import read
+from imece.plan.setup import Parallel, Precision, Recipe, Setup
+from imece.plan.step_time import step_time
+
+_FP32_GRADIENTS = Precision(parameters=2, gradients=2, main_gradients=4, masters=4, moments=4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a table."""
+
+    name: str
+    measured_s: float
+    setups: tuple[Setup, ...]  # where the table leaves something open: all that it may be; the fastest counts
+    cluster: Cluster
+    manner: Manner
+    cell: str = ""
+    held_out: bool = False
+
+
+def row(case: Case) -> Row:
+    """`case`, predicted."""
+    predicted = min(step_time(setup, case.cluster, case.manner).total for setup in case.setups)
+    setup = case.setups[0]
+    flops = flops_a_token(setup.model, setup.recipe.seq) * setup.tokens_a_step
+    work = flops / (case.cluster.gpu.peak * setup.parallel.ranks)
+    return Row(case.name, case.measured_s, predicted, work, case.cell, case.held_out, setup.parallel.ranks)
+
+
+def ultrascale() -> Iterator[Case]:
+    """The successful runs. Fitted on 1B; 3B is held out."""
+    for r in read("ultrascale").rows:
+        if r["status"] != "ok":
+            continue
+        setup = ultrascale_setup(r)
+        ranks = setup.parallel.ranks
+        name = f"{r['model']} dp{r['dp']} tp{r['tp']} pp{r['pp']} mb{r['micro_batch']} zero{r['zero']}"
+        yield Case(
+            name,
+            setup.tokens_a_step / (float(r["tokens_per_s_per_gpu"]) * ranks),
+            (setup,),
+            find_cluster("H100", 8, int(r["nodes"]), "efa"),
+            NANOTRON,
+            cell=f"{r['model']}, {r['nodes']} hosts",
+            held_out=r["model"] != "1B",
+        )
+
+
+def ultrascale_setup(r: Mapping[str, str]) -> Setup:
+    """Of one row of that table."""
+    width, heads = int(r["width"]), int(r["heads"])
+    model = Model(
+        r["model"], int(r["layers"]), width, heads, int(r["kv_heads"]), width // heads,
+        int(r["mlp_width"]), gated=True, vocab_size=int(r["vocab"]), tied_head=r["tied"] == "1",
+    )  # fmt: skip
+    data = int(r["dp"])
+    parallel = Parallel(
+        "zero1" if r["zero"] == "1" else "replicate",
+        data=data,
+        shard=data,
+        tensor=int(r["tp"]),
+        pipeline=int(r["pp"]),
+    )
+    recipe = Recipe(int(r["seq"]), int(r["micro_batch"]), int(r["accumulation"]), precision=_FP32_GRADIENTS)
+    return Setup(model, parallel, recipe)
+
+
+def llm_foundry() -> Iterator[Case]:
+    """Fitted on runs of one host; those of several are held out."""
+    for r in read("llm_foundry").rows:
+        width, heads, layers = int(r["width"]), int(r["heads"]), int(r["layers"])
+        model = Model(
+            f"MPT-{r['model']}-{r['seq']}", layers, width, heads, heads, width // heads, 4 * width, gated=False,
+            vocab_size=50368, tied_head=True, learned_positions=int(r["seq"]), norm="layer",
+        )  # fmt: skip
+        gpus = int(r["gpus"])
+        wide = r["mode"] == "amp_bf16"
+        precision = Precision(2, 2, 0, 4, 4) if wide else Precision(2, 2, 0, 0, 2)
+        recipe = Recipe(
+            int(r["seq"]), int(r["micro_batch"]), int(r["accumulation"]),
+            recompute="full" if r["checkpoint"] == "1" else "none", precision=precision,
+        )  # fmt: skip
+        setup = Setup(model, Parallel("zero3", data=gpus, shard=gpus), recipe)
+        yield Case(
+            f"{r['model']} {r['gpu']} x{gpus} seq {r['seq']} mb{r['micro_batch']}",
+            setup.tokens_a_step / float(r["tokens_per_s"]),
+            (setup,),
+            find_cluster("A100-80" if "80" in r["gpu"] else "A100-40", 8, gpus // 8, "roce-1600"),
+            LLM_FOUNDRY,
+            cell=r["gpu"],
+            held_out=gpus > 8,
+        )
+
+
+def torchtitan() -> Iterator[Case]:
+    """bf16 rows; nothing is fitted on them."""
+    for r in read("torchtitan").rows:
+        if r["float8"] == "1":
+            continue
+        gpus = int(r["gpus"])
+        cluster = find_cluster("H100", 8, -(-gpus // 8), "infiniband-ndr")
+        gpu = replace(
+            cluster.gpu,
+            name="H100 500 W, HBM2e",
+            memory_bandwidth=2.4e12,
+            sustained=cluster.gpu.sustained * _AT_500_W,
+        )
+        batch = int(r["local_batch"])
+        recipe = Recipe(
+            int(r["seq"]), batch, int(r["global_batch"]) // (batch * int(r["fsdp"])),
+            recompute="selective", compiled=r["compiled"] == "1",
+        )  # fmt: skip
+        setup = Setup(_LLAMA_8B, Parallel("zero3", data=gpus, shard=gpus), recipe)
+        yield Case(
+            f"{r['model']} x{gpus}" + (" compiled" if r["compiled"] == "1" else ""),
+            setup.tokens_a_step / (float(r["tokens_per_s_per_gpu"]) * gpus),
+            (setup,),
+            replace(cluster, gpu=gpu),
+            TORCHTITAN,
+            cell="8B",
+            held_out=True,
+        )
+
+
+_LLAMA_8B = Model("Llama-3.1-8B", 32, 4096, 32, 8, 128, 14336, True, 128256, tied_head=False)
+_AT_500_W = (500 / 700) ** (1 / 3)  # clocks go with the cube root of power
+
+
+def vtrain() -> Iterator[Case]:
+    """Fitted on models 1024 wide; those 2048 wide are held out."""
+    for r in read("vtrain").rows:
+        model = _gpt(r, 51200)
+        data = int(r["dp"])
+        micro = int(r["micro_batch"])
+        recipe = Recipe(
+            int(r["seq"]), micro, int(r["global_batch"]) // (micro * data), recompute="full",
+            attention="plain",
+        )  # fmt: skip
+        parallel = Parallel(
+            "replicate", data=data, tensor=int(r["tp"]), sequence=False, pipeline=int(r["pp"])
+        )
+        setup = Setup(model, parallel, recipe)
+        if recipe.accumulation < 1 or parallel.ranks != int(r["gpus"]):
+            continue
+        yield Case(
+            f"{r['layers']} x {r['width']} dp{data} tp{r['tp']} pp{r['pp']} mb{micro} batch {r['global_batch']}",
+            float(r["step_ms"]) / 1e3,
+            (setup,),
+            find_cluster("A100-80", 8, 1),
+            MEGATRON_DEEPSPEED,
+            cell=f"{r['layers']} x {r['width']}, {r['gpus']} GPUs, batch {r['global_batch']}",
+            held_out=r["width"] != "1024",
+        )
+
+
+def _gpt(r: Mapping[str, str], vocab: int) -> Model:
+    width, heads = int(r["width"]), int(r["heads"])
+    return Model(
+        f"GPT {r['layers']} x {width}", int(r["layers"]), width, heads, heads, width // heads, 4 * width,
+        gated=False, vocab_size=vocab, learned_positions=int(r["seq"]), biases=True, norm="layer",
+    )  # fmt: skip
+
+
+def sc21() -> Iterator[Case]:
+    """Micro-batch and chunks are not in the table: its authors took the fastest, and so does the prediction."""
+    for r in read("sc21").rows:
+        model = _gpt(r, int(r["vocab"]))
+        data, pipeline = int(r["dp"]), int(r["pp"])
+        share = int(r["global_batch"]) // data
+        setups = []
+        for micro in (1, 2, 4, 8):
+            for chunks in (1, 2, 3, 4) if pipeline > 1 else (1,):
+                steps = share // micro
+                if share % micro or model.layers % (pipeline * chunks) or (chunks > 1 and steps % pipeline):
+                    continue
+                recipe = Recipe(int(r["seq"]), micro, steps, recompute="full", attention="plain")
+                parallel = Parallel(
+                    "replicate",
+                    data=data,
+                    tensor=int(r["tp"]),
+                    sequence=False,
+                    pipeline=pipeline,
+                    interleave=chunks,
+                )
+                setups.append(Setup(model, parallel, recipe))
+        yield Case(
+            f"{r['params_b']}B x{r['gpus']}",
+            float(r["step_s"]),
+            tuple(setups),
+            find_cluster("A100-80", 8, int(r["gpus"]) // 8, "infiniband-hdr"),
+            MEGATRON_2021,
+            cell="weak scaling",
+            held_out=True,
+        )
+
+
+def korthikanti() -> Iterator[Case]:
+    """Steps of table 5."""
+    for r in read("korthikanti_iteration").rows:
+        data = int(r["dp"])
+        selective = r["mode"] == "selective"
+        recipe = Recipe(
+            int(r["seq"]), int(r["micro_batch"]), int(r["global_batch"]) // (int(r["micro_batch"]) * data),
+            recompute="selective" if selective else "full", attention="plain",
+        )  # fmt: skip
+        parallel = Parallel(
+            "replicate", data=data, tensor=int(r["tp"]), sequence=selective, pipeline=int(r["pp"]),
+            interleave=int(r["interleave"]),
+        )  # fmt: skip
+        yield Case(
+            f"{r['model']} {r['mode']}",
+            float(r["step_s"]),
+            (Setup(_gpt(r, int(r["vocab"])), parallel, recipe),),
+            find_cluster("A100-80", 8, int(r["gpus"]) // 8 or 1, "infiniband-hdr"),
+            MEGATRON,
+            cell=r["model"],
+            held_out=True,
+        )
+
+
+TABLES: dict[str, Callable[[], Iterator[Case]]] = {
+    "ultrascale": ultrascale,
+    "llm_foundry": llm_foundry,
+    "torchtitan": torchtitan,
+    "vtrain": vtrain,
+    "sc21": sc21,
+    "korthikanti_iteration": korthikanti,
+}
+
+
+def rows(table: str) -> list[Row]:
+    """All cases of a table, predicted."""
+    return [row(case) for case in TABLES[table]()]

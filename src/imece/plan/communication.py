@@ -1,0 +1,102 @@
+"""Time of collectives by level of the network, and the bytes that each rank sends.
+
+A group is so many ranks on so many hosts. Ranks of one host use its inside links; what goes between hosts
+goes over the ports of all the group's ranks of a host at once: a group with eight ranks a host has eight
+ports.
+
+A ring all_gather or reduce_scatter of S bytes takes (n - 1)/n x S over the slower of the two levels, and a
+latency for each hop. Between hosts a ring goes round once for each 256 MiB, and each time costs `hop_s` for
+each host. An all_reduce is two of them, or a tree with fewer hops, whichever is faster.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from imece.plan.hardware import Cluster, Link
+
+Op = Literal["all_reduce", "reduce_scatter", "all_gather", "send"]
+
+_LOOP_BYTES = 256 * 2**20  # that go round between hosts at once
+_OVERLAP = 0.85  # hops of a long ring overlap: n count as n to this power
+_TREE_HOPS = 2.5  # of a ring, that up and down one level of a tree takes
+_BASE_S = 20e-6  # of a collective of any size: its kernel starts on every rank
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that talk: neighbours along one axis."""
+
+    ranks: int
+    ranks_per_host: int
+
+    @property
+    def hosts(self) -> int:
+        return -(-self.ranks // self.ranks_per_host)
+
+
+def along(cluster: Cluster, size: int, stride: int) -> Group:
+    """`size` ranks with `stride` between one and the next, in the order of hosts."""
+    return Group(size, max(1, min(size, cluster.gpus_per_host // stride)))
+
+
+def sent_bytes(op: Op, size_bytes: float, ranks: int) -> float:
+    """That each rank sends by a ring; `size_bytes`: the larger of input and output."""
+    if ranks == 1:
+        return 0.0
+    if op == "send":
+        return size_bytes
+    return (2 if op == "all_reduce" else 1) * (ranks - 1) / ranks * size_bytes
+
+
+def collective_s(cluster: Cluster, op: Op, size_bytes: float, group: Group) -> float:
+    """Seconds of one collective; `size_bytes`: the larger of input and output."""
+    if group.ranks <= 1 or size_bytes <= 0:
+        return 0.0
+    around = _ring_s(cluster, size_bytes, group)
+    if op != "all_reduce":
+        return _BASE_S + around
+    if group.hosts == 1:
+        hops = 2 * (group.ranks - 1) * cluster.inside.latency
+        rate = cluster.inside.rate(size_bytes) * cluster.inside.switch
+        return _BASE_S + hops + sent_bytes(op, size_bytes, group.ranks) / rate
+    return _BASE_S + min(2 * around, _tree_s(cluster, size_bytes, group))
+
+
+def send_s(cluster: Cluster, size_bytes: float, between_hosts: bool) -> float:
+    """Seconds of one message to a neighbour."""
+    link = cluster.between if between_hosts else cluster.inside
+    return 10e-6 + link.latency + size_bytes / link.rate(size_bytes)
+
+
+def _rate(cluster: Cluster, size_bytes: float, group: Group) -> float:
+    """Bytes/s of a ring over the group's slower level."""
+    if group.hosts == 1:
+        return cluster.inside.rate(size_bytes)
+    ports = cluster.between.rate(size_bytes) * group.ranks_per_host
+    return min(ports, cluster.inside.rate(size_bytes)) if group.ranks_per_host > 1 else ports
+
+
+def _ring_s(cluster: Cluster, size_bytes: float, group: Group) -> float:
+    inside = (group.ranks - group.hosts) * cluster.inside.latency
+    moving = sent_bytes("all_gather", size_bytes, group.ranks) / _rate(cluster, size_bytes, group)
+    if group.hosts == 1:
+        return inside + moving
+    return inside + moving + _hops(group.hosts - 1) * _hop_s(cluster.between, size_bytes)
+
+
+def _tree_s(cluster: Cluster, size_bytes: float, group: Group) -> float:
+    inside = 2 * (group.ranks_per_host - 1) * cluster.inside.latency
+    depth = math.log2(group.hosts)
+    moving = 2 * size_bytes * (group.ranks - 1) / group.ranks / _rate(cluster, size_bytes, group)
+    return inside + moving + _TREE_HOPS * depth * _hop_s(cluster.between, size_bytes)
+
+
+def _hop_s(link: Link, size_bytes: float) -> float:
+    return link.latency + link.hop_s * max(1.0, size_bytes / _LOOP_BYTES)
+
+
+def _hops(hosts: int) -> float:
+    return float(hosts**_OVERLAP)

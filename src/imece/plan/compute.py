@@ -1,0 +1,151 @@
+"""Time of one rank's own work: a roofline for each kind of kernel, with efficiency by shape.
+
+Matrix products are dealt to the device's multiprocessors in tiles: one that does not fill a whole number of
+waves of tiles takes as long as one that does. That is why small shards of tensor parallelism are slow. All
+that multiplies little (norms, residuals, activations, the loss, the optimizer) costs the bytes that it
+moves.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from imece.plan.hardware import Gpu
+from imece.plan.manner import Manner
+from imece.plan.model import Model
+from imece.plan.setup import Recipe
+
+_STREAM = 0.85  # of memory bandwidth, what kernels that only move bytes reach
+_TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.78), (64, 64, 0.55))  # rows, columns, of the best
+_FILL = 96  # terms of a sum that filling and emptying a tile's pipeline costs
+_SPLIT = 1024  # terms that a part has at least, where a tile's sum is split over multiprocessors
+_SCORES_FORWARD = 13  # bytes moved for each score where attention keeps them: product, softmax, dropout
+_SCORES_BACKWARD = 24
+_BATCHED = 0.5  # of the sustained rate, products of single heads
+_HALF_SEQ = 256  # tokens at which flash attention reaches half of its rate
+_FUSED = 0.5  # bytes of element-wise work and loss that are left where they are compiled into few kernels
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """One layer of one rank on one micro-batch, in seconds, without communication."""
+
+    forward: float
+    inputs: float  # backward, but for the products that make gradients of parameters
+    weights: float  # these
+    core: float  # of forward: scores, softmax and their product with the values
+    products: float  # of forward: matrix products
+    columns: float  # one backward product of those split by columns, beside which a collective can run
+
+
+@dataclass(frozen=True)
+class HeadTime:
+    """The product with the vocabulary and the loss."""
+
+    forward: float
+    inputs: float
+    weights: float
+
+
+@functools.lru_cache(maxsize=65536)
+def product_s(gpu: Gpu, rows: int, columns: int, terms: int) -> float:
+    """Seconds of [rows, terms] x [terms, columns], without what software adds."""
+    units = gpu.multiprocessors
+    rate = gpu.peak * gpu.reachable * gpu.sustained / units
+    best = float("inf")
+    for height, width, share in _TILES:
+        tiles = -(-rows // height) * -(-columns // width)
+        split = max(1, min(units // tiles, terms // _SPLIT)) if tiles < units else 1
+        waves = -(-tiles * split // units)
+        best = min(best, waves * 2 * height * width * (terms / split + _FILL) / (rate * share))
+    moved = 2 * (rows * terms + terms * columns + rows * columns)
+    return max(best, stream_s(gpu, moved))
+
+
+def stream_s(gpu: Gpu, moved_bytes: float) -> float:
+    """Seconds of kernels that only move so many bytes, read and written."""
+    return moved_bytes / (gpu.memory_bandwidth * _STREAM)
+
+
+def layer_time(
+    gpu: Gpu, model: Model, manner: Manner, recipe: Recipe, context: int, tensor: int, sequence: bool
+) -> LayerTime:
+    """Of one micro-batch, 1/context of whose tokens are this rank's."""
+    tokens = recipe.micro_batch * recipe.seq // context
+    heads, kv_heads = part(model.heads, tensor), part(model.kv_heads, tensor)
+    query, both, mlp = (
+        heads * model.head_width,
+        2 * kv_heads * model.head_width,
+        part(model.mlp_width, tensor),
+    )
+    through = tokens * max(1, model.active_experts)
+    shapes = (
+        (tokens, query + both, model.width),
+        (through, (2 if model.gated else 1) * mlp, model.width),
+        (tokens, model.width, query),
+        (through, model.width, mlp),
+    )
+    forward = sum(product_s(gpu, m, n, k) for m, n, k in shapes) / manner.products
+    inputs = [product_s(gpu, m, k, n) / manner.products for m, n, k in shapes]
+    weights = sum(product_s(gpu, k, n, m) for m, n, k in shapes) / manner.products
+    moved = _moved_forward(model, tokens, tensor if sequence else 1, query + both / 2, through * mlp)
+    around = stream_s(gpu, moved * manner.elementwise * (_FUSED if recipe.compiled else 1))
+    core, core_backward = _core(gpu, model, manner, recipe, context, heads)
+    return LayerTime(
+        forward=forward + around + core,
+        inputs=sum(inputs) + 2 * around + core_backward,
+        weights=weights,
+        core=core,
+        products=forward,
+        columns=(inputs[0] + inputs[1]) / 2,
+    )
+
+
+def _moved_forward(model: Model, tokens: int, split: int, turned: float, activated: int) -> float:
+    """Bytes that element-wise kernels of a layer read and write in forward, bf16, one kernel an operation."""
+    width = 2 * tokens * model.width * (2 * 2 + 2 * 3) / split  # two norms, two sums with the residual
+    positions = 0 if model.learned_positions else 2 * 2 * tokens * turned
+    activation = 2 * activated * (5 if model.gated else 2)
+    biases = 2 * 2 * activated if model.biases else 0
+    return width + positions + activation + biases
+
+
+def _core(
+    gpu: Gpu, model: Model, manner: Manner, recipe: Recipe, context: int, heads: int
+) -> tuple[float, float]:
+    """Forward and backward of the scores and what is done with them."""
+    scores = recipe.micro_batch * recipe.seq * recipe.seq // context * heads
+    if recipe.attention == "plain":  # computes those that the causal mask hides, too
+        rate = gpu.peak * gpu.reachable * gpu.sustained * _BATCHED
+        flops = 4 * scores * model.head_width
+        forward = flops / rate + stream_s(gpu, _SCORES_FORWARD * scores)
+        return forward, 2 * flops / rate + stream_s(gpu, _SCORES_BACKWARD * scores)
+    rate = gpu.peak * manner.flash * recipe.seq / (recipe.seq + _HALF_SEQ)
+    rate *= min(1.0, (model.head_width / 128) ** 0.15)
+    flops = 2 * scores * model.head_width
+    return flops / (rate * gpu.flash[0]), 2.5 * flops / (rate * gpu.flash[1])
+
+
+def head_time(gpu: Gpu, model: Model, manner: Manner, recipe: Recipe, tokens: int, tensor: int) -> HeadTime:
+    """The head on `tokens` of this rank, its vocabulary split over `tensor` ranks."""
+    vocabulary = part(model.vocab_size, tensor)
+    loss = stream_s(gpu, manner.loss_bytes * (_FUSED if recipe.compiled else 1) * tokens * vocabulary)
+    forward = product_s(gpu, tokens, vocabulary, model.width) / manner.products
+    inputs = product_s(gpu, tokens, model.width, vocabulary) / manner.products
+    weights = product_s(gpu, model.width, vocabulary, tokens) / manner.products
+    return HeadTime(forward + 0.6 * loss, inputs + 0.4 * loss, weights)
+
+
+def flops_a_token(model: Model, seq: int) -> float:
+    """Forward and backward by the usual convention: 6 N + 12 L h s, all parameters, all of the scores."""
+    active = model.parameters
+    if model.experts:
+        one = (3 if model.gated else 2) * model.width * model.mlp_width
+        active -= model.layers * (model.experts - model.active_experts) * one
+    return 6 * active + 12 * model.layers * model.heads * model.head_width * seq
+
+
+def part(whole: int, ranks: int) -> int:
+    """The largest of `ranks` parts."""
+    return -(-whole // ranks)

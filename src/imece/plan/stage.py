@@ -1,0 +1,191 @@
+"""One micro-batch on a pipeline's stages: products, what lies between them, and tensor-parallel collectives.
+
+A stage takes as long as the device needs, or as long as the CPU needs to start its kernels if that is
+longer. Without a pipeline there is one stage with everything.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from imece.plan.communication import along, collective_s, send_s
+from imece.plan.compute import LayerTime, head_time, layer_time, stream_s
+from imece.plan.hardware import Cluster
+from imece.plan.manner import Manner
+from imece.plan.model import Model
+from imece.plan.setup import Precision, Recipe, Setup
+
+_FUSED_HOST = 0.5  # of the CPU's work that is left where layers are compiled
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """The slowest stage and one micro-batch, forward and backward; seconds."""
+
+    forward: float
+    backward: float  # recomputation not in it
+    recompute: float
+    tensor: float  # tensor-parallel collectives in sight
+    tensor_hidden: float
+    waiting: float  # the device waits for the CPU
+    sends: float  # to the neighbours, in sight
+    all_stages: float  # the sum over all stages of all that: what one micro-batch takes from end to end
+    layers: int
+    with_head: bool
+
+    @property
+    def compute(self) -> float:
+        return self.forward + self.backward + self.recompute
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.tensor + self.waiting + self.sends
+
+
+def stage_time(setup: Setup, cluster: Cluster, manner: Manner) -> StageTime:
+    """Of `setup`; the same for all ways to share a batch among data-parallel ranks, so it is kept."""
+    parallel, recipe = setup.parallel, setup.recipe
+    key = (
+        parallel.tensor, parallel.sequence and parallel.tensor > 1, parallel.context, parallel.pipeline,
+        parallel.interleave, parallel.ranks > cluster.gpus_per_host, parallel.ranks // parallel.pipeline,
+    )  # fmt: skip
+    return _stage_time(setup.model, cluster, manner, recipe, key)
+
+
+@functools.lru_cache(maxsize=32768)
+def _stage_time(
+    model: Model,
+    cluster: Cluster,
+    manner: Manner,
+    recipe: Recipe,
+    key: tuple[int, bool, int, int, int, bool, int],
+) -> StageTime:
+    tensor, sequence, context, pipeline, interleave, several_hosts, stride = key
+    gpu = cluster.gpu
+    tokens = recipe.micro_batch * recipe.seq // context
+    layer = layer_time(gpu, model, manner, recipe, context, tensor, sequence)
+    head = head_time(gpu, model, manner, recipe, tokens, tensor)
+    if recipe.adapters == "none":
+        adding = stream_s(gpu, 0.0 if manner.adds_in_products else added_bytes(recipe) / tensor)
+        layer_work = layer.forward + layer.inputs + layer.weights + adding * model.layer_parameters
+        head_work = head.forward + head.inputs + head.weights + adding * model.table_parameters
+    else:
+        unpacking = (
+            stream_s(gpu, 5.0 * model.layer_parameters / tensor) if recipe.adapters == "qlora" else 0.0
+        )
+        layer_work, head_work = layer.forward + layer.inputs + unpacking, head.forward + head.inputs
+    again = _again(manner, recipe, layer)
+    talk = _tensor_talk(cluster, manner, recipe, model.width * tokens * 2, tensor, sequence, layer.columns)
+    host = _layer_host_s(manner, recipe, talk.calls)
+    if pipeline > 1 and several_hosts and tensor > 1:
+        host += manner.spread_host_s * tensor * along(cluster, tensor, 1).hosts ** 0.5
+    most, last, rest = stages(model, manner, pipeline)
+    device = layer_work + again + talk.exposed
+    waits = max(0.0, most * host - most * device)
+    waits_last = max(0.0, last * host - last * device - head_work)
+    sends = _sends_s(cluster, manner, model.width * tokens * 2, tensor, sequence, pipeline, stride)
+    middle, end = most * device + waits, last * device + head_work + waits_last
+    slowest = end >= middle
+    count = last if slowest else most
+    own = head_work if slowest else 0.0
+    return StageTime(
+        forward=count * layer.forward + (head.forward if slowest else 0.0),
+        backward=count * (layer_work - layer.forward) + own - (head.forward if slowest else 0.0),
+        recompute=count * again,
+        tensor=count * talk.exposed,
+        tensor_hidden=count * talk.hidden,
+        waiting=waits_last if slowest else waits,
+        sends=sends * interleave,
+        all_stages=rest * device + (pipeline - 1) * waits + end + (pipeline - 1) * sends,
+        layers=count,
+        with_head=slowest,
+    )
+
+
+def _again(manner: Manner, recipe: Recipe, layer: LayerTime) -> float:
+    """What is computed a second time in backward."""
+    if recipe.recompute == "selective":
+        if not manner.selective_products:
+            return layer.core
+        return layer.forward - layer.core - (1 - manner.selective_products) * layer.products
+    return layer.forward if recipe.recompute == "full" else 0.0
+
+
+def added_bytes(recipe: Recipe) -> float:
+    """Bytes that adding a micro-batch's gradient to those before moves, for each parameter."""
+    precision: Precision = recipe.precision
+    if precision.main_gradients:
+        return precision.gradients + 2 * precision.main_gradients
+    return 3 * precision.gradients if recipe.accumulation > 1 else 0.0
+
+
+def stages(model: Model, manner: Manner, pipeline: int) -> tuple[int, int, int]:
+    """Layers of the largest stage but the last, of the last, which has the head, and of all but the last."""
+    if pipeline == 1:
+        return 0, model.layers, 0
+    if not manner.stages_by_cost:
+        most = -(-model.layers // pipeline)
+        last = max(0, model.layers - most * (pipeline - 1))
+        return most, last, model.layers - last
+    head = model.table_parameters / model.layer_parameters
+    last = max(0, round((model.layers + head) / pipeline - head))
+    return -(-(model.layers - last) // (pipeline - 1)), last, model.layers - last
+
+
+@dataclass(frozen=True)
+class _Talk:
+    """Tensor-parallel collectives of one layer, forward, recomputation and backward."""
+
+    exposed: float
+    hidden: float
+    calls: int
+
+
+def _tensor_talk(
+    cluster: Cluster,
+    manner: Manner,
+    recipe: Recipe,
+    size_bytes: int,
+    tensor: int,
+    sequence: bool,
+    beside: float,
+) -> _Talk:
+    """`size_bytes`: of an activation, all tokens; `beside`: seconds of a product that hides a collective."""
+    if tensor == 1:
+        return _Talk(0.0, 0.0, 0)
+    group = along(cluster, tensor, 1)
+    forwards = 2 if recipe.recompute == "full" else 1
+    if not sequence:
+        one = collective_s(cluster, "all_reduce", size_bytes, group)
+        hidden = min(one, beside) if manner.overlap_tensor else 0.0
+        calls = 2 * forwards + 2
+        return _Talk(calls * one - 2 * hidden, 2 * hidden, calls)
+    gather = collective_s(cluster, "all_gather", size_bytes, group)
+    scatter = collective_s(cluster, "reduce_scatter", size_bytes, group)
+    again = 2 if manner.gathers_again else 0
+    hidden = 0.0
+    if manner.overlap_tensor:
+        hidden = again * min(gather, beside) + 2 * min(scatter, beside)
+    whole = (2 * forwards + 2) * (gather + scatter) + again * gather
+    return _Talk(whole - hidden, hidden, 4 * forwards + 4 + again)
+
+
+def _layer_host_s(manner: Manner, recipe: Recipe, calls: int) -> float:
+    host = manner.layer_host_s * (4 / 3 if recipe.recompute == "full" else 1)
+    return host * (_FUSED_HOST if recipe.compiled else 1) + calls * manner.collective_host_s
+
+
+def _sends_s(
+    cluster: Cluster, manner: Manner, size_bytes: int, tensor: int, sequence: bool, pipeline: int, stride: int
+) -> float:
+    """An activation to the next stage and its gradient back."""
+    if pipeline == 1:
+        return 0.0
+    between = stride >= cluster.gpus_per_host
+    if sequence or manner.scatters_pieces:
+        size_bytes //= tensor
+    once = send_s(cluster, size_bytes, between)
+    if manner.scatters_pieces and not sequence:
+        once += collective_s(cluster, "all_gather", size_bytes * tensor, along(cluster, tensor, 1))
+    return 2 * once

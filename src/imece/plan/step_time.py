@@ -1,0 +1,88 @@
+"""Time of a step: what ranks compute, what of their communication is in sight, and the pipeline's bubble.
+
+step = micro-batches x slowest stage products, what lies between them, tensor-parallel collectives + bubble
+the first micro-batch goes through the other stages + gathers and reductions as much of them as is in sight
++ optimizer + what a step costs besides
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from imece.plan.communication import send_s
+from imece.plan.compute import flops_a_token, layer_time
+from imece.plan.hardware import Cluster
+from imece.plan.manner import IMECE, Manner
+from imece.plan.setup import Setup
+from imece.plan.stage import StageTime, stage_time
+from imece.plan.synchronise import optimizer_s, synchronise
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One step, in seconds. compute + waiting + all of exposed + bubble + optimizer + data = total."""
+
+    compute: float  # forward and backward of all micro-batches on the slowest stage, recomputation in it
+    recompute: float  # of it
+    waiting: float  # the device waits for the CPU to start its kernels
+    exposed: dict[str, float]  # communication in sight: gradients, parameters, tensor, context, pipeline
+    hidden: float  # communication beside computation
+    bubble: float
+    optimizer: float
+    data: float  # and whatever else is done once a step
+    total: float
+    tokens_per_s: float  # of all ranks
+    mfu: float  # 6 N + 12 L h s for each token, over the peak of all ranks
+
+
+def step_time(setup: Setup, cluster: Cluster, manner: Manner = IMECE) -> StepTime:
+    """Of `setup` on `cluster`, as the software `manner` goes about it."""
+    parallel, recipe = setup.parallel, setup.recipe
+    stage = stage_time(setup, cluster, manner)
+    steps = recipe.accumulation
+    across_data = synchronise(setup, cluster, manner, stage)
+    context, context_hidden = _context(setup, cluster, manner, stage)
+    exposed = {
+        "gradients": across_data.gradients,
+        "parameters": across_data.parameters,
+        "tensor": steps * stage.tensor,
+        "context": steps * context,
+        "pipeline": steps * stage.sends,
+    }
+    bubble = (stage.all_stages - stage.total) / parallel.interleave if parallel.pipeline > 1 else 0.0
+    bubble = max(0.0, bubble)
+    optimizer = optimizer_s(setup, cluster, manner, stage)
+    working = steps * (stage.compute + stage.waiting)
+    total = working + sum(exposed.values()) + bubble + optimizer + manner.step_s
+    per_s = setup.tokens_a_step / total
+    return StepTime(
+        compute=steps * stage.compute,
+        recompute=steps * stage.recompute,
+        waiting=steps * stage.waiting,
+        exposed=exposed,
+        hidden=across_data.hidden + steps * (stage.tensor_hidden + context_hidden),
+        bubble=bubble,
+        optimizer=optimizer,
+        data=manner.step_s,
+        total=total,
+        tokens_per_s=per_s,
+        mfu=flops_a_token(setup.model, recipe.seq) * per_s / (cluster.gpu.peak * parallel.ranks),
+    )
+
+
+def _context(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime) -> tuple[float, float]:
+    """Ring attention: keys and values go round beside the scores; in sight and hidden, a micro-batch."""
+    parallel, recipe, model = setup.parallel, setup.recipe, setup.model
+    if parallel.context == 1:
+        return 0.0, 0.0
+    tokens = recipe.micro_batch * recipe.seq // parallel.context
+    sent = 2 * 2 * tokens * model.kv_heads * model.head_width / parallel.tensor
+    between = parallel.context * parallel.tensor > cluster.gpus_per_host
+    hop = send_s(cluster, sent, between)
+    layer = layer_time(
+        cluster.gpu, model, manner, recipe, parallel.context, parallel.tensor, parallel.sequence
+    )
+    beside = layer.core / parallel.context
+    hops = stage.layers * (parallel.context - 1)
+    exposed = hops * (max(0.0, hop - beside) + max(0.0, 2 * hop - 2.5 * beside))
+    return exposed, 3 * hops * hop - exposed

@@ -1,0 +1,181 @@
+"""What data parallelism adds to a step: gradients reduced, parameters gathered, how much of it is in sight."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from imece.plan.communication import Group, Op, along, collective_s
+from imece.plan.compute import stream_s
+from imece.plan.hardware import Cluster
+from imece.plan.manner import Manner
+from imece.plan.setup import Setup
+from imece.plan.stage import StageTime
+from imece.plan.timeline import exposed_after, exposed_before
+
+_HOST_LINK = 20e9  # bytes/s between a device and its host's memory
+_HOST_MEMORY = 100e9  # bytes/s with which a host's CPUs step what is offloaded, its share of each device
+_OFFLOADED = 28  # bytes that they read and write for each parameter
+
+
+@dataclass(frozen=True)
+class Synchronisation:
+    """Of one step; seconds."""
+
+    gradients: float  # in sight
+    parameters: float  # in sight
+    hidden: float
+
+
+def trained_parameters(setup: Setup, stage: StageTime) -> float:
+    """On one tensor rank of the stage."""
+    model, recipe = setup.model, setup.recipe
+    if recipe.adapters != "none":
+        query, both = model.heads * model.head_width, 2 * model.kv_heads * model.head_width
+        widths = (
+            4 * model.width + 2 * query + both + (3 if model.gated else 2) * (model.width + model.mlp_width)
+        )
+        return stage.layers * recipe.adapter_rank * widths / setup.parallel.tensor
+    return held_parameters(setup, stage)
+
+
+def held_parameters(setup: Setup, stage: StageTime) -> float:
+    """On one tensor rank of the stage, before data parallelism shards them."""
+    model = setup.model
+    tables = model.table_parameters + model.other_parameters if stage.with_head else 0
+    if setup.parallel.pipeline == 1 and not model.tied_head:
+        tables += model.table_parameters
+    return (stage.layers * model.layer_parameters + tables) / setup.parallel.tensor
+
+
+def synchronise(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime) -> Synchronisation:
+    """Gradients and parameters of the stage among its data-parallel ranks."""
+    parallel = setup.parallel
+    ranks = parallel.data * parallel.context
+    if ranks == 1:
+        return Synchronisation(0.0, 0.0, 0.0)
+    whole = along(cluster, ranks, parallel.tensor)
+    if parallel.strategy == "replicate":
+        return _replicated(setup, cluster, manner, stage, whole)
+    if parallel.strategy in ("zero1", "zero2"):
+        return _stepped_in_parts(setup, cluster, manner, stage, whole)
+    inside = along(cluster, parallel.shard, parallel.tensor)
+    across = along(cluster, ranks // parallel.shard, parallel.tensor * parallel.shard)
+    if parallel.strategy == "hybrid_zero2":
+        ours = _stepped_in_parts(setup, cluster, manner, stage, inside)
+    else:
+        ours = _sharded(setup, cluster, manner, stage, inside if parallel.strategy == "hybrid" else whole)
+    if parallel.strategy == "zero3" or across.ranks == 1:
+        return ours
+    share = _gradient_bytes(setup, stage) / parallel.shard
+    exposed, hidden = _bucketed(setup, cluster, manner, stage, share, across, "all_reduce")
+    return Synchronisation(ours.gradients + exposed, ours.parameters, ours.hidden + hidden)
+
+
+def _parts(setup: Setup) -> int:
+    parallel = setup.parallel
+    if parallel.strategy == "replicate":
+        return 1
+    hybrid = parallel.strategy in ("hybrid", "hybrid_zero2")
+    return parallel.shard if hybrid else parallel.data * parallel.context
+
+
+def _gradient_bytes(setup: Setup, stage: StageTime) -> float:
+    precision = setup.recipe.precision
+    each = precision.reduced or precision.main_gradients or precision.gradients
+    return trained_parameters(setup, stage) * each
+
+
+def _replicated(
+    setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime, group: Group
+) -> Synchronisation:
+    exposed, hidden = _bucketed(
+        setup, cluster, manner, stage, _gradient_bytes(setup, stage), group, "all_reduce"
+    )
+    return Synchronisation(exposed, 0.0, hidden)
+
+
+def _bucketed(
+    setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime, size_bytes: float, group: Group, op: Op
+) -> tuple[float, float]:
+    """In sight and hidden, of gradients that are sent in buckets during the last micro-batch's backward."""
+    if group.ranks == 1:
+        return 0.0, 0.0
+    if not manner.overlap_gradients:
+        return collective_s(cluster, op, size_bytes, group), 0.0
+    pieces = max(1, math.ceil(size_bytes / setup.recipe.bucket_bytes))
+    one = collective_s(cluster, op, size_bytes / pieces, group)
+    beside = stage.backward + stage.recompute
+    return _with_contention(manner, exposed_after(beside, pieces, one), pieces * one)
+
+
+def _with_contention(manner: Manner, exposed: float, whole: float) -> tuple[float, float]:
+    hidden = max(0.0, whole - exposed)
+    return exposed + manner.contention * hidden, hidden
+
+
+def _stepped_in_parts(
+    setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime, group: Group
+) -> Synchronisation:
+    """ZeRO-1 and 2: gradients are reduced to parts, parameters gathered once, after the step.
+
+    ZeRO-2 keeps no whole gradients, so it reduces those of each micro-batch.
+    """
+    if group.ranks == 1:
+        return Synchronisation(0.0, 0.0, 0.0)
+    size = _gradient_bytes(setup, stage)
+    exposed, hidden = _bucketed(setup, cluster, manner, stage, size, group, "reduce_scatter")
+    if setup.parallel.strategy != "zero1":
+        exposed, hidden = exposed * setup.recipe.accumulation, hidden * setup.recipe.accumulation
+    held = trained_parameters(setup, stage) * setup.recipe.precision.parameters
+    if not manner.overlap_gathers:
+        return Synchronisation(exposed, collective_s(cluster, "all_gather", held, group), hidden)
+    units = max(1, stage.layers)
+    one = collective_s(cluster, "all_gather", held / units, group)
+    gathers, beside = _with_contention(manner, exposed_before(stage.forward, units, one), units * one)
+    return Synchronisation(exposed, gathers, hidden + beside)
+
+
+def _sharded(
+    setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime, group: Group
+) -> Synchronisation:
+    """ZeRO-3: each layer's parameters are gathered in forward and in backward of every micro-batch."""
+    if group.ranks == 1:
+        return Synchronisation(0.0, 0.0, 0.0)
+    units = max(1, stage.layers)
+    held = held_parameters(setup, stage) * setup.recipe.precision.parameters
+    gather = collective_s(cluster, "all_gather", held / units, group)
+    scatter = collective_s(cluster, "reduce_scatter", _gradient_bytes(setup, stage) / units, group)
+    if manner.overlap_gathers:
+        gathers = exposed_before(stage.forward, units, gather)
+        gathers += exposed_before(stage.backward + stage.recompute, units, gather)
+    else:
+        gathers = 2 * units * gather
+    if manner.overlap_gradients:  # one network for both: gradients have what gathers leave
+        left = max(0.0, stage.backward + stage.recompute - units * gather)
+        gradients = exposed_after(left, units, scatter)
+    else:
+        gradients = units * scatter
+    whole = units * (2 * gather + scatter)
+    hidden = max(0.0, whole - gathers - gradients)
+    gathers += manner.contention * hidden
+    times = setup.recipe.accumulation
+    return Synchronisation(times * gradients, times * gathers, times * hidden)
+
+
+def optimizer_s(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime) -> float:
+    """Of the parameters that a rank steps: all that it holds, or its part."""
+    recipe = setup.recipe
+    stepped = trained_parameters(setup, stage) / _parts(setup)
+    moved = stepped * manner.optimizer_bytes * _MOVED[recipe.optimizer]
+    if recipe.offload:
+        return stepped * (_SENT_TO_HOST / _HOST_LINK + _OFFLOADED / _HOST_MEMORY)
+    if recipe.optimizer == "muon":  # five products of each matrix with its square, twice
+        rate = cluster.gpu.peak * cluster.gpu.reachable * cluster.gpu.sustained
+        return stream_s(cluster.gpu, moved) + stepped * setup.model.width * _MUON_FLOPS / rate
+    return stream_s(cluster.gpu, moved)
+
+
+_SENT_TO_HOST = 6  # bytes of each parameter: its gradient there, itself back
+_MUON_FLOPS = 30  # for each parameter and row of the matrix's shorter side
+_MOVED = {"adamw": 1.0, "adamw-8bit": 0.65, "sgd": 0.5, "muon": 0.8}  # bytes over those of AdamW
