@@ -57,20 +57,20 @@ PAPER = Framework(
     logit_bytes=4.0,
 )  # fmt: skip
 
-# huggingface/nanotron. models/llama.py: queries are a slice of one copy of queries, keys and values, and flash
-# attention gets another copy of keys and values; silu(gate) * up is not fused; bf16 logits are cast to fp32,
-# and the sharded cross-entropy makes its softmax beside them. optim/gradient_accumulator.py: bf16 gradients of
-# a whole backward beside fp32 ones, masters in fp32. models/base.py: stages by cost. helpers.py: what is
-# logged is rank 0's, of the first stage. Collectives run on a stream of their own: see waiting.py; 56 hidden
-# states and the slack were fitted on all 1B rows of ultrascale, and checked on 3B.
+# huggingface/nanotron. models/llama.py: queries are a slice of one copy of queries, keys and values, and
+# flash attention gets another copy of keys and values; silu(gate) * up is not fused; bf16 logits are cast to
+# fp32, and the sharded cross-entropy makes its softmax beside them. optim/gradient_accumulator.py: bf16
+# gradients of a whole backward beside fp32 ones, masters in fp32. models/base.py: stages by cost. helpers.py:
+# what is logged is rank 0's, of the first stage. Collectives run on a stream of their own: see waiting.py; 56
+# hidden states and the slack were fitted on all 1B rows of ultrascale, and checked on 3B.
 NANOTRON = Framework(
     "nanotron", Precision(2, 2, 4, 4, 4, 2), sums_as_masters=False, query_copies=0, key_copies=2,
     logit_bytes=8.0, stages="by cost", waiting=56, slack=0.02,
 )  # fmt: skip
 
-# NVIDIA/Megatron-LM (training/theoretical_memory_usage.py: 18 bytes a parameter, 6 + 12/d with the distributed
-# optimizer), with Transformer Engine's fused kernels. core/fusions/fused_cross_entropy.py keeps fp32 logits
-# and their softmax.
+# NVIDIA/Megatron-LM (training/theoretical_memory_usage.py: 18 bytes a parameter, 6 + 12/d with the
+# distributed optimizer), with Transformer Engine's fused kernels. core/fusions/fused_cross_entropy.py keeps
+# fp32 logits and their softmax.
 MEGATRON = Framework(
     "megatron", Precision(2, 0, 4, 4, 4, 2), sums_as_masters=False, query_copies=0, key_copies=0,
     gated_copies=3, logit_bytes=10.0,

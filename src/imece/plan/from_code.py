@@ -1,0 +1,132 @@
+"""The shape of a model that a person's own code makes, on torch's meta device: no memory is taken.
+
+Its widths are read off its tensors: the embedding with most rows, the largest list of modules of one class,
+and in the first of these the matrices. What was read is compared with what the model has.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from imece.errors import UserError
+from imece.plan.model import Model
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_CLOSE = 0.02  # of the parameters may be of kinds that the planner does not know
+_HEADS = ("num_heads", "n_heads", "n_head", "heads", "num_attention_heads")
+_HEAD_WIDTHS = ("head_width", "head_dim")
+
+
+def read_code(path: Path, function: str) -> Model:
+    """What `function` of the file at `path` returns, called without arguments.
+
+    UserError: there is no such file or function, it fails, or what it returns is no decoder-only transformer.
+    """
+    import torch
+    from torch import nn
+
+    made = _function(path, function)
+    try:
+        with torch.device("meta"):
+            module = made()
+    except Exception as error:  # of the person's own code, whatever it is
+        raise UserError(f"{path}:{function} failed on the meta device: {error!r}") from error
+    if not isinstance(module, nn.Module):
+        raise UserError(f"{path}:{function} returned a {type(module).__name__}, not a torch.nn.Module")
+    try:
+        found = of_module(module, f"{path.stem}:{function}")
+    except ValueError as error:
+        raise UserError(f"{path}:{function}: {error}; a config.json or a size (7B) does too") from error
+    return found
+
+
+def of_module(module: nn.Module, name: str) -> Model:
+    """ValueError, with what is missing, for a module that is no decoder-only transformer."""
+    from torch import nn
+
+    tables = [each for each in module.modules() if isinstance(each, nn.Embedding)]
+    if not tables:
+        raise ValueError("it has no nn.Embedding")
+    table = max(tables, key=lambda each: each.num_embeddings)
+    vocab_size, width = table.num_embeddings, table.embedding_dim
+    blocks = _blocks(module)
+    matrices = {key: each for key, each in blocks[0].named_parameters() if each.ndim == 2}
+    heads = _heads(blocks[0], width)
+    out = [each.shape[1] for each in matrices.values() if each.shape[0] == width]
+    rows = sum(each.shape[0] for each in matrices.values() if each.shape[1] == width)
+    if not out:
+        raise ValueError(f"its first block has no matrix of {width} rows")
+    mlp_width = max(out)
+    inner = min(out)  # of attention; the block's square matrices count as rows too, its output among them
+    rows -= width if inner == width else 0
+    gated = rows - inner >= 2 * mlp_width
+    kv_width = (rows - inner - (2 if gated else 1) * mlp_width) // 2
+    if kv_width < 1 or inner % heads or kv_width % (inner // heads):
+        raise ValueError(f"its matrices are not those of attention with {heads} heads and an MLP")
+    found = Model(
+        name, len(blocks), width, heads, kv_width // (inner // heads), inner // heads, mlp_width, gated,
+        vocab_size,
+        tied_head=not any(
+            isinstance(each, nn.Linear) and each.out_features == vocab_size
+            and each.weight is not table.weight for each in module.modules()
+        ),
+        learned_positions=sum(each.num_embeddings for each in tables if each is not table),
+        biases=any(key.endswith("bias") for key, _ in blocks[0].named_parameters()),
+        norm="layer" if any(isinstance(each, nn.LayerNorm) for each in blocks[0].modules()) else "rms",
+    )  # fmt: skip
+    has = sum(each.numel() for each in module.parameters())
+    if abs(found.parameters - has) > _CLOSE * has:
+        raise ValueError(f"it has {has:,} parameters, and a transformer of its widths {found.parameters:,}")
+    return found
+
+
+def _function(path: Path, function: str) -> Any:
+    if not path.is_file():
+        raise UserError(f"{path}: no such file: name one as file.py:function")
+    spec = importlib.util.spec_from_file_location(f"_planned_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = loaded  # dataclasses look their module up
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(loaded)
+    except Exception as error:
+        raise UserError(f"{path} cannot be imported: {error!r}") from error
+    finally:
+        sys.path.pop(0)
+        del sys.modules[spec.name]
+    found = getattr(loaded, function, None)
+    if not callable(found):
+        names = [key for key, each in vars(loaded).items() if callable(each) and not key.startswith("_")]
+        raise UserError(f"{path} has no function {function!r}; it has {', '.join(names) or 'none'}")
+    return found
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    from torch import nn
+
+    lists = [
+        list(each.children())
+        for each in module.modules()
+        if isinstance(each, nn.ModuleList | nn.Sequential)
+        and len({type(one) for one in each.children()}) == 1
+    ]
+    if not lists:
+        raise ValueError("it has no nn.ModuleList or nn.Sequential of blocks of one class")
+    return max(lists, key=lambda each: sum(one.numel() for part in each for one in part.parameters()))
+
+
+def _heads(block: nn.Module, width: int) -> int:
+    """As an attribute of it, of a part of it or of its config says; else of 64 channels each."""
+    for part in block.modules():
+        for holder in (part, getattr(part, "config", None)):
+            for name in (*_HEADS, *_HEAD_WIDTHS):
+                value = getattr(holder, name, None)
+                if isinstance(value, int) and value > 0 and width % value == 0:
+                    return value if name in _HEADS else width // value
+    return max(1, width // 64)

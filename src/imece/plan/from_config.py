@@ -1,0 +1,114 @@
+"""The shape of a model from Hugging Face's config.json; no weights are read, and nothing of it is run.
+
+Biases of queries, keys and values alone (Qwen 2) and norms of heads (Qwen 3) are too few numbers to count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from imece.errors import UserError
+from imece.plan.model import Model, Norm
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class _Family:
+    """How the models of a `model_type` differ from Llama."""
+
+    layers: str = "num_hidden_layers"
+    width: str = "hidden_size"
+    heads: str = "num_attention_heads"
+    mlp_width: str = "intermediate_size"
+    gated: bool = True
+    norm: Norm = "rms"
+    biases: bool = False
+    tied: bool = False  # where the file does not say
+    positions: str = ""  # the field with the rows of learned positions
+    experts: str = ""  # the field with their number
+
+
+_GPT_2 = _Family(
+    "n_layer", "n_embd", "n_head", "n_inner", gated=False, norm="layer", biases=True, tied=True,
+    positions="n_positions",
+)  # fmt: skip
+_FAMILIES = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "smollm3"), _Family()),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), _Family(tied=True)),
+    "gpt2": _GPT_2,
+    "gpt_neox": _Family(gated=False, norm="layer", biases=True),
+    "mixtral": _Family(experts="num_local_experts"),
+    "qwen3_moe": _Family(mlp_width="moe_intermediate_size", experts="num_experts"),
+    "olmoe": _Family(experts="num_experts"),
+}  # fmt: skip
+_HEAD_WIDTHS = {"gemma": 256, "gemma2": 256, "gemma3": 256, "gemma3_text": 256, "qwen3": 128}  # by default
+
+
+def read_config(path: Path) -> Model:
+    """From the file. UserError: it cannot be read, is of another kind of model, or misses fields."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}): name a {CONFIG} of a model") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON ({error}): get the file again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: a JSON {type(content).__name__}, not an object: get the file again")
+    return from_content(content, str(path), path.parent.name or path.stem)
+
+
+def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
+    """From what such a file holds. UserError as for `read_config`, which begins with `where`."""
+    if isinstance(content.get("text_config"), dict):  # of a model that sees too
+        content = {"tie_word_embeddings": content.get("tie_word_embeddings")} | content["text_config"]
+    kind = content.get("model_type")
+    family = _FAMILIES.get(str(kind))
+    if family is None:
+        raise UserError(
+            f"{where}: model_type is {kind!r}; there are {', '.join(_FAMILIES)}. "
+            "file.py:function does for others"
+        )
+    if content.get("shared_expert_intermediate_size") or content.get("n_shared_experts"):
+        raise UserError(f"{where}: it has experts that all tokens share, which are not planned for")
+    needed = [family.layers, family.width, family.heads, "vocab_size"]
+    needed += [each for each in (family.positions, family.experts) if each]
+    needed += ["num_experts_per_tok"] if family.experts else []
+    needed += [family.mlp_width] if family.gated else []
+    missing = [each for each in needed if content.get(each) is None]
+    if missing:
+        raise UserError(f"{where}: without {', '.join(missing)}, which a {kind} model needs: complete it")
+    numbers = {each: _whole(content, each, where) for each in needed}
+    width, heads = numbers[family.width], numbers[family.heads]
+    tied = content.get("tie_word_embeddings")
+    try:
+        return Model(
+            name,
+            numbers[family.layers],
+            width,
+            heads,
+            kv_heads=int(content.get("num_key_value_heads") or heads),
+            head_width=int(content.get("head_dim") or _HEAD_WIDTHS.get(str(kind)) or width // heads),
+            mlp_width=int(content.get(family.mlp_width) or 4 * width),
+            gated=family.gated,
+            vocab_size=numbers["vocab_size"],
+            tied_head=family.tied if tied is None else bool(tied),
+            learned_positions=numbers[family.positions] if family.positions else 0,
+            biases=family.biases,
+            norm=family.norm,
+            experts=numbers[family.experts] if family.experts else 0,
+            active_experts=numbers["num_experts_per_tok"] if family.experts else 0,
+        )
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise UserError(f"{where}: {error}: get the file again") from error
+
+
+def _whole(content: Mapping[str, Any], key: str, where: str) -> int:
+    value = content[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise UserError(f"{where}: {key} is {value!r}, not a whole number")
+    return value

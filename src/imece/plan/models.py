@@ -1,0 +1,132 @@
+"""A model to plan for, by what a person writes: a preset, a size, a config.json, or code that makes it."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from imece.errors import UserError
+from imece.models.presets import PRESETS
+from imece.models.shape import TransformerConfig
+from imece.plan.from_config import CONFIG, read_config
+from imece.plan.model import Model
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([mbt])", re.IGNORECASE)
+_UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
+_LEAST, _MOST = 1e6, 20e12  # parameters
+_NEAR = 0.06  # a size means a published model that is no further off
+_ASPECT = 100  # width over layers: of published models 60 to 130
+
+
+def from_shape(name: str, shape: TransformerConfig) -> Model:
+    """Of a model that models/transformer.py builds."""
+    return Model(
+        name, shape.layers, shape.width, shape.heads, shape.kv_heads, shape.head_width, shape.mlp_width,
+        gated=True, vocab_size=shape.vocab_size, tied_head=shape.tied_head,
+    )  # fmt: skip
+
+
+def _llama(
+    name: str, layers: int, width: int, heads: int, kv_heads: int, mlp_width: int, vocab_size: int = 32000,
+    tied: bool = False,
+) -> Model:  # fmt: skip
+    return Model(
+        name, layers, width, heads, kv_heads, width // heads, mlp_width, gated=True, vocab_size=vocab_size,
+        tied_head=tied,
+    )  # fmt: skip
+
+
+def _gpt(name: str, layers: int, width: int, heads: int, vocab_size: int = 51200) -> Model:
+    return Model(
+        name, layers, width, heads, heads, width // heads, 4 * width, gated=False, vocab_size=vocab_size,
+        learned_positions=2048, biases=True, norm="layer",
+    )  # fmt: skip
+
+
+# Published shapes that a size may mean: the Llama papers (2302.13971, 2307.09288, 2407.21783), GPT-3 and the
+# larger ones of Narayanan et al. 2021, table 1.
+_PUBLISHED = (
+    _llama("llama-3.2-1b", 16, 2048, 32, 8, 8192, 128256, tied=True),
+    _llama("llama-3.2-3b", 28, 3072, 24, 8, 8192, 128256, tied=True),
+    _llama("llama-2-7b", 32, 4096, 32, 32, 11008),
+    _llama("llama-2-13b", 40, 5120, 40, 40, 13824),
+    _llama("llama-30b", 60, 6656, 52, 52, 17920),
+    _llama("llama-65b", 80, 8192, 64, 64, 22016),
+    _gpt("gpt-3-175b", 96, 12288, 96),
+    _gpt("megatron-530b", 105, 20480, 128),
+    _gpt("megatron-1t", 128, 25600, 160),
+)
+
+MODELS: Mapping[str, Model] = MappingProxyType(
+    {name: from_shape(name, shape) for name, shape in PRESETS.items()}
+    | {each.name: each for each in _PUBLISHED}
+)
+
+
+def find_model(text: str) -> Model:
+    """A preset ("llama-8b"), a size ("7B"), a config.json or its folder, or "file.py:function".
+
+    UserError for what is none of these, with the nearest names, and for a file that cannot be used.
+    """
+    file, colon, function = text.rpartition(":")
+    if colon and file.endswith(".py"):
+        from imece.plan.from_code import read_code
+
+        return read_code(Path(file), function)
+    path = Path(text)
+    if path.suffix == ".json" or (path / CONFIG).is_file():
+        return read_config(path if path.suffix == ".json" else path / CONFIG)
+    if text.lower() in MODELS:
+        return MODELS[text.lower()]
+    size = _SIZE.fullmatch(text.strip())
+    if size:
+        return of_size(float(size[1]) * _UNITS[size[2].lower()], text.strip())
+    near = difflib.get_close_matches(text.lower(), MODELS, n=2, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(MODELS)}."
+    raise UserError(
+        f"unknown model {text!r}: {hint} A size (7B), a Hugging Face {CONFIG} and file.py:function do too"
+    )
+
+
+def of_size(parameters: float, name: str) -> Model:
+    """The published model of about so many parameters, or a shape like theirs. UserError beyond 1M to 20T."""
+    if not _LEAST <= parameters <= _MOST:
+        raise UserError(f"a model of {name} parameters: from 1M to 20T can be planned for")
+    of_its_size = [each for each in MODELS.values() if each.name.endswith(f"-{name.lower()}")]
+    nearest = min(of_its_size or MODELS.values(), key=lambda each: _apart(each, parameters))
+    return nearest if of_its_size or _apart(nearest, parameters) <= _NEAR else _like(parameters, name)
+
+
+def _apart(model: Model, parameters: float) -> float:
+    return abs(math.log(model.parameters / parameters))
+
+
+def _like(parameters: float, name: str) -> Model:
+    """Heads of 128 (64 below 1B), an MLP of 8/3 of the width, 8 heads of keys and values from 8B on.
+
+    Heads in eights (twos below 1B), so that they can be divided among ranks.
+    """
+    head, step = (128, 8) if parameters >= 1e9 else (64, 2)
+    vocabulary = 128256 if parameters >= 8e9 else 32000
+    tied = parameters < 2e9
+    best: tuple[float, Model] | None = None
+    for layers in (*range(4, 32, 2), *range(32, 256, 4)):
+        guess = math.sqrt(parameters / (12 * layers)) / head
+        for heads in range(step, int(1.4 * guess) + step + 1, step):
+            width = heads * head
+            kv_heads = 8 if parameters >= 8e9 and heads % 8 == 0 else heads
+            mlp_width = -(-8 * width // (3 * 256)) * 256
+            model = Model(
+                name, layers, width, heads, kv_heads, head, mlp_width, gated=True, vocab_size=vocabulary,
+                tied_head=tied,
+            )  # fmt: skip
+            # Of those that are as large as was asked for, the one in the usual proportions.
+            off = _apart(model, parameters) + 0.1 * abs(math.log(width / layers / _ASPECT))
+            if best is None or off < best[0]:
+                best = off, model
+    assert best is not None
+    return best[1]
