@@ -82,13 +82,15 @@ def kendall(rows: Sequence[Row]) -> float | None:
 
 
 def regret(rows: Sequence[Row]) -> float:
-    """Of a choice by the smallest prediction: by how much its measured rate is below the best measured one.
+    """Of a choice by the smallest prediction: the best measured rate over that of the chosen one, less 1.
 
-    Of steps that do the same work. 0: the best was chosen; 0.1: the best does 10 % more in the same time.
+    0: the best was chosen; 0.1: the best does 10 % more in the same time. Where predictions tie, any of them is
+    chosen: the mean.
     """
     best = min(row.measured for row in rows)
-    chosen = min(rows, key=lambda row: row.predicted)
-    return chosen.measured / best - 1
+    least = min(row.predicted for row in rows)
+    chosen = [row.measured for row in rows if row.predicted <= least * (1 + 1e-9)]
+    return statistics.fmean(chosen) / best - 1
 
 
 def cells(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -21,7 +21,7 @@ Op = Literal["all_reduce", "reduce_scatter", "all_gather", "send"]
 
 _LOOP_BYTES = 256 * 2**20  # that go round between hosts at once
 _OVERLAP = 0.85  # hops of a long ring overlap: n count as n to this power
-_TREE_HOPS = 2.5  # of a ring, that up and down one level of a tree takes
+_TREE_HOPS = 2.0  # of a ring, that up and down one level of a tree takes
 _BASE_S = 20e-6  # of a collective of any size: its kernel starts on every rank
 
 

@@ -63,8 +63,8 @@ NANOTRON = Manner(
     stages_by_cost=True,
 )
 
-# NVIDIA/Megatron-LM: softmax, bias and GELU, bias and dropout in one kernel each. By 2022 (Korthikanti et al.)
-# its backward reduced activations beside the product of the weights, which also summed gradients.
+# NVIDIA/Megatron-LM: softmax, bias and GELU, bias and dropout in one kernel each. By 2022 (Korthikanti
+# et al.) its backward reduced activations beside the product of the weights, which also summed gradients.
 MEGATRON_2021 = Manner("megatron-2021", overlap_gradients=False, scatters_pieces=True)
 MEGATRON = Manner(
     "megatron", overlap_gradients=False, overlap_tensor=True, adds_in_products=True, scatters_pieces=True

@@ -1,4 +1,4 @@
-"""What data parallelism adds to a step: gradients reduced, parameters gathered, how much of it is in sight."""
+"""What data parallelism adds to a step: gradients reduced, parameters gathered; what of it is in sight."""
 
 from __future__ import annotations
 
