@@ -5,7 +5,7 @@ goes over the ports of all the group's ranks of a host at once: a group with eig
 ports.
 
 A ring all_gather or reduce_scatter of S bytes takes (n - 1)/n x S over the slower of the two levels, and a
-latency for each hop. Between hosts a ring goes round once for each 256 MiB, and each time costs `hop_s` for
+latency for each hop. Between hosts a ring goes round once for each 384 MiB, and each time costs `hop_s` for
 each host. An all_reduce is two of them, or a tree with fewer hops, whichever is faster.
 """
 
@@ -19,7 +19,7 @@ from imece.plan.hardware import Cluster, Link
 
 Op = Literal["all_reduce", "reduce_scatter", "all_gather", "send"]
 
-_LOOP_BYTES = 256 * 2**20  # that go round between hosts at once
+_LOOP_BYTES = 384 * 2**20  # that go round between hosts at once
 _OVERLAP = 0.85  # hops of a long ring overlap: n count as n to this power
 _TREE_HOPS = 2.0  # of a ring, that up and down one level of a tree takes
 _BASE_S = 20e-6  # of a collective of any size: its kernel starts on every rank

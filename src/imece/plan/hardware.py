@@ -42,7 +42,7 @@ class Link:
     latency: float  # s a message
     efficiency: float = 0.8  # of the bandwidth that a large message reaches
     half_bytes: float = 0.0  # message size at which half of that is reached
-    hop_s: float = 0.0  # s that each host of a ring adds besides, for each 256 MiB
+    hop_s: float = 0.0  # s that each host of a ring adds besides, for each 384 MiB
     switch: float = 1.0  # how much faster an all-reduce is because the switch adds up
 
     def rate(self, message_bytes: float) -> float:

@@ -72,7 +72,7 @@ MEGATRON = Manner(
 
 # microsoft/Megatron-DeepSpeed of vTrain's runs.
 MEGATRON_DEEPSPEED = Manner(
-    "megatron-deepspeed", layer_host_s=2.6e-3, step_s=15e-3, overlap_gradients=False,
+    "megatron-deepspeed", layer_host_s=2.5e-3, collective_host_s=34e-6, step_s=6e-3, overlap_gradients=False,
     overlap_tensor=True, adds_in_products=True,
 )  # fmt: skip
 
