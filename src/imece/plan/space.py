@@ -100,8 +100,14 @@ def arrangements(question: Question) -> Iterator[Parallel]:
                 for chunks in _interleaves(question, pipeline):
                     for strategy, shard in _strategies(question, tensor, data * context):
                         yield Parallel(
-                            strategy, data, shard, tensor, True, context, pipeline, chunks, "1f1b"
-                        )  # fmt: skip
+                            strategy=strategy,
+                            data=data,
+                            shard=shard,
+                            tensor=tensor,
+                            context=context,
+                            pipeline=pipeline,
+                            interleave=chunks,
+                        )
 
 
 def recipes(question: Question, parallel: Parallel) -> Iterator[list[Recipe]]:

@@ -168,10 +168,16 @@ def meanings(setup: Setup, cluster: Cluster) -> Iterator[tuple[str, str]]:
         yield "optimizer in host memory", "its state and the masters lie in the host's memory, not the GPU's"
 
 
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number:,} times"
+
+
 def _strategy(parallel: Parallel, cluster: Cluster) -> str:
     ranks, part = parallel.data * parallel.context, f"1/{parallel.shard}"
     who = (
-        f"all {ranks} GPUs" if ranks == cluster.gpus else f"the {ranks} GPUs with the same part of the model"
+        f"all {ranks:,} GPUs"
+        if ranks == cluster.gpus
+        else f"the {ranks:,} GPUs with the same part of the model"
     )
     other = f"{who} work on other sequences" if parallel.data > 1 else f"{who} work together"
     kept = {

@@ -1,0 +1,170 @@
+"""What the ranks of this machine reach, measured by all of them at the same time, as in a training step.
+
+Products of large matrices, attention, bytes moved, the start of a small kernel, memory, and the links.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+
+import imece
+from imece.collectives.links import LARGE_BYTES, measure
+from imece.launch.spawn import spawn
+from imece.observe.environment import cpu_model, usable_cores
+from imece.train.precision import choose_precision
+
+_ROUNDS = 5
+_LIMIT_S = 120.0
+_SIDE = {"cpu": 1536, "cuda": 8192}  # of square matrices
+_MOVED = {"cpu": 64 * 2**20, "cuda": 1 << 30}  # bytes: more than caches hold
+ATTENTION = {
+    "cpu": (2, 4, 512, 64),
+    "cuda": (8, 16, 4096, 128),
+}  # sequences, heads, tokens, channels of a head
+
+
+def measure_here(ranks: int) -> dict[str, Any]:
+    """Figures of one rank while all `ranks` work: the slowest one's; links are the same on all.
+
+    Rates in operations and bytes a second, times in seconds. Raises what spawn does.
+    """
+    found: list[dict[str, Any]] = spawn(_measure_rank, (), ranks, timeout_s=_LIMIT_S)
+    slowest = {
+        name: min(each[name] for each in found)
+        for name in ("product", "product_fp32", "moved_per_s", "memory_bytes")
+    }
+    longest = {
+        name: max(each[name] for each in found)
+        for name in ("attention_forward_s", "attention_backward_s", "launch_s", "overhead_bytes")
+    }
+    return found[0] | slowest | longest
+
+
+def _measure_rank() -> dict[str, Any]:
+    mesh = imece.init()
+    device = mesh.device
+    dtype = choose_precision("auto", device).dtype
+    together = _Together(mesh)
+    resident = psutil.Process().memory_info().rss
+    side = _SIDE[device.type]
+    figures = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
+        "kind": device.type,
+        "backend": mesh.backend,
+        "ranks": mesh.world_size,
+        "cores": usable_cores(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "side": side,
+        "attention": ATTENTION[device.type],
+        "product": 2.0 * side**3 / together.median_s(_product(side, dtype, device)),
+        "product_fp32": 2.0 * side**3 / together.median_s(_product(side, torch.float32, device)),
+        "moved_per_s": _moved(together, device),
+        "launch_s": _launch(together, device),
+        "overhead_bytes": resident if device.type == "cpu" else _outside(device),
+        "memory_bytes": _memory(mesh.world_size, device),
+        "multiprocessors": (
+            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        ),
+    }
+    forward_s, both_s = _attention(together, dtype, device)
+    figures |= {
+        "attention_forward_s": forward_s,
+        "attention_backward_s": max(both_s - forward_s, forward_s / 2),
+    }
+    if mesh.world_size > 1:
+        links = measure(mesh.world_group, mesh.hosts, device)
+        native = links.native["all_reduce"]
+        figures |= {"all_reduce_fixed_s": native.fixed_s, "all_reduce_s_per_byte": native.s_per_byte}
+        figures["all_reduce_bytes"] = LARGE_BYTES
+    return figures
+
+
+class _Together:
+    """Times something on all ranks at once."""
+
+    def __init__(self, mesh: imece.Mesh) -> None:
+        self._mesh = mesh
+
+    def median_s(self, run: Callable[[], object]) -> float:
+        """The median of a few rounds, each begun together; the first one only makes ready."""
+        took = []
+        for _ in range(1 + _ROUNDS):
+            imece.barrier(group=self._mesh.world_group)
+            began = time.perf_counter()
+            run()
+            if self._mesh.device.type == "cuda":
+                torch.cuda.synchronize(self._mesh.device)
+            took.append(time.perf_counter() - began)
+        return statistics.median(took[1:])
+
+
+def _product(side: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    return lambda: left @ right
+
+
+def _moved(together: _Together, device: torch.device) -> float:
+    """Bytes read and written a second."""
+    size = _MOVED[device.type]
+    source = torch.zeros(size // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / together.median_s(lambda: target.copy_(source))
+
+
+def _launch(together: _Together, device: torch.device, times: int = 200) -> float:
+    """Of one small operation."""
+    small = torch.zeros(1, device=device)
+
+    def run() -> None:
+        for _ in range(times):
+            small.add_(1)
+
+    return together.median_s(run) / times
+
+
+def _attention(together: _Together, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """Seconds of causal attention forward, and of forward and backward."""
+    shape = ATTENTION[device.type]
+    query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    direction = torch.randn(shape, device=device, dtype=dtype)
+
+    def forward() -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def both() -> None:
+        forward().backward(direction)
+
+    with torch.no_grad():
+        forward_s = together.median_s(forward)
+    return forward_s, together.median_s(both)
+
+
+def _memory(ranks: int, device: torch.device) -> int:
+    """Bytes a rank can have."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return int(_limit_bytes() // ranks)
+
+
+def _limit_bytes() -> int:
+    """Of this machine, or of the container if it may have less."""
+    total = psutil.virtual_memory().total
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            text = file.read().strip()
+    except OSError:
+        return total
+    return min(total, int(text)) if text.isdigit() else total
+
+
+def _outside(device: torch.device) -> int:
+    """Bytes of a GPU that the context and libraries took, with what other programs have there."""
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free - torch.cuda.memory_reserved(device))

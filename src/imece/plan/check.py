@@ -1,0 +1,136 @@
+"""What was predicted of a run beside what came: the file with both, and lines that say where it was off.
+
+PLAN_FILE in the run folder has {"predicted": {...}, "measured": {...}}; the second comes when the run ends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from imece.errors import UserError
+from imece.plan.words import seconds
+
+PLAN_FILE = "plan.json"
+VERSION = 1
+_STATE = ("parameters", "gradients", "optimizer", "communication")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure, predicted and measured."""
+
+    what: str
+    unit: Literal["bytes", "s"]
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def off(self) -> float | None:
+        """How much too high the prediction was, as a part of what was measured; None where one is missing."""
+        if self.predicted is None or not self.measured:
+            return None
+        return self.predicted / self.measured - 1
+
+
+def read_plan(run: Path) -> dict[str, Any]:
+    """What is in a run folder. UserError if there is no such file, or it is not what imece train writes."""
+    path = run / PLAN_FILE
+    try:
+        content = json.loads(path.read_bytes())
+        if content["version"] != VERSION:
+            raise UserError(f"{path} has format {content['version']}; this imece reads format {VERSION}")
+        if not isinstance(content["predicted"], dict):
+            raise ValueError("predicted is no table")
+    except OSError as error:
+        raise UserError(
+            f"{run}: no {PLAN_FILE} ({error.strerror}): imece train writes it into its run folder; check the "
+            "path"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not what imece train writes: {error!r}") from error
+    return dict(content)
+
+
+def rows(content: Mapping[str, Any]) -> list[Row]:
+    """All that was predicted or measured."""
+    predicted, measured = content["predicted"], content.get("measured") or {}
+    state, counted = predicted.get("memory_bytes", {}), measured.get("memory_bytes", {})
+    merged = {
+        "parameters": state.get("parameters"),
+        "gradients": state.get("gradients"),
+        "optimizer": _sum(state, "optimizer", "masters"),
+        "communication": _sum(state, "gathered", "communication"),
+    }
+    found = [Row(name, "bytes", merged[name], counted.get(name)) for name in _STATE]
+    found.append(Row("state", "bytes", _total(merged), _total(counted)))
+    found.append(Row("whole rank", "bytes", predicted.get("needed_bytes"), measured.get("rank_bytes")))
+    found.append(Row("step", "s", predicted.get("step_s"), measured.get("step_s")))
+    return [row for row in found if row.predicted or row.measured]
+
+
+def check_lines(content: Mapping[str, Any]) -> Iterator[str]:
+    """A table, and what it says in a sentence."""
+    found = rows(content)
+    yield f"{'':<14} {'predicted':>12} {'measured':>12} {'off':>8}"
+    for row in found:
+        off = "" if row.off is None else f"{100 * row.off:+.1f} %"
+        both = f"{_figure(row, row.predicted):>12} {_figure(row, row.measured):>12}"
+        yield f"{row.what:<14} {both} {off:>8}".rstrip()
+    yield ""
+    if not content.get("measured"):
+        yield "nothing is measured yet: the run has not ended"
+        return
+    known = [row for row in found if row.off is not None]
+    worst = max(known, key=lambda row: abs(row.off or 0.0), default=None)
+    if worst is not None:
+        assert worst.off is not None
+        how = "too high" if worst.off > 0 else "too low"
+        yield f"furthest off: {worst.what}, predicted {abs(100 * worst.off):.1f} % {how}"
+    if predicted_nothing := [row.what for row in found if row.predicted is None]:
+        yield f"not predicted: {', '.join(predicted_nothing)} ({content['predicted'].get('why', 'unknown')})"
+
+
+def check_json(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for a program."""
+    return {
+        "predicted": content["predicted"],
+        "measured": content.get("measured"),
+        "rows": [
+            {
+                "what": row.what,
+                "unit": row.unit,
+                "predicted": row.predicted,
+                "measured": row.measured,
+                "off": row.off,
+            }
+            for row in rows(content)
+        ],
+    }
+
+
+def median(values: Sequence[float]) -> float | None:
+    """None of nothing."""
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    if not ordered:
+        return None
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def _sum(table: Mapping[str, Any], *names: str) -> float | None:
+    known = [float(table[name]) for name in names if table.get(name) is not None]
+    return sum(known) if known else None
+
+
+def _total(table: Mapping[str, Any]) -> float | None:
+    return _sum(table, *_STATE)
+
+
+def _figure(row: Row, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return seconds(value) if row.unit == "s" else f"{value / 1e6:,.1f} MB"

@@ -1,0 +1,284 @@
+"""Why this plan: for each that lost the figure that decided, and what would change the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from imece.plan.hardware import Cluster
+from imece.plan.search import SAME, Answer, Candidate, complexity, judge, search
+from imece.plan.setup import Parallel, Setup
+from imece.plan.space import STRATEGIES, Question
+from imece.plan.step_time import StepTime
+from imece.plan.words import CAUSES, gb, seconds, share, strategy_name, title
+
+_WORTH = 0.02  # of the step's time: what saves less is no gain
+_NEAR_PART = 0.25  # of the memory missed: two categories as large as that are both named
+_STATE = ("parameters", "gradients", "optimizer", "masters")
+
+
+@dataclass(frozen=True)
+class Other:
+    """A plan that lost."""
+
+    name: str
+    sentence: str
+    candidate: Candidate
+
+
+def others(answer: Answer) -> list[Other]:
+    """What people would ask about: each strategy by itself, and the best of each other kind."""
+    winner = answer.winner
+    assert winner is not None
+    shown: list[Candidate] = []
+    for wanted in _families():
+        found = [each for each in answer.best_of.values() if wanted(each.setup.parallel)]
+        fitting = [each for each in found if each.time is not None]
+        best = min(fitting, key=lambda each: each.seconds) if fitting else min(
+            found, key=lambda each: each.needed, default=None
+        )  # fmt: skip
+        if best is not None and best.setup.parallel != winner.setup.parallel and best not in shown:
+            shown.append(best)
+    shown.sort(key=lambda each: (each.time is None, each.seconds if each.time else each.needed))
+    return [
+        Other(strategy_name(each.setup.parallel), verdict(each, winner, answer.question), each)
+        for each in shown
+    ]
+
+
+def verdict(other: Candidate, winner: Candidate, question: Question) -> str:
+    """One sentence, with the figure that decided."""
+    if other.time is None:
+        return why_not(other, question)
+    assert winner.time is not None
+    ratio = other.seconds / winner.seconds - 1
+    fits = f"fits in {gb(other.needed)} GB"
+    if abs(ratio) <= SAME:
+        more = other.needed - winner.needed
+        size = (
+            f", {gb(abs(more))} GB {'more' if more > 0 else 'less'}"
+            if abs(more) > 0.02 * winner.needed
+            else ""
+        )
+        simple = ", but less simple" if complexity(other.setup) > complexity(winner.setup) else ""
+        return f"{fits}{size}, as fast within {100 * SAME:.0f} %{simple}"
+    how = f"{_percent(ratio)} slower" if ratio < 1 else f"takes {1 + ratio:.1f} times as long"
+    return f"{fits}, {how}: {_where(other, winner, question.cluster)}"
+
+
+def why_not(candidate: Candidate, question: Question) -> str:
+    """One sentence: what it needs, and which part of it is too much."""
+    room = question.room_bytes
+    sizes = sorted(candidate.memory.by_category().items(), key=lambda item: -item[1])
+    state = sum(size for name, size in sizes if name in _STATE)
+    needs = f"does not fit: needs {gb(candidate.needed)} of {gb(room)} GB"
+    if state + question.cluster.gpu.overhead_bytes > room:
+        largest = [name for name, size in sizes if name in _STATE and size >= _NEAR_PART * (state - room)]
+        parallel = candidate.setup.parallel
+        kept = "whole on each GPU" if parallel.strategy == "replicate" else "on each GPU"
+        return f"{needs}; {_and(largest)} {kept} take {gb(state)}"
+    largest = [f"{name} {gb(size)}" for name, size in sizes[:2]]
+    return f"{needs}; the largest are {_and(largest)}"
+
+
+def gains(answer: Answer) -> list[str]:
+    """What would change the answer, each with what it brings; nothing that brings less than 2 % of a step."""
+    assert answer.winner is not None
+    found = [
+        *_recompute(answer),
+        *_micro_batch(answer),
+        *_optimizer(answer),
+        *_batch(answer),
+        *_network(answer),
+    ]
+    return found or ["nothing that was tried makes a step 2 % faster"]
+
+
+def parts(time: StepTime) -> dict[str, float]:
+    """Seconds of a step by what they are spent on; they add up to the whole."""
+    named = {
+        "compute": time.compute - time.recompute,
+        "recomputation": time.recompute,
+        "waiting": time.waiting,
+        **{f"exposed: {cause}": spent for cause, spent in time.exposed.items()},
+        "bubble": time.bubble,
+        "optimizer": time.optimizer,
+        "data": time.data,
+    }
+    return {name: spent for name, spent in named.items() if spent > 0}
+
+
+def _families() -> list[Callable[[Parallel], bool]]:
+    """One test of an arrangement for each line that a person may ask for."""
+
+    def plain(strategy: str) -> Callable[[Parallel], bool]:
+        return lambda p: p.strategy == strategy and p.tensor == p.pipeline == p.context == 1
+
+    return [
+        *(plain(strategy) for strategy in STRATEGIES),
+        lambda p: p.tensor > 1 and p.pipeline == p.context == 1,
+        lambda p: p.pipeline > 1 and p.tensor == p.context == 1,
+        lambda p: p.pipeline > 1 and p.tensor > 1 and p.context == 1,
+        lambda p: p.context > 1,
+    ]
+
+
+def _where(other: Candidate, winner: Candidate, cluster: Cluster) -> str:
+    """The part of the step that grew most, in words."""
+    assert other.time is not None and winner.time is not None
+    own, best = other.time, winner.time
+    more = {
+        "compute": own.compute - own.recompute - best.compute + best.recompute,
+        "recompute": own.recompute - best.recompute,
+        "waiting": own.waiting - best.waiting,
+        "bubble": own.bubble - best.bubble,
+        "optimizer": own.optimizer - best.optimizer,
+        **{cause: own.exposed.get(cause, 0.0) - best.exposed.get(cause, 0.0) for cause in own.exposed},
+    }
+    worst = max(more, key=lambda name: more[name])
+    parallel, recipe = other.setup.parallel, other.setup.recipe
+    if worst == "compute":
+        if recipe.micro_batch < winner.setup.recipe.micro_batch:
+            why = f"with {recipe.micro_batch} at once instead of {winner.setup.recipe.micro_batch}"
+        else:
+            why = "on smaller parts of each matrix" if parallel.tensor > 1 else "on these shapes"
+        return f"{seconds(more[worst])} more computing, products are less efficient {why}"
+    if worst == "recompute":
+        return f"it fits only with {recipe.recompute} recomputation, {seconds(own.recompute)} more work"
+    if worst == "bubble":
+        return (
+            f"{seconds(own.bubble)} a step in which stages wait for the pipeline to fill and empty "
+            f"({recipe.accumulation} micro-batches over {parallel.pipeline} stages)"
+        )
+    if worst == "waiting":
+        return f"{seconds(own.waiting)} in which the GPU waits for the CPU, its kernels are so small"
+    if worst == "optimizer":
+        return f"each GPU updates {_owned(other.setup)} of the parameters, {seconds(own.optimizer)}"
+    return (
+        f"{seconds(own.exposed[worst])} exposed {CAUSES.get(worst, worst)} {_over(worst, parallel, cluster)}"
+    )
+
+
+def _over(cause: str, parallel: Parallel, cluster: Cluster) -> str:
+    """The link that counts: between hosts, if the ranks that talk are on several."""
+    inside = cluster.gpus_per_host
+    reach = {
+        "tensor": parallel.tensor,
+        "context": parallel.tensor * parallel.context,
+        "pipeline": cluster.gpus,
+    }.get(cause, parallel.tensor * parallel.context * parallel.data)
+    if cluster.hosts > 1 and reach > inside:
+        return f"over {cluster.hosts} hosts, {gb(cluster.between.bandwidth)} GB/s a GPU"
+    return f"in the host, {gb(cluster.inside.bandwidth)} GB/s"
+
+
+def _owned(setup: Setup) -> str:
+    shard = setup.parallel.shard
+    return "all" if shard == 1 else f"1/{shard}"
+
+
+def _recompute(answer: Answer) -> Iterator[str]:
+    winner, cluster = answer.winner, answer.question.cluster
+    assert winner is not None
+    if winner.setup.recipe.recompute == "none":
+        return
+    without = judge(replace(winner.setup, recipe=replace(winner.setup.recipe, recompute="none")), cluster)
+    missing = without.needed - answer.question.room_bytes
+    if missing > 0 and without.seconds < winner.seconds:
+        yield (
+            f"without recomputation it would be {_percent(1 - without.seconds / winner.seconds)} faster, but "
+            "needs "
+            f"{gb(missing)} GB more than there is"
+        )
+
+
+def _micro_batch(answer: Answer) -> Iterator[str]:
+    """The next larger micro-batch: why it is not taken."""
+    winner, question = answer.winner, answer.question
+    assert winner is not None
+    recipe = winner.setup.recipe
+    factor = next((n for n in range(2, recipe.accumulation + 1) if recipe.accumulation % n == 0), None)
+    if factor is None:
+        return
+    micro = recipe.micro_batch * factor
+    larger = replace(recipe, micro_batch=micro, accumulation=recipe.accumulation // factor)
+    found = judge(replace(winner.setup, recipe=larger), question.cluster)
+    missing = found.needed - question.room_bytes
+    if missing <= 0:
+        return
+    gain = 1 - found.seconds / winner.seconds
+    if gain >= _WORTH:
+        yield (
+            f"micro-batch {micro} would be {_percent(gain)} faster, but needs {gb(missing)} GB more than "
+            "there "
+            "is"
+        )
+    if recipe.recompute != "full":
+        smaller = judge(replace(winner.setup, recipe=replace(larger, recompute="full")), question.cluster)
+        if smaller.needed <= question.room_bytes:
+            slower = smaller.seconds / winner.seconds - 1
+            yield (
+                f"micro-batch {micro} would fit with full recomputation, and is "
+                f"{_percent(abs(slower))} {'slower' if slower > 0 else 'faster'}"
+            )
+
+
+def _optimizer(answer: Answer) -> Iterator[str]:
+    question, winner = answer.question, answer.winner
+    assert winner is not None
+    if question.optimizer != "adamw" or question.adapters != "none":
+        return
+    found = search(eight_bit(question)).winner
+    if found is not None and (gain := 1 - found.seconds / winner.seconds) >= _WORTH:
+        yield (
+            f"--optimizer adamw-8bit: {_percent(gain)} faster, for {title(found.setup)} fits in "
+            f"{gb(found.needed)} GB"
+        )
+
+
+def _batch(answer: Answer) -> Iterator[str]:
+    question, winner = answer.question, answer.winner
+    assert winner is not None and winner.time is not None
+    found = search(replace(question, global_batch=2 * question.global_batch)).winner
+    if found is None or found.time is None:
+        return
+    gain = found.time.tokens_per_s / winner.time.tokens_per_s - 1
+    if gain >= _WORTH:
+        yield f"a global batch of {2 * question.global_batch:,}: {_percent(gain)} more tokens a second"
+
+
+def _network(answer: Answer) -> Iterator[str]:
+    question, winner = answer.question, answer.winner
+    assert winner is not None
+    cluster = question.cluster
+    exposed = sum(winner.time.exposed.values()) if winner.time is not None else 0.0
+    if exposed < _WORTH * winner.seconds:
+        return
+    several = cluster.hosts > 1
+    link = cluster.between if several else cluster.inside
+    faster = replace(link, bandwidth=2 * link.bandwidth)
+    found = search(
+        replace(
+            question,
+            cluster=replace(cluster, between=faster) if several else replace(cluster, inside=faster),
+        )
+    ).winner
+    if found is not None and (gain := 1 - found.seconds / winner.seconds) >= _WORTH:
+        where = "between hosts" if several else "between the GPUs of a host"
+        yield (
+            f"links of {gb(2 * link.bandwidth)} instead of {gb(link.bandwidth)} GB/s {where}: "
+            f"{_percent(gain)} faster"
+        )
+
+
+def eight_bit(question: Question) -> Question:
+    """The same with an 8-bit optimizer."""
+    return replace(question, optimizer="adamw-8bit", precision=replace(question.precision, moments=1))
+
+
+def _percent(ratio: float) -> str:
+    return share(ratio, 1.0)
+
+
+def _and(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else "it"

@@ -1,0 +1,119 @@
+"""The machine one is on, as the planner sees it: what was measured becomes a file to plan with.
+
+The file is what `--hardware` reads. Its first line says when and on what it was measured.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from imece.errors import UserError
+from imece.plan.compute import product_s, stream_s
+from imece.plan.hardware import Cluster, Gpu, Link, find_cluster, find_gpu
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
+_WIDE = 128  # channels of a head for which Gpu.flash is told
+
+
+def profile_file() -> Path:
+    """Where this machine's figures are kept; homes may be shared by several, so its name is in it."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "imece" / f"here-{_UNSAFE.sub('_', socket.gethostname())}.toml"
+
+
+def kept_cluster(ranks: int | None = None, path: Path | None = None) -> Cluster | None:
+    """What was measured here before, with so many ranks instead of those it had then; None if nothing was.
+
+    UserError if the file cannot be read.
+    """
+    path = path or profile_file()
+    return find_cluster(None, ranks, 1, None, path) if path.is_file() else None
+
+
+def measured_on(path: Path) -> str:
+    """The line about when and on what; empty if there is none."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("# ") if first.startswith("# ") else ""
+
+
+def cluster_of(figures: Mapping[str, Any]) -> Cluster:
+    """What bench/here.py measured, so that the planner's formulae give back what was measured."""
+    base = find_gpu("CPU" if figures["kind"] == "cpu" else "H100")
+    gpu = replace(
+        base, name=str(figures["device"]), reachable=1.0, sustained=1.0, peak=1.0, peak_fp32=1.0,
+        memory_bandwidth=1e18, multiprocessors=int(figures["multiprocessors"]),
+        memory_bytes=int(figures["memory_bytes"]), overhead_bytes=int(figures["overhead_bytes"]),
+        launch_s=float(figures["launch_s"]), price_per_hour=None,
+    )  # fmt: skip
+    side = int(figures["side"])
+    # At a peak of 1 the formula says how many seconds that product takes; it took this many.
+    took = 2.0 * side**3 / figures["product"]
+    gpu = replace(
+        gpu,
+        peak=product_s(gpu, side, side, side) / took,
+        peak_fp32=figures["product_fp32"],
+        memory_bandwidth=stream_s(replace(gpu, name="unit", memory_bandwidth=1.0), 1.0)
+        * figures["moved_per_s"],
+    )
+    gpu = replace(gpu, flash=_flash(gpu, figures))
+    return Cluster(gpu, int(figures["ranks"]), 1, _link(figures), Link(1.25e9, 50e-6, 0.9))
+
+
+def to_toml(cluster: Cluster, figures: Mapping[str, Any], now: datetime) -> str:
+    """The file, which find_cluster(hardware=...) reads back: equal but for the link between hosts."""
+    gpu = {name: value for name, value in asdict(cluster.gpu).items() if value is not None}
+    tables = {"gpu": gpu | {"gpus_per_host": cluster.gpus_per_host}, "inside": asdict(cluster.inside)}
+    lines = [
+        f"# measured {now:%Y-%m-%d %H:%M} on {socket.gethostname()}: {figures['ranks']} ranks "
+        f"({figures['device']}, {figures['backend']}), {figures['dtype']}",
+        "# imece plan --here --again measures anew",
+    ]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]"]
+        lines += [f"{key} = {_toml(value)}" for key, value in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+def keep(text: str, path: Path) -> None:
+    """Write the file, whole or not at all. UserError if that cannot be."""
+    half = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        half.write_text(text, encoding="utf-8")
+        half.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def _flash(gpu: Gpu, figures: Mapping[str, Any]) -> tuple[float, float]:
+    """Of the peak, as compute.py counts: the causal half of the scores, and backward 2.5 times the work."""
+    batch, heads, seq, width = figures["attention"]
+    flops = 2.0 * batch * heads * seq * seq * width
+    forward, backward = figures["attention_forward_s"], figures["attention_backward_s"]
+    narrow = min(1.0, (width / _WIDE) ** 0.4) * seq / (seq + 256)
+    return flops / (forward * gpu.peak * narrow), 2.5 * flops / (backward * gpu.peak * narrow)
+
+
+def _link(figures: Mapping[str, Any]) -> Link:
+    """From an all_reduce: each of n ranks sends 2(n - 1)/n of its bytes, in 2(n - 1) messages in turn."""
+    ranks = int(figures["ranks"])
+    if ranks == 1:
+        return find_cluster("CPU", 1, 1).inside
+    sent = 2 * (ranks - 1) / ranks
+    per_byte = max(float(figures["all_reduce_s_per_byte"]), 1e-13)
+    return Link(sent / per_byte, float(figures["all_reduce_fixed_s"]) / (2 * (ranks - 1)), efficiency=1.0)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(each) for each in value) + "]"
+    return repr(value)

@@ -1,0 +1,155 @@
+"""The same question on ever more hosts: what a step takes there, and what of the speed is left.
+
+Weak scaling: the batch grows with the GPUs, so each has as much to do as before. Strong scaling: the batch
+stays, so each has less, and what ranks say to each other weighs more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from imece.plan.search import Candidate, search
+from imece.plan.space import Question
+from imece.plan.text import as_json
+from imece.plan.words import gb, seconds, strategy_name
+
+Kind = Literal["weak", "strong"]
+MOST_GPUS = 25_600  # 16 x 8 x 200
+
+
+@dataclass(frozen=True)
+class Point:
+    """The best plan for so many GPUs; no candidate where none fits or the batch cannot be divided."""
+
+    question: Question
+    candidate: Candidate | None
+
+    @property
+    def gpus(self) -> int:
+        return self.question.cluster.gpus
+
+    @property
+    def tokens_per_s(self) -> float:
+        """0 where there is no plan."""
+        return self.candidate.time.tokens_per_s if self.candidate and self.candidate.time else 0.0
+
+    @property
+    def exposed(self) -> float:
+        """The part of a step in which GPUs wait for messages or for the pipeline."""
+        if self.candidate is None or self.candidate.time is None:
+            return 0.0
+        time = self.candidate.time
+        return (sum(time.exposed.values()) + time.bubble) / time.total
+
+
+def hosts_to_try(question: Question, most_gpus: int = MOST_GPUS) -> list[int]:
+    """From what was asked, doubled again and again, up to exactly `most_gpus` if that is a multiple."""
+    first, inside = question.cluster.hosts, question.cluster.gpus_per_host
+    found = []
+    hosts = first
+    while hosts * inside <= most_gpus:
+        found.append(hosts)
+        hosts *= 2
+    if most_gpus % (first * inside) == 0 and found and found[-1] * inside != most_gpus:
+        found.append(most_gpus // inside)
+    return found or [first]
+
+
+def curve(question: Question, kind: Kind, most_gpus: int = MOST_GPUS) -> Iterator[Point]:
+    """A point for each number of hosts, by a search of its own."""
+    for hosts in hosts_to_try(question, most_gpus):
+        times = hosts // question.cluster.hosts
+        batch = question.global_batch * (times if kind == "weak" else 1)
+        asked = replace(question, cluster=replace(question.cluster, hosts=hosts), global_batch=batch)
+        yield Point(asked, search(asked).winner)
+
+
+def efficiency(point: Point, first: Point) -> float:
+    """Tokens a second of a GPU, over what one of the first point's makes; 0 where there is no plan."""
+    if not first.tokens_per_s:
+        return 0.0
+    return point.tokens_per_s / point.gpus / (first.tokens_per_s / first.gpus)
+
+
+def scale_lines(points: Sequence[Point]) -> Iterator[str]:
+    """A table, a line a point."""
+    first = next((point for point in points if point.candidate is not None), points[0])
+    yield (
+        f"{'GPUs':>7} {'sequences':>9} {'tokens/s':>13} {'step':>8} {'MFU':>5} {'left':>6} {'waits':>6} "
+        f"{'GB':>6}  plan"
+    )
+    for point in points:
+        head = f"{point.gpus:>7,} {point.question.global_batch:>9,}"
+        if point.candidate is None or point.candidate.time is None:
+            yield f"{head}  nothing fits, or the batch cannot be divided"
+            continue
+        time, recipe = point.candidate.time, point.candidate.setup.recipe
+        again = f", {recipe.recompute} recomputation" if recipe.recompute != "none" else ""
+        yield (
+            f"{head} {time.tokens_per_s:>13,.0f} {seconds(time.total):>8} {100 * time.mfu:>3.0f} % "
+            f"{100 * efficiency(point, first):>4.0f} % {100 * point.exposed:>4.0f} % "
+            f"{gb(point.candidate.needed):>6}  "
+            f"{strategy_name(point.candidate.setup.parallel)}, {recipe.micro_batch} x "
+            f"{recipe.accumulation}{again}"
+        )
+
+
+def scale_json(points: Sequence[Point], kind: Kind) -> dict[str, Any]:
+    """The same for a program."""
+    first = next((point for point in points if point.candidate is not None), points[0])
+    return {
+        "scaling": kind,
+        "model": points[0].question.model.name,
+        "points": [
+            {
+                "gpus": point.gpus,
+                "hosts": point.question.cluster.hosts,
+                "global_batch": point.question.global_batch,
+                "efficiency": efficiency(point, first),
+                "waits": point.exposed,
+                "plan": as_json(point.candidate, point.question.cluster) if point.candidate else None,
+            }
+            for point in points
+        ],
+    }
+
+
+def draw_scale(points: Sequence[Point], kind: Kind, path: Path) -> None:
+    """A PNG: tokens/s beside what would be ideal, and what a step is spent on."""
+    from matplotlib.figure import Figure
+
+    shown = [point for point in points if point.candidate is not None]
+    first = shown[0]
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    gpus = [point.gpus for point in shown]
+    ideal = first.tokens_per_s / first.gpus
+    left.plot(gpus, [ideal * number for number in gpus], color="#999999", linestyle="--", label="ideal")
+    left.plot(gpus, [point.tokens_per_s for point in shown], color="#1f4e8c", marker="o", label="predicted")
+    left.set_xscale("log", base=2)
+    left.set_yscale("log")
+    left.set_ylabel("tokens/s")
+    left.legend(frameon=False)
+    right.plot(gpus, [100 * efficiency(point, first) for point in shown], color="#1f4e8c", marker="o",
+               label="speed of a GPU that is left")  # fmt: skip
+    right.plot(gpus, [100 * point.exposed for point in shown], color="#cc4125", marker="s",
+               label="of a step, waiting for others")  # fmt: skip
+    right.set_xscale("log", base=2)
+    right.set_ylim(0, 105)
+    right.set_ylabel("%")
+    right.legend(frameon=False)
+    for axes in (left, right):
+        axes.set_xticks(gpus, [f"{number:,}" for number in gpus], rotation=45, fontsize=8)
+        axes.minorticks_off()
+        axes.set_xlabel("GPUs")
+        axes.grid(alpha=0.3)
+    batch = f"{first.question.global_batch:,} sequences" + (" at first" if kind == "weak" else "")
+    figure.suptitle(
+        f"{kind} scaling of {first.question.model.name} on {first.question.cluster.gpu.name}, {batch} x "
+        f"{first.question.seq:,}", fontsize=11,
+    )  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,144 @@
+"""Every way that fits, ranked by the time of a step; of those that do not fit, how much they would need."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from imece.plan.frameworks import IMECE, IMECE_CPU, Framework
+from imece.plan.hardware import Cluster
+from imece.plan.memory import Memory, memory
+from imece.plan.setup import Parallel, Setup
+from imece.plan.space import Question, setups
+from imece.plan.step_time import StepTime, step_time
+
+# Two ways are as good as equally fast within so much of a step: no prediction is better than that. Then the
+# simpler one is taken, that is with fewer kinds of parallelism.
+SAME = 0.01
+BUCKETS = tuple(size * 2**20 for size in (1, 5, 10, 25, 50, 100, 200, 400))  # bytes
+USUAL_BUCKET = 25 * 2**20
+_PER_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way, what it needs and how long a step of it takes; no time for one that does not fit."""
+
+    setup: Setup
+    memory: Memory
+    needed: int  # bytes of a GPU, with what lies outside the framework's allocator
+    time: StepTime | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of a step. AssertionError if it does not fit."""
+        assert self.time is not None, f"{self.setup} does not fit"
+        return self.time.total
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the search found. `ranked[0]` is what to take."""
+
+    question: Question
+    ranked: tuple[Candidate, ...]  # that fit: the winner, then by time
+    missed: tuple[Candidate, ...]  # the least of each arrangement of which nothing fits, by bytes
+    considered: int
+    took_s: float
+
+    @property
+    def winner(self) -> Candidate | None:
+        """What to take; None if nothing fits."""
+        return self.ranked[0] if self.ranked else None
+
+    @cached_property
+    def best_of(self) -> dict[Parallel, Candidate]:
+        """The fastest, or else the least, of each arrangement, without regard to model chunks."""
+        best: dict[Parallel, Candidate] = {}
+        for candidate in (*self.ranked, *self.missed):
+            best.setdefault(replace(candidate.setup.parallel, interleave=1), candidate)
+        return best
+
+
+def search(question: Question) -> Answer:
+    """Try all. What does not fit is not timed, nor are larger micro-batches of it, which need more still."""
+    began = time.perf_counter()
+    fits: list[Candidate] = []
+    least: dict[Parallel, Candidate] = {}
+    fitting: set[Parallel] = set()
+    considered = 0
+    for line in setups(question):
+        considered += len(line)
+        for setup in line:
+            candidate = weigh(setup, question.cluster)
+            if candidate.needed > question.room_bytes:
+                before = least.get(setup.parallel)
+                if before is None or candidate.needed < before.needed:
+                    least[setup.parallel] = candidate
+                break
+            fitting.add(setup.parallel)
+            fits.append(replace(candidate, time=step_time(setup, question.cluster)))
+    fits.sort(key=lambda each: each.seconds)
+    missed = [each for parallel, each in least.items() if parallel not in fitting]
+    return Answer(
+        question, tuple(_winner_first(fits)), tuple(sorted(missed, key=lambda each: each.needed)), considered,
+        time.perf_counter() - began,
+    )  # fmt: skip
+
+
+def weigh(setup: Setup, cluster: Cluster) -> Candidate:
+    """The memory of one way alone."""
+    found = memory(setup, framework=framework_on(cluster))
+    return Candidate(setup, found, found.total + cluster.gpu.overhead_bytes)
+
+
+def framework_on(cluster: Cluster) -> Framework:
+    """What we keep in memory there: on CPUs of one host ranks have parameters in common memory."""
+    return IMECE_CPU if cluster.gpu.multiprocessors == 1 and cluster.hosts == 1 else IMECE
+
+
+def judge(setup: Setup, cluster: Cluster) -> Candidate:
+    """Memory and time of one way, whether it fits or not."""
+    return replace(weigh(setup, cluster), time=step_time(setup, cluster))
+
+
+def best_bucket(winner: Candidate, cluster: Cluster) -> tuple[int, dict[int, float]]:
+    """(bytes, step time in s by bytes): within 0.1 % of the fastest, the one nearest to the usual."""
+    setup, times = winner.setup, {}
+    for size in BUCKETS:
+        recipe = replace(setup.recipe, bucket_bytes=size)
+        times[size] = step_time(replace(setup, recipe=recipe), cluster).total
+    good = [size for size, took in times.items() if took <= 1.001 * min(times.values())]
+    return min(good, key=lambda size: abs(math.log(size / USUAL_BUCKET))), times
+
+
+def pareto(candidates: tuple[Candidate, ...]) -> list[Candidate]:
+    """Those than which none is both faster and smaller, from the smallest."""
+    front: list[Candidate] = []
+    for each in sorted(candidates, key=lambda one: (one.needed, one.seconds)):
+        if not front or each.seconds < front[-1].seconds:
+            front.append(each)
+    return front
+
+
+def hours_for(tokens: float, candidate: Candidate) -> float:
+    """To train on so many tokens, in hours."""
+    assert candidate.time is not None
+    return tokens / candidate.time.tokens_per_s / _PER_HOUR
+
+
+def complexity(setup: Setup) -> tuple[int, int]:
+    """Larger: more to understand, and more that can go wrong."""
+    parallel = setup.parallel
+    kinds = sum(size > 1 for size in (parallel.tensor, parallel.pipeline, parallel.context))
+    return kinds, parallel.interleave
+
+
+def _winner_first(fits: list[Candidate]) -> list[Candidate]:
+    if not fits:
+        return fits
+    near = [each for each in fits if each.seconds <= (1 + SAME) * fits[0].seconds]
+    winner = min(near, key=lambda each: (*complexity(each.setup), each.seconds))
+    return [winner, *(each for each in fits if each is not winner)]

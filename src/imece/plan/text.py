@@ -1,0 +1,277 @@
+"""An answer as a person reads it in a terminal, and as a program reads it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from imece.observe.units import si
+from imece.plan.explain import Other, parts
+from imece.plan.hardware import Cluster
+from imece.plan.search import Candidate, hours_for
+from imece.plan.shortfall import Way, state_arithmetic
+from imece.plan.space import Question
+from imece.plan.words import KINDS, gb, meanings, seconds, share, title
+
+_LABEL = 9  # columns
+_BAR = 44
+_FULL, _FREE = "█", "░"
+
+
+@dataclass(frozen=True)
+class Explained:
+    """The winner, and all that is said of it."""
+
+    question: Question
+    winner: Candidate
+    others: Sequence[Other]
+    gains: Sequence[str]
+    bucket_bytes: int
+    tokens: float  # that time and price are told for
+    considered: int
+    notes: Sequence[str] = ()
+
+
+def subject(question: Question) -> str:
+    """What is planned, in a line."""
+    cluster, model = question.cluster, question.model
+    where = f"{cluster.gpus_per_host} x {cluster.gpu.name}"
+    where += (
+        f" in each of {cluster.hosts} hosts"
+        if cluster.hosts > 1
+        else " in 1 host"
+        if cluster.gpus > 1
+        else ""
+    )
+    return (
+        f"{model.name}, {si(model.parameters)} parameters, on {where}; {question.global_batch:,} sequences x "
+        f"{question.seq:,} = {question.global_batch * question.seq:,} tokens a step"
+    )
+
+
+def lines(explained: Explained, width: int) -> Iterator[str]:
+    """The whole answer."""
+    question, winner = explained.question, explained.winner
+    cluster = question.cluster
+    yield from _wrapped("", subject(question), width)
+    yield ""
+    yield from _wrapped("plan", title(winner.setup), width)
+    for word, meaning in meanings(winner.setup, cluster):
+        yield from _wrapped("", f"{word}: {meaning}", width, hang=2)
+    if (message := messages(explained)) is not None:
+        yield from _wrapped("", message, width, hang=2)
+    yield ""
+    kept = f"; {_percent(question.reserve)} are to stay free" if question.reserve else ""
+    yield f"{'fits':<{_LABEL}}{gb(winner.needed)} of {gb(cluster.gpu.memory_bytes)} GB a GPU{kept}"
+    yield from bars(memory_parts(winner, cluster), cluster.gpu.memory_bytes, gb, KINDS, free=True)
+    yield ""
+    yield from _wrapped("speed", speed(winner, explained.tokens, cluster), width)
+    assert winner.time is not None
+    waits = sum(winner.time.exposed.values()) > 0
+    yield f"{'step':<{_LABEL}}{seconds(winner.seconds)}{'; exposed: GPUs wait for messages' if waits else ''}"
+    yield from bars(_without_trifles(parts(winner.time)), winner.seconds, seconds)
+    yield ""
+    if explained.others:
+        longest = max(len(other.name) for other in explained.others)
+        for label, other in zip(["others", *[""] * len(explained.others)], explained.others, strict=False):
+            yield from _wrapped(label, f"{other.name:<{longest}}  {other.sentence}", width, hang=longest + 2)
+    for label, gain in zip(["to gain", *[""] * len(explained.gains)], explained.gains, strict=False):
+        yield from _wrapped(label, gain, width, hang=2)
+    for note in explained.notes:
+        yield from _wrapped("note", note, width, hang=2)
+
+
+def messages(explained: Explained) -> str | None:
+    """How large the messages between data-parallel ranks are best; None if there are none."""
+    parallel = explained.winner.setup.parallel
+    if parallel.data * parallel.context == 1:
+        return None
+    if parallel.strategy in ("zero3", "hybrid"):
+        return "messages: a layer's parameters come as one, and so do its gradients go"
+    size = explained.bucket_bytes / 2**20
+    return f"buckets of {size:g} MiB: gradients are summed in messages of that size while backward goes on"
+
+
+def speed(winner: Candidate, tokens: float, cluster: Cluster) -> str:
+    """Tokens a second, MFU, time and price."""
+    assert winner.time is not None
+    hours = hours_for(tokens, winner)
+    price = ""
+    if cluster.gpu.price_per_hour is not None:
+        price = f", about ${_round(hours * cluster.gpus * cluster.gpu.price_per_hour)}"
+        price += f" at ${cluster.gpu.price_per_hour:.2f} a GPU-hour"
+    each = f", {winner.time.tokens_per_s / cluster.gpus:,.0f} a GPU" if cluster.gpus > 1 else ""
+    return (
+        f"{winner.time.tokens_per_s:,.0f} tokens/s{each}, {_percent(winner.time.mfu)} MFU; "
+        f"{si(tokens).replace('.0', '')} tokens in {_time(hours)}, {_round(hours * cluster.gpus)} "
+        f"GPU-hours{price}"
+    )
+
+
+def memory_parts(candidate: Candidate, cluster: Cluster) -> dict[str, float]:
+    """Bytes of a GPU by category, with what lies outside of the framework."""
+    found = {name: float(size) for name, size in candidate.memory.by_category().items() if size}
+    found["overhead"] = found.get("overhead", 0.0) + cluster.gpu.overhead_bytes
+    return found
+
+
+def bars(
+    amounts: Mapping[str, float],
+    whole: float,
+    words: Callable[[float], str],
+    glosses: Mapping[str, str] | None = None,
+    free: bool = False,
+) -> Iterator[str]:
+    """One line an amount, each bar beginning where the one before ended. words: amount -> text.
+
+    glosses: what each name means. free: a last line for what is left of the whole.
+    """
+    rows = [(name, amount, _FULL) for name, amount in amounts.items()]
+    if free:
+        rows.append(("free", whole - sum(amounts.values()), _FREE))
+    longest = max(len(name) for name, _, _ in rows)
+    wide = max(len(words(amount)) for _, amount, _ in rows)
+    done = 0.0
+    for name, amount, block in rows:
+        left = min(round(_BAR * done / whole), _BAR - 1)
+        right = min(max(round(_BAR * (done + amount) / whole), left + 1), _BAR)
+        bar = " " * left + block * (right - left)
+        gloss = (glosses or {}).get(name, "")
+        line = (
+            f"{name:<{longest}}  {bar:<{_BAR}}  {words(amount):>{wide}}  {share(amount, whole):>9}  {gloss}"
+        )
+        yield f"{'':<{_LABEL}}{line}".rstrip()
+        done += amount
+
+
+def table(ranked: Sequence[Candidate], most: int, width: int) -> Iterator[str]:
+    """The first of the ranking, a line each."""
+    yield f"{'':>4} {'tokens/s':>12} {'step':>9} {'MFU':>5} {'GB':>6}  plan"
+    for place, each in enumerate(ranked[:most], start=1):
+        assert each.time is not None
+        yield (
+            f"{place:>4} {each.time.tokens_per_s:>12,.0f} {seconds(each.seconds):>9} "
+            f"{_percent(each.time.mfu):>5} "
+            f"{gb(each.needed):>6}  {title(each.setup)}"
+        )[:width]
+
+
+def shortfall_lines(question: Question, least: Candidate, found: Sequence[Way], width: int) -> Iterator[str]:
+    """Nothing fits: the least that would, and what would help."""
+    room = question.room_bytes
+    yield from _wrapped("", subject(question), width)
+    yield ""
+    yield from _wrapped("state", state_arithmetic(question), width, hang=2)
+    yield from _wrapped(
+        "least", f"{title(least.setup)}: needs {gb(least.needed)} of {gb(room)} GB a GPU, "
+        f"{gb(least.needed - room)} GB too much", width, hang=2,
+    )  # fmt: skip
+    yield from bars(memory_parts(least, question.cluster), least.needed, gb, KINDS)
+    longest = max((len(way.name) for way in found), default=0)
+    for label, way in zip(["instead", *[""] * len(found)], found, strict=False):
+        yield from _wrapped(label, f"{way.name:<{longest}}  {way.sentence}", width, hang=longest + 2)
+
+
+def as_json(candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
+    """One plan: bytes, seconds, and all that was chosen."""
+    setup = candidate.setup
+    found: dict[str, Any] = {
+        "plan": title(setup),
+        "parallel": asdict(setup.parallel),
+        "recipe": asdict(setup.recipe),
+        "memory_bytes": memory_parts(candidate, cluster),
+        "needed_bytes": candidate.needed,
+        "fits": candidate.needed <= cluster.gpu.memory_bytes,
+    }
+    if candidate.time is not None:
+        found |= {
+            "step_s": candidate.seconds,
+            "parts_s": parts(candidate.time),
+            "hidden_s": candidate.time.hidden,
+            "tokens_per_s": candidate.time.tokens_per_s,
+            "mfu": candidate.time.mfu,
+        }
+    return found
+
+
+def explained_json(explained: Explained, ranked: Sequence[Candidate]) -> dict[str, Any]:
+    """The whole answer for a program."""
+    question, cluster = explained.question, explained.question.cluster
+    hours = hours_for(explained.tokens, explained.winner)
+    price = cluster.gpu.price_per_hour
+    return question_json(question) | {
+        "fits": True,
+        "winner": as_json(explained.winner, cluster) | {"bucket_bytes": explained.bucket_bytes},
+        "meaning": dict(meanings(explained.winner.setup, cluster)),
+        "tokens": explained.tokens,
+        "hours": hours,
+        "dollars": hours * cluster.gpus * price if price is not None else None,
+        "others": [
+            {"name": each.name, "why": each.sentence} | as_json(each.candidate, cluster)
+            for each in explained.others
+        ],
+        "to_gain": list(explained.gains),
+        "notes": list(explained.notes),
+        "considered": explained.considered,
+        "ranking": [as_json(each, cluster) for each in ranked],
+    }
+
+
+def question_json(question: Question) -> dict[str, Any]:
+    """What was asked."""
+    return {
+        "model": asdict(question.model) | {"parameters": question.model.parameters},
+        "cluster": asdict(question.cluster),
+        "global_batch": question.global_batch,
+        "seq": question.seq,
+    }
+
+
+def shortfall_json(question: Question, least: Candidate, found: Sequence[Way]) -> dict[str, Any]:
+    """That nothing fits, for a program."""
+    room = question.room_bytes
+    return question_json(question) | {
+        "fits": False,
+        "least": as_json(least, question.cluster),
+        "missing_bytes": least.needed - room,
+        "instead": [
+            {"change": way.name, "says": way.sentence} | as_json(way.least, way.question.cluster)
+            for way in found
+        ],
+    }
+
+
+def _wrapped(label: str, text: str, width: int, hang: int = 0) -> list[str]:
+    """`text` beside its label, with its own lines `hang` columns further in."""
+    first, rest = f"{label:<{_LABEL}}" if label or hang else "", " " * (_LABEL + hang)
+    return textwrap.wrap(
+        text, max(width, 60), initial_indent=first or (" " * _LABEL if hang else ""),
+        subsequent_indent=rest if label or hang else "", break_long_words=False, break_on_hyphens=False,
+        drop_whitespace=True,
+    )  # fmt: skip
+
+
+def _without_trifles(amounts: Mapping[str, float]) -> dict[str, float]:
+    """Those below a thousandth of all, but for the first, as one."""
+    whole = sum(amounts.values())
+    kept = {name: amount for name, amount in amounts.items() if amount >= 1e-3 * whole}
+    rest = whole - sum(kept.values())
+    return kept | ({"the rest": rest} if rest > 1e-6 * whole else {})
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * ratio:.0f} %"
+
+
+def _time(hours: float) -> str:
+    """0.4 -> "24 min", 10.42 -> "10.4 h", 300 -> "12.5 days"."""
+    if hours < 1:
+        return f"{60 * hours:.2g} min"
+    return f"{hours:.1f} h" if hours < 72 else f"{hours / 24:,.1f} days"
+
+
+def _round(number: float) -> str:
+    """Two digits, or whole ones above 100."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"

@@ -1,0 +1,86 @@
+"""Predicted beside measured: the arithmetic, and files that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imece.errors import UserError
+from imece.plan.check import PLAN_FILE, check_json, check_lines, median, read_plan, rows
+
+CONTENT: dict[str, Any] = {
+    "version": 1,
+    "predicted": {
+        "plan": "ZeRO-1",
+        "memory_bytes": {
+            "parameters": 100, "gradients": 100, "optimizer": 60, "masters": 40, "gathered": 3,
+            "communication": 7, "activations": 55,
+        },
+        "needed_bytes": 400,
+        "step_s": 1.5,
+    },
+    "measured": {
+        "memory_bytes": {"parameters": 100, "gradients": 80, "optimizer": 125, "communication": 10},
+        "rank_bytes": 500,
+        "step_s": 1.0,
+    },
+}  # fmt: skip
+
+
+def test_rows_compare_alike_with_alike() -> None:
+    found = {row.what: row for row in rows(CONTENT)}
+    assert {what: row.off for what, row in found.items()} == {
+        "parameters": 0.0,
+        "gradients": pytest.approx(0.25),
+        "optimizer": pytest.approx(-0.2),  # masters are counted with it
+        "communication": 0.0,  # with what is gathered
+        "state": pytest.approx(310 / 315 - 1),
+        "whole rank": pytest.approx(-0.2),
+        "step": pytest.approx(0.5),
+    }
+
+
+def test_lines_name_the_worst() -> None:
+    lines = list(check_lines(CONTENT))
+    assert lines[-1] == "furthest off: step, predicted 50.0 % too high"
+    step = next(line for line in lines if line.startswith("step"))
+    assert step.split() == ["step", "1.50", "s", "1.00", "s", "+50.0", "%"]
+    assert check_json(CONTENT)["rows"][-1]["off"] == pytest.approx(0.5)
+
+
+def test_a_run_that_has_not_ended_and_one_without_a_time() -> None:
+    assert list(check_lines(CONTENT | {"measured": None}))[-1].startswith("nothing is measured yet")
+    untimed = CONTENT | {
+        "predicted": {**CONTENT["predicted"], "step_s": None, "why": "not measured: --here does"}
+    }
+    assert list(check_lines(untimed))[-1] == "not predicted: step (not measured: --here does)"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "imece train writes it into its run folder"),
+        ("{", "is not what imece train writes"),
+        ("[]", "is not what imece train writes"),
+        ('{"version": 2}', "has format 2"),
+        ('{"version": 1, "predicted": 3}', "is not what imece train writes"),
+    ],
+)
+def test_no_plan_is_one_line(tmp_path: Path, text: str | None, said: str) -> None:
+    if text is not None:
+        (tmp_path / PLAN_FILE).write_text(text)
+    with pytest.raises(UserError, match=said) as caught:
+        read_plan(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_reading_back(tmp_path: Path) -> None:
+    (tmp_path / PLAN_FILE).write_text(json.dumps(CONTENT))
+    assert read_plan(tmp_path) == CONTENT
+
+
+def test_median() -> None:
+    assert [median([]), median([3.0]), median([4.0, 1.0]), median([9.0, 1.0, 2.0])] == [None, 3.0, 2.5, 2.0]

@@ -1,0 +1,66 @@
+"""A measured machine: the formulae give back what was measured, and the file is read back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imece.errors import UserError
+from imece.plan.communication import along, collective_s
+from imece.plan.compute import product_s, stream_s
+from imece.plan.hardware import find_cluster
+from imece.plan.here import cluster_of, keep, kept_cluster, measured_on, profile_file, to_toml
+
+FIGURES: dict[str, Any] = {
+    "device": 'A "quoted" CPU', "kind": "cpu", "backend": "shm", "ranks": 4, "cores": 4, "dtype": "bfloat16",
+    "side": 1536, "product": 9e10, "product_fp32": 3e10, "moved_per_s": 8e9, "launch_s": 4e-6,
+    "overhead_bytes": 242_000_000, "memory_bytes": 6_000_000_000, "multiprocessors": 1,
+    "attention": (2, 4, 512, 64), "attention_forward_s": 0.025, "attention_backward_s": 0.08,
+    "all_reduce_fixed_s": 4e-4, "all_reduce_s_per_byte": 2e-9,
+}  # fmt: skip
+NOW = datetime(2026, 11, 22, 1, 30)
+
+
+def test_what_was_measured_comes_back() -> None:
+    cluster = cluster_of(FIGURES)
+    side = FIGURES["side"]
+    assert product_s(cluster.gpu, side, side, side) == pytest.approx(2 * side**3 / 9e10, rel=1e-6)
+    assert stream_s(cluster.gpu, 8e9) == pytest.approx(1.0)
+    nbytes = 64 * 2**20
+    took = collective_s(cluster, "all_reduce", nbytes, along(cluster, 4, 1))
+    assert took == pytest.approx(4e-4 + nbytes * 2e-9, rel=0.01)
+    assert (cluster.gpus, cluster.gpu.memory_bytes) == (4, 6_000_000_000)
+    assert cluster.gpu.price_per_hour is None
+
+
+def test_the_file_is_read_back(tmp_path: Path) -> None:
+    cluster, path = cluster_of(FIGURES), tmp_path / "new" / "here.toml"
+    keep(to_toml(cluster, FIGURES, NOW), path)
+    found = find_cluster(hardware=path)
+    assert replace(found, between=cluster.between) == cluster
+    assert kept_cluster(path=path) == found
+    two = kept_cluster(2, path)
+    assert two is not None and two.gpus_per_host == 2
+    assert "2026-11-22 01:30" in measured_on(path) and "4 ranks" in measured_on(path)
+    assert list(path.parent.iterdir()) == [path]
+    assert kept_cluster(path=tmp_path / "none.toml") is None
+
+
+def test_one_rank_has_no_links_to_measure() -> None:
+    alone = {name: value for name, value in FIGURES.items() if not name.startswith("all_reduce")} | {
+        "ranks": 1
+    }
+    assert cluster_of(alone).gpus == 1
+
+
+def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("socket.gethostname", lambda: "../a b")
+    assert profile_file() == tmp_path / "imece" / "here-.._a_b.toml"
+    (tmp_path / "imece").write_text("a file where a folder is to be")
+    with pytest.raises(UserError, match="cannot be written"):
+        keep("", profile_file())

@@ -1,0 +1,48 @@
+"""The picture's time axis: nothing overlaps in a lane, and lengths are those of step_time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+from imece.plan.manner import IMECE
+from imece.plan.search import search
+from imece.plan.spans import spans, what_is_drawn
+from imece.plan.stage import stage_time
+from tests.plan.asked import ask
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"strategy": "replicate", "gpu": "H200"},
+        {"strategy": "zero1"},
+        {"strategy": "zero3", "recompute": "full"},
+        {"pipeline": 4, "micro_batch": 1},
+        {"tensor": 2},
+    ],
+)
+def test_lanes(changes: dict[str, object]) -> None:
+    asked = ask(**{"tensor": 1, "pipeline": 1} | changes)  # type: ignore[arg-type]
+    winner = search(asked).winner
+    assert winner is not None and winner.time is not None
+    found = spans(winner.setup, asked.cluster)
+    lanes = defaultdict(list)
+    for span in found:
+        assert 0 <= span.start_s <= span.stop_s
+        lanes[span.lane].append(span)
+    for lane in lanes.values():
+        for one, other in zip(lane, lane[1:], strict=False):
+            assert other.start_s >= one.stop_s - 1e-9, (one, other)
+    stage = stage_time(winner.setup, asked.cluster, IMECE)
+    if asked.pipeline == 1:
+        for name, long in (("forward", stage.forward), ("backward", stage.backward)):
+            assert sum(s.stop_s - s.start_s for s in found if s.name == name) == pytest.approx(long)
+    else:
+        batches = min(winner.setup.recipe.accumulation, 8)
+        assert list(lanes) == ["stage 1", "stage 2", "stage 3", "stage 4"]
+        assert all(len(lane) == 2 * batches for lane in lanes.values())
+        whole = max(span.stop_s for span in found)
+        assert whole == pytest.approx((batches + 3) * stage.total, rel=1e-6)  # the classic bubble
+        assert "A step of the first" in what_is_drawn(winner.setup)
