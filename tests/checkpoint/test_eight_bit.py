@@ -169,6 +169,7 @@ def own_differs(state: TrainingState) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @needs
 def test_any_loads_any(tmp_path: Path, make: str) -> None:
     if make != "own":

@@ -36,6 +36,7 @@ def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_strategies_are_measured_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = tmp_path / "step.json"
     options = ["--quick", "--tokens", "128", "--strategy", "replicate,zero1,zero3", "--json", str(figures)]

@@ -33,6 +33,7 @@ def test_the_targets(measured: Row, words: list[str]) -> None:
     assert [line.split()[0] for line in save.judged(Results(Plan(), [measured]))] == words
 
 
+@pytest.mark.slow
 def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures, folder = tmp_path / "save.json", tmp_path / "folder"
     folder.mkdir()

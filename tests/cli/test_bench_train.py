@@ -149,6 +149,7 @@ def run_quick(tmp_path: Path, ways: tuple[str, ...], capsys: pytest.CaptureFixtu
     return content
 
 
+@pytest.mark.slow
 def test_a_quick_run_measures_training_and_saving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = run_quick(tmp_path, (OURS["fp32"], PLAIN["fp32"]), capsys)
     losses, default = content["losses"], content["default"]

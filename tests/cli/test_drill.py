@@ -80,6 +80,7 @@ def test_a_drill_that_is_survived(tmp_path: Path, options: list[str]) -> None:
     assert not Path(f"/proc/{fault['pids'][0]}").exists()
 
 
+@pytest.mark.slow
 def test_a_drill_that_is_not_survived(tmp_path: Path) -> None:
     text = SCRIPT.format(recovered="if found.generation.lost: raise ValueError('it was too much')", steps=400)
     outcome = run_drill(tmp_path, text, "--kills", "1")

@@ -34,8 +34,14 @@ SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (0,), (3, 0, 2), (5,), (7, 3), 
 Maker = Callable[[int], torch.Tensor]  # a rank's tensor, from its number
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("backend", BACKENDS)
+CONTRACT = [
+    pytest.param(backend, size, marks=pytest.mark.slow if (backend, size) == ("gloo", 7) else ())
+    for backend in BACKENDS
+    for size in WORLD_SIZES
+]
+
+
+@pytest.mark.parametrize(("backend", "world_size"), CONTRACT)
 def test_contract(backend: str, world_size: int) -> None:
     results = run_ranks(run_contract, world_size, backend=backend, timeout_s=240)
     assert results[0]["cases"] > 400

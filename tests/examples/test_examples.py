@@ -138,6 +138,7 @@ def test_three_lines_differ() -> None:
     assert len(after) - len([line for line in after if "import imece" not in line]) == 1
 
 
+@pytest.mark.faults
 def test_the_resilient_loop_under_a_kill() -> None:
     """Two of three ranks go on, and learn what one process learns; a third one comes."""
     alone = run([[sys.executable, RESILIENT / "before.py"]])

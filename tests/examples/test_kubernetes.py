@@ -88,6 +88,7 @@ def test_pods_find_each_other() -> None:
         assert world.master_addr == first and world.master_port
 
 
+@pytest.mark.slow
 def test_two_indexes_train(tmp_path: Path) -> None:
     """As on two nodes, only that these share an address."""
     job = documents("job.yaml")["Job"]

@@ -562,7 +562,10 @@ def run_checks(small_slots: bool) -> int:
     return len(CHECKS)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(size, marks=pytest.mark.slow if size == 7 else ()) for size in WORLD_SIZES],
+)
 def test_every_call_of_torch(world_size: int) -> None:
     small_slots = world_size != 2  # and once as they are
     assert run_ranks(run_checks, world_size, args=(small_slots,), backend=None) == [len(CHECKS)] * world_size
