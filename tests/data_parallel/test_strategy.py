@@ -103,8 +103,8 @@ CASES = {
 TWO_HOSTS = ("replicate", "zero1", "zero2", "hybrid", "hybrid_zero2")
 
 
-def alone_in_its_host(strategy: Strategy, mesh: Mesh) -> ShardGroups:
-    return replace(of(strategy, mesh), replicas=None)
+def alone_in_its_host(strategy: Strategy, mesh: Mesh, spread: bool) -> ShardGroups:
+    return replace(of(strategy, mesh, spread), replicas=None)
 
 
 def on_two_hosts() -> dict[str, list[str] | str]:

@@ -109,7 +109,8 @@ def parallelize(
     if precision is not None and not chosen.optimizer:
         raise ValueError(f"precision is for sharded strategies, such as zero1, not for {chosen.name!r}")
     options = GatherOptions(units, reshard_after_forward, gathers_in_flight, gather)
-    groups, meta = ShardGroups.of(chosen, arranged), is_meta(model)
+    joins = isinstance(arranged, Mesh) and arranged.world.joining  # it is alone, and will not stay so
+    groups, meta = ShardGroups.of(chosen, arranged, spread=joins), is_meta(model)
     if not chosen.optimizer:
         if meta:
             raise ValueError("strategy='replicate' takes no model on the meta device: sharded ones do")
@@ -220,8 +221,10 @@ class ShardedDataParallel(DistributedDataParallel):
             for number, optimizer in enumerate(self._optimizers)
         ]
 
-    def regroup(self, ranks: Mesh | dist.ProcessGroup) -> None:
+    def regroup(self, ranks: Mesh | dist.ProcessGroup, spread: bool = False) -> None:
         """As of DistributedDataParallel. Parts and what optimizers keep of them are cut anew, and are empty.
+
+        spread: see `ShardGroups.of`.
 
         Whoever calls this fills them on all ranks, from a checkpoint or from copies of what ranks had (see
         `TrainingState`). Parameters that are whole on each rank, or in common memory, stay as they are.
@@ -229,7 +232,7 @@ class ShardedDataParallel(DistributedDataParallel):
         ValueError: the strategy cannot be on these ranks. RuntimeError: inside of a backward or `gathered`.
         Then nothing is changed.
         """
-        groups = ShardGroups.of(self._strategy, ranks)
+        groups = ShardGroups.of(self._strategy, ranks, spread)
         self._check_divisible(groups)
         self.leave()
         self._groups = groups

@@ -65,14 +65,17 @@ class ShardGroups:
     replicas: dist.ProcessGroup | None  # None: no other rank holds this shard
 
     @classmethod
-    def of(cls, strategy: Strategy, ranks: Mesh | dist.ProcessGroup) -> ShardGroups:
-        """Those of a mesh, or one group that shards. ValueError if there are none, with the reason."""
+    def of(cls, strategy: Strategy, ranks: Mesh | dist.ProcessGroup, spread: bool = False) -> ShardGroups:
+        """Those of a mesh, or one group that shards. ValueError if there are none, with the reason.
+
+        spread: where the hosts do not fit a hybrid strategy, all ranks together share the model out.
+        """
         if isinstance(ranks, dist.ProcessGroup):
             if strategy.hybrid:
                 raise ValueError(f"strategy {strategy.name!r} needs a mesh, which knows hosts, not a group")
             return cls(ranks, ranks, None)
         mesh = ranks
-        if not strategy.hybrid:
+        if not strategy.hybrid or (spread and (len(mesh.hosts) < 2 or mesh.cross_group is None)):
             return cls(mesh.world_group, mesh.world_group, None)
         if len(mesh.hosts) < 2:
             plain = "zero3" if strategy.parameters else "zero2"

@@ -6,13 +6,16 @@
                 newest step that is whole in the copies: the one that was under way is made again, or none
 
 A replacement builds its model alone and comes in at a border between steps: then all move to the generation
-that has it, in which it is one of those behind.
+that has it, in which it is one of those behind. Members that are to leave come into one generation more:
+there the others get copies of what would go with them, and then they end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +35,7 @@ from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import CollectiveError, MismatchError
 from imece.membership.copies import Copies
 from imece.membership.member import Member, is_peer_gone
+from imece.membership.needs import Needs
 from imece.membership.pieces import Pieces
 from imece.membership.roster import Generation
 
@@ -43,6 +47,10 @@ _CHUNK_BYTES = 64 * 2**20
 
 class MovedOnError(CollectiveError):
     """There is a newer generation, and this rank leaves the old one between two collectives."""
+
+
+class _OthersLeftError(MovedOnError):
+    """Some members have left in order: a generation without them is on its way."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,7 @@ class Recovery:
         self.member, self._model = member, model
         self._training_state = TrainingState(model, list(optimizers))
         self._state, self._take, self._fallback, self._patience_s = state, take, fallback, patience_s
+        self._optimizers = list(optimizers)
         self._sharded = isinstance(model, ShardedDataParallel)
         self._copies = Copies(member.mesh)
         self._fits = True
@@ -113,9 +122,7 @@ class Recovery:
     @property
     def _no_copies_at_all(self) -> str:
         """Why none are to be made, whatever memory there is."""
-        if not self._sharded:
-            return "every rank holds everything"
-        return "" if len(self.member.mesh.hosts) == 1 else "copies are for the ranks of one host"
+        return "" if self._sharded else "every rank holds everything"
 
     @property
     def _is_alone(self) -> bool:
@@ -174,10 +181,12 @@ class Recovery:
         """Into the next generation, after `error`; None: this member joins. step: finished ones of this rank.
 
         Raises `error` itself if no member is gone. LostStateError if nobody has the state of all parts.
+        SystemExit, with status 0, for a member that was to leave: the others have what it had.
         """
         began = time.monotonic()
         if isinstance(error, MovedOnError) and self._is_alone:
             self._exchange(step)  # nobody would have gone on with a copy until now
+        lost_steps = 0
         while True:
             patience_s = self._patience(error)
             if error is not None:
@@ -187,17 +196,22 @@ class Recovery:
                 assert error is not None
                 raise error
             try:
-                step_now, lost = self._take_over(step)
+                step, lost = self._take_over(step)
+                lost_steps += lost
+                self.member.steps = step
+                if generation.leaving:
+                    self._let_leave(generation, step)
             except RuntimeError as another:
                 error = another
                 continue
-            self.member.steps = step_now
             self.member.goes_on()
-            self._again = lost
-            return Recovered(generation, step_now, lost, time.monotonic() - began)
+            self._again = lost_steps
+            return Recovered(generation, step, lost_steps, time.monotonic() - began)
 
     def _patience(self, error: BaseException | None) -> float:
         """How long the launcher may take to see a death behind `error`. Raises it if there can be none."""
+        if isinstance(error, _OthersLeftError):
+            return math.inf  # it is for the launcher to say when they are gone
         if error is None or is_peer_gone(error) or isinstance(error, MovedOnError):
             return self._patience_s
         if isinstance(error, CollectiveError) and not isinstance(error, MismatchError):
@@ -207,14 +221,17 @@ class Recovery:
     def _take_over(self, step: int) -> tuple[int, int]:
         """(finished steps of all from now on, how many more the furthest rank had)."""
         mesh, model = self.member.mesh, self._model
-        model.regroup(mesh)
+        if isinstance(model, ShardedDataParallel):
+            model.regroup(mesh, spread=True)
+        else:
+            model.regroup(mesh)
         mine = {"step": step, "states": self._states, "copies": self._copies.note()}
         said = gather_texts([json.dumps(mine)], mesh.world_group, mesh.device, "how far each rank is")
         notes: list[Json] = [json.loads(texts[0]) for texts in said]
         furthest = max(range(len(notes)), key=lambda rank: (notes[rank]["step"], -rank))
         most = int(notes[furthest]["step"])
         if self._sharded:
-            begin = self._from_copies(notes)
+            begin = self._from_copies(notes, most)
         else:
             begin = most
             if any(note["step"] < most for note in notes):
@@ -227,12 +244,19 @@ class Recovery:
         self._exchange(begin)
         return begin, most - begin
 
-    def _from_copies(self, notes: list[Json]) -> int:
-        found = self._copies.recovered([note["copies"] for note in notes])
+    def _from_copies(self, notes: list[Json], most: int) -> int:
+        """The step that all have from now on. most: the furthest rank's."""
+        model = self._model
+        assert isinstance(model, ShardedDataParallel)
+        needs = Needs(model, self._optimizers)
+        found = self._copies.recovered([note["copies"] for note in notes], needs, model.device)
         if found is None and self._fallback is not None:
             return self._fallback()
         if found is None:
-            raise LostStateError("a rank that is gone held a part of the model, and no copy of it is whole")
+            raise LostStateError(
+                "a rank that is gone held a part of the model, and with it went every copy of it: what was "
+                f"learned until step {most} is lost, but for what a checkpoint has"
+            )
         step, pieces = found
         self._training_state.load(pieces)
         ops.barrier(group=self.member.mesh.world_group)  # nobody lets go of what another still reads
@@ -260,9 +284,29 @@ class Recovery:
             self._training_state.load(pieces)
 
     def _exchange(self, step: int) -> None:
+        model = self._model
+        if self.without_copies or not isinstance(model, ShardedDataParallel):
+            return
+        shared_out = model.sharding.groups.shard
+        place = shared_out.rank(), shared_out.size()
+        self.without_copies = self._copies.exchange(step, self._training_state.own(), place)
+        self._fits = True
+
+    def _let_leave(self, generation: Generation, step: int) -> None:
+        """Some members go: what they alone hold goes to the others before. Always raises."""
+        leaving = {
+            generation.members.index(each) for each in generation.leaving if each in generation.members
+        }
+        mesh = self.member.mesh
         if not self.without_copies:
-            self.without_copies = self._copies.exchange(step, self._training_state.own())
-            self._fits = True
+            why = self._copies.hand_over(step, leaving, self._model.device)
+            if why and mesh.rank == 0:
+                print(f"imece: what leaving ranks hold cannot be taken over: {why}", file=sys.stderr)
+        with contextlib.suppress(CollectiveError):  # some have passed it, and have ended already
+            ops.barrier(group=mesh.world_group)
+        if mesh.rank in leaving:
+            raise SystemExit(0)
+        raise _OthersLeftError(f"{len(leaving)} ranks have left after step {step}")
 
 
 def _whole(value: torch.Tensor | Slice) -> torch.Tensor:

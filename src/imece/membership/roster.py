@@ -4,6 +4,7 @@
     generation  the members that compute together, in the order of their ranks
     resilient   a member that goes on without those that died: in the next generation, with the same memory
     ready       a member that was started later and may be taken into the next generation
+    leaving     a member that is asked to go: it hands over what it alone holds, and ends with status 0
 
 Only the launcher makes generations: it is the first to know of a death, and while it lives no member has to
 agree with another on who is there. What is said is JSON of limited size.
@@ -32,6 +33,8 @@ class Generation:
     members: tuple[int, ...]
     lost: tuple[str, ...] = ()
     """How those ended that were in the generation before and are not in this one, a line for each."""
+    leaving: tuple[int, ...] = ()
+    """Members that are about to go in order: in this generation others take over what they alone hold."""
 
 
 class Roster:
@@ -48,6 +51,7 @@ class Roster:
             "number": generation.number,
             "members": list(generation.members),
             "lost": [line[:500] for line in generation.lost[:8]],
+            "leaving": list(generation.leaving),
         }
         self._store.set(f"{_PREFIX}{generation.number}", json.dumps(content))
         self._store.set(_NEWEST, str(generation.number))
@@ -89,10 +93,12 @@ class Roster:
     def generation(self, number: int) -> Generation:
         """The one of that number, which must have been published. UserError if it is none of ours."""
         note = read_note(self._store.get(f"{_PREFIX}{number}"), "the launcher")
-        members, lost = note.get("members"), note.get("lost")
-        if not isinstance(members, list) or not all(isinstance(each, int) for each in members):
-            raise UserError(f"the launcher's generation {number} names no members")
-        return Generation(number, tuple(members), tuple(map(str, lost or ())))
+        members, lost, leaving = note.get("members"), note.get("lost"), note.get("leaving", [])
+        for each in (members, leaving):
+            if not isinstance(each, list) or not all(isinstance(number, int) for number in each):
+                raise UserError(f"the launcher's generation {number} names no members")
+        assert members is not None
+        return Generation(number, tuple(members), tuple(map(str, lost or ())), tuple(leaving))
 
     def say_resilient(self, member: int, resilient: bool = True) -> None:
         """From now on `member` goes on without others, or no longer does."""

@@ -1,0 +1,149 @@
+"""A second copy of what one rank alone holds, in memory that outlives the rank.
+
+    piece   what a rank holds of one tensor: elements from `start` on of it, flat
+    slot    all pieces of a rank as they were after one finished step; there are two, written by turns
+    copy    one rank's segment: a table of its pieces, the step of each slot, the two slots
+
+A segment is freed when the last process that maps it has ended: what a rank has written into its copy, the
+others can read when it is dead.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from imece.checkpoint.deal import Slice
+from imece.checkpoint.manifest import DTYPE_NAMES, DTYPES
+from imece.collectives.shared_memory import segment
+from imece.collectives.shared_memory.segment import Segment
+from imece.errors import CollectiveError
+from imece.membership.pieces import Pieces
+
+Held = Mapping[str, Tensor | Slice]
+
+_WORDS = 4  # int64: bytes of the table, bytes of a slot, the steps of the two slots
+_NONE = -1  # the step of a slot that is not whole
+_ALIGN = 64  # bytes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where it lies in a slot, and what it is."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of the whole tensor
+    start: int
+    numel: int
+    offset: int  # bytes, in a slot
+
+
+class Copy:
+    """One rank's copy, its own or another's."""
+
+    def __init__(self, memory: Segment) -> None:
+        self.memory = memory
+        self._words = memory.memory[: 8 * _WORDS].view(torch.int64)
+        table_bytes, self.slot_bytes = int(self._words[0]), int(self._words[1])
+        self.raw_table = memory.memory[8 * _WORDS : 8 * _WORDS + table_bytes].numpy().tobytes()
+        """For another process, see `table_of`."""
+        self._table = table_of(self.raw_table)
+        first = _aligned(8 * _WORDS + table_bytes)
+        self._flats = [memory.memory[first + at * self.slot_bytes :][: self.slot_bytes] for at in range(2)]
+        self._slots = [
+            [
+                flat[piece.offset :][: piece.numel * piece.dtype.itemsize].view(piece.dtype)
+                for piece in self._table
+            ]
+            for flat in self._flats
+        ]
+        self._names = [(piece.name, piece.numel) for piece in self._table]
+
+    @classmethod
+    def of(cls, held: Held) -> Copy:
+        """A new one with room for these. UserError where the host has too little memory."""
+        table, end = [], 0
+        for name, value in held.items():
+            tensor, shape, start = _parts(value)
+            table.append([name, DTYPE_NAMES[tensor.dtype], shape, start, tensor.numel(), end])
+            end = _aligned(end + tensor.nbytes)
+        return cls.blank(json.dumps(table).encode(), end, populate=True)
+
+    @classmethod
+    def blank(cls, raw_table: bytes, slot_bytes: int, *, populate: bool = False) -> Copy:
+        """A new one without a whole slot. What is never written of it takes no memory, unless `populate`.
+
+        UserError where the host has too little memory.
+        """
+        nbytes = _aligned(8 * _WORDS + len(raw_table)) + 2 * slot_bytes
+        memory = segment.create(nbytes, "a copy of this rank's part in memory", populate=populate)
+        words = torch.tensor([len(raw_table), slot_bytes, _NONE, _NONE])
+        memory.memory[: 8 * _WORDS].view(torch.int64)[:] = words
+        raw = torch.frombuffer(bytearray(raw_table), dtype=torch.uint8)
+        memory.memory[8 * _WORDS :][: len(raw_table)] = raw
+        return cls(memory)
+
+    @classmethod
+    def at(cls, pid: int, fd: int, serial: int, *, keep: bool) -> Copy:
+        """The one that a process of this host has mapped; keep: so that others can map it here later."""
+        try:
+            return cls(segment.attach(pid, fd, serial, keep=keep))
+        except (OSError, ValueError) as error:
+            raise CollectiveError(f"the copy that process {pid} offers cannot be read: {error}") from None
+
+    @property
+    def steps(self) -> set[int]:
+        """Of which it has a whole slot."""
+        return {step for step in self._words[2:4].tolist() if step != _NONE}
+
+    def fits(self, held: Held) -> bool:
+        """Whether these are the tensors that it was made for."""
+        return self._names == [(name, _parts(value)[0].numel()) for name, value in held.items()]
+
+    @torch.no_grad()
+    def write(self, step: int, held: Held) -> None:
+        """These, as of `step` finished steps, in place of what was there two steps before."""
+        slot = step % 2
+        self._words[2 + slot] = _NONE
+        sources = [_parts(value)[0].reshape(-1) for value in held.values()]
+        if sources:  # of a small model on many ranks, some have no part
+            torch._foreach_copy_(self._slots[slot], sources)
+        self._words[2 + slot] = step
+
+    def flat(self, step: int) -> Tensor:
+        """The slot of `step` finished steps, uint8 [slot_bytes]: this copy's own memory."""
+        return self._flats[step % 2]
+
+    def is_whole(self, step: int) -> None:
+        """The slot of `step` finished steps was written through `flat`."""
+        self._words[2 + step % 2] = step
+
+    def read(self, step: int, into: Pieces) -> None:
+        """Add what it has of `step` finished steps; the memory stays this copy's."""
+        for piece, flat in zip(self._table, self._slots[step % 2], strict=True):
+            into.add(piece.name, piece.shape, piece.start, flat)
+
+
+def table_of(raw: bytes) -> list[Piece]:
+    """The pieces of a copy, from `Copy.raw_table`."""
+    return [
+        Piece(name, DTYPES[dtype], tuple(shape), start, numel, offset)
+        for name, dtype, shape, start, numel, offset in json.loads(raw)
+    ]
+
+
+def _parts(value: Tensor | Slice) -> tuple[Tensor, tuple[int, ...], int]:
+    """(what there is of it, the whole shape, its first element)."""
+    if isinstance(value, Slice):
+        return value.tensor, value.shape, value.start
+    return value, tuple(value.shape), 0
+
+
+def _aligned(nbytes: int) -> int:
+    return math.ceil(nbytes / _ALIGN) * _ALIGN

@@ -1,0 +1,100 @@
+"""A copy's slot on its way to other hosts: broadcast in chunks, of which a rank keeps what it needs.
+
+So a rank never has more in memory than its own part and one chunk, however large the whole is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from imece.collectives import ops
+from imece.membership.copy import Copy, Piece, table_of
+from imece.membership.pieces import Pieces
+
+CHUNK_BYTES = 64 * 2**20
+Needs = Callable[[str, tuple[int, ...]], tuple[int, int]]
+"""Of a tensor with this name and whole shape, the elements [start, stop) that a rank needs."""
+
+
+class Stream:
+    """One copy as of one step, from the rank that holds it to all of a group, which construct it together."""
+
+    def __init__(
+        self, copy: Copy | None, root: int, group: dist.ProcessGroup, device: torch.device, label: str
+    ) -> None:
+        """copy: of the rank `root`, and of nobody else. device: on which the group moves tensors."""
+        self._copy, self._root, self._group, self._device, self._label = copy, root, group, device, label
+        sizes = torch.zeros(2, dtype=torch.int64)
+        if copy is not None:
+            sizes = torch.tensor([len(copy.raw_table), copy.slot_bytes])
+        table_bytes, self.slot_bytes = self._broadcast(sizes).tolist()
+        table = torch.empty(table_bytes, dtype=torch.uint8)
+        if copy is not None:
+            table = torch.frombuffer(bytearray(copy.raw_table), dtype=torch.uint8)
+        self.raw_table = self._broadcast(table).numpy().tobytes()
+
+    def chunks(self, step: int) -> Iterator[tuple[int, Tensor]]:
+        """(first byte in the slot, its bytes), one after the other; all ranks go through them."""
+        buffer = torch.empty(min(CHUNK_BYTES, self.slot_bytes), dtype=torch.uint8, device=self._device)
+        for low in range(0, self.slot_bytes, CHUNK_BYTES):
+            chunk = buffer[: min(CHUNK_BYTES, self.slot_bytes - low)]
+            if self._copy is not None:
+                chunk.copy_(self._copy.flat(step)[low : low + len(chunk)])
+            ops.broadcast(chunk, self._root, group=self._group, label=self._label)
+            yield low, chunk
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        moved = tensor.to(self._device)
+        ops.broadcast(moved, self._root, group=self._group, label=self._label)
+        return moved.cpu()
+
+
+@dataclass
+class _Wanted:
+    """What a rank keeps of one piece."""
+
+    piece: Piece
+    start: int  # of the whole tensor
+    flat: Tensor  # [numel wanted], filled chunk by chunk
+
+    def take(self, low: int, chunk: Tensor) -> None:
+        """What of it lies in the bytes of the slot from `low` on."""
+        size = self.piece.dtype.itemsize
+        begin = self.piece.offset + (self.start - self.piece.start) * size  # bytes in the slot
+        first, last = max(begin, low), min(begin + self.flat.nbytes, low + len(chunk))
+        if first < last:
+            source = chunk[first - low : last - low].view(self.piece.dtype)
+            self.flat[(first - begin) // size : (last - begin) // size].copy_(source)
+
+
+@dataclass
+class Receiver:
+    """Takes from a stream what this rank needs."""
+
+    stream: Stream
+    needs: Needs | None  # None: everything
+    _wanted: list[_Wanted] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for piece in table_of(self.stream.raw_table):
+            start, stop = piece.start, piece.start + piece.numel
+            if self.needs is not None:
+                low, high = self.needs(piece.name, piece.shape)
+                start, stop = max(start, low), min(stop, high)
+            numel = max(0, stop - start)
+            self._wanted.append(_Wanted(piece, start, torch.empty(numel, dtype=piece.dtype)))
+
+    def take(self, low: int, chunk: Tensor) -> None:
+        """One chunk."""
+        for wanted in self._wanted:
+            wanted.take(low, chunk)
+
+    def give(self, into: Pieces) -> None:
+        """All has come. Tensors of which nothing was needed are known by name and shape."""
+        for wanted in self._wanted:
+            into.add(wanted.piece.name, wanted.piece.shape, wanted.start, wanted.flat)

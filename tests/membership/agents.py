@@ -1,0 +1,208 @@
+"""What the launchers of several hosts do for their ranks, in the test's own process, and ranks that learn.
+
+    with Agents(learn, 4, ranks_per_host=2, args=["zero1", {}]) as agents:
+        learnt = agents.watch()
+
+Each host has a store of its own; ranks meet in another one. When a member dies, the others are named
+as the next generation in the stores of all hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+import imece
+from imece.membership.recovery import Recovered
+from imece.membership.roster import Generation, Roster
+from imece.store import listen, serve
+from tests.ranks import RankResult, Ranks, start_ranks
+
+STEPS, SAMPLES, WIDTH = 14, 12, 8
+_POLL_S = 0.002
+_PASSED_ON = (
+    "IMECE_TEST_AS_"  # a prefix: the name without it could be read at an import, for all that tests know
+)
+
+
+class Agents:
+    """Ranks on emulated hosts, and their launchers. Leaving the block ends all."""
+
+    def __init__(
+        self, fn: Callable[..., Any], ranks: int, *, ranks_per_host: int, args: Sequence[Any] = ()
+    ) -> None:
+        """fn: calls `as_member` first."""
+        self._fn, self._args, self._per_host = fn, list(args), ranks_per_host
+        listeners = [listen() for _ in range(ranks // ranks_per_host)]
+        self._ports = [listener.getsockname()[1] for listener in listeners]
+        self._stores = [serve(listener) for listener in listeners]
+        self.rosters = [Roster(store) for store in self._stores]
+        self.generation = Generation(-1, ())
+        self.dead: list[int] = []
+        self.publish(range(ranks))
+        self._ranks: list[tuple[int, Ranks]] = []  # the first member of each, and all of it
+        started = start_ranks(fn, ranks, args=args, env=self._environ, ranks_per_host=ranks_per_host)
+        self._meeting = started._store
+        self._ranks.append((0, started))
+        self._members = ranks
+
+    def publish(self, members: Sequence[int], leaving: Sequence[int] = ()) -> None:
+        """The next generation, on all hosts."""
+        self.generation = Generation(self.generation.number + 1, tuple(members), (), tuple(leaving))
+        for roster in self.rosters:
+            roster.publish(self.generation)
+
+    def join(self, host: int) -> int:
+        """Start one more member on a host; its number. It is taken in once it is ready."""
+        member, self._members = self._members, self._members + 1
+        environ = self._environ(host * self._per_host) | {
+            "IMECE_HOST": f"host{host}",
+            "MASTER_PORT": str(self._meeting.port),
+            f"{_PASSED_ON}MEMBER": str(member),
+            f"{_PASSED_ON}JOINING": "1",
+        }
+        ranks = start_ranks(self._fn, 1, args=self._args, env=environ, ranks_per_host=1)
+        self._ranks.append((member, ranks))
+        return member
+
+    def is_ready(self, member: int) -> bool:
+        """Whether it waits to be taken in."""
+        return any(roster.is_ready(member) for roster in self.rosters)
+
+    def steps(self) -> int:
+        """Finished ones, of the member that is furthest."""
+        beats = [roster.beat(member) for roster in self.rosters for member in self.generation.members]
+        return max((beat[1] for beat in beats if beat is not None), default=0)
+
+    def watch(
+        self, until: Callable[[], bool] = lambda: False, timeout_s: float = 60
+    ) -> dict[int, RankResult]:
+        """Until all have ended, or `until`: the others go on without those that died. What became of each."""
+        deadline = time.monotonic() + timeout_s
+        while any(ranks.alive() for _, ranks in self._ranks) and not until():
+            assert time.monotonic() < deadline, f"they still run: {self._reports()}"
+            died = [member for member in self.generation.members if self._has_ended(member)]
+            dead = [member for member in died if self.result(member).returncode]
+            if dead or set(died) & set(self.generation.leaving):
+                self.dead += dead
+                others = [member for member in self.generation.members if member not in died]
+                self.publish(others, [each for each in self.generation.leaving if each not in died])
+            time.sleep(_POLL_S)
+        return {member: self.result(member) for member in range(self._members)}
+
+    def result(self, member: int) -> RankResult:
+        """How it is, or has ended."""
+        first, ranks = self._of(member)
+        return ranks._look(member - first)
+
+    def _has_ended(self, member: int) -> bool:
+        first, ranks = self._of(member)
+        return member - first not in ranks.alive()
+
+    def _of(self, member: int) -> tuple[int, Ranks]:
+        return next(each for each in reversed(self._ranks) if each[0] <= member)
+
+    def _environ(self, rank: int) -> dict[str, str]:
+        passed_on = {"MEMBER": rank, "AGENT_PORT": self._ports[rank // self._per_host]}
+        return {_PASSED_ON + name: str(value) for name, value in passed_on.items()}
+
+    def _reports(self) -> str:
+        return "\n".join(self.result(member).report() for member in range(self._members))
+
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for _, ranks in self._ranks:
+            ranks.close()
+
+
+# In the ranks.
+
+
+def as_member() -> int:
+    """Be the member that `Agents` has started; its number."""
+    for name in [name for name in os.environ if name.startswith(_PASSED_ON)]:
+        os.environ["IMECE_" + name.removeprefix(_PASSED_ON)] = os.environ.pop(name)
+    return int(os.environ["IMECE_MEMBER"])
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The samples of one step, of all ranks."""
+    draw = torch.Generator().manual_seed(number)
+    return torch.randn(SAMPLES, WIDTH, generator=draw), torch.randn(SAMPLES, 1, generator=draw)
+
+
+def network() -> nn.Module:
+    """The same on all ranks, in 353 elements: they lie unevenly on any number of ranks."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 1))
+
+
+def learn(*args: Any) -> dict[str, Any]:
+    """As `learn_all`; of a rank that leaves before the end, the exit status with which it does."""
+    try:
+        return learn_all(*args)
+    except SystemExit as leaving:
+        return {"left": leaving.code}
+
+
+def learn_all(strategy: str, deaths: dict[str, list[Any]], slow_s: float = 0.0) -> dict[str, Any]:
+    """STEPS steps; what this rank has seen, and the parameters at the end.
+
+    deaths: {member: [step, place]}, where it kills itself: "backward" or "step" (after it). slow_s: a step
+    takes so much longer.
+    """
+    member = as_member()
+    step_of, place_of = deaths.get(str(member), [-1, ""])
+
+    def here(number: int, place: str) -> None:
+        if (number, place) == (step_of, place_of):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    mesh, told = imece.init(), []
+
+    def recovered(found: Recovered) -> None:
+        hosts = [len(host) for host in mesh.hosts]
+        told.append([found.generation.number, found.step, found.lost_steps, hosts])
+
+    model, optimizer = imece.parallelize(network(), lambda each: torch.optim.AdamW(each, lr=1e-2), strategy)
+    for step in imece.steps(STEPS, model, optimizer, recovered=recovered):
+        with step as number:
+            inputs, targets = batch(number)
+            mine = slice(mesh.rank, None, mesh.world_size)
+            loss = nn.functional.mse_loss(model(inputs[mine]), targets[mine])
+            loss.backward()
+            here(number, "backward")
+            optimizer.step()
+            optimizer.zero_grad()
+            here(number, "step")
+            time.sleep(slow_s)
+    parameters = torch.cat([each.flatten() for each in model.state_dict().values()])
+    return {"told": told, "parameters": parameters.tolist()}
+
+
+def learnt_alone() -> torch.Tensor:
+    """What `learn` comes to without ranks."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for number in range(STEPS):
+        inputs, targets = batch(number)
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+def difference(parameters: Sequence[float], expected: torch.Tensor) -> float:
+    """The largest, as a share of the largest element."""
+    return float((torch.tensor(parameters) - expected).abs().max() / expected.abs().max())

@@ -1,0 +1,95 @@
+"""Ranks of several hosts go on: state that is spread over hosts comes from the copies of all of them."""
+
+from __future__ import annotations
+
+import re
+import signal
+from typing import Any
+
+import pytest
+
+from tests.membership.agents import STEPS, Agents, difference, learn, learnt_alone
+
+ROUNDING = 1e-5  # relative: other ranks sum the same samples in another order
+
+
+def survive(strategy: str, deaths: dict[int, tuple[int, str]], ranks: int = 4, per_host: int = 2) -> Any:
+    """What the survivors have seen, which is the same on all, and have learnt what there was to learn."""
+    said = {str(member): list(death) for member, death in deaths.items()}
+    with Agents(learn, ranks, ranks_per_host=per_host, args=[strategy, said]) as agents:
+        results = agents.watch()
+    assert sorted(agents.dead) == sorted(deaths)
+    assert all(results[member].returncode == -signal.SIGKILL for member in deaths)
+    others = [results[member] for member in results if member not in deaths]
+    assert others and all(result.ok for result in others), "\n".join(each.report() for each in others)
+    expected = learnt_alone()
+    for result in others:
+        assert difference(result.value["parameters"], expected) < ROUNDING
+        assert result.value["told"] == others[0].value["told"] != []
+    return others[0].value["told"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2"])
+@pytest.mark.parametrize("place", ["backward", "step"])
+def test_a_rank_whose_host_has_another(strategy: str, place: str) -> None:
+    ((_, step, lost, hosts),) = survive(strategy, {2: (5, place)})
+    assert step >= 5 and lost <= 1 and hosts == [2, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["replicate", "hybrid", "hybrid_zero2"])
+def test_a_whole_host(strategy: str) -> None:
+    told = survive(strategy, {0: (5, "backward"), 1: (5, "backward")})
+    assert sum(lost for _, _, lost, _ in told) <= 1 and told[-1][3] == [2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hybrid"])
+def test_one_rank_of_each_host_one_after_the_other(strategy: str) -> None:
+    told = survive(strategy, {0: (4, "backward"), 3: (8, "step")})
+    assert all(lost <= 1 for _, _, lost, _ in told) and told[-1][3] == [1, 1]
+
+
+@pytest.mark.slow
+def test_a_part_that_is_gone_with_its_host() -> None:
+    with Agents(learn, 4, ranks_per_host=2, args=["zero3", {"2": [5, "step"], "3": [5, "step"]}]) as agents:
+        results = agents.watch()
+    for member in (0, 1):
+        assert results[member].returncode == 1
+        assert "LostStateError" in results[member].error_text
+        assert re.search(r"until step [56] is lost", results[member].error_text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["replicate", "zero1", "zero2", "zero3", "hybrid"])
+@pytest.mark.parametrize("leaving", [[2, 3], [1]])
+def test_members_leave_in_order(strategy: str, leaving: list[int]) -> None:
+    with Agents(learn, 4, ranks_per_host=2, args=[strategy, {}, 0.05]) as agents:
+        agents.watch(until=lambda: agents.steps() >= 3)
+        agents.publish(range(4), leaving)
+        results = agents.watch()
+    assert agents.dead == [] and [each.returncode for each in results.values()] == [0] * 4
+    assert all(results[member].value == {"left": 0} for member in leaving)
+    expected, stayed = learnt_alone(), [results[member] for member in results if member not in leaving]
+    for result in stayed:
+        assert difference(result.value["parameters"], expected) < ROUNDING
+        (number, step, lost, hosts), *more = result.value["told"]
+        assert lost == 0 and 3 <= step < STEPS and sum(hosts) == 4 - len(leaving)
+        assert number >= 2 and all(told[2] == 0 for told in more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["replicate", "zero1", "zero3", "hybrid"])
+def test_a_member_joins(strategy: str) -> None:
+    with Agents(learn, 4, ranks_per_host=2, args=[strategy, {"3": [2, "backward"]}, 0.3]) as agents:
+        agents.watch(until=lambda: agents.dead == [3] and agents.steps() >= 4)
+        joins = agents.join(host=1)
+        agents.watch(until=lambda: agents.is_ready(joins))
+        agents.publish([*agents.generation.members, joins])
+        results = agents.watch()
+    expected = learnt_alone()
+    assert [member for member, each in results.items() if not each.ok] == [3]
+    for member in (0, 1, 2, joins):
+        assert difference(results[member].value["parameters"], expected) < ROUNDING
+        assert results[member].value["told"][-1][2:] == [0, [2, 2]]

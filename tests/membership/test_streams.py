@@ -1,0 +1,127 @@
+"""A copy on its way to another host, of which each rank keeps what it needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+
+import imece
+from imece.checkpoint.deal import Slice
+from imece.checkpoint.training_state import TrainingState
+from imece.collectives.texts import gather_texts
+from imece.data_parallel.parallelize import ShardedDataParallel
+from imece.membership import streams
+from imece.membership.copies import Copies
+from imece.membership.copy import Copy
+from imece.membership.needs import Needs
+from imece.membership.pieces import Pieces
+from imece.membership.streams import Receiver, Stream
+from tests.checkpoint.test_eight_bit import Blocks
+from tests.membership.agents import batch, network
+from tests.ranks import run_ranks
+
+
+class Moved:
+    """A stream that has come, without ranks."""
+
+    def __init__(self, copy: Copy) -> None:
+        self.raw_table = copy.raw_table
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, 128, 1 << 20])
+def test_what_is_needed_of_a_copy(chunk_bytes: int) -> None:
+    whole, count = torch.arange(100, dtype=torch.float32), torch.tensor(7)
+    held: dict[str, Tensor | Slice] = {
+        "model/a": Slice(whole[20:90], (100,), 20),
+        "model/half": Slice(whole[:3].bfloat16(), (2, 3), 3),
+        "optimizer/a/step": count,
+    }
+    needs = {"model/a": (75, 100), "model/half": (0, 5), "optimizer/a/step": (0, 0)}
+    copy = Copy.of(held)
+    copy.write(4, held)
+    some = Receiver(cast(Stream, Moved(copy)), lambda name, shape: needs[name])
+    everything = Receiver(cast(Stream, Moved(copy)), None)
+    for low in range(0, copy.slot_bytes, chunk_bytes):
+        for receiver in (some, everything):
+            receiver.take(low, copy.flat(4)[low : low + chunk_bytes].clone())
+    pieces = Pieces()
+    some.give(pieces)
+    assert torch.equal(pieces.slice("model/a", 75, 90), whole[75:90])
+    with pytest.raises(imece.errors.UserError, match="model/a: elements from 74 on"):
+        pieces.slice("model/a", 74, 90)
+    assert pieces.slice("model/half", 3, 5).tolist() == [0, 1] and pieces.shape("model/half") == (2, 3)
+    assert pieces.names() == list(held) and pieces.dtype("optimizer/a/step") is torch.int64
+    whole_copy = Pieces()
+    everything.give(whole_copy)
+    assert int(whole_copy.tensor("optimizer/a/step")) == 7
+    assert torch.equal(whole_copy.slice("model/a", 20, 90), whole[20:90])
+    copy.memory.close()
+
+
+class Asked(Pieces):
+    """Notes which elements were asked for."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        vars(self).update(vars(pieces))
+        self.elements: dict[str, tuple[int, int]] = {}
+
+    def fill(self, target: Tensor, name: str, start: int = 0) -> None:
+        if target.numel():
+            assert self.elements.setdefault(name, (start, start + target.numel()))[0] == start
+        super().fill(target, name, start)
+
+
+def ask() -> list[int]:
+    """How many tensors were needed, of each strategy and optimizer."""
+    imece.init()
+    counts = []
+    kinds: list[Callable[..., Optimizer]] = [AdamW, Blocks]
+    for kind in kinds:
+        for strategy in ("zero1", "zero3"):
+            plain = network()
+            model, optimizer = imece.parallelize(plain, kind(plain.parameters()), strategy)
+            inputs, targets = batch(0)
+            torch.nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            assert isinstance(model, ShardedDataParallel)
+            state, copies = TrainingState(model, [optimizer]), Copies(imece.init())
+            assert copies.exchange(1, state.own()) == ""
+            found = copies.recovered([copies.note()])
+            assert found is not None
+            needs, asked = Needs(model, [optimizer]), Asked(found[1])
+            state.load(asked)
+            wanted = {name: needs(name, asked.shape(name)) for name in asked.names()}
+            wanted = {name: (start, stop) for name, (start, stop) in wanted.items() if start < stop}
+            assert wanted == asked.elements, (kind, strategy)
+            counts.append(len(wanted))
+            copies.drop()
+    return counts
+
+
+def test_what_is_needed_is_what_is_asked_for() -> None:
+    first, second = run_ranks(ask, 2, backend=None)
+    assert min(first) > 3 and min(second) > 3
+
+
+def spread() -> bool:
+    """What this host has no copies of comes from the other one, in several chunks for each copy."""
+    mesh = imece.init()
+    streams.CHUNK_BYTES = 256
+    mine = {"model/a": Slice(torch.arange(300.0) + 300 * mesh.rank, (1200,), 300 * mesh.rank)}
+    copies = Copies(mesh)
+    assert copies.exchange(1, mine) == ""
+    assert copies.write(2, mine)
+    said = gather_texts([json.dumps(copies.note())], mesh.world_group, mesh.device)
+    found = copies.recovered([json.loads(text) for (text,) in said])
+    assert found is not None and found[0] == 2
+    return torch.equal(found[1].tensor("model/a"), torch.arange(1200.0))
+
+
+def test_copies_of_two_hosts() -> None:
+    assert run_ranks(spread, 4, backend=None, ranks_per_host=2) == [True] * 4
