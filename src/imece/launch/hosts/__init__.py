@@ -7,7 +7,8 @@ link          one connection between two agents, and its heartbeats
 tunnel        the ranks' way to the store where they meet
 door, reach   where others come in, and how to come in at theirs
 addresses     which address of this host leads to another
-network       all of them in one thread
+links         all connections of an agent
+network       ... in a thread of their own
 events        what happens there, as its user sees it
 succession    which side of a cut goes on, and who leads it (pure)
 """

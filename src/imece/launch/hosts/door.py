@@ -85,7 +85,10 @@ class Door:
                 peer = Hello.of(await frames.read(sock))
         except TimeoutError:
             self.complain(address, f"it has not said who it is within {self._limit_s:g} s")
-        except (HandshakeError, frames.FrameError, EOFError) as error:
+        except EOFError as error:
+            if task in self._strangers:  # or it has found out that it need not come in
+                self.complain(address, str(error))
+        except (HandshakeError, frames.FrameError) as error:
             self.complain(address, str(error))
         except OSError as error:
             self.complain(address, error.strerror or str(error))

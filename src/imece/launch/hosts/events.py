@@ -40,8 +40,8 @@ class Down:
     why: str
     """Printable."""
     surely: bool
-    """Its agent is not there any more, and its machine says so: its ranks died with it. Otherwise nobody
-    knows what it does now."""
+    """There was a link, its agent is not there any more, and its machine says so: its ranks died with it.
+    Otherwise nobody knows what it does now."""
     told: bool = False
     """An agent answered and does not want this one; `why` is what it says. Dialling again does not help."""
 

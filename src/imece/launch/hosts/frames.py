@@ -14,12 +14,18 @@ from typing import Any, NoReturn
 
 FRAME_LIMIT_BYTES = 65_536
 HEARTBEAT = b"\0\0\0\0"
+GOODBYE = b"\xff\xff\xff\xff"
+"""Sent last by an agent that closes a connection and lives on."""
 _LENGTH = struct.Struct(">I")
 _PRINTED = 200  # characters
 
 
 class FrameError(Exception):
     """What came is no frame; the connection is of no use any more."""
+
+
+class Goodbye(Exception):
+    """The other side closes the connection and lives on."""
 
 
 def pack(message: dict[str, Any]) -> bytes:
@@ -42,8 +48,11 @@ def unpack(data: bytes) -> dict[str, Any]:
 
 
 async def read(sock: socket.socket) -> dict[str, Any] | None:
-    """The next message; None for a heartbeat. Raises FrameError, EOFError or OSError."""
-    (length,) = _LENGTH.unpack(await read_exactly(sock, _LENGTH.size))
+    """The next message; None for a heartbeat. Raises Goodbye, FrameError, EOFError or OSError."""
+    head = await read_exactly(sock, _LENGTH.size)
+    if head == GOODBYE:
+        raise Goodbye
+    (length,) = _LENGTH.unpack(head)
     if length > FRAME_LIMIT_BYTES:  # before anything is set aside for it
         raise FrameError(f"it declared a message of {length} bytes, of which {FRAME_LIMIT_BYTES} are allowed")
     return unpack(await read_exactly(sock, length)) if length else None

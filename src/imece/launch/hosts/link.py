@@ -25,6 +25,8 @@ class Link:
         self.host, self.address, self.agent = host, address, agent
         self.heard = 0
         """How many frames have come."""
+        self.heard_s = float("-inf")
+        """When the last one did, or this began."""
         self.end_said: tuple[str, bool] | None = None
         """Why it ended, and whether the process at the other end surely has: of whoever said it first."""
         self.ended = asyncio.Event()
@@ -47,19 +49,25 @@ class Link:
             except OSError:
                 return  # it has ended already
 
-    def finish(self) -> None:
+    def finish(self, *, lives_on: bool) -> None:
         """Close this direction once all is sent; `run` returns when the peer has closed the other."""
+        self._outgoing.put_nowait(frames.GOODBYE if lives_on else b"")
         self._outgoing.put_nowait(None)
 
     async def run(self, said: Callable[[dict[str, Any]], None]) -> str:
         """Take messages until the connection ends; returns why it did."""
+        loop = asyncio.get_running_loop()
+        self.heard_s = loop.time()
         writer = asyncio.create_task(self._write())
         try:
             while True:
                 message = await frames.read(self._sock)
-                self.heard += 1
+                self.heard, self.heard_s = self.heard + 1, loop.time()
                 if message is not None:
                     said(message)
+        except frames.Goodbye:
+            self.end("it closed the connection", surely=False)
+            return "goodbye"
         except (frames.FrameError, EOFError) as error:
             return str(error)
         except OSError as error:

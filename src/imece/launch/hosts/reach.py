@@ -79,18 +79,18 @@ async def reach(
     token: bytes,
     hello: Hello,
     limit_s: float,
-    connected: Callable[[], object] = lambda: None,
+    speak: Callable[[], object] = lambda: None,
 ) -> tuple[socket.socket, Hello]:
-    """A connection to the agent at `address`, and who that is; `limit_s` is for what follows `connected`.
+    """A connection to the agent at `address`, and who that is; `limit_s` is for what follows the connection.
 
-    Raises Unreached.
+    speak: called just before this side says who it is; may raise Unreached, as this does.
     """
     sock = await _connect(address)
-    connected()
     where = describe(address)
     try:
         async with asyncio.timeout(limit_s):
             await prove(sock, token)
+            speak()
             await frames.write(sock, hello.message())
             answer = await frames.read(sock)
         if answer is not None and "no" in answer:

@@ -1,0 +1,254 @@
+"""The links to other hosts' agents: made, used, and ended, all in the loop's thread.
+
+A link ends when its peer closes it, says what is no message, or is silent for too long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any, Literal
+
+from imece.launch.hosts import frames
+from imece.launch.hosts.addresses import Address, describe
+from imece.launch.hosts.door import Door
+from imece.launch.hosts.events import Down, Event, Said, Up
+from imece.launch.hosts.link import Link
+from imece.launch.hosts.reach import VERSION, Hello, Purpose, Unreached, reach
+from imece.launch.hosts.tunnel import Tunnels
+from imece.launch.silence import Silence
+
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 0.5
+_PROBE_S = 1.0
+_CLOSE_S = 1.0  # for what was sent last to arrive
+_CROSSING_S = 5.0
+Probed = tuple[Literal["there", "refused", "silent"], str | None]
+"""What is there, and the name of its process if it says so."""
+
+
+class Links:
+    """All of one agent's, and its tunnels to others and from them."""
+
+    def __init__(
+        self,
+        token: bytes,
+        me: int,
+        job: str,
+        silent_s: float,
+        handshake_s: float,
+        emit: Callable[[Event], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        """`spawn` runs what may take long, and ends it when all is closed."""
+        self.agent = secrets.token_hex(8)
+        self.hello: dict[str, Any] = {}
+        self.port = 0
+        """Where this agent listens."""
+        self.tunnels = Tunnels(self._reach_store, spawn)
+        self.door = Door(token, handshake_s, self._incoming, emit, spawn)
+        self._me, self._job = me, job
+        self._token, self._handshake_s = token, handshake_s
+        self._emit, self._spawn = emit, spawn
+        self._silence = Silence(silent_s)
+        self._beat_s = float("inf")  # when this process last said that it lives
+        self._up: dict[int, Link] = {}
+        self._dials: dict[int, asyncio.Task[None]] = {}
+        self._speaking: set[int] = set()  # those whom a dial of ours has reached
+        self._doubted: set[int] = set()
+
+    def _hello(self, purpose: Purpose) -> Hello:
+        return Hello(purpose, VERSION, self._job, self._me, self.agent, self.port, self.hello)
+
+    def dial(self, host: int, address: Address, patience_s: float) -> None:
+        """Make a link in the background, in place of an earlier dial."""
+        self._end_dial(host)
+        if host not in self._up:
+            self._dials[host] = self._spawn(self._dial(host, address, patience_s))
+
+    def _end_dial(self, host: int) -> None:
+        if host in self._dials:
+            self._dials.pop(host).cancel()
+
+    async def _dial(self, host: int, address: Address, patience_s: float) -> None:
+        """Try until there is a link; if it is this one's, this task is the link's from then on."""
+        now = asyncio.get_running_loop().time
+        deadline, wait_s = now() + patience_s, _FIRST_RETRY_S
+        tries: dict[str, float] = {}  # until when to try on, by what was said
+        while host not in self._up:
+            try:
+                sock, peer = await self._reach_host(host, address)
+            except Unreached as failure:
+                until = deadline
+                if failure.again_s is not None:
+                    until = min(until, tries.setdefault(str(failure), now() + failure.again_s))
+                if host not in self._up and now() + wait_s > until:
+                    self._dials.pop(host)
+                    self._emit(Down(host, str(failure), False, failure.told))
+                    return
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, _LAST_RETRY_S)
+            else:
+                self._dials.pop(host)
+                await self._run(Link(sock, host, address, peer.agent), peer)
+                return
+        self._dials.pop(host)
+
+    async def _reach_host(self, host: int, address: Address) -> tuple[socket.socket, Hello]:
+        """Raises Unreached, also if that host comes in meanwhile."""
+
+        def speak() -> None:
+            if host in self._up:
+                raise Unreached(f"host {host} is here already")
+            self._speaking.add(host)
+
+        try:
+            sock, peer = await reach(address, self._token, self._hello("link"), self._handshake_s, speak)
+        finally:
+            self._speaking.discard(host)
+        if peer.host != host:
+            sock.close()
+            why = f"host {peer.host} answers at {describe(address)}, not host {host}"
+            raise Unreached(why, told=True, again_s=0.0)
+        return sock, peer
+
+    async def _incoming(self, sock: socket.socket, address: str, peer: Hello) -> None:
+        """Whoever has proved that it knows the token; `sock` is ours to close."""
+        why_not = self._why_not(peer)
+        if why_not is not None:
+            await self.door.refuse(sock, address, *why_not)
+        elif peer.purpose == "link":
+            link = Link(sock, peer.host, (address, peer.port), peer.agent)
+            link.send(frames.pack(self._hello("link").message()))
+            await self._run(link, peer)
+        else:
+            await self.door.answer(sock, self._hello(peer.purpose).message())
+            if peer.purpose == "tunnel":
+                await self.tunnels.serve(sock, peer.host)
+            sock.close()
+
+    def _why_not(self, peer: Hello) -> tuple[str, float] | None:
+        """Why not to let it in, and for how long it may try again; None if it may come in."""
+        if peer.version != VERSION:
+            return f"host {self._me} runs imece {VERSION}, the other side {peer.version}", 0.0
+        if peer.job != self._job:
+            return f"this port belongs to the job {self._job!r}, not to {peer.job!r}", 0.0
+        if peer.purpose == "probe":
+            return None
+        if peer.purpose == "tunnel":
+            if self.tunnels.store_port is not None and peer.host in self._up:
+                return None
+            return f"host {self._me} serves no store to host {peer.host} yet", _CROSSING_S
+        if peer.host == self._me:
+            return f"host {peer.host} is the one that listens here: two have the same host rank", 0.0
+        if peer.host in self._up:
+            self._doubt(self._up[peer.host])
+            return f"host {peer.host} is here already", 1.5 * self._silence.limit_s
+        if peer.host in self._speaking and peer.host > self._me:
+            # Each has said to the other who it is: the lower one's connection is it, and both see it so.
+            return f"host {self._me} is about to reach host {peer.host}", _CROSSING_S
+        return None
+
+    def _doubt(self, link: Link) -> None:
+        """Another claims to be this host: it may have been started again before its end was noticed."""
+        if link.number not in self._doubted:
+            self._doubted.add(link.number)
+            self._spawn(self._end_if_gone(link))
+
+    async def _end_if_gone(self, link: Link) -> None:
+        if await self._is_gone(link):
+            link.end("its agent has been started again", surely=True)
+        self._doubted.discard(link.number)
+
+    async def _run(self, link: Link, peer: Hello) -> None:
+        """From Up to Down."""
+        host = link.host
+        self._up[host] = link
+        self._emit(Up(host, link.address, peer.hello, link.agent))
+        why = await link.run(lambda message: self._said(link, message))
+        if link.end_said is None and self._up.get(host) is link:
+            link.end(why, surely=await self._is_gone(link))
+        if self._up.get(host) is link:
+            assert link.end_said is not None
+            del self._up[host]
+            self.tunnels.close_from(host)
+            self._emit(Down(host, *link.end_said))
+
+    def _said(self, link: Link, message: dict[str, Any]) -> None:
+        if self._up.get(link.host) is link:
+            self._emit(Said(link.host, message))
+
+    async def _is_gone(self, link: Link) -> bool:
+        """Whether the process at the other end surely is: its port has another owner now, or none.
+
+        Not if one of the two may have been deaf to the other for long, when this process was stopped, say:
+        before it ended the other may have gone on without this host, and together with others that still do.
+        """
+        now, limit_s = asyncio.get_running_loop().time(), self._silence.limit_s
+        if limit_s and now - min(self._beat_s, link.heard_s) > limit_s / 2:
+            return False
+        if not link.address[1]:
+            return False
+        answer, agent = await self.probe(link.address, _PROBE_S)
+        return answer == "refused" or (answer == "there" and agent not in (None, link.agent))
+
+    async def probe(self, address: Address, within_s: float) -> Probed:
+        """What there is, and the agent's name if it says so. A process that is just ending takes connections
+        until its port is closed; so one that does not answer is asked again."""
+        try:
+            async with asyncio.timeout(within_s):
+                while True:
+                    try:
+                        sock, peer = await reach(
+                            address, self._token, self._hello("probe"), self._handshake_s
+                        )
+                        sock.close()
+                        return "there", peer.agent
+                    except Unreached as error:
+                        if error.refused or error.told:
+                            return "refused" if error.refused else "there", None
+                    await asyncio.sleep(_FIRST_RETRY_S)
+        except TimeoutError:
+            return "silent", None
+
+    async def _reach_store(self, address: Address) -> socket.socket:
+        sock, _ = await reach(address, self._token, self._hello("tunnel"), self._handshake_s)
+        return sock
+
+    def send(self, host: int, frame: bytes) -> None:
+        link = self._up.get(host)
+        if link is not None and not link.send(frame):
+            link.end("it takes nothing from its connection", surely=False)
+
+    def drop(self, host: int, *, lives_on: bool = True) -> None:
+        """End a dial, and a link once all is sent; no event of it comes from now on."""
+        self._end_dial(host)
+        link = self._up.pop(host, None)
+        if link is not None:
+            self.tunnels.close_from(host)
+            link.finish(lives_on=lives_on)
+            asyncio.get_running_loop().call_later(_CLOSE_S, link.end, "dropped", False)
+
+    async def beat(self) -> None:
+        """Say to all that this process lives, and notice who does not."""
+        while True:
+            self._beat_s = asyncio.get_running_loop().time()
+            await asyncio.sleep(self._silence.interval_s)
+            for host in list(self._up):
+                self.send(host, frames.HEARTBEAT)
+            links = {link.number: link for link in self._up.values()}
+            beats = {number: link.heard for number, link in links.items()}
+            for number in self._silence.look(beats, asyncio.get_running_loop().time()):
+                links[number].end(f"it was silent for {self._silence.limit_s:g} s", surely=False)
+
+    async def close(self) -> None:
+        """Send what waits, and end all links and dials."""
+        links = list(self._up.values())
+        for host in [*self._dials, *self._up]:
+            self.drop(host, lives_on=False)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                for link in links:
+                    await link.ended.wait()

@@ -1,0 +1,79 @@
+"""Networks on this host's loopback, and strangers that knock at them."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+from imece.launch.hosts.events import Event
+from imece.launch.hosts.network import Network
+from imece.world import LOOPBACK
+
+TOKEN = b"a token for these tests, and no other"
+LIMIT_S = 20.0  # for what takes milliseconds on an idle machine
+Kind = TypeVar("Kind")
+
+
+class Agent(Network):
+    """A network that listens on loopback, and can be asked for one event after the other."""
+
+    def __init__(
+        self, me: int, token: bytes = TOKEN, job: str = "job", *, port: int = 0, **more: Any
+    ) -> None:
+        super().__init__(token, me, job, **{"silent_s": 60.0, **more})
+        self.seen: list[Event] = []
+        self.address = LOOPBACK, port
+
+    def __enter__(self) -> Agent:
+        super().__enter__()
+        self.address = LOOPBACK, self.listen(*self.address)
+        return self
+
+    def next(self, kind: type[Kind], within_s: float = LIMIT_S) -> Kind:
+        """The next event, which has to be of that kind."""
+        deadline = time.monotonic() + within_s
+        while not self.seen:
+            assert time.monotonic() < deadline, f"no {kind.__name__} within {within_s} s"
+            select.select([self.wake], [], [], 0.2)
+            self.seen += self.events()
+        event = self.seen.pop(0)
+        assert isinstance(event, kind), f"{event} and not {kind.__name__}"
+        return event
+
+    def is_calm(self, for_s: float = 0.05) -> bool:
+        """Whether nothing happens for so long."""
+        select.select([self.wake], [], [], for_s)
+        self.seen += self.events()
+        return not self.seen
+
+
+@contextmanager
+def agents(*hosts: int, **more: Any) -> Iterator[list[Agent]]:
+    """One for each host; none has a link yet."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(Agent(host, **more)) for host in hosts]
+
+
+def knock(agent: Agent) -> socket.socket:
+    """A stranger's connection."""
+    return socket.create_connection(agent.address, timeout=LIMIT_S)
+
+
+def all_that_comes(sock: socket.socket) -> bytes:
+    """Up to the end of the connection."""
+    data = b""
+    try:
+        while piece := sock.recv(4096):
+            data += piece
+    except ConnectionResetError:
+        pass
+    return data
+
+
+def is_open(sock: socket.socket) -> bool:
+    """Whether the other end has neither closed the connection nor sent anything."""
+    return not select.select([sock], [], [], 0)[0]

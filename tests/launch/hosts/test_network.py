@@ -1,0 +1,242 @@
+"""Links between agents on one host's loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+import traceback
+from dataclasses import replace
+
+import pytest
+
+from imece.errors import UserError
+from imece.launch.hosts import reach
+from imece.launch.hosts.events import Down, Refused, Said, Up
+from imece.launch.hosts.frames import FRAME_LIMIT_BYTES
+from imece.launch.hosts.network import Network
+from imece.world import LOOPBACK
+from tests.launch.hosts.agents import TOKEN, Agent, agents
+
+
+def link(one: Agent, other: Agent) -> tuple[Up, Up]:
+    """Let `one` dial `other`; what each learns."""
+    one.dial(other.me, other.address, patience_s=10)
+    return one.next(Up), other.next(Up)
+
+
+def test_two_agents_get_to_know_each_other() -> None:
+    with agents(0, 1) as (zero, one):
+        one.hello = {"ranks": 4}
+        at_one, at_zero = link(one, zero)
+        assert at_one == Up(0, zero.address, {}, zero.agent)
+        assert at_zero == Up(1, one.address, {"ranks": 4}, one.agent)
+
+
+def test_messages_arrive_in_order_both_ways() -> None:
+    with agents(0, 1) as (zero, one):
+        link(one, zero)
+        for number in range(500):
+            zero.send(1, {"number": number})
+            one.send(0, {"text": "ö" * number})
+        assert [one.next(Said) for _ in range(500)] == [Said(0, {"number": n}) for n in range(500)]
+        assert [zero.next(Said) for _ in range(500)] == [Said(1, {"text": "ö" * n}) for n in range(500)]
+
+
+def test_a_message_that_is_too_long_is_the_senders_mistake() -> None:
+    with agents(0, 1) as (zero, one):
+        link(one, zero)
+        with pytest.raises(ValueError, match=f"{FRAME_LIMIT_BYTES} are allowed"):
+            zero.send(1, {"text": "x" * FRAME_LIMIT_BYTES})
+        with pytest.raises(ValueError, match="JSON"):
+            zero.send(1, {"number": float("nan")})
+        zero.send(1, {"text": "x" * (FRAME_LIMIT_BYTES - len('{"text":""}'))})
+        assert len(one.next(Said).message["text"]) > 65_000
+        zero.send(5, {"to": "nobody"})
+        assert zero.is_calm() and one.is_calm()
+
+
+def test_what_was_sent_last_arrives_and_then_the_host_is_surely_gone() -> None:
+    with agents(0) as (zero,):
+        with agents(1) as (one,):
+            link(one, zero)
+            one.send(0, {"last": "words"})
+        assert zero.next(Said).message == {"last": "words"}
+        assert zero.next(Down) == Down(1, "it closed the connection", surely=True)
+
+
+def test_a_dropped_peer_hears_the_last_message_and_may_come_again() -> None:
+    with agents(0, 1) as (zero, one):
+        link(one, zero)
+        zero.send(1, {"why": "evicted"})
+        zero.drop(1)
+        zero.send(1, {"never": "sent"})
+        assert one.next(Said).message == {"why": "evicted"}
+        assert one.next(Down) == Down(0, "it closed the connection", surely=False)
+        link(one, zero)
+        one.send(0, {"back": True})
+        assert zero.next(Said).message == {"back": True}, "no Down for the one that dropped"
+
+
+def test_the_agent_of_a_killed_process_is_surely_gone() -> None:
+    with agents(0) as (zero,):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                with Agent(1) as one:
+                    link(one, zero)
+                    signal.pause()
+            except BaseException:  # noqa: BLE001  (a copy of pytest must never return from here)
+                traceback.print_exc()
+            finally:
+                os._exit(70)
+        try:
+            zero.next(Up)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        down = zero.next(Down)
+        assert down.host == 1 and down.surely
+        assert zero.probe(zero.address, 1.0) == "there"
+
+
+def test_who_closes_a_link_but_listens_on_is_not_surely_gone() -> None:
+    with agents(0, 1) as (zero, one):
+        link(one, zero)
+        one._call(one._links._up[0].end, "broken", False)
+        assert zero.next(Down) == Down(1, "it closed the connection", surely=False)
+        assert one.next(Down) == Down(0, "broken", surely=False)
+
+
+def test_a_host_that_was_stopped_for_long_takes_nothing_for_a_sign() -> None:
+    """It may have been given up meanwhile, by that one too, before that one died."""
+    with agents(0) as (zero,):
+        with agents(1) as (one,):
+            link(one, zero)
+            zero._call(setattr, zero._links, "_beat_s", time.monotonic() - 31)
+        assert zero.next(Down) == Down(1, "it closed the connection", surely=False)
+
+
+def test_a_silent_link_ends_on_both_sides() -> None:
+    with agents(0, 1, silent_s=0.4) as (zero, one):
+        link(one, zero)
+        assert zero.is_calm(0.6), "heartbeats are heard"
+        one._call(setattr, one._links, "send", lambda *_: None)
+        assert zero.next(Down) == Down(1, "it was silent for 0.4 s", surely=False)
+        assert one.next(Down) == Down(0, "it closed the connection", surely=False)
+
+
+def test_a_dial_waits_for_an_agent_that_comes_later() -> None:
+    with agents(1) as (one,):
+        with socket.create_server((LOOPBACK, 0)) as placeholder:
+            port = placeholder.getsockname()[1]
+        one.dial(0, (LOOPBACK, port), patience_s=20)
+        assert one.is_calm(0.2)
+        with Agent(0, port=port):
+            assert one.next(Up).host == 0
+
+
+def test_a_dial_in_vain_says_what_there_is() -> None:
+    with agents(1) as (one,):
+        with socket.create_server((LOOPBACK, 0)) as other:
+            port = other.getsockname()[1]
+        assert one.probe((LOOPBACK, port), 1.0) == "refused"
+        one.dial(0, (LOOPBACK, port), patience_s=0.0)
+        assert one.next(Down) == Down(0, f"nothing listens at 127.0.0.1:{port}", surely=False)
+        one.dial(0, ("no such host.invalid", 1), patience_s=0.0)
+        assert "'no such host.invalid' is not a host that can be found" in one.next(Down).why
+
+
+def test_a_listener_that_never_answers_is_silent() -> None:
+    with agents(1, handshake_s=0.1) as (one,), socket.create_server((LOOPBACK, 0)) as mute:
+        address = LOOPBACK, mute.getsockname()[1]
+        assert one.probe(address, 0.2) == "silent"
+        one.dial(0, address, patience_s=0.0)
+        assert one.next(Down) == Down(0, f"127.0.0.1:{address[1]} does not answer", surely=False)
+
+
+def test_a_host_that_dials_itself_or_the_wrong_one_is_told() -> None:
+    with agents(0, 1, 0) as (zero, one, double):
+        double.dial(5, zero.address, patience_s=9)
+        why = "host 0 is the one that listens here: two have the same host rank"
+        assert double.next(Down) == Down(5, why, surely=False, told=True)
+        assert zero.next(Refused).why == why
+        one.dial(5, zero.address, patience_s=9)
+        down = one.next(Down)
+        assert down.told and down.why.endswith(", not host 5")
+
+
+def test_another_job_and_another_version_are_told_so_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with agents(0) as (zero,), agents(1, job="else\x1b[2J") as (one,), agents(2) as (two,):
+        one.dial(0, zero.address, patience_s=9)
+        assert one.next(Down).why == r"this port belongs to the job 'job', not to 'else\x1b[2J'"
+        assert zero.next(Refused).why.startswith("this port belongs")
+        hello = two._links._hello
+        monkeypatch.setattr(two._links, "_hello", lambda purpose: replace(hello(purpose), version="9.9"))
+        two.dial(0, zero.address, patience_s=9)
+        down = two.next(Down)
+        assert down.told and down.why == f"host 0 runs imece {reach.VERSION}, the other side 9.9"
+
+
+def test_a_second_one_with_the_same_host_rank_is_told_that_the_first_is_here() -> None:
+    with agents(0, silent_s=0.4) as (zero,), agents(1, 1) as (one, double):
+        link(one, zero)
+        double.dial(0, zero.address, patience_s=60)
+        assert double.next(Down) == Down(0, "host 1 is here already", surely=False, told=True)
+        one.send(0, {"still": "here"})
+        assert zero.next(Said).message == {"still": "here"}
+
+
+def test_an_agent_that_was_started_again_takes_the_place_of_the_one_before() -> None:
+    """Though the end of that one was not noticed: its machine lost power, say."""
+    with agents(0) as (zero,), agents(1) as (again,):
+        first = Agent(1)
+        with first:
+            first._links.port = again.address[1]  # as if both had listened at one port, one after the other
+            link(first, zero)
+            again.dial(0, zero.address, patience_s=60)
+            down = zero.next(Down)
+            assert down == Down(1, "its agent has been started again", surely=True)
+            assert zero.next(Up).agent == again.agent
+
+
+@pytest.mark.parametrize("crossing", range(5))
+def test_two_that_dial_each_other_get_one_link(crossing: int) -> None:
+    with agents(0, 1) as (zero, one):
+        start = threading.Barrier(2)
+
+        def dial(own: Agent, other: Agent) -> None:
+            start.wait()
+            own.dial(other.me, other.address, patience_s=10)
+
+        threads = [threading.Thread(target=dial, args=pair) for pair in ((zero, one), (one, zero))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        zero.next(Up), one.next(Up)
+        zero.send(1, {"from": 0})
+        one.send(0, {"from": 1})
+        assert one.next(Said) == Said(0, {"from": 0}) and zero.next(Said) == Said(1, {"from": 1})
+        assert zero.is_calm(0.2) and one.is_calm()
+
+
+def test_a_port_that_is_taken_is_one_line() -> None:
+    with agents(0) as (zero,), Network(TOKEN, 1, "job", silent_s=1.0) as other:
+        with pytest.raises(UserError, match=r"cannot listen on 127.0.0.1:\d+ \(Address already in use\)"):
+            other.listen(*zero.address)
+        with pytest.raises(UserError, match=r"cannot listen on 203.0.113.1:0"):
+            other.listen("203.0.113.1")
+
+
+def test_a_bug_in_the_thread_is_raised_to_the_user() -> None:
+    with agents(0) as (zero,):
+
+        async def broken() -> None:
+            raise ZeroDivisionError
+
+        zero._call(zero._spawn, broken())
+        with pytest.raises(ZeroDivisionError):
+            zero.next(Up)
