@@ -48,10 +48,7 @@ def whole_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Fra
     norms = framework.norm_copies * residual * size / sharded
     inputs = residual * size / (1 if framework.gathered_inputs else sharded)
     query, key = model.heads * model.head_width, model.kv_heads * model.head_width
-    extra_queries, extra_keys = framework.query_copies, framework.key_copies
-    if recipe.compiled or model.learned_positions:  # nothing is rotated, or it is rotated again
-        extra_queries, extra_keys = min(extra_queries, 0), min(extra_keys, 0)
-    widths = (2 + extra_queries) * query + (2 + extra_keys) * key
+    widths = (2 + framework.query_copies) * query + (2 + framework.key_copies) * key
     attention = count * widths * size / tensor
     heads = recipe.micro_batch * model.heads * recipe.seq / parallel.context / tensor
     if recipe.attention == "flash":

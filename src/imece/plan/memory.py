@@ -30,7 +30,7 @@ class Memory:
     communication: int  # buckets on their way, and what tensor, context and pipeline parallelism receive into
     activations: int
     logits: int
-    overhead: int  # reserved by the allocator, and not in use
+    overhead: int  # of libraries, and what the allocator has reserved without use
     notes: tuple[str, ...] = ()
 
     @property
@@ -98,7 +98,8 @@ def _of_stage(setup: Setup, stage: int, framework: Framework) -> Memory:
     )  # fmt: skip
     return Memory(
         found.parameters, found.gradients, round(optimizer), round(masters), round(gathered),
-        round(communication), round(activations), round(logits), round(framework.slack * in_use), notes,
+        round(communication), round(activations), round(logits),
+        framework.workspace_bytes + round(framework.slack * in_use), notes,
     )  # fmt: skip
 
 
@@ -117,7 +118,7 @@ def _states(setup: Setup, dealt: Sizes, whole: float, framework: Framework) -> _
         master_bytes=precision.masters,
         state_bytes=owned * _moment_bytes(recipe),
         sum_bytes=None if as_masters else reduce_bytes,
-        own_bytes=0 if framework.masters_are_shards and divides.parameters else None,
+        own_bytes=0 if framework.masters_are_shards and precision.masters else None,
     )
     masters = 0.0 if precision.masters == precision.parameters else precision.masters
     masters *= dealt.shard if divides.optimizer else dealt.whole

@@ -1,0 +1,230 @@
+"""Published memory beside its prediction: tables of papers, measured peaks, and runs that fitted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from imece.footprint import DIVIDED, Sizes, footprint
+from imece.plan.accuracy import Row
+from imece.plan.accuracy_time import llm_foundry, torchtitan, ultrascale_setup
+from imece.plan.activations import kept_layer, layers_in_flight
+from imece.plan.frameworks import LLM_FOUNDRY, MEGATRON, NANOTRON, PAPER, TORCHTITAN
+from imece.plan.hardware import GIB, Gpu, find_gpu
+from imece.plan.held import held
+from imece.plan.memory import memory
+from imece.plan.model import Model
+from imece.plan.published import read
+from imece.plan.setup import Parallel, Recipe, Recomputation, Setup, Strategy
+
+_OTHERS = ("frozen", "distill", "offloading", "deepseek")
+_DEFAULT_VOCABULARY = 50257  # of Megatron's CI: GPT-2's, and BERT's
+_BERT_VOCABULARY = 30524
+_MIXTRAL_VOCABULARY = 32000
+
+
+@dataclass(frozen=True)
+class Fits:
+    """Whether a prediction tells what fits. Counts of runs."""
+
+    ran: int
+    ran_passed: int  # of them, predicted to fit
+    failed: int
+    failed_flagged: int  # of them, predicted not to fit
+    too_large: int  # of those that failed: where nothing but memory can have been the cause
+    too_large_flagged: int
+
+
+def zero_states() -> list[Row]:
+    """Table 1 of ZeRO, in GB; the paper rounds, and cuts off what has no decimals. Nothing is fitted."""
+    rows = []
+    for r in read("zero_states").rows:
+        whole, ranks = float(r["billions"]) * 1e9, int(r["ranks"])
+        divides = DIVIDED[f"zero{r['stage']}"]
+        found = footprint(
+            Sizes(whole, whole / ranks), divides, parameter_bytes=2, reduce_bytes=2, master_bytes=4,
+            state_bytes=8 * whole / ranks, sum_bytes=2,
+        )  # fmt: skip
+        name = f"{r['billions']}B x{ranks} ZeRO-{r['stage']}"
+        rows.append(Row(name, float(r["gb"]), found.total / 1e9, held_out=True))
+    return rows
+
+
+def korthikanti() -> list[Row]:
+    """Figures 1 (GiB) and 7 (per cent of tensor parallelism alone). Nothing is fitted."""
+    rows = []
+    for r in read("korthikanti_memory").rows:
+        setup = _of_paper(r)
+        held_ = held(setup.model, setup.parallel, 0, PAPER)
+        states = 18 * held_.layers * held_.products / GIB  # the paper's 18 bytes, of matrices alone
+        of = {key: _activations(setup, *how) for key, how in _WAYS.items()}
+        found = {
+            "states_gib": states, "none_gib": of["none"] / GIB,
+            "sequence_selective_gib": of["both"] / GIB,
+            **{f"{key}_pct": 100 * of[key] / of["none"] for key in ("sequence", "selective", "both", "full")},
+        }  # fmt: skip
+        rows += [
+            Row(f"{r['model']} {key}", float(r[key]), value, held_out=True) for key, value in found.items()
+        ]
+    return rows
+
+
+_WAYS: dict[str, tuple[bool, Recomputation]] = {  # sequence parallelism, recomputation
+    "none": (False, "none"), "sequence": (True, "none"), "selective": (False, "selective"),
+    "both": (True, "selective"), "full": (False, "full"),
+}  # fmt: skip
+
+
+def _of_paper(r: Mapping[str, str]) -> Setup:
+    width, heads, pipeline = int(r["width"]), int(r["heads"]), int(r["pp"])
+    model = Model(
+        r["model"], int(r["layers"]), width, heads, heads, width // heads, 4 * width, gated=False,
+        vocab_size=51200, learned_positions=2048, norm="layer",
+    )  # fmt: skip
+    parallel = Parallel(tensor=int(r["tp"]), pipeline=pipeline, interleave=int(r["chunks"]))
+    return Setup(
+        model, parallel, Recipe(2048, int(r["micro_batch"]), 8 * pipeline, attention="plain", dropout=True)
+    )
+
+
+def _activations(setup: Setup, sequence: bool, recompute: Recomputation) -> float:
+    parallel = replace(setup.parallel, sequence=sequence)
+    recipe = replace(setup.recipe, recompute=recompute)
+    layers = held(setup.model, parallel, 0, PAPER).layers
+    kept = kept_layer(setup.model, parallel, recipe, PAPER)
+    return kept.total * layers_in_flight(layers, parallel, recipe, 0)
+
+
+def ultrascale_memory() -> list[Row]:
+    """GiB that rank 0 reserved, of runs that succeeded. 1B was fitted; 3B is held out."""
+    rows = []
+    for r in read("ultrascale").rows:
+        if r["status"] == "ok":
+            found = memory(ultrascale_setup(r), 0, NANOTRON).total / GIB
+            cell = f"{r['model']}, {r['nodes']} hosts"
+            name = f"{r['model']} dp{r['dp']} tp{r['tp']} pp{r['pp']} mb{r['micro_batch']} zero{r['zero']}"
+            rows.append(Row(name, float(r["memory_gb"]), found, cell=cell, held_out=r["model"] != "1B"))
+    return rows
+
+
+def ultrascale_fits(model: str | None = None) -> Fits:
+    """Of all its runs. A failure was memory's if the pipeline's schedule and stages were possible, no other
+    run of the same configuration succeeded, and more than half of the device is predicted."""
+    table = [r for r in read("ultrascale").rows if model in (None, r["model"])]
+    gpu = find_gpu("H100")
+    ran = {_configuration(r) for r in table if r["status"] == "ok"}
+    counts = [0] * 6
+    for r in table:
+        setup = ultrascale_setup(r)
+        needed = memory(setup, 0, NANOTRON).total
+        flagged = not _has_room(needed, gpu)
+        if r["status"] == "ok":
+            counts[0] += 1
+            counts[1] += not flagged
+            continue
+        memory_alone = (
+            setup.recipe.accumulation >= setup.parallel.pipeline - 1
+            and setup.parallel.pipeline < setup.model.layers
+            and _configuration(r) not in ran
+            and needed > gpu.memory_bytes / 2
+        )
+        counts[2] += 1
+        counts[3] += flagged
+        counts[4] += memory_alone
+        counts[5] += memory_alone and flagged
+    return Fits(*counts)
+
+
+def _configuration(r: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(r[key] for key in ("model", "dp", "tp", "pp", "zero", "micro_batch", "accumulation"))
+
+
+def _has_room(needed: int, gpu: Gpu) -> bool:
+    return needed + gpu.overhead_bytes <= gpu.memory_bytes
+
+
+def llm_foundry_fits() -> Fits:
+    """Every row ran. Nothing is fitted."""
+    passed = ran = 0
+    for case in llm_foundry():
+        needed = min(memory(setup, None, LLM_FOUNDRY).total for setup in case.setups)
+        ran += 1
+        passed += _has_room(needed, case.cluster.gpu)
+    return Fits(ran, passed, 0, 0, 0, 0)
+
+
+def torchtitan_memory() -> list[Row]:
+    """GiB reserved, rows in bf16. Their slack, one number, is fitted on them: there are no others."""
+    measured = [r for r in read("torchtitan").rows if r["float8"] != "1"]
+    return [
+        Row(case.name, float(r["memory_gib"]), memory(case.setups[0], None, TORCHTITAN).total / GIB)
+        for case, r in zip(torchtitan(), measured, strict=True)
+    ]
+
+
+def megatron_ci(family: str) -> list[Row]:
+    """GiB at the peak of the last stage, of one family (gpt, moe, bert, mixtral)."""
+    rows = []
+    for r in read("megatron_ci").rows:
+        if r["family"] == family and (setup := _of_ci(r)) is not None:
+            found = memory(setup, setup.parallel.pipeline - 1, MEGATRON).total / GIB
+            name = f"{r['case']} {r['golden'].removesuffix('.json').removeprefix('golden_values_')}"
+            rows.append(Row(name, float(r["peak_gib"]), found, cell=r["platform"]))
+    return rows
+
+
+def _of_ci(r: Mapping[str, str]) -> Setup | None:
+    """None for cases whose arguments the table does not have: a frozen model, a teacher's pupil, fp8,
+    activations in the host's memory, and DeepSeek's attention and experts."""
+    if r["fp8"] or any(word in r["case"] for word in _OTHERS):
+        return None
+    width, heads, tensor = int(r["width"]), int(r["heads"]), int(r["tp"] or 1)
+    layers, pipeline, context = int(r["layers"]), int(r["pp"] or 1), int(r["cp"] or 1)
+    experts, gated = int(r["experts"] or 0), r["gated"] == "True"
+    usual = {"bert": _BERT_VOCABULARY, "mixtral": _MIXTRAL_VOCABULARY}.get(r["family"], _DEFAULT_VOCABULARY)
+    multiple = int(r["vocab_multiple"] or 128) * tensor
+    model = Model(
+        r["case"], layers, width, heads, int(r["groups"] or heads), int(r["head_width"] or width // heads),
+        int(r["mlp_width"] or (8 * width // 3 if gated else 4 * width)), gated,
+        vocab_size=-(-int(r["vocab"] or usual) // multiple) * multiple,
+        tied_head=r["untied"] != "True",
+        learned_positions=0 if r["positions"] == "rope" else int(r["seq"]),
+        biases=r["no_biases"] != "True", norm="rms" if r["norm"] == "RMSNorm" else "layer",
+        experts=experts, active_experts=2 if experts else 0,
+    )  # fmt: skip
+    gpus = int(r["gpus"] or 8)
+    data = max(1, gpus // (tensor * pipeline * context))
+    chunks = int(r["chunks"] or 1)
+    if r["layers_a_chunk"]:
+        chunks = max(1, layers // pipeline // int(r["layers_a_chunk"]))
+    divided: Strategy = (
+        "zero3" if r["fsdp"] else "zero1" if r["distributed_optimizer"] == "True" else "replicate"
+    )
+    shard = data * context if divided != "replicate" else 1
+    parallel = Parallel(
+        divided, data, shard, tensor, r["sequence"] == "True", context, pipeline, chunks,
+        expert=int(r["ep"] or 1),
+    )  # fmt: skip
+    micro_batch = int(r["micro_batch"])
+    accumulation = max(1, int(r["global_batch"] or 32) // (micro_batch * data))
+    # What "auto" means came with the container: to be deterministic older ones take no flash attention.
+    flash = r["attention"] == "flash" or r["flash"] == "True" or (not r["attention"] and _is_new(r))
+    recipe = Recipe(
+        int(r["seq"]), micro_batch, accumulation, recompute="full" if r["recompute"] == "full" else "none",
+        attention="flash" if flash else "plain", precision=MEGATRON.precision, dropout=r["dropout"] != "0.0",
+    )  # fmt: skip
+    return Setup(model, parallel, recipe)
+
+
+def _is_new(r: Mapping[str, str]) -> bool:
+    return "dracooci" not in r["golden"] and r["implementation"] != "local"
+
+
+def all_rows() -> Iterator[tuple[str, list[Row]]]:
+    """(table, its rows), all of them."""
+    yield "ZeRO table 1", zero_states()
+    yield "Korthikanti figures 1 and 7", korthikanti()
+    yield "ultrascale, memory", ultrascale_memory()
+    yield "torchtitan, memory", torchtitan_memory()
+    for family in ("gpt", "moe", "mixtral", "bert"):
+        yield f"Megatron-LM CI, {family}", megatron_ci(family)

@@ -1,0 +1,220 @@
+"""Bytes of a rank: the papers' formulae, the engine's own layout, and what must hold of any model."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from imece.bench.reference_model import LARGE, REFERENCE, Decoder, Shape
+from imece.data_parallel.footprint import predict
+from imece.data_parallel.strategy import STRATEGIES
+from imece.footprint import Sizes, footprint
+from imece.layout import Item, build
+from imece.plan.frameworks import DEEPSPEED, FRAMEWORKS, IMECE_CPU, MEGATRON, NANOTRON
+from imece.plan.from_code import of_module
+from imece.plan.hardware import GIB
+from imece.plan.held import held, stage_layers
+from imece.plan.memory import Memory, memory
+from imece.plan.model import Model
+from imece.plan.models import find_model
+from imece.plan.setup import Parallel, Recipe, Setup, Strategy
+
+MODEL = find_model("llama-8b")
+N = MODEL.parameters
+
+
+def of(strategy: Strategy = "replicate", shard: int = 1, **recipe: object) -> Memory:
+    made = Recipe(seq=4096, **recipe)  # type: ignore[arg-type]
+    return memory(Setup(MODEL, Parallel(strategy, shard, shard), made))
+
+
+@pytest.mark.parametrize("shard", [8, 64])
+def test_states_are_16_bytes_a_parameter_or_the_part_of_them_that_is_left(shard: int) -> None:
+    for strategy, expected in (
+        ("replicate", 16.0),
+        ("zero1", 4 + 4 / shard + 12 / shard),  # gradients are stepped in the masters' dtype
+        ("zero2", 2 + 4 / shard + 12 / shard),
+        ("zero3", 2 / shard + 4 / shard + 12 / shard),
+    ):
+        found = of(strategy, shard)  # type: ignore[arg-type]
+        states = found.parameters + found.gradients + found.optimizer + found.masters
+        assert states / N == pytest.approx(expected, rel=1e-3), strategy
+
+
+def test_the_formulae_of_deepspeed_and_megatron() -> None:
+    n, d = 1e9, 16
+    zero2 = Setup(MODEL, Parallel("zero2", d, d), Recipe(4096, precision=DEEPSPEED.precision))
+    zero3 = replace(zero2, parallel=replace(zero2.parallel, strategy="zero3"))
+    for setup, expected in ((zero2, 2 + 18 / d), (zero3, 20 / d)):  # stage 3 keeps a bf16 part beside its 18
+        found = memory(setup, framework=DEEPSPEED)
+        states = found.parameters + found.gradients + found.optimizer + found.masters
+        assert states / N == pytest.approx(expected, rel=1e-3)
+    megatron = Setup(MODEL, Parallel("zero1", d, d), Recipe(4096, precision=MEGATRON.precision))
+    found = memory(megatron, framework=MEGATRON)
+    states = found.parameters + found.gradients + found.optimizer + found.masters
+    assert states / N == pytest.approx(6 + 12 / d, rel=1e-3)
+    plain = footprint(
+        Sizes(n, n / d), STRATEGIES["zero3"], parameter_bytes=2, reduce_bytes=2, master_bytes=4,
+        state_bytes=8 * n / d, sum_bytes=2,
+    )  # fmt: skip
+    assert plain.total == 16 * n / d
+
+
+@pytest.mark.parametrize("shape", [REFERENCE, LARGE], ids=["10.9M", "97M"])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("strategy", ["replicate", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("gathers", [False, True])
+def test_of_our_engine_it_is_what_the_engine_lays(
+    shape: Shape, ranks: int, strategy: Strategy, gathers: bool
+) -> None:
+    """Within 2 %: the engine's own items, in the arguments of data_parallel/shard.py."""
+    with torch.device("meta"):
+        module = Decoder(shape)
+    units = {f"blocks.{at}.": at + 1 for at in range(shape.layers)}
+    divides, by_unit = STRATEGIES[strategy], gathers and strategy == "zero3"
+    items = [
+        Item(name, tuple(each.shape), "float32", 4,
+             group=next((at for key, at in units.items() if name.startswith(key)), 0) if by_unit else 0)
+        for name, each in module.named_parameters()
+    ]  # fmt: skip
+    laid = build(
+        items, cap_bytes=2**62 if by_unit else 5 * 2**20, shards=ranks if divides.optimizer else 1,
+        align_bytes=128, modules_whole=True,
+    )  # fmt: skip
+    root = [bucket.index for bucket in laid.buckets if bucket.group == 0]
+    others = [bucket.index for bucket in laid.buckets if bucket.group]
+    largest = [max(laid.buckets, key=lambda bucket: bucket.numel).index] if not by_unit else root + others[:1]
+    expected = predict(
+        laid, divides, 0, dict.fromkeys(range(len(laid.buckets)), 8), parameter_bytes=4, reduce_bytes=4,
+        filling=largest if divides.gradients else [], gathered=root + others[:2] if by_unit else [],
+    )  # fmt: skip
+    model = of_module(module, "reference")
+    recipe = Recipe(256, precision=IMECE_CPU.precision, bucket_bytes=5 * 2**20)
+    shard = ranks if divides.optimizer else 1
+    framework = replace(IMECE_CPU, name=f"cpu-{gathers}", gathers=gathers)
+    found = memory(Setup(model, Parallel(strategy, ranks, shard), recipe), framework=framework)
+    assert found.parameters == pytest.approx(expected.parameters, rel=0.001)
+    assert found.gradients == pytest.approx(expected.gradients, rel=0.001)
+    assert found.optimizer + found.masters == pytest.approx(expected.optimizer, rel=0.001)
+    assert found.gathered + found.communication == pytest.approx(
+        expected.communication, abs=0.02 * expected.total
+    )
+
+
+@given(
+    st.sampled_from(["zero1", "zero2", "zero3"]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]),
+    st.integers(1, 8), st.sampled_from(["none", "selective", "full"]), st.sampled_from(sorted(FRAMEWORKS)),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_memory_falls_as_shards_grow_and_grows_with_the_micro_batch(
+    strategy: Strategy, tensor: int, pipeline: int, micro: int, recompute: str, name: str
+) -> None:
+    framework = FRAMEWORKS[name]
+    recipe = Recipe(2048, micro, 8, recompute=recompute, precision=framework.precision)  # type: ignore[arg-type]
+
+    def total(shard: int, **changes: object) -> int:
+        parallel = Parallel(strategy, shard, shard, tensor, pipeline=pipeline)
+        return memory(Setup(MODEL, parallel, replace(recipe, **changes)), framework=framework).total  # type: ignore[arg-type]
+
+    totals = [total(shard) for shard in (1, 2, 8, 64)]
+    assert totals == sorted(totals, reverse=True)
+    assert totals[0] > totals[-1]
+    assert total(8, micro_batch=micro + 1) > totals[2]
+    if recompute != "none":
+        assert total(8, recompute="none") > totals[2]
+    assert total(8, seq=4096) > totals[2]
+
+
+def test_the_total_is_the_sum_of_its_categories() -> None:
+    found = of("zero3", 8, recompute="full")
+    assert found.total == sum(found.by_category().values())
+    assert list(found.by_category()) == [each.name for each in fields(Memory) if each.name != "notes"]
+
+
+def test_what_eight_bits_adapters_and_the_host_save() -> None:
+    whole, less = of(), of(optimizer="adamw-8bit")
+    assert whole.optimizer == 8 * N
+    assert less.optimizer == pytest.approx(2 * N * (1 + 4 / 256), rel=1e-6)
+    off = of(offload=True)
+    assert (off.optimizer, off.masters) == (0, 0)
+    assert off.total == whole.total - whole.optimizer - whole.masters
+    lora, qlora = of(adapters="lora"), of(adapters="qlora")
+    assert 2 * N < lora.parameters < 2.02 * N  # frozen in bf16; nothing else of them is kept
+    assert lora.gradients + lora.optimizer + lora.masters < 0.1 * N
+    matrices = 32 * held(MODEL, Parallel(), 0, NANOTRON).products
+    assert qlora.parameters == pytest.approx(lora.parameters - matrices * (2 - 0.5159), rel=1e-3)
+    assert qlora.gathered > 0  # a matrix is unpacked to be multiplied with
+    assert lora.notes and not whole.notes
+    assert of(optimizer="sgd").optimizer == 4 * N
+
+
+def test_axes_divide_what_they_should() -> None:
+    recipe = Recipe(8192, 1, 8)
+    alone = memory(Setup(MODEL, Parallel(), recipe))
+    context = memory(Setup(MODEL, Parallel(context=4), recipe))
+    tensor = memory(Setup(MODEL, Parallel(tensor=4), recipe))
+    assert (context.parameters, context.logits) == (alone.parameters, alone.logits / 4)
+    assert context.activations == pytest.approx(alone.activations / 4)
+    assert context.communication > alone.communication  # keys and values of a neighbour
+    assert tensor.parameters == pytest.approx(alone.parameters / 4, rel=1e-3)
+    assert tensor.activations == pytest.approx(alone.activations / 4)
+    whole = memory(Setup(MODEL, Parallel(tensor=4, sequence=False), recipe))
+    assert whole.activations > tensor.activations
+
+
+def test_a_pipeline_keeps_the_micro_batches_of_its_schedule() -> None:
+    recipe = Recipe(4096, 1, 16)
+
+    def first(**changes: object) -> int:
+        return memory(Setup(MODEL, Parallel(pipeline=4, **changes), recipe), 0).activations  # type: ignore[arg-type]
+
+    alone = memory(Setup(MODEL, Parallel(), recipe)).activations
+    assert first() == pytest.approx(alone, rel=0.01)  # a quarter of the layers, of four micro-batches
+    assert first(interleave=2) == pytest.approx(first() * (1 + 3 / 8))  # Korthikanti et al., section 4.2.3
+    assert first(schedule="gpipe") == 4 * first()
+    last = memory(Setup(MODEL, Parallel(pipeline=4), recipe), 3)
+    assert last.logits and last.activations < first()
+    both = memory(Setup(MODEL, Parallel(pipeline=4), recipe))
+    assert both.total == max(last.total, memory(Setup(MODEL, Parallel(pipeline=4), recipe), 0).total)
+
+
+def test_stages_by_cost_have_all_layers_and_count_the_head() -> None:
+    for model in (MODEL, find_model("1.3b")):
+        for pipeline in (2, 3, 4, 8, 16):
+            counts = [stage_layers(model, pipeline, stage, NANOTRON) for stage in range(pipeline)]
+            assert sum(counts) == model.layers
+            assert counts[0] >= counts[-1]
+    whole = sum(held(MODEL, Parallel(pipeline=4), stage, NANOTRON).total for stage in range(4))
+    assert whole == MODEL.parameters  # not tied: no table is twice there
+    assert stage_layers(find_model("llama-405b"), 16, 0, MEGATRON) == 8
+
+
+def test_experts_are_dealt_and_only_the_chosen_ones_work() -> None:
+    mixture = Model(
+        "moe", 32, 4096, 32, 8, 128, 14336, True, 32000, tied_head=False, experts=8, active_experts=2
+    )
+    recipe = Recipe(4096, 1, 4)
+    alone = memory(Setup(mixture, Parallel("zero1", 8, 8), recipe))
+    dealt = memory(Setup(mixture, Parallel("zero1", 8, 8, expert=8), recipe))
+    assert alone.parameters == pytest.approx(2 * mixture.parameters, rel=1e-6)
+    experts = 32 * 8 * 3 * 4096 * 14336
+    assert dealt.parameters == pytest.approx(2 * (mixture.parameters - experts * 7 / 8), rel=1e-6)
+    assert dealt.optimizer == pytest.approx(alone.optimizer, rel=1e-3)  # a part of the ranks has each expert
+    dense = memory(Setup(replace(mixture, experts=0, active_experts=0), Parallel("zero1", 8, 8), recipe))
+    assert dense.activations < alone.activations < 2 * dense.activations
+
+
+def test_a_thousand_predictions_take_less_than_a_second() -> None:
+    setups = [
+        Setup(MODEL, Parallel("zero3", 64, 64, tensor, pipeline=pipeline), Recipe(4096, micro, 8))
+        for tensor in (1, 2, 4, 8) for pipeline in (1, 2, 4, 8) for micro in range(1, 63)
+    ]  # fmt: skip
+    began = time.perf_counter()
+    least = min(memory(setup).total for setup in setups)
+    assert time.perf_counter() - began < 1.5  # about 0.05 s of an idle core
+    assert least > GIB
