@@ -18,6 +18,7 @@ COMMANDS = {
     "sample": "let a trained model write",
     "eval": "the loss of a trained model, on its own held-out text or on other",
     "export": "a trained model in Hugging Face's format",
+    "plan": "what fits on which GPUs, how fast it is, and why, before anything is rented",
     "launch": "run a script on several ranks of this host, or with SLURM",
     "drill": "the same, and hit random ranks with a signal: does it go on?",
     "bench": "measure collectives beside Gloo and others",

@@ -23,6 +23,9 @@ from imece.plan.setup import (
     Strategy,
 )
 
+_NUMBERS = (
+    "global_batch", "seq", "tensor", "pipeline", "interleave", "context", "micro_batch", "adapter_rank",
+)  # fmt: skip
 STRATEGIES: tuple[Strategy, ...] = ("replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2")
 RESERVE = 0.04  # of the memory: so far off is a prediction of it, in the middle of published runs
 _MOST_AT_ONCE = 64  # sequences of a micro-batch: products gain nothing more long before
@@ -64,10 +67,20 @@ class Question:
 def check(question: Question) -> None:
     """UserError, with the nearest numbers that would do, for what cannot be divided."""
     ranks = question.cluster.gpus
-    for name in ("global_batch", "seq", "tensor", "pipeline", "interleave", "context", "micro_batch"):
+    for name in _NUMBERS:
         value = getattr(question, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}: at least 1")
+    if (
+        question.strategy is not None
+        and question.strategy.startswith("hybrid")
+        and question.cluster.hosts == 1
+    ):
+        plain = "zero3" if question.strategy == "hybrid" else "zero2"
+        raise UserError(
+            f"--strategy {question.strategy} shards inside hosts and replicates between them, but there is "
+            f"one host: use {plain}, or more --hosts"
+        )
     if not 0 <= question.reserve < 1:
         raise UserError(f"--reserve is {question.reserve}: a part of the memory, at least 0 and less than 1")
     _check_axes(question)

@@ -1,6 +1,7 @@
 """The end of a step on a time axis, for a picture: the last micro-batch, its messages and the optimizer.
 
-With a pipeline it is a whole step with few micro-batches, stage by stage, forward and backward in turn. Lengths are those of step_time; work of one kind within a micro-batch is drawn in one piece.
+With a pipeline it is a whole step with few micro-batches, stage by stage, forward and backward in turn.
+Lengths are those of step_time; work of one kind within a micro-batch is drawn in one piece.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from imece.plan.space import Question
 from imece.plan.words import KINDS, gb, meanings, seconds, share, title
 
 _LABEL = 9  # columns
-_BAR = 44
+_BAR = 40
 _FULL, _FREE = "█", "░"
 
 
@@ -55,19 +55,19 @@ def lines(explained: Explained, width: int) -> Iterator[str]:
     """The whole answer."""
     question, winner = explained.question, explained.winner
     cluster = question.cluster
-    yield from _wrapped("", subject(question), width)
+    yield from wrapped("", subject(question), width)
     yield ""
-    yield from _wrapped("plan", title(winner.setup), width)
+    yield from wrapped("plan", title(winner.setup), width)
     for word, meaning in meanings(winner.setup, cluster):
-        yield from _wrapped("", f"{word}: {meaning}", width, hang=2)
+        yield from wrapped("", f"{word}: {meaning}", width, hang=2)
     if (message := messages(explained)) is not None:
-        yield from _wrapped("", message, width, hang=2)
+        yield from wrapped("", message, width, hang=2)
     yield ""
     kept = f"; {_percent(question.reserve)} are to stay free" if question.reserve else ""
     yield f"{'fits':<{_LABEL}}{gb(winner.needed)} of {gb(cluster.gpu.memory_bytes)} GB a GPU{kept}"
     yield from bars(memory_parts(winner, cluster), cluster.gpu.memory_bytes, gb, KINDS, free=True)
     yield ""
-    yield from _wrapped("speed", speed(winner, explained.tokens, cluster), width)
+    yield from wrapped("speed", speed(winner, explained.tokens, cluster), width)
     assert winner.time is not None
     waits = sum(winner.time.exposed.values()) > 0
     yield f"{'step':<{_LABEL}}{seconds(winner.seconds)}{'; exposed: GPUs wait for messages' if waits else ''}"
@@ -76,11 +76,11 @@ def lines(explained: Explained, width: int) -> Iterator[str]:
     if explained.others:
         longest = max(len(other.name) for other in explained.others)
         for label, other in zip(["others", *[""] * len(explained.others)], explained.others, strict=False):
-            yield from _wrapped(label, f"{other.name:<{longest}}  {other.sentence}", width, hang=longest + 2)
+            yield from wrapped(label, f"{other.name:<{longest}}  {other.sentence}", width, hang=longest + 2)
     for label, gain in zip(["to gain", *[""] * len(explained.gains)], explained.gains, strict=False):
-        yield from _wrapped(label, gain, width, hang=2)
+        yield from wrapped(label, gain, width, hang=2)
     for note in explained.notes:
-        yield from _wrapped("note", note, width, hang=2)
+        yield from wrapped("note", note, width, hang=2)
 
 
 def messages(explained: Explained) -> str | None:
@@ -161,17 +161,17 @@ def table(ranked: Sequence[Candidate], most: int, width: int) -> Iterator[str]:
 def shortfall_lines(question: Question, least: Candidate, found: Sequence[Way], width: int) -> Iterator[str]:
     """Nothing fits: the least that would, and what would help."""
     room = question.room_bytes
-    yield from _wrapped("", subject(question), width)
+    yield from wrapped("", subject(question), width)
     yield ""
-    yield from _wrapped("state", state_arithmetic(question), width, hang=2)
-    yield from _wrapped(
+    yield from wrapped("state", state_arithmetic(question), width, hang=2)
+    yield from wrapped(
         "least", f"{title(least.setup)}: needs {gb(least.needed)} of {gb(room)} GB a GPU, "
         f"{gb(least.needed - room)} GB too much", width, hang=2,
     )  # fmt: skip
     yield from bars(memory_parts(least, question.cluster), least.needed, gb, KINDS)
     longest = max((len(way.name) for way in found), default=0)
     for label, way in zip(["instead", *[""] * len(found)], found, strict=False):
-        yield from _wrapped(label, f"{way.name:<{longest}}  {way.sentence}", width, hang=longest + 2)
+        yield from wrapped(label, f"{way.name:<{longest}}  {way.sentence}", width, hang=longest + 2)
 
 
 def as_json(candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def shortfall_json(question: Question, least: Candidate, found: Sequence[Way]) -
     }
 
 
-def _wrapped(label: str, text: str, width: int, hang: int = 0) -> list[str]:
+def wrapped(label: str, text: str, width: int, hang: int = 0) -> list[str]:
     """`text` beside its label, with its own lines `hang` columns further in."""
     first, rest = f"{label:<{_LABEL}}" if label or hang else "", " " * (_LABEL + hang)
     return textwrap.wrap(

@@ -1,0 +1,193 @@
+"""`imece plan MODEL --gpus 8xH100 ...`: what fits, how fast, and why, before anything is rented."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from imece.cli.options import parse
+from imece.cli.plan_options import PlanOptions, read_amount
+from imece.errors import UserError
+from imece.plan.explain import gains, others
+from imece.plan.hardware import Cluster, find_cluster, find_gpu, gpu_names, parse_gpus
+from imece.plan.models import find_model
+from imece.plan.search import Answer, Candidate, best_bucket, search
+from imece.plan.setup import Precision
+from imece.plan.shortfall import least, ways
+from imece.plan.space import Question, check
+from imece.plan.text import (
+    Explained,
+    explained_json,
+    lines,
+    shortfall_json,
+    shortfall_lines,
+    table,
+    wrapped,
+)
+from imece.plan.words import share, title
+
+PROG = "imece plan"
+DESCRIPTION = (
+    "Which way of training fits into the GPUs' memory, how fast each is, and why: imece plan llama-8b --gpus "
+    "8xA100-40 --global-batch 128. Nothing is run; all of it is arithmetic, with its errors told in "
+    "docs/planner-accuracy.md. Exit status 2 if nothing fits."
+)
+_DEFAULT_TOKENS = 2**20  # of a step, where nobody says how many
+_FULL_HOST = 8
+_PICTURES = (".png", ".svg", ".pdf")
+_WIDTH = 110  # columns, where the output is no terminal
+_LISTED = 50  # plans of the ranking in JSON, at least
+
+
+def run(argv: Sequence[str]) -> int:
+    """`imece plan ARGV`: exit status 0, or 2 if nothing fits."""
+    options = parse(PlanOptions, argv, PROG, DESCRIPTION)
+    _check_files(options)
+    if options.check is not None:
+        from imece.cli.plan_check import check_run
+
+        return check_run(options.check, options.json)
+    question = question_of(options)
+    check(question)
+    if options.scale is not None:
+        from imece.cli.plan_scale import show
+
+        return show(options, question)
+    answer = search(question)
+    if answer.winner is None:
+        return _nothing_fits(options, answer)
+    explained = explain(answer, read_amount("--tokens", options.tokens))
+    if options.json:
+        print(json.dumps(explained_json(explained, answer.ranked[: max(_LISTED, options.top)]), indent=1))
+    else:
+        print("\n".join(lines(explained, width())))
+        print("\n".join(_next(answer)))
+        if options.top:
+            print("\n" + "\n".join(table(answer.ranked, options.top, width())))
+    if options.plot is not None or options.html is not None:
+        from imece.cli.plan_page import write_pictures
+
+        write_pictures(explained, answer, options.plot, options.html)
+    return 0
+
+
+def _check_files(options: PlanOptions) -> None:
+    """Before anything is computed. UserError for what cannot be a picture or a page."""
+    for name, path, endings in (("plot", options.plot, _PICTURES), ("html", options.html, (".html", ".htm"))):
+        if path is not None and (path.is_dir() or path.suffix.lower() not in endings):
+            raise UserError(f"--{name} {path}: name a file that ends in {' or '.join(endings)}")
+
+
+def question_of(options: PlanOptions) -> Question:
+    """What the options ask. UserError for a model, GPU, network or number that cannot be."""
+    if not options.model:
+        raise UserError(
+            f"no model is named: {PROG} MODEL --gpus 8xH100, and MODEL like llama-8b, 7B or config.json"
+        )
+    read_amount("--tokens", options.tokens)
+    cluster = cluster_of(options)
+    sequences = options.global_batch or default_batch(cluster, options.seq)
+    return Question(
+        find_model(options.model), cluster, sequences, options.seq, options.strategy_of_ours, options.tensor,
+        options.pipeline, options.interleave, options.context, options.micro_batch, options.recompute,
+        options.optimizer, options.adapters, options.adapter_rank, options.offload, options.attention,
+        options.compile, _precision(options), options.reserve,
+    )  # fmt: skip
+
+
+def cluster_of(options: PlanOptions) -> Cluster:
+    """The hardware that is named, or measured."""
+    if options.here:
+        from imece.cli.plan_here import cluster_here
+
+        return cluster_here(options)
+    if not options.gpus and options.hardware is None:
+        raise UserError(
+            "--gpus is missing: how many of which in a host, as in --gpus 8xH100; there are "
+            f"{', '.join(gpu_names())}"
+        )
+    if options.hosts < 0:
+        raise UserError(f"--hosts is {options.hosts}: at least 1")
+    number, name = parse_gpus(options.gpus) if options.gpus else (None, None)
+    hosts = options.hosts or 1
+    number = 1 if number is None and name is not None else number
+    if number is not None and number > _FULL_HOST and not options.hosts:
+        if number % _FULL_HOST:
+            raise UserError(
+                f"--gpus {options.gpus}: {number} are not whole hosts of {_FULL_HOST}; say how many each "
+                "host has, "
+                "and --hosts"
+            )
+        number, hosts = _FULL_HOST, number // _FULL_HOST
+    return find_cluster(name, number, hosts, options.network, options.hardware)
+
+
+def default_batch(cluster: Cluster, seq: int) -> int:
+    """About a million tokens, in a number of sequences that the GPUs can share."""
+    return max(1, round(_DEFAULT_TOKENS / max(seq, 1) / cluster.gpus)) * cluster.gpus
+
+
+def explain(answer: Answer, tokens: float) -> Explained:
+    """All that is said of the winner."""
+    assert answer.winner is not None
+    bucket, _ = best_bucket(answer.winner, answer.question.cluster)
+    recipe = replace(answer.winner.setup.recipe, bucket_bytes=bucket)
+    winner = replace(answer.winner, setup=replace(answer.winner.setup, recipe=recipe))
+    notes = tuple(winner.memory.notes)
+    return Explained(
+        answer.question, winner, others(answer), gains(answer), bucket, tokens, answer.considered, notes
+    )
+
+
+def width() -> int:
+    """Columns of the terminal, or a usual page's."""
+    return shutil.get_terminal_size((_WIDTH, 24)).columns if sys.stdout.isatty() else _WIDTH
+
+
+def _precision(options: PlanOptions) -> Precision:
+    precision = options.precision_of_ours
+    return replace(precision, moments=1) if options.optimizer == "adamw-8bit" else precision
+
+
+def _nothing_fits(options: PlanOptions, answer: Answer) -> int:
+    """The least that would fit, by how much it misses, and what would help."""
+    question = answer.question
+    if not answer.missed:
+        raise UserError(
+            f"--global-batch {question.global_batch} cannot be divided by any arrangement of "
+            f"{question.cluster.gpus} GPUs that {question.model.name} allows: say a multiple of "
+            f"{question.cluster.gpus}"
+        )
+    found = ways(question, [find_gpu(name) for name in gpu_names()])
+    smallest = least(answer)
+    if options.json:
+        print(json.dumps(shortfall_json(question, smallest, found), indent=1))
+    else:
+        print("\n".join(shortfall_lines(question, smallest, found, width())))
+    return 2
+
+
+def _next(answer: Answer) -> Iterator[str]:
+    """How to do it with imece."""
+    assert answer.winner is not None
+    ours = next((each for each in answer.ranked if _is_ours(each)), None)
+    if ours is None:
+        yield from wrapped("next", "no way fits that imece.parallelize does by itself", width())
+        return
+    strategy = ours.setup.parallel.strategy
+    yield from wrapped(
+        "next", f'model, optimizer = imece.parallelize(model, optimizer, strategy="{strategy}")', width()
+    )
+    if ours is not answer.winner:
+        slower = share(ours.seconds / answer.winner.seconds - 1, 1.0)
+        text = f"what imece does by itself, {slower} slower: {title(ours.setup)}"
+        yield from wrapped("", text, width(), hang=2)
+
+
+def _is_ours(candidate: Candidate) -> bool:
+    """Whether imece.parallelize does it without other software."""
+    parallel = candidate.setup.parallel
+    return parallel.tensor == parallel.pipeline == parallel.context == 1

@@ -1,0 +1,45 @@
+"""`imece plan --here`: this machine, measured once and kept."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from datetime import datetime
+
+from imece.cli.plan_options import PlanOptions
+from imece.errors import UserError
+from imece.plan.hardware import Cluster
+from imece.plan.here import cluster_of, keep, kept_cluster, measured_on, profile_file, to_toml
+
+
+def cluster_here(options: PlanOptions) -> Cluster:
+    """This machine with the ranks it was measured with, or --gpus. UserError if it cannot be measured."""
+    if options.hardware is not None or options.hosts > 1:
+        raise UserError("--here is one machine, measured: leave out --hardware and --hosts")
+    if options.gpus and not (options.gpus.isdigit() and int(options.gpus)):
+        raise UserError(f"--here --gpus {options.gpus}: with --here it is a number of ranks")
+    ranks = int(options.gpus or 0)
+    path = profile_file()
+    if options.again or not path.is_file():
+        _measure()
+    cluster = kept_cluster(path=path)
+    assert cluster is not None
+    print(f"{measured_on(path)}; kept in {path}\n", file=sys.stderr)
+    return replace(cluster, gpus_per_host=ranks or cluster.gpus_per_host)
+
+
+def _measure() -> None:
+    """Into the file."""
+    from imece.bench.here import measure_here  # and with it torch
+    from imece.launch.spawn import RankFailedError
+    from imece.train.start import default_ranks
+
+    ranks = default_ranks()
+    print(f"measuring this machine with {ranks} ranks, about 10 seconds", file=sys.stderr)
+    try:
+        figures = measure_here(ranks)
+    except (RankFailedError, TimeoutError) as error:
+        raise UserError(
+            f"--here: this machine could not be measured: {str(error).splitlines()[-1]}"
+        ) from error
+    keep(to_toml(cluster_of(figures), figures, datetime.now()), profile_file())

@@ -1,0 +1,121 @@
+"""The pictures of `imece plan`: a PNG, and a page that explains the plan to whoever opens it."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Iterable
+from pathlib import Path
+
+from imece.errors import UserError
+from imece.observe.page import page
+from imece.plan.explain import parts
+from imece.plan.picture import draw, whole
+from imece.plan.search import Answer
+from imece.plan.text import Explained, memory_parts, speed, subject
+from imece.plan.words import KINDS, gb, meanings, seconds, share, title
+
+_LISTED = 25
+
+
+def write_pictures(explained: Explained, answer: Answer, png: Path | None, page_file: Path | None) -> None:
+    """UserError if a file cannot be written."""
+    try:
+        if png is not None:
+            draw(explained, answer, png)
+        if page_file is not None:
+            page_file.parent.mkdir(parents=True, exist_ok=True)
+            page_file.write_text(page_of(explained, answer), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be written ({error.strerror})") from error
+
+
+def page_of(explained: Explained, answer: Answer) -> str:
+    """The whole page: everything inside, nothing fetched, no script."""
+    question, winner = explained.question, explained.winner
+    cluster = question.cluster
+    assert winner.time is not None
+    picture = io.BytesIO()
+    whole(explained, answer).savefig(picture, format="png", dpi=120)
+    encoded = base64.b64encode(picture.getvalue()).decode()
+    words = {name.partition(": ")[2] or name: name for name in parts(winner.time)}
+    body = [
+        f"<h1>{html.escape(title(winner.setup))}</h1>",
+        f'<p class="under">{html.escape(subject(question))}</p>',
+        _tiles(explained),
+        "<h2>What it means</h2>",
+        _table([(word, text) for word, text in meanings(winner.setup, cluster)]),
+        "<h2>Memory of a GPU</h2>",
+        _bars(
+            (f"{name}: {KINDS[name]}" if name in KINDS else name, size, f"{gb(size)} GB")
+            for name, size in memory_parts(winner, cluster).items()
+        ),
+        f'<p class="note">{gb(winner.needed)} of {gb(cluster.gpu.memory_bytes)} GB; a GB is 10<sup>9</sup> '
+        'bytes.</p>',
+        "<h2>A step</h2>",
+        _bars((name, spent, seconds(spent)) for name, spent in parts(winner.time).items()),
+        f'<p class="note">{html.escape(speed(winner, explained.tokens, cluster))}. Exposed: GPUs wait for '
+        'messages. '
+        f"{html.escape(seconds(winner.time.hidden))} more are hidden behind computing.</p>" if words else "",
+        "<h2>What lost, and why</h2>",
+        _table([(each.name, each.sentence) for each in explained.others]),
+        "<h2>What would change the answer</h2>",
+        _table([("", gain) for gain in explained.gains]),
+        '<figure><figcaption>All of it</figcaption><img alt="memory, steps, time axis, all ways" '
+        'style="width:100%;'
+        f'background:#fff;border-radius:6px" src="data:image/png;base64,{encoded}"></figure>',
+        f"<h2>The first {min(_LISTED, len(answer.ranked))} of {len(answer.ranked):,} that fit</h2>",
+        _ranking(answer),
+        *(f'<p class="note">{html.escape(note)}</p>' for note in explained.notes),
+    ]  # fmt: skip
+    return page(f"imece plan: {question.model.name}", "\n".join(body))
+
+
+def _tiles(explained: Explained) -> str:
+    winner, cluster = explained.winner, explained.question.cluster
+    assert winner.time is not None
+    tiles = [
+        (f"{winner.time.tokens_per_s:,.0f}", "tokens/s"),
+        (seconds(winner.seconds), "a step"),
+        (f"{100 * winner.time.mfu:.0f} %", "MFU, the part of the peak that the model's own products use"),
+        (f"{gb(winner.needed)} GB", f"of {gb(cluster.gpu.memory_bytes)} a GPU"),
+        (f"{explained.bucket_bytes / 2**20:g} MiB", "buckets"),
+    ]
+    return (
+        '<div class="tiles">'
+        + "".join(f"<div><b>{big}</b><span>{small}</span></div>" for big, small in tiles)
+        + "</div>"
+    )
+
+
+def _bars(rows: Iterable[tuple[str, float, str]]) -> str:
+    found = list(rows)
+    most = max(size for _, size, _ in found)
+    lines = [
+        f'<span>{html.escape(name)}</span><i style="width:{100 * size / most:.1f}%"></i>'
+        f'<span class="number">{html.escape(text)}</span>'
+        for name, size, text in found
+    ]
+    return f'<div class="card"><div class="bars">{"".join(lines)}</div></div>'
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    cells = "".join(
+        f"<tr>{f'<th>{html.escape(name)}</th>' if name else ''}<td>{html.escape(text)}</td></tr>"
+        for name, text in rows
+    )
+    return f'<div class="card"><table class="wide">{cells}</table></div>'
+
+
+def _ranking(answer: Answer) -> str:
+    rows = "".join(
+        f'<tr><td class="number">{each.time.tokens_per_s:,.0f}</td><td '
+        f'class="number">{seconds(each.seconds)}</td>'
+        f'<td class="number">{share(each.time.mfu, 1.0)}</td><td class="number">{gb(each.needed)}</td>'
+        f"<td>{html.escape(title(each.setup))}</td></tr>"
+        for each in answer.ranked[:_LISTED]
+        if each.time is not None
+    )
+    head = "".join(f'<th class="number">{name}</th>' for name in ("tokens/s", "step", "MFU", "GB"))
+    return f'<div class="card"><table class="wide"><tr>{head}<th>plan</th></tr>{rows}</table></div>'

@@ -1,0 +1,41 @@
+"""`imece plan --scale weak|strong`: the same question on ever more hosts."""
+
+from __future__ import annotations
+
+import json
+
+from imece.cli.plan_options import PlanOptions
+from imece.errors import UserError
+from imece.plan.scale import MOST_GPUS, Point, curve, draw_scale, scale_json, scale_lines
+from imece.plan.space import Question
+from imece.plan.text import subject
+
+_WORDS = (
+    "left: tokens a second of a GPU over that of the first line; waits: part of a step in which GPUs wait "
+    "for "
+    "messages or for the pipeline; the plan ends with micro-batch x accumulation"
+)
+
+
+def show(options: PlanOptions, question: Question) -> int:
+    """Exit status 0, or 2 if nothing fits anywhere."""
+    assert options.scale is not None
+    if question.cluster.gpus > MOST_GPUS:
+        raise UserError(f"--scale begins with {question.cluster.gpus:,} GPUs: it goes up to {MOST_GPUS:,}")
+    if options.html is not None:
+        raise UserError("--scale has no page: --plot FILE.png draws it")
+    points: list[Point] = list(curve(question, options.scale))
+    if not any(point.candidate for point in points):
+        raise UserError(
+            f"{question.model.name} fits on no number of GPUs up to {points[-1].gpus:,}, or --global-batch "
+            f"{question.global_batch} cannot be divided; without --scale it says what is missing"
+        )
+    if options.json:
+        print(json.dumps(scale_json(points, options.scale), indent=1))
+    else:
+        print(f"{options.scale} scaling of {subject(question)}\n")
+        print("\n".join(scale_lines(points)))
+        print(f"\n{_WORDS}")
+    if options.plot is not None:
+        draw_scale(points, options.scale, options.plot)
+    return 0

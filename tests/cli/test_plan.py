@@ -1,0 +1,202 @@
+"""`imece plan`: what it prints and writes, that it starts without torch, and one line for each mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imece.cli.main import main
+from imece.cli.plan import default_batch
+from imece.plan.check import PLAN_FILE
+from imece.plan.hardware import find_cluster
+from tests.plan.test_check import CONTENT
+from tests.plan.test_here import FIGURES
+
+
+@pytest.fixture(autouse=True)
+def no_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What this machine was measured with, by whoever works here, is no business of a test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def found(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> dict[str, Any]:
+    assert main(["plan", *argv, "--json"]) == status
+    content: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return content
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["plan", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("imece: ") and err.count("\n") == 1, (out, err)
+    return err
+
+
+def test_text_says_what_json_says(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["llama-8b", "--gpus", "8xA100-40", "--global-batch", "128"]
+    content = found(capsys, *argv)
+    assert main(["plan", *argv]) == 0
+    text = capsys.readouterr().out
+    winner = content["winner"]
+    labels = ["plan ", "fits ", "speed ", "step ", "others ", "to gain ", "next "]
+    starts = [text.index(f"\n{label}") for label in labels]
+    assert starts == sorted(starts)
+    assert f"{winner['tokens_per_s']:,.0f} tokens/s" in text
+    assert f"{winner['needed_bytes'] / 1e9:.1f} of 42.3 GB a GPU" in text
+    flat = " ".join(text.split())
+    for line in [winner["plan"], *content["to_gain"], *(each["why"] for each in content["others"])]:
+        assert " ".join(line.split()) in flat
+    assert sum(winner["memory_bytes"].values()) == pytest.approx(winner["needed_bytes"])
+    assert sum(winner["parts_s"].values()) == pytest.approx(winner["step_s"])
+    assert content["fits"] and content["considered"] > 500
+    assert content["ranking"][0]["plan"] == winner["plan"]
+    assert all(len(line) <= 110 for line in text.splitlines())
+    assert content["hours"] == pytest.approx(1e9 / winner["tokens_per_s"] / 3600)
+    assert content["dollars"] == pytest.approx(content["hours"] * 8 * 1.3)
+
+
+def test_options_narrow_the_search(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["7B", "--gpus", "8xA100-80", "--hosts", "2"]
+    for name, key, value in (
+        ("--strategy", "strategy", "SHARD_GRAD_OP"),
+        ("--tensor", "tensor", "4"),
+        ("--pipeline", "pipeline", "2"),
+    ):
+        winner = found(capsys, *argv, name, value)["winner"]
+        expected = "zero2" if value == "SHARD_GRAD_OP" else int(value)
+        assert winner["parallel"][key] == expected
+    recipe = found(capsys, *argv, "--optimizer", "adamw-8bit", "--recompute", "full", "--micro-batch", "2")
+    assert recipe["winner"]["recipe"]["micro_batch"] == 2
+    assert recipe["winner"]["recipe"]["optimizer"] == "adamw-8bit"
+    assert recipe["winner"]["recipe"]["recompute"] == "full"
+    lora = found(capsys, "7B", "--gpus", "A100-40", "--adapters", "lora", "--global-batch", "16")
+    assert lora["winner"]["recipe"]["adapters"] == "lora" and lora["fits"]
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["70B", "--gpus", "8xH100", "--global-batch", "128"]
+    content = found(capsys, *argv, status=2)
+    assert not content["fits"] and content["missing_bytes"] > 50e9
+    assert {each["change"] for each in content["instead"] if each["fits"]} >= {"--adapters qlora"}
+    assert main(["plan", *argv]) == 2
+    text = capsys.readouterr().out
+    assert "16 bytes a parameter x 70.6B = 1,129 GB; 8 GPUs have 684 GB" in text
+    assert f"{content['missing_bytes'] / 1e9:.1f} GB too" in text
+
+
+def test_many_gpus_are_hosts_of_eight(capsys: pytest.CaptureFixture[str]) -> None:
+    content = found(capsys, "7B", "--gpus", "64xH100")
+    assert (content["cluster"]["gpus_per_host"], content["cluster"]["hosts"]) == (8, 8)
+
+
+def test_the_default_batch_is_a_million_tokens() -> None:
+    for gpus, hosts, seq in ((8, 1, 4096), (6, 1, 2048), (8, 128, 8192), (1, 1, 10_000_000)):
+        cluster = find_cluster("H100", gpus, hosts)
+        batch = default_batch(cluster, seq)
+        assert batch % cluster.gpus == 0 and batch >= cluster.gpus
+        assert batch == cluster.gpus or 0.5 <= batch * seq / 2**20 <= 2
+
+
+def test_pictures_and_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    png, page = tmp_path / "new" / "plan.png", tmp_path / "other" / "plan.html"
+    assert main(["plan", "8B", "--gpus", "8xA100-40", "--plot", str(png), "--html", str(page)]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<h1>") == 1 and "data:image/png;base64," in text
+    assert "<script" not in text and "http://" not in text and "https://" not in text
+    assert "GB a GPU" in capsys.readouterr().out
+
+
+def test_the_ranking_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "7B", "--gpus", "8xA100-80", "--top", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[-3:]] == ["1", "2", "3"]
+
+
+def test_scaling(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = ["7B", "--gpus", "8xH100", "--hosts", "400", "--tensor", "1", "--pipeline", "1", "--scale", "weak"]
+    picture = tmp_path / "scale.png"
+    assert main(["plan", *argv, "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("weak scaling of llama-2-7b") and "25,600" in out
+    assert picture.is_file()
+    points = found(capsys, *argv)["points"]
+    assert [point["gpus"] for point in points] == [3200, 6400, 12800, 25600]
+
+
+def test_checking_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / PLAN_FILE).write_text(json.dumps(CONTENT))
+    assert main(["plan", "--check", str(tmp_path)]) == 0
+    assert "furthest off: step, predicted 50.0 % too high" in capsys.readouterr().out
+    assert found(capsys, "--check", str(tmp_path))["rows"][-1]["what"] == "step"
+
+
+def test_here_is_measured_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured = []
+
+    def measure(ranks: int) -> dict[str, Any]:
+        measured.append(ranks)
+        return FIGURES
+
+    monkeypatch.setattr("imece.bench.here.measure_here", measure)
+    first = found(capsys, "small", "--here", "--seq", "256", "--global-batch", "16")
+    assert first["cluster"]["gpus_per_host"] == 4 and first["cluster"]["gpu"]["name"] == FIGURES["device"]
+    assert found(capsys, "small", "--here", "--seq", "256", "--global-batch", "16") == first
+    assert len(measured) == 1 and len(list((tmp_path / "cache" / "imece").iterdir())) == 1
+    two = found(capsys, "small", "--here", "--gpus", "2", "--seq", "256", "--global-batch", "16")
+    assert two["cluster"]["gpus_per_host"] == 2
+    assert main(["plan", "small", "--here", "--again", "--seq", "256", "--global-batch", "16"]) == 0
+    assert len(measured) == 2
+    assert "measured 20" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("", "no model is named"),
+        ("lama-8b --gpus 8xH100", "did you mean llama-8b"),
+        ("7B", "--gpus is missing"),
+        ("7B --gpus 8xH10", "did you mean H100"),
+        ("7B --gpus 0xH100", "at least 1"),
+        ("7B --gpus 1001xH100", "not whole hosts of 8"),
+        ("7B --gpus 8xH100 --hosts -2", "--hosts is -2: at least 1"),
+        ("7B --gpus 8xH100 --network tokenring", "did you mean ethernet"),
+        ("7B --gpus 8xH100 --hardware none.toml", "No such file"),
+        ("7B --gpus 4xH100 --global-batch 30 --micro-batch 4", "the nearest are 16 and 32"),
+        ("7B --gpus 8xH100 --strategy hybrid", "there is one host: use zero3"),
+        ("7B --gpus 8xH100 --strategy zero9", "invalid choice 'zero9'"),
+        ("7B --gpus 8xH100 --adapter-rank 0", "--adapter-rank is 0: at least 1"),
+        ("7B --gpus 8xH100 --tokens many", "a number like 300M, 1B or 15T"),
+        ("7B --gpus 8xH100 --plot plan.doc", "name a file that ends in .png"),
+        ("7B --gpus 8xH100 --html .", "name a file that ends in .html"),
+        ("7B --gpus 8xH100 --hosts 8000 --scale weak --global-batch 64000", "it goes up to 25,600"),
+        ("--check nowhere", "no plan.json"),
+        ("7B --here --gpus 8xH100", "it is a number of ranks"),
+        ("7B --here --hosts 2", "--here is one machine"),
+        ("7B --gpus 8xH100 --hosts 100000 --global-batch 3", "cannot be divided by any arrangement"),
+    ],
+)
+def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], argv: str, said: str) -> None:
+    assert said in refused(capsys, *argv.split())
+
+
+def test_a_config_without_the_fields_needed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "llama", "hidden_size": 4096}')
+    assert "num_hidden_layers" in refused(capsys, str(config), "--gpus", "8xH100")
+
+
+def test_it_starts_without_torch() -> None:
+    code = "import sys; from imece.cli.main import main; main(['plan', '7B', '--gpus', '8xH100']); "
+    code += "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'matplotlib')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"tokens/s" in done.stdout
