@@ -74,6 +74,14 @@ def all_that_comes(sock: socket.socket) -> bytes:
     return data
 
 
+def exactly(sock: socket.socket, count: int) -> bytes:
+    """The next bytes that come; fewer at the end of the connection."""
+    data = b""
+    while len(data) < count and (piece := sock.recv(count - len(data))):
+        data += piece
+    return data
+
+
 def is_open(sock: socket.socket) -> bool:
     """Whether the other end has neither closed the connection nor sent anything."""
     return not select.select([sock], [], [], 0)[0]

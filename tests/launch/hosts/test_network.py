@@ -122,7 +122,7 @@ def test_a_host_that_was_stopped_for_long_takes_nothing_for_a_sign() -> None:
 def test_a_silent_link_ends_on_both_sides() -> None:
     with agents(0, 1, silent_s=0.4) as (zero, one):
         link(one, zero)
-        assert zero.is_calm(0.6), "heartbeats are heard"
+        assert zero.is_calm(0.5), "heartbeats are heard"
         one._call(setattr, one._links, "send", lambda *_: None)
         assert zero.next(Down) == Down(1, "it was silent for 0.4 s", surely=False)
         assert one.next(Down) == Down(0, "it closed the connection", surely=False)

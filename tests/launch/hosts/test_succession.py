@@ -67,6 +67,26 @@ def test_an_older_generation_counts_until_all_have_heard_of_the_newer_one() -> N
     assert before.merged(told) == told
 
 
+def test_a_generation_is_settled_when_all_its_hosts_and_a_side_have_heard_of_it() -> None:
+    before = Standing(of(0, 1, 2, 3))
+    told = before.publish(before.next({0, 1}, 0))
+    assert told.acknowledged({0}, ()) is None
+    assert told.acknowledged({0, 2, 3}, ()) is None, "host 1 may go on in another one"
+    assert told.acknowledged({0, 1}, ()) == told.settle(told.newest)
+    alone = before.publish(before.next({0}, 0))
+    assert alone.acknowledged({0}, ()) is None, "the other three may go on"
+    assert alone.acknowledged({0}, {1, 2, 3}) == alone.settle(alone.newest)
+
+
+def test_who_comes_back_is_nobody_in_an_older_generation() -> None:
+    """Host 1 was cut off, and does not know that 0, 2 and 3 went on; 2 and 3 have forgotten it."""
+    stale = Standing(of(0, 1, 2, 3))
+    joined = stale.publish(stale.next({1}, 1, joining={2, 3}))
+    assert not joined.may_go_on({1, 2, 3}, ()) and joined.acknowledged({1, 2, 3}, ()) is None
+    together = stale.publish(stale.next({0, 1, 2}, 0, joining={3}))
+    assert together.acknowledged({0, 1, 2, 3}, ()) == together.settle(together.newest)
+
+
 def test_a_standing_travels() -> None:
     standing = Standing(of(0, 1, 2)).publish(Published(1, frozenset({0, 2}), 0, frozenset({2})))
     assert Standing.of(standing.message()) == standing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 
 import psutil
@@ -9,19 +10,22 @@ import psutil
 from imece.errors import UserError
 
 Address = tuple[str, int]
+_ENDPOINT = re.compile(
+    r"\[(?P<v6>[^][\s]+)\](:(?P<v6_port>\d+))?"
+    r"|(?P<name>[^][:\s]+)(:(?P<port>\d+))?"
+    r"|(?P<bare>[^][:\s]*:[^][\s]*:[^][\s]*)",
+    re.ASCII,
+)
 
 
 def parse_endpoint(text: str, default_port: int) -> Address:
     """HOST, HOST:PORT or [IPV6]:PORT; UserError if it is none of them."""
-    host, bracket, rest = text[1:].partition("]") if text.startswith("[") else ("", "", "")
-    if bracket and (not rest or rest.startswith(":")):
-        port = rest[1:]
-    elif text.count(":") > 1:  # IPv6 without a port
-        host, port = text, ""
-    else:
-        host, _, port = text.partition(":")
-    number = int(port) if port.isascii() and port.isdigit() else default_port if not port else -1
-    if not host or not 1 <= number <= 65535 or any(c.isspace() or not c.isprintable() for c in text):
+    match = _ENDPOINT.fullmatch(text)
+    host = port = None
+    if match is not None and text.isprintable():
+        host, port = match["v6"] or match["name"] or match["bare"], match["v6_port"] or match["port"]
+    number = int(port) if port and len(port) <= 5 else default_port if not port else 0
+    if not host or not 1 <= number <= 65535:
         raise UserError(f"{text!r} is no HOST:PORT with a port from 1 to 65535")
     return host, number
 

@@ -72,18 +72,20 @@ def _read(path: Path) -> bytes | None:
         return None
     except OSError as error:
         raise UserError(f"cannot read the token file {path}: {error.strerror}") from None
-    with open(fd, "rb") as file:
+    try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise UserError(f"the token file {path} is not a regular file")
         if found.st_mode & 0o077:
             raise UserError(
-                f"others can read the token file {path} (mode {stat.S_IMODE(found.st_mode):o}): "
-                f"chmod 600 {path}, and a new token if they may have read it"
+                f"others can read or write the token file {path} (mode {stat.S_IMODE(found.st_mode):o}): "
+                f"chmod 600 {path}, and a new token if they may have done so"
             )
         if found.st_uid not in (0, os.geteuid()):
             raise UserError(f"the token file {path} belongs to user {found.st_uid}, not to {os.geteuid()}")
-        return _checked(file.read(_MOST_BYTES), str(path))
+        return _checked(os.read(fd, _MOST_BYTES), str(path))
+    finally:
+        os.close(fd)
 
 
 def _write(path: Path) -> str | None:

@@ -20,7 +20,7 @@ Work = Coroutine[Any, Any, None]
 Target = int | Address | None
 """A port of the own loopback, where another agent listens, or nowhere yet."""
 _RETRY_S = 0.1
-_PIECE_BYTES = 1 << 16
+_PIECE_BYTES = 1 << 18
 _ESTABLISHED = 1  # linux/tcp_states.h
 
 

@@ -1,0 +1,59 @@
+"""Endpoints as a person writes them, and the addresses of this host."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from imece.errors import UserError
+from imece.launch.hosts.addresses import address_towards, describe, interface_of, parse_endpoint
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("10.0.0.1:1234", ("10.0.0.1", 1234)),
+        ("node-7.cluster", ("node-7.cluster", 29400)),
+        ("[fe80::1]:80", ("fe80::1", 80)),
+        ("[::1]", ("::1", 29400)),
+        ("::1", ("::1", 29400)),
+        ("a:65535", ("a", 65535)),
+    ],
+)
+def test_an_endpoint_is_read(text: str, expected: tuple[str, int]) -> None:
+    assert parse_endpoint(text, 29400) == expected
+    assert parse_endpoint(describe(expected), 0) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ":", ":80", "a:0", "a:65536", "a:b", "a:-1", "a:1e3", "[::1", "[::1]80", "a b:1", "a\n:1", "a:²"],
+)
+def test_what_is_no_endpoint_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="is no HOST:PORT"):
+        parse_endpoint(text, 29400)
+
+
+@settings(max_examples=50)
+@given(st.text())
+def test_whatever_it_is_it_is_one_line(text: str) -> None:
+    try:
+        host, port = parse_endpoint(text, 29400)
+        assert host and 1 <= port <= 65535
+    except UserError as error:
+        assert "\n" not in str(error)
+
+
+def test_the_way_to_this_host_is_over_loopback() -> None:
+    assert address_towards(("127.0.0.1", 9)) == "127.0.0.1"
+    name = interface_of("127.0.0.1")
+    assert name in {name for _, name in socket.if_nameindex()}
+    assert interface_of("203.0.113.7") is None
+
+
+def test_no_way_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"no way from here to nowhere\.invalid:1: "):
+        address_towards(("nowhere.invalid", 1))
