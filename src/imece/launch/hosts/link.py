@@ -27,6 +27,8 @@ class Link:
         """How many frames have come."""
         self.heard_s = float("-inf")
         """When the last one did, or this began."""
+        self.doubted_until = float("-inf")
+        """Until when its end tells nothing about the process at the other end."""
         self.end_said: tuple[str, bool] | None = None
         """Why it ended, and whether the process at the other end surely has: of whoever said it first."""
         self.ended = asyncio.Event()

@@ -53,11 +53,11 @@ class Links:
         self._token, self._handshake_s = token, handshake_s
         self._emit, self._spawn = emit, spawn
         self._silence = Silence(silent_s)
-        self._beat_s = float("inf")  # when this process last said that it lives
+        self._beat_s = 0.0  # when this process last said that it lives
         self._up: dict[int, Link] = {}
         self._dials: dict[int, asyncio.Task[None]] = {}
         self._speaking: set[int] = set()  # those whom a dial of ours has reached
-        self._doubted: set[int] = set()
+        self._checked: set[int] = set()
 
     def _hello(self, purpose: Purpose) -> Hello:
         return Hello(purpose, VERSION, self._job, self._me, self.agent, self.port, self.hello)
@@ -153,14 +153,14 @@ class Links:
 
     def _doubt(self, link: Link) -> None:
         """Another claims to be this host: it may have been started again before its end was noticed."""
-        if link.number not in self._doubted:
-            self._doubted.add(link.number)
+        if link.number not in self._checked:
+            self._checked.add(link.number)
             self._spawn(self._end_if_gone(link))
 
     async def _end_if_gone(self, link: Link) -> None:
         if await self._is_gone(link):
             link.end("its agent has been started again", surely=True)
-        self._doubted.discard(link.number)
+        self._checked.discard(link.number)
 
     async def _run(self, link: Link, peer: Hello) -> None:
         """From Up to Down."""
@@ -186,8 +186,8 @@ class Links:
         Not if one of the two may have been deaf to the other for long, when this process was stopped, say:
         before it ended the other may have gone on without this host, and together with others that still do.
         """
-        now, limit_s = asyncio.get_running_loop().time(), self._silence.limit_s
-        if limit_s and now - min(self._beat_s, link.heard_s) > limit_s / 2:
+        now = asyncio.get_running_loop().time()
+        if self._is_long(now - min(self._beat_s, link.heard_s)) or now < link.doubted_until:
             return False
         if not link.address[1]:
             return False
@@ -231,16 +231,27 @@ class Links:
             link.finish(lives_on=lives_on)
             asyncio.get_running_loop().call_later(_CLOSE_S, link.end, "dropped", False)
 
+    def _is_long(self, silent_s: float) -> bool:
+        """Whether a peer may find this process silent, or the other way round."""
+        return 0 < self._silence.limit_s / 2 < silent_s
+
     async def beat(self) -> None:
         """Say to all that this process lives, and notice who does not."""
+        now = asyncio.get_running_loop().time
+        self._beat_s = now()
         while True:
-            self._beat_s = asyncio.get_running_loop().time()
             await asyncio.sleep(self._silence.interval_s)
+            stopped = self._is_long(now() - self._beat_s)
+            self._beat_s = now()
+            for link in self._up.values():
+                if stopped or self._is_long(now() - link.heard_s):
+                    # What has come meanwhile is about to be read, and its end may be among it.
+                    link.doubted_until = now() + self._silence.limit_s / 2
             for host in list(self._up):
                 self.send(host, frames.HEARTBEAT)
             links = {link.number: link for link in self._up.values()}
             beats = {number: link.heard for number, link in links.items()}
-            for number in self._silence.look(beats, asyncio.get_running_loop().time()):
+            for number in self._silence.look(beats, now()):
                 links[number].end(f"it was silent for {self._silence.limit_s:g} s", surely=False)
 
     async def close(self) -> None:
