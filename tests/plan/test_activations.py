@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer, rotation_at
 from imece.plan.activations import kept_layer, layers_in_flight, whole_layer
 from imece.plan.frameworks import IMECE_CPU, NANOTRON, PAPER, TORCHTITAN
+from imece.plan.held import held
 from imece.plan.model import Model
 from imece.plan.models import find_model, from_shape
 from imece.plan.setup import Parallel, Recipe, Recomputation
@@ -65,8 +68,12 @@ def test_layers_in_flight() -> None:
     assert layers_in_flight(12, Parallel(pipeline=4, interleave=3), recipe, 3) == 4 * 9
 
 
-def test_of_our_model_it_is_what_autograd_saves() -> None:
-    """Counted from the storages that autograd holds between forward and backward, without parameters."""
+@pytest.mark.parametrize("autocast", [False, True])
+def test_of_our_model_it_is_what_autograd_saves(autocast: bool) -> None:
+    """Counted from the storages that autograd holds between forward and backward, without parameters.
+
+    Under autocast with the copies of matrices, which last as long.
+    """
     shape = PRESETS["small"]
     model = Transformer(shape)
     own = {each.untyped_storage()._cdata for each in model.parameters()}
@@ -82,10 +89,17 @@ def test_of_our_model_it_is_what_autograd_saves() -> None:
 
     x = model.embed(torch.zeros(2, 128, dtype=torch.int64))
     rotation = rotation_at(shape, 0, 128, x.device)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
         for block in model.blocks:
             x = block(x, rotation)
     counted = (sum(saved.values()) - sum(each.nbytes for each in rotation)) / shape.layers
-    recipe = Recipe(128, 2, precision=IMECE_CPU.precision)
-    expected = whole_layer(from_shape("small", shape), Parallel(), recipe, IMECE_CPU).total
+    precision = replace(IMECE_CPU.precision, activations=2) if autocast else IMECE_CPU.precision
+    recipe = Recipe(128, 2, precision=precision)
+    planned = from_shape("small", shape)
+    expected = whole_layer(planned, Parallel(), recipe, IMECE_CPU).total
+    if autocast:
+        expected += 2 * held(planned, Parallel(), 0, IMECE_CPU).products
     assert counted == pytest.approx(expected, rel=0.01)

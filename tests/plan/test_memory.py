@@ -22,7 +22,7 @@ from imece.plan.held import held, stage_layers
 from imece.plan.memory import Memory, memory
 from imece.plan.model import Model
 from imece.plan.models import find_model
-from imece.plan.setup import Parallel, Recipe, Setup, Strategy
+from imece.plan.setup import Parallel, Precision, Recipe, Setup, Strategy
 
 MODEL = find_model("llama-8b")
 N = MODEL.parameters
@@ -151,6 +151,14 @@ def test_what_eight_bits_adapters_and_the_host_save() -> None:
     assert qlora.gathered > 0  # a matrix is unpacked to be multiplied with
     assert lora.notes and not whole.notes
     assert of(optimizer="sgd").optimizer == 4 * N
+
+
+def test_autocast_keeps_a_copy_of_every_matrix() -> None:
+    plain = of(precision=Precision(4, 4, 0, 0, 4, 4))
+    cast = of(precision=Precision(4, 4, 0, 0, 4, 2))
+    matrices = N - MODEL.table_parameters - MODEL.width * (2 * MODEL.layers + 1)
+    assert cast.parameters - plain.parameters == 2 * matrices
+    assert 0.5 < cast.activations / plain.activations < 0.9  # the residual stays in fp32
 
 
 def test_axes_divide_what_they_should() -> None:

@@ -45,8 +45,10 @@ def whole_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Fra
     count, tensor, size = tokens(recipe, parallel), parallel.tensor, recipe.precision.activations
     sharded = tensor if parallel.sequence else 1
     residual = 2 * count * model.width
-    norms = framework.norm_copies * residual * size / sharded
+    norms = framework.norm_copies * residual * _of_residual(recipe) / sharded
     inputs = residual * size / (1 if framework.gathered_inputs else sharded)
+    if recipe.precision.autocast:  # a copy for each product: queries, keys, values; gate, up
+        inputs *= (5 if model.gated else 4) / 2
     query, key = model.heads * model.head_width, model.kv_heads * model.head_width
     widths = (2 + framework.query_copies) * query + (2 + framework.key_copies) * key
     attention = count * widths * size / tensor
@@ -59,6 +61,12 @@ def whole_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Fra
     dropout = residual * _MASK / sharded if recipe.dropout else 0.0
     mlp = _mlp(model, count, recipe, framework) / tensor
     return Layer(norms, inputs, attention, scores, mlp, dropout)
+
+
+def _of_residual(recipe: Recipe) -> int:
+    """Bytes of an element of it: under autocast norms and sums are in the parameters' dtype."""
+    precision = recipe.precision
+    return precision.parameters if precision.autocast else precision.activations
 
 
 def _mlp(model: Model, count: float, recipe: Recipe, framework: Framework) -> float:
@@ -78,8 +86,7 @@ def kept_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Fram
     """What stays of a layer, as recomputation has it."""
     if recipe.recompute == "full":
         sharded = parallel.tensor if parallel.sequence else 1
-        size = recipe.precision.activations
-        return Layer(norms=tokens(recipe, parallel) * model.width * size / sharded)
+        return Layer(norms=tokens(recipe, parallel) * model.width * _of_residual(recipe) / sharded)
     whole = whole_layer(model, parallel, recipe, framework)
     if recipe.recompute == "none":
         return whole

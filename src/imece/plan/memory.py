@@ -89,15 +89,19 @@ def _of_stage(setup: Setup, stage: int, framework: Framework) -> Memory:
     if recipe.offload:
         optimizer = masters = 0.0
         notes = (*notes, "optimizer state and masters lie in the host's memory")
+    parameters = found.parameters
+    if recipe.precision.autocast:
+        parameters += round(_cast_bytes(part, stage, setup))
+        notes = (*notes, "autocast keeps a copy of every matrix from forward to backward")
     communication = found.communication - gathered + _buffers(setup)
     communication += waiting_bytes(setup, stage, part, framework)
     activations, logits = _activations(setup, stage, part, framework)
     in_use = (
-        found.parameters + found.gradients + optimizer + masters + gathered + communication
+        parameters + found.gradients + optimizer + masters + gathered + communication
         + activations + logits
     )  # fmt: skip
     return Memory(
-        found.parameters, found.gradients, round(optimizer), round(masters), round(gathered),
+        parameters, found.gradients, round(optimizer), round(masters), round(gathered),
         round(communication), round(activations), round(logits),
         framework.workspace_bytes + round(framework.slack * in_use), notes,
     )  # fmt: skip
@@ -166,6 +170,13 @@ def _sum(one: _States, other: _States) -> _States:
         a.communication + b.communication,
     )  # fmt: skip
     return _States(both, one.gathered + other.gathered, one.masters + other.masters)
+
+
+def _cast_bytes(part: Held, stage: int, setup: Setup) -> float:
+    """Of the copies that autocast makes of matrices, the head among them."""
+    head = setup.model.table_parameters / setup.parallel.tensor
+    last = stage == setup.parallel.pipeline - 1
+    return setup.recipe.precision.activations * (part.layers * part.products + head * last)
 
 
 def _buffers(setup: Setup) -> float:

@@ -50,6 +50,11 @@ class Precision:
     activations: int = 2
     reduced: int | None = None  # on the wire; None: as `gradients`
 
+    @property
+    def autocast(self) -> bool:
+        """Products are in fewer bits than parameters: every matrix is cast, and what it reads."""
+        return self.activations < self.parameters
+
 
 @dataclass(frozen=True)
 class Recipe:
