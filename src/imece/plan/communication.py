@@ -21,7 +21,7 @@ Op = Literal["all_reduce", "reduce_scatter", "all_gather", "send"]
 
 _LOOP_BYTES = 384 * 2**20  # that go round between hosts at once
 _OVERLAP = 0.85  # hops of a long ring overlap: n count as n to this power
-_TREE_HOPS = 2.0  # of a ring, that up and down one level of a tree takes
+_TREE_HOPS = 1.6  # of a ring, that up and down one level of a tree takes
 _BASE_S = 20e-6  # of a collective of any size: its kernel starts on every rank
 
 
@@ -77,6 +77,12 @@ def _rate(cluster: Cluster, size_bytes: float, group: Group) -> float:
         return cluster.inside.rate(size_bytes)
     ports = cluster.between.rate(size_bytes) * group.ranks_per_host
     return min(ports, cluster.inside.rate(size_bytes)) if group.ranks_per_host > 1 else ports
+
+
+def share_of_inside(cluster: Cluster, group: Group) -> float:
+    """Of the bytes/s that a ring in one host moves, how many one of `group` moves."""
+    whole = cluster.inside.rate(_LOOP_BYTES)
+    return min(1.0, _rate(cluster, _LOOP_BYTES, group) / whole)
 
 
 def _ring_s(cluster: Cluster, size_bytes: float, group: Group) -> float:

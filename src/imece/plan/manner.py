@@ -23,7 +23,7 @@ class Manner:
     products: float = 1.0  # rate of its matrix products over Gpu.sustained
     loss_bytes: float = 40.0  # read and written for each logit, from the head's output to its gradient
     optimizer_bytes: float = 46.0  # read and written for each parameter that a rank steps, AdamW in fp32
-    contention: float = 0.0  # of hidden communication, by how much it slows what it is hidden behind
+    contention: float = 0.0  # of communication hidden behind computation, how much is lost; inside a host
     overlap_gradients: bool = True  # reduced while backward runs
     overlap_gathers: bool = True  # parameters are gathered while the unit before computes
     overlap_tensor: bool = False  # in backward, collectives beside a column-split product's other product
@@ -39,7 +39,8 @@ class Manner:
         return hash(self.name)
 
 
-IMECE = Manner("imece")
+# Ours: layers are not compiled, and what is overlapped competes, as in torchtitan's FSDP2.
+IMECE = Manner("imece", elementwise=1.5, contention=0.6)
 
 # huggingface/nanotron: optim/zero.py (parameters are gathered after the step, beside nothing),
 # optim/gradient_accumulator.py (fp32 gradients in one buffer), parallel/tensor_parallel/functional.py
@@ -77,7 +78,7 @@ MEGATRON_DEEPSPEED = Manner(
 )  # fmt: skip
 
 # mosaicml/llm-foundry: FSDP; attention in Triton, which was slower than version 2 of flash attention.
-LLM_FOUNDRY = Manner("llm-foundry", flash=0.6, contention=0.5)
+LLM_FOUNDRY = Manner("llm-foundry", flash=0.6, contention=0.6)
 
 # pytorch/torchtitan: FSDP2; its selective recomputation keeps attention and every second matrix product.
-TORCHTITAN = Manner("torchtitan", elementwise=1.5, contention=0.5, selective_products=0.5)
+TORCHTITAN = Manner("torchtitan", elementwise=1.5, contention=0.6, selective_products=0.5)

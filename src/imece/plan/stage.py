@@ -42,6 +42,16 @@ class StageTime:
     def total(self) -> float:
         return self.compute + self.tensor + self.waiting + self.sends
 
+    @property
+    def forward_lasts(self) -> float:
+        """With its share of what is waited for: beside which something else can go on."""
+        return self.forward * (1 + (self.tensor + self.waiting) / self.compute)
+
+    @property
+    def backward_lasts(self) -> float:
+        """Likewise, with recomputation."""
+        return self.compute + self.tensor + self.waiting - self.forward_lasts
+
 
 def stage_time(setup: Setup, cluster: Cluster, manner: Manner) -> StageTime:
     """Of `setup`; the same for all ways to share a batch among data-parallel ranks, so it is kept."""

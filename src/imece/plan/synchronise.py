@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from imece.plan.communication import Group, Op, along, collective_s
+from imece.plan.communication import Group, Op, along, collective_s, share_of_inside
 from imece.plan.compute import stream_s
 from imece.plan.hardware import Cluster
 from imece.plan.manner import Manner
@@ -105,13 +105,16 @@ def _bucketed(
         return collective_s(cluster, op, size_bytes, group), 0.0
     pieces = max(1, math.ceil(size_bytes / setup.recipe.bucket_bytes))
     one = collective_s(cluster, op, size_bytes / pieces, group)
-    beside = stage.backward + stage.recompute
-    return _with_contention(manner, exposed_after(beside, pieces, one), pieces * one)
+    beside = stage.backward_lasts
+    return _with_contention(cluster, manner, group, exposed_after(beside, pieces, one), pieces * one)
 
 
-def _with_contention(manner: Manner, exposed: float, whole: float) -> tuple[float, float]:
+def _with_contention(
+    cluster: Cluster, manner: Manner, group: Group, exposed: float, whole: float
+) -> tuple[float, float]:
+    """In sight and hidden, with what the hidden takes from computing beside it: by the bytes that move."""
     hidden = max(0.0, whole - exposed)
-    return exposed + manner.contention * hidden, hidden
+    return exposed + manner.contention * share_of_inside(cluster, group) * hidden, hidden
 
 
 def _stepped_in_parts(
@@ -132,7 +135,8 @@ def _stepped_in_parts(
         return Synchronisation(exposed, collective_s(cluster, "all_gather", held, group), hidden)
     units = max(1, stage.layers)
     one = collective_s(cluster, "all_gather", held / units, group)
-    gathers, beside = _with_contention(manner, exposed_before(stage.forward, units, one), units * one)
+    exposed_gathers = exposed_before(stage.forward_lasts, units, one)
+    gathers, beside = _with_contention(cluster, manner, group, exposed_gathers, units * one)
     return Synchronisation(exposed, gathers, hidden + beside)
 
 
@@ -147,18 +151,18 @@ def _sharded(
     gather = collective_s(cluster, "all_gather", held / units, group)
     scatter = collective_s(cluster, "reduce_scatter", _gradient_bytes(setup, stage) / units, group)
     if manner.overlap_gathers:
-        gathers = exposed_before(stage.forward, units, gather)
-        gathers += exposed_before(stage.backward + stage.recompute, units, gather)
+        gathers = exposed_before(stage.forward_lasts, units, gather)
+        gathers += exposed_before(stage.backward_lasts, units, gather)
     else:
         gathers = 2 * units * gather
     if manner.overlap_gradients:  # one network for both: gradients have what gathers leave
-        left = max(0.0, stage.backward + stage.recompute - units * gather)
+        left = max(0.0, stage.backward_lasts - units * gather)
         gradients = exposed_after(left, units, scatter)
     else:
         gradients = units * scatter
     whole = units * (2 * gather + scatter)
     hidden = max(0.0, whole - gathers - gradients)
-    gathers += manner.contention * hidden
+    gathers += manner.contention * share_of_inside(cluster, group) * hidden
     times = setup.recipe.accumulation
     return Synchronisation(times * gradients, times * gathers, times * hidden)
 

@@ -1,0 +1,104 @@
+"""Presets by name, files of one's own, and what is told of names and numbers that cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from imece.errors import UserError
+from imece.plan.hardware import find_cluster, find_gpu, find_network, gpu_names, network_names, parse_gpus
+
+
+@pytest.mark.parametrize("name", gpu_names())
+def test_each_preset_can_be_a_cluster(name: str) -> None:
+    cluster = find_cluster(name, hosts=2)
+    gpu = cluster.gpu
+    assert gpu.name == name and cluster.gpus == 2 * cluster.gpus_per_host
+    assert 0 < gpu.sustained <= 1 and 0 < gpu.reachable <= 1
+    assert gpu.overhead_bytes < gpu.memory_bytes / 4
+    assert cluster.inside.bandwidth > 0 and cluster.between.bandwidth > 0
+
+
+@pytest.mark.parametrize("name", network_names())
+def test_each_network_is_shared_by_the_devices_of_a_host_or_not(name: str) -> None:
+    of_one, of_eight = find_network(name, 1), find_network(name, 8)
+    own_port = name.startswith("infiniband")
+    assert of_one.bandwidth == of_eight.bandwidth * (1 if own_port else 8)
+
+
+def test_preset_inherits_what_it_does_not_say() -> None:
+    h100, h200 = find_gpu("H100"), find_gpu("H200")
+    assert h200.peak == h100.peak and h200.memory_bytes > h100.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "name"),
+    [
+        ("8xH100", 8, "H100"),
+        ("4 x 4090", 4, "RTX-4090"),
+        ("a100", None, "A100-80"),
+        ("2XA100-40", 2, "A100-40"),
+    ],
+)
+def test_gpus_as_people_write_them(text: str, count: int | None, name: str) -> None:
+    assert parse_gpus(text) == (count, name)
+
+
+def test_bandwidth_by_number() -> None:
+    assert find_network("400Gb", 8).bandwidth == 50e9
+
+
+@pytest.mark.parametrize(
+    ("ask", "told"),
+    [
+        (lambda: find_gpu("H10O"), "did you mean H100"),
+        (lambda: find_gpu("quux"), "there are H100, H200"),
+        (lambda: parse_gpus("0xH100"), "at least 1"),
+        (lambda: parse_gpus("  "), "write it like 8xH100"),
+        (lambda: find_network("infiniband", 8), "infiniband-ndr"),
+        (lambda: find_cluster("H100", hosts=0), "0 hosts: at least 1"),
+        (lambda: find_cluster(), "no GPU is named"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(ask: object, told: str) -> None:
+    with pytest.raises(UserError, match=told) as caught:
+        ask()  # type: ignore[operator]
+    assert "\n" not in str(caught.value)
+
+
+def test_own_file_changes_a_preset(tmp_path: Path) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text('[gpu]\nlike = "H100"\nname = "mine"\npeak = 1e15\n[between]\nbandwidth = 1e9\n')
+    cluster = find_cluster(hosts=2, hardware=path)
+    assert cluster.gpu.name == "mine" and cluster.gpu.peak == 1e15
+    assert cluster.gpu.memory_bandwidth == find_gpu("H100").memory_bandwidth
+    assert cluster.between.bandwidth == 1e9
+    named = find_cluster(hosts=2, network="infiniband-hdr", hardware=path)
+    assert named.between.bandwidth == 25e9
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[gpu\n", "is no TOML"),
+        ("[cpu]\n", "is unknown; there are"),
+        ('[gpu]\nlike = "H100"\nspeed = 3\n', "speed is unknown"),
+        ('[gpu]\nlike = "H100"\npeak = "fast"\n', "a number is needed"),
+        ('[gpu]\nlike = "H100"\npeak = 0\n', "more than 0"),
+        ('[gpu]\nlike = "H100"\npeak = nan\n', "a number is needed"),
+        ('[gpu]\nname = "mine"\n', "missing"),
+        ('[gpu]\nlike = "H10O"\n', "did you mean H100"),
+    ],
+)
+def test_own_file_that_cannot_be(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=told) as caught:
+        find_cluster(hardware=path)
+    assert "\n" not in str(caught.value)
+
+
+def test_own_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such file"):
+        find_cluster(hardware=tmp_path / "none.toml")
