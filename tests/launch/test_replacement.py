@@ -502,6 +502,7 @@ PLAIN = """
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dist.all_reduce(torch.ones(1))  # leaves addresses in the store, which the next ranks must not find
 if os.environ["RANK"] == "1" and attempt < 1: raise ValueError("the cause")
 tensor = torch.ones(1)
 dist.all_reduce(tensor)

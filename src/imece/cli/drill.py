@@ -46,6 +46,8 @@ class DrillOptions(LaunchOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.hosts > 1:
+            raise ValueError(f"--hosts {self.hosts}: imece drill hits ranks of one host")
         if self.kills < 1:
             raise ValueError(f"--kills {self.kills}: at least 1 is needed")
         for name, seconds in (("--every-s", self.every_s), ("--start-s", self.start_s)):

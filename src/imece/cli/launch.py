@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-import torch
 import tyro
 
+from imece.cli import launch_hosts as hosts
 from imece.cli import launch_slurm
 from imece.cli.options import parse
 from imece.errors import UserError
@@ -23,23 +23,19 @@ from imece.launch.view import View
 
 PROG = "imece launch"
 DESCRIPTION = (
-    "Run a script on several ranks of this host: imece launch --ranks 4 [options] script.py [its arguments]. "
+    "Run a script on several ranks of this host: imece launch --ranks 4 [options] script.py [its arguments], "
+    "or on each of several hosts with --hosts. "
     "The script finds torchrun's environment variables. What follows it belongs to the script. A rank that "
     "dies is replaced while the others go on, if the script is made for that; of any other script all ranks "
-    "start again, if --max-restarts says so. torchrun's options for one host are taken too. "
+    "start again, if --max-restarts says so. torchrun's options are taken too. "
     "--slurm: on SLURM's nodes; imece launch --slurm --help tells more."
 )
 _MAX_SECONDS = 86_400.0
 _RANKS = ("--ranks", "--nproc-per-node")
 _WITH_VALUE = (
-    *_RANKS, "--grace-s", "--min-ranks", "--max-restarts", "--silent-s", "--log-dir",
+    *_RANKS, "--grace-s", "--min-ranks", "--max-restarts", "--silent-s", "--log-dir", *hosts.OURS,
 )  # fmt: skip
 _DEVICES = ("auto", "gpu", "cpu")
-_HOSTS = ("--nnodes", "--node-rank")
-_TORCHRUN_ONLY = (
-    "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--master-addr", "--master-port",
-    "--local-addr", "--monitor-interval", "--start-method", "--role", "--redirects", "-r", "--tee", "-t",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,12 +61,22 @@ class LaunchOptions:
     """A folder for what each rank prints: rank-0.log, rank-1.log, ..."""
     grace_s: float = 30.0
     """Seconds between a signal that is passed on to the ranks and SIGKILL."""
+    hosts: int = 1
+    """On how many hosts this command is given, with the same --ranks on each."""
+    host_rank: int | None = None
+    """Which of them this is: 0, 1, ..."""
+    rendezvous: str | None = None
+    """HOST:PORT, an address of host 0 and a free port there, at which the hosts meet."""
+    job: str = "imece"
+    """A name that the launchers of all hosts give; they take in no launcher of another job."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= MAX_RANKS:
             raise ValueError(f"--ranks {self.ranks}: from 1 to {MAX_RANKS} ranks can run on one host")
-        if not 1 <= self.min_ranks <= self.ranks:
-            raise ValueError(f"--min-ranks {self.min_ranks}: from 1 to {self.ranks}, the ranks to start")
+        hosts.check(self.hosts, self.host_rank, self.rendezvous)
+        if not 1 <= self.min_ranks <= self.ranks * self.hosts:
+            least = f"from 1 to {self.ranks * self.hosts}, the ranks to start"
+            raise ValueError(f"--min-ranks {self.min_ranks}: {least}")
         if self.max_restarts is not None and self.max_restarts < 0:
             raise ValueError(f"--max-restarts {self.max_restarts}: 0 or more are possible")
         if self.silent_s and not 1 <= self.silent_s <= _MAX_SECONDS:
@@ -90,7 +96,9 @@ def run(argv: Sequence[str]) -> int:
     """`imece launch ARGV`: the exit status of the ranks (see launch/local.py)."""
     own, command = split(argv, launch_slurm.WITH_VALUE)
     asked, own = launch_slurm.take(own)
-    if asked is None:
+    if asked is not None:
+        hosts.refuse(own)
+    else:
         options, command = read(LaunchOptions, argv, PROG, DESCRIPTION)
         return start(options, program(command, options))
     wanted = launch_slurm.read(asked)
@@ -107,7 +115,7 @@ def read(
     with_value: those of `kind` that LaunchOptions has not and that take a value.
     """
     own, command = split(argv, with_value)
-    own, needless = for_one_host(own)
+    own, needless = hosts.as_ours(_counted(own))
     typed = {word.partition("=")[0].replace("_", "-") for word in own if word.startswith("-")}
     known = {*_WITH_VALUE, *with_value, "-m", "--module", "--no-python", "--standalone"}
     if typed <= known - {*_RANKS}:
@@ -128,6 +136,8 @@ def start(
     watch: Callable[[View], None] | None = None,
 ) -> int:
     """Run `words` as these options say."""
+    if options.hosts > 1:
+        return hosts.start(options, words, environ)
     return launch(
         words,
         options.ranks,
@@ -143,31 +153,25 @@ def start(
     )
 
 
-def for_one_host(own: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our options without torchrun's, and the names of those not needed; UserError for several hosts."""
-    left, needless = [], []
+def _counted(own: Sequence[str]) -> list[str]:
+    """Our options, with a number of ranks where torchrun's words stand for one."""
+    left: list[str] = []
     words = iter(own)
     for word in words:
         typed, equals, value = word.partition("=")
         name = typed.replace("_", "-")
-        if name in _HOSTS or name in _TORCHRUN_ONLY:
-            value = value if equals else next(words, "")
-            if name in _TORCHRUN_ONLY:
-                needless.append(name)
-            elif value not in (("1", "1:1") if name == "--nnodes" else ("0",)):
-                raise UserError(
-                    f"{name} {value}: {PROG} starts the ranks of one host; for several use torchrun or srun"
-                )
-        elif name in _RANKS:
+        if name in _RANKS:
             given = [value] if equals else [following for following in [next(words, None)] if following]
             left += [name, *(str(_devices(text)) if text in _DEVICES else text for text in given)]
         else:
             left.append(word)
-    return left, needless
+    return left
 
 
 def _devices(kind: str) -> int:
     """torchrun's words for a number of ranks."""
+    import torch
+
     gpus = torch.cuda.device_count() if kind != "cpu" else 0
     if kind == "gpu" and not gpus:
         raise UserError("--nproc-per-node gpu: there is no GPU on this host")
@@ -176,7 +180,7 @@ def _devices(kind: str) -> int:
 
 def split(argv: Sequence[str], with_value: Sequence[str] = ()) -> tuple[list[str], list[str]]:
     """Our options, and the script with its own arguments, which may look like ours."""
-    valued = (*_WITH_VALUE, *_HOSTS, *_TORCHRUN_ONLY, *with_value)
+    valued = (*_WITH_VALUE, *hosts.TORCHRUNS, *with_value)
     index = 0
     while index < len(argv):
         word = argv[index]

@@ -60,6 +60,7 @@ class Crew:
         self._news: list[int] = []
         self._signals: list[int] = []
         self._handlers = contextlib.ExitStack()
+        self._wake: socket.socket | None = None
 
     def __enter__(self) -> Crew:
         self._handlers.enter_context(signals_as_bytes(self._selector))
@@ -67,6 +68,8 @@ class Crew:
 
     def __exit__(self, *_exception: object) -> None:
         processes = [*self.ended.values(), *self.living.values()]
+        if self._wake is not None:
+            self._selector.unregister(self._wake)
         try:
             for process in processes:
                 kill_group(process.pid)
@@ -86,6 +89,11 @@ class Crew:
                 log.close()
             self._handlers.close()
             self._selector.close()
+
+    def wakes(self, wake: socket.socket) -> None:
+        """`wait` also returns when there is something to read here, and leaves it there."""
+        self._wake = wake
+        self._selector.register(wake, selectors.EVENT_READ, wake)
 
     def start(
         self, member: int, slot: int, command: Sequence[str], environ: Mapping[str, str], *, direct: bool
@@ -176,7 +184,7 @@ class Crew:
                 member = key.data.member
                 self.ended[member] = self.living.pop(member)
                 self._news.append(member)
-            else:
+            elif key.data is None:
                 assert isinstance(key.fileobj, socket.socket)
                 # The bytes tell of all signals that have a handler in Python.
                 self._signals += [number for number in key.fileobj.recv(64) if number in ENDING]

@@ -2,16 +2,18 @@
 
 Pure: ends, readiness, finished steps and times come in, verdicts go out. No processes, no store, no clock.
 
-    slot      a place on this host: LOCAL_RANK, and the number by which a person knows a rank
+    slot      a place for a rank, counted over all hosts: the number by which a person knows it
     member    the process in a slot, by a number that is never used again (membership/roster.py)
     veteran   a member of the newest generation that has finished a step since it was taken in
     died      ended by a signal or left early, and has reported no exception of its own
+    leaving   a member that the others are to do without from the next generation on, since its host goes
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from imece.launch.processes import Ending, first_cause
 from imece.membership.roster import Generation
@@ -28,6 +30,7 @@ class Limits:
     """What the person who started the run asks for."""
 
     ranks: int
+    """On all hosts together."""
     min_ranks: int = 1
     """With fewer the run does not go on."""
     max_restarts: int | None = None
@@ -82,6 +85,9 @@ class Generations:
         """Whether all have been asked to end: they may need each other for that, but nobody is replaced."""
         self.blame_at: float | None = None
         """When `overdue` is to be asked."""
+        self.places: Sequence[int] = range(limits.ranks)
+        """The slots in which there may be members: fewer than all while a host is away."""
+        self.leaving: set[int] = set()
         self._limits = limits
         self._members = 0  # numbers that have been used
         self._failed: dict[int, Ending] = {}  # ends on which there is no verdict yet
@@ -96,9 +102,9 @@ class Generations:
 
     def start_all(self, now: float) -> Generation:
         """All slots have new members, which form a generation of their own."""
-        members = tuple(self._new_member(slot, now) for slot in range(self._limits.ranks))
+        members = tuple(self._new_member(slot, now) for slot in self.places)
         self.newest = Generation(self.newest.number + 1, members)
-        self.joining, self._newcomers = [], {}
+        self.joining, self._newcomers, self.leaving = [], {}, set()
         self._finished, self._no_veteran_since = False, None
         self._steps = self._steps_then = None  # they may count anew
         return self.newest
@@ -121,11 +127,25 @@ class Generations:
     def take_in(self, ready: Collection[int], steps: Mapping[int, int]) -> Generation | None:
         """The next generation, with those who are `ready` to join; None if there is nothing to change."""
         ready = [member for member in self.joining if member in ready]
-        if not ready or self._failed or self._finished or self.stopping:
+        if not ready or self._failed or self.is_ending or self.leaving:
             return None
         self.joining = [member for member in self.joining if member not in ready]
         self._newcomers |= {member: steps.get(member, 0) for member in ready}
         self.newest = Generation(self.newest.number + 1, (*self._living(), *ready))
+        return self.newest
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether nobody new is of use: ranks finish their work, or have been asked to end."""
+        return self._finished or self.stopping
+
+    def leave(self, members: Collection[int]) -> Generation | None:
+        """The next generation, in which these are to leave in order; None if too few would be left."""
+        going = self.leaving | {member for member in members if member in self.newest.members}
+        if len(set(self._living()) - going) < max(1, self._limits.min_ranks):
+            return None
+        self.leaving = going
+        self.newest = self._next(self._living())
         return self.newest
 
     def judge(
@@ -135,16 +155,19 @@ class Generations:
 
         go_on: whether all of some members would go on without the others.
         """
+        left = {member: ending for member, ending in endings.items() if member in self.leaving}
         for member, ending in endings.items():
             self.remove(member)
-            if not ending.ok:
+            if member in left:
+                self.leaving.remove(member)
+            elif not ending.ok:
                 self._failed[member] = ending
             elif member in self.newest.members:
                 self._finished = True
         if self._finished and self._no_veteran_since is None and not self._veterans():
             self._no_veteran_since = now
         if not self._failed:
-            return None
+            return self._after_leaving(now) if left and not self.leaving else None
         own = [ending for ending in self._failed.values() if not ending.died and not ending.because_of_peer]
         if own and not self.stopping:
             return self._after_failure(go_on, now)
@@ -173,6 +196,54 @@ class Generations:
             return []
         return [*self.joining, *(self._newcomers if now >= since + _LATE_S else ())]
 
+    def snapshot(self) -> dict[str, Any]:
+        """All that another launcher must know to go on in the place of this one, as JSON."""
+        newest = self.newest
+        return {
+            "newest": [newest.number, list(newest.members)],
+            "slots": list(self.slots.items()),
+            "joining": self.joining,
+            "leaving": sorted(self.leaving),
+            "newcomers": list(self._newcomers.items()),
+            "starts": self.starts,
+            "members": self._members,
+            "finished": self._finished,
+            "deaths": self._deaths,
+            "steps": [self._steps_then, self._steps],
+        }
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Become what another's snapshot says. KeyError, TypeError or ValueError if it is none."""
+        number, members = snapshot["newest"]
+        self.newest = Generation(int(number), tuple(map(int, members)))
+        self.slots = {int(member): int(slot) for member, slot in snapshot["slots"]}
+        self.joining = list(map(int, snapshot["joining"]))
+        self.leaving = set(map(int, snapshot["leaving"]))
+        self._newcomers = {int(member): int(steps) for member, steps in snapshot["newcomers"]}
+        self.starts, self._members = int(snapshot["starts"]), int(snapshot["members"])
+        self._finished, self._deaths = bool(snapshot["finished"]), int(snapshot["deaths"])
+        self._steps_then, self._steps = (None if steps is None else int(steps) for steps in snapshot["steps"])
+        self._started_s = dict.fromkeys(self.slots, 0.0)
+
+    def follow_up(self, newest: Generation | None, members: int) -> None:
+        """There may have been a newer generation, and `members` numbers of members, than is known here."""
+        self._members = max(self._members, members)
+        if newest is not None and newest.number > self.newest.number:
+            self.newest = newest
+            self.joining = [member for member in self.joining if member not in newest.members]
+
+    def resume(self, member: int, slot: int) -> None:
+        """It lives, whatever the snapshot said."""
+        if member not in self.slots:
+            self.slots[member], self._started_s[member] = slot, 0.0
+            if member not in self.newest.members:
+                self.joining.append(member)
+
+    def renew(self) -> Generation:
+        """The next generation, of the same members."""
+        self.newest = self._next(self._living())
+        return self.newest
+
     def _after_failure(self, go_on: Callable[[Sequence[int]], bool], now: float) -> Verdict:
         cause = first_cause(list(self._failed.values()))
         assert cause is not None
@@ -192,13 +263,25 @@ class Generations:
         lost, self._failed, self.blame_at = self._failed, {}, None
         slots = () if self.stopping or self._finished else self._replaced(lost.values())
         at_s = now + self._back_off_s()
-        who = "; ".join(ending.describe() for ending in lost.values())
+        who = "; ".join(dict.fromkeys(ending.describe() for ending in lost.values()))
         said = f"imece: {who}; {_ranks(len(living))} on{_replacements(len(slots), at_s - now)}"
         if not set(lost) & set(self.newest.members):
             return GoOn(None, slots, at_s, said)
-        gone = tuple(lost[member].describe() for member in self.newest.members if member in lost)
-        self.newest = Generation(self.newest.number + 1, living, gone)
+        gone = dict.fromkeys(lost[member].describe() for member in self.newest.members if member in lost)
+        self.newest = self._next(living, tuple(gone))
         return GoOn(self.newest, slots, at_s, said)
+
+    def _after_leaving(self, now: float) -> Verdict | None:
+        """All that were to leave have left."""
+        living = self._living()
+        if not living or self.stopping:
+            return None
+        self.newest = self._next(living)
+        return GoOn(self.newest, (), now, f"imece: they have left; {_ranks(len(living))} on")
+
+    def _next(self, members: tuple[int, ...], lost: tuple[str, ...] = ()) -> Generation:
+        leaving = tuple(member for member in members if member in self.leaving)
+        return Generation(self.newest.number + 1, members, lost, leaving)
 
     def _all_go_on(self, living: Sequence[int], go_on: Callable[[Sequence[int]], bool]) -> bool:
         """Whoever was taken in once is one that goes on, though it may not have come to say so."""
@@ -209,13 +292,14 @@ class Generations:
             return self._end(f", the {_LOOP}rd time in a row that ranks ended without finishing a step")
         cause = first_cause(list(self._failed.values()))
         limit = self._limits.max_restarts
-        if cause is None or (limit is not None and self.starts >= limit):
+        too_few = len(self.places) < self._limits.min_ranks
+        if cause is None or too_few or (limit is not None and self.starts >= limit):
             return self._end()
         self.starts += 1
         self._failed, self.blame_at = {}, None
         wait_s = self._back_off_s()
         when = f"in {wait_s:.0f} s" if wait_s else "now"
-        many = "the rank starts" if self._limits.ranks == 1 else f"all {self._limits.ranks} ranks start"
+        many = "the rank starts" if len(self.places) == 1 else f"all {len(self.places)} ranks start"
         return StartAgain(now + wait_s, f"imece: {cause.describe()}; {many} again {when}")
 
     def _end(self, why: str = "") -> End:
@@ -225,7 +309,7 @@ class Generations:
     def _replaced(self, lost: Collection[Ending]) -> tuple[int, ...]:
         """The slots that may be filled again."""
         left = len(lost) if self._limits.max_restarts is None else self._limits.max_restarts - self.starts
-        slots = tuple(ending.rank for ending in lost)[: max(0, left)]
+        slots = tuple(ending.rank for ending in lost if ending.rank in self.places)[: max(0, left)]
         self.starts += len(slots)
         return slots
 

@@ -84,10 +84,16 @@ class Host:
     """This host's ranks: `Hands` for a job in this process or another."""
 
     def __init__(
-        self, order: Order, crew: Crew, environment: Callable[[Start, int], Mapping[str, str]]
+        self,
+        order: Order,
+        crew: Crew,
+        environment: Callable[[Start, Host], Mapping[str, str]],
+        number: int | None = None,
     ) -> None:
-        """`crew` is open. environment: of a member's process, given the port of the host's store."""
+        """`crew` is open. environment: of a member's process here. number: of this host, if there are
+        several."""
         self.crew = crew
+        self.number = number
         self.endings: dict[int, Ending] = {}
         """Of all members so far."""
         self._order = order
@@ -95,6 +101,9 @@ class Host:
         self._listener = listen()
         self.port: int = self._listener.getsockname()[1]
         """Of the store in which this host's ranks and launcher meet, on loopback."""
+        self.meeting_port = self.port
+        """Of the store in which ranks meet each other: another one once all have started again."""
+        self._meeting: dist.Store | None = None
         self._silence = Silence(order.silent_s)
         self._look_at = 0.0
         self._over_since = _NEVER  # when its ranks were first asked to end
@@ -120,7 +129,7 @@ class Host:
     def start(self, starts: Sequence[Start]) -> None:
         """Start them. Raises CannotStart at the first that cannot be."""
         for each in starts:
-            environ = self._environment(each, self.port)
+            environ = self._environment(each, self)
             # Only the first of all: a person who looks on wants to know that it is another process now.
             direct = self._order.direct and each.member == 0
             try:
@@ -159,6 +168,11 @@ class Host:
         self.forget(list(self.crew.ended))
         self._ended_by_us.clear()
         self._over_since = _NEVER
+        if self.endings:
+            # What torch's groups have left in a store, addresses too, would be found by the next ones.
+            listener = listen()
+            self.meeting_port = listener.getsockname()[1]
+            self._meeting = serve(listener)
 
     def ask_for_stacks(self) -> None:
         """Let all print where they are, if they can."""
@@ -183,7 +197,7 @@ class Host:
 
     def name(self, member: int, slot: int) -> str:
         """What a person knows a living member by."""
-        return name_of(slot, self.crew.living[member].pid)
+        return name_of(slot, self.crew.living[member].pid, self.number)
 
     # What it does by itself.
 
@@ -253,4 +267,4 @@ class Host:
         early = code == 0 and status.left_early(self.store, member)
         silent_s = self._order.silent_s if member in self._evicted else None
         self._kill_at.pop(member, None)
-        return Ending(process.slot, process.pid, code, now, failure, early, by_us, silent_s)
+        return Ending(process.slot, process.pid, code, now, failure, early, by_us, silent_s, self.number)

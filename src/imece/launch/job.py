@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from imece.errors import CollectiveTimeoutError, UserError
 from imece.launch.generations import End, Generations, GoOn, Limits, Verdict
 from imece.launch.host import CannotStart, Hands, Start
 from imece.launch.processes import SAID, Ending, Outcome, first_cause
 from imece.membership.roster import Generation
+from imece.status import Failure
 
-_AFTER_FAILURE_S = 2.0  # from SIGTERM to SIGKILL once a rank has failed
+AFTER_FAILURE_S = 2.0  # from SIGTERM to SIGKILL once a rank has failed
 _JOINING_S = 0.05  # how often to ask whether a replacement is ready
 _POLL_S = 1.0  # how often to ask how far all are
 _NEVER = float("inf")
@@ -39,6 +40,7 @@ class Job:
         self._again_at: float | None = None  # all are being ended, and start again then
         self._got_signal: int | None = None
         self._passed_on = 0  # to how many ranks
+        self._signalled_where = ""
         self._asked_to_end: set[int] = set()
         self._let_go: set[int] = set()  # those whom nobody needs any more
         self._replacements: list[tuple[float, int]] = []  # when, slot
@@ -71,6 +73,7 @@ class Job:
 
     def ended(self, endings: Mapping[int, Ending], now: float) -> None:
         """Members have ended, seen together: do what follows."""
+        endings = {member: each for member, each in endings.items() if member in self.generations.slots}
         self._endings |= endings
         if self._over:
             self._causes += endings.values()
@@ -88,16 +91,27 @@ class Job:
         if verdict is not None:
             self._follow(verdict, now)
 
-    def signalled(self, number: int) -> None:
-        """The launcher has got a signal that ends the job: it is passed on to all ranks."""
+    def signalled(self, number: int, where: str = "") -> None:
+        """A launcher (`where`, in words) has got a signal that ends the job: it is passed on to all ranks."""
         again = self._got_signal is not None
         if not again:
             self._got_signal, self._passed_on = number, len(self.generations.slots)
+            self._signalled_where = where
         self.generations.stopping = True
         self.generations.blame_at = None
         self._again_at, self._replacements = None, []
         passed_on = signal.SIGTERM if number == signal.SIGPIPE else number
         self._end_ranks(list(self.generations.slots), passed_on, 0.0 if again else self._grace_s)
+
+    def cannot_start(self, member: int, why: str, now: float) -> None:
+        """A member's process could not be started."""
+        slot = self.generations.slots[member]
+        if member in self.generations.joining:
+            self.generations.remove(member)
+            self.say(f"imece: cannot start a replacement for rank {slot}: {why}")
+        else:
+            failure = Failure(now, UserError.__name__, f"cannot start: {why}", False)
+            self.ended({member: Ending(slot, 0, SAID, now, failure, host=slot // self._per_host)}, now)
 
     def next_time(self) -> float:
         """When `on_time` has something to do."""
@@ -118,7 +132,7 @@ class Job:
             for at, slot in list(self._replacements):
                 if now >= at:
                     self._replacements.remove((at, slot))
-                    self._replace(slot)
+                    self._replace([slot])
             if now >= self._poll_at:
                 self._poll(now)
                 self._poll_at = now + (_JOINING_S if self.generations.joining else _POLL_S)
@@ -127,7 +141,7 @@ class Job:
         """What became of it, after its end."""
         if self._got_signal is not None:
             name = signal.Signals(self._got_signal).name
-            line = f"imece: ended by {name}, passed on to {self._passed_on} ranks"
+            line = f"imece: ended by {name}{self._signalled_where}, passed on to {self._passed_on} ranks"
             return Outcome(128 + self._got_signal, line)
         cause = first_cause(self._causes)
         if cause is None:
@@ -152,19 +166,19 @@ class Job:
         if generation is not None:
             self._publish(generation)
             who = " and ".join(self._name(member) for member in ready)
-            self._say(f"imece: {who} joined; {len(generation.members)} ranks go on")
+            self.say(f"imece: {who} joined; {len(generation.members)} ranks go on")
         left_over = [member for member in self.generations.left_over(now) if member not in self._let_go]
         if left_over:
             self._replacements = []
             self._let_go |= set(left_over)
-            self._end_ranks(left_over, signal.SIGTERM, _AFTER_FAILURE_S)
+            self._end_ranks(left_over, signal.SIGTERM, AFTER_FAILURE_S)
 
     def _follow(self, verdict: Verdict, now: float) -> None:
         """Do what was found to follow from the last ends."""
         if isinstance(verdict, End):
             self._over = True
             self._causes, self._why = list(verdict.endings), verdict.why
-            self._end_ranks(list(self.generations.slots), signal.SIGTERM, _AFTER_FAILURE_S)
+            self._end_ranks(list(self.generations.slots), signal.SIGTERM, AFTER_FAILURE_S)
             return
         gone = [member for member, ending in self._endings.items() if not ending.ok]
         for hands in self.hands.values():
@@ -176,30 +190,33 @@ class Job:
         else:
             self._again_at = verdict.at_s
             self._replacements = []
-            self._end_ranks(list(self.generations.slots), signal.SIGTERM, _AFTER_FAILURE_S)
+            self._end_ranks(list(self.generations.slots), signal.SIGTERM, AFTER_FAILURE_S)
         for hands in self.hands.values():
             hands.forget(gone)
         for member in gone:
             del self._endings[member]
-        self._say(verdict.said)
+        self.say(verdict.said)
 
     def _start_again(self) -> None:
-        for hands in self.hands.values():
-            hands.begin_anew()
+        self._begin_anew()
         self._endings.clear()
         self._again_at = None
         self._asked_to_end.clear()
         self._let_go.clear()
         self.start()
 
-    def _replace(self, slot: int) -> None:
-        member = self.generations.start_one(slot, time.monotonic())
-        start = Start(member, slot, 0, 1, True, self.generations.starts)
+    def _begin_anew(self) -> None:
+        for hands in self.hands.values():
+            hands.begin_anew()
+
+    def _replace(self, slots: Sequence[int]) -> None:
+        """New members in these slots of one host, which will join."""
+        now, restarts = time.monotonic(), self.generations.starts
+        starts = [Start(self.generations.start_one(slot, now), slot, 0, 1, True, restarts) for slot in slots]
         try:
-            self.hands[slot // self._per_host].start([start])
+            self.hands[slots[0] // self._per_host].start(starts)
         except CannotStart as error:
-            self.generations.remove(member)
-            self._say(f"imece: cannot start a replacement for rank {slot}: {error}")
+            self.cannot_start(error.start.member, str(error), now)
 
     def _end_ranks(self, members: Collection[int], number: int, grace_s: float) -> None:
         """Send them a signal, and after `grace_s` SIGKILL to them and to all they started."""
@@ -216,7 +233,8 @@ class Job:
 
     def _steps(self, members: Iterable[int]) -> dict[int, int]:
         """How many steps they have finished, of those that say so."""
-        beats = [self.hands[host].beats(those) for host, those in self._by_host(members).items()]
+        hosts = self._by_host(members).items()
+        beats = [self.hands[host].beats(those) for host, those in hosts if host in self.hands]
         return {member: steps for each in beats for member, (_, steps) in each.items()}
 
     def _all_resilient(self, members: Collection[int]) -> bool:
@@ -227,7 +245,7 @@ class Job:
         for hands in self.hands.values():
             hands.publish(generation)
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
         for hands in self.hands.values():
             hands.say(line)
 

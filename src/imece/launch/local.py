@@ -21,6 +21,7 @@ from imece.launch.host import Host, Order, Start
 from imece.launch.job import Job
 from imece.launch.processes import MAX_RANKS, worker_environment
 from imece.launch.view import View, watched
+from imece.world import AGENT_PORT
 
 _LONGEST_S = 60.0
 
@@ -68,17 +69,12 @@ def launch(
     limits = Limits(ranks, min_ranks, max_restarts, restart, exceptions)
     order = Order(command, environ, grace_s, direct, silent_s, logs)
 
-    def environment(start: Start, port: int) -> Mapping[str, str]:
-        return worker_environment(
-            environ,
-            start.slot,
-            ranks,
-            port,
-            f"imece-{os.getpid()}-{port}",
-            member=start.member,
-            joining=start.joining,
-            starts=start.starts,
-        )
+    def environment(start: Start, host: Host) -> Mapping[str, str]:
+        inside = worker_environment(
+            environ, start.slot, ranks, host.meeting_port, f"imece-{os.getpid()}-{host.port}",
+            member=start.member, joining=start.joining, starts=start.starts,
+        )  # fmt: skip
+        return inside if host.meeting_port == host.port else {**inside, AGENT_PORT: str(host.port)}
 
     with Crew(logs) as crew:
         host = Host(order, crew, environment)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from imece.errors import UserError
 from imece.status import Failure
-from imece.world import JOINING, LOOPBACK, MEMBER
+from imece.world import AGENT_PORT, JOINING, LOOPBACK, MEMBER
 
 MAX_RANKS = 1024  # of one host; a typing error above it would only exhaust the host
 _PR_SET_PDEATHSIG = 1
@@ -35,6 +35,8 @@ class Ending:
     left_early: bool = False  # status 0 in the middle of an open world
     ended_by_us: bool = False
     silent_s: float | None = None  # it was ended because it had not been heard of for so long
+    host: int | None = None  # where, if there are several
+    lost: str = ""  # how its whole host went, which is all that is known of it
 
     @property
     def ok(self) -> bool:
@@ -63,7 +65,9 @@ class Ending:
 
     def describe(self) -> str:
         """One line: "rank 1 (pid 4711) was killed by signal 9 (SIGKILL), perhaps out of memory"."""
-        who = name_of(self.rank, self.pid)
+        if self.lost:
+            return self.lost
+        who = name_of(self.rank, self.pid, self.host)
         if self.left_early:
             return f"{who} left early with exit status 0 (os._exit?)"
         if self.silent_s is not None and self.status == -signal.SIGKILL:
@@ -95,9 +99,9 @@ class Outcome:
     """The first failure, whose traceback is shown before."""
 
 
-def name_of(rank: int, pid: int) -> str:
-    """What a person knows a rank by."""
-    return f"rank {rank} (pid {pid})"
+def name_of(rank: int, pid: int, host: int | None = None) -> str:
+    """What a person knows a rank by. host: where there are several."""
+    return f"rank {rank} (pid {pid})" if host is None else f"rank {rank} (host {host}, pid {pid})"
 
 
 def first_cause(endings: Sequence[Ending]) -> Ending | None:
@@ -163,7 +167,7 @@ def worker_environment(
     if joining:
         own[JOINING] = 1
     # A rank may itself start ranks: they are no members of its job.
-    theirs = {name: value for name, value in environ.items() if name not in (MEMBER, JOINING)}
+    theirs = {name: value for name, value in environ.items() if name not in (MEMBER, JOINING, AGENT_PORT)}
     return {**defaults, **theirs, **{name: str(value) for name, value in own.items()}}
 
 

@@ -1,0 +1,114 @@
+"""`imece launch` on several hosts: its options, torchrun's names for them, and its start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from imece.errors import UserError
+from imece.launch.hosts.addresses import parse_endpoint
+
+if TYPE_CHECKING:
+    from imece.cli.launch import LaunchOptions
+
+OURS = ("--hosts", "--host-rank", "--rendezvous", "--job")
+_THEIRS = {
+    "--nnodes": "--hosts", "--node-rank": "--host-rank", "--rdzv-endpoint": "--rendezvous",
+    "--rdzv-id": "--job",
+}  # fmt: skip
+_MASTER = ("--master-addr", "--master-port")
+_NEEDLESS = (
+    "--rdzv-backend", "--rdzv-conf", "--local-addr", "--monitor-interval", "--start-method", "--role",
+    "--redirects", "-r", "--tee", "-t",
+)  # fmt: skip
+TORCHRUNS = (*_THEIRS, *_MASTER, *_NEEDLESS)
+"""Options of torchrun that have a value."""
+_MOST = 1024
+_SILENT_S = 10.0  # of a host, where ranks may be silent for ever
+
+
+def check(hosts: int, host_rank: int | None, rendezvous: str | None) -> None:
+    """ValueError or UserError if these cannot be."""
+    if not 1 <= hosts <= _MOST:
+        raise ValueError(f"--hosts {hosts}: from 1 to {_MOST} hosts are possible")
+    if hosts > 1 and host_rank is None:
+        raise ValueError(
+            f"which of the {hosts} hosts is this? --host-rank 0 on the first, 1 on the next, ..."
+        )
+    if host_rank is not None and not 0 <= host_rank < hosts:
+        of = "there is one host" if hosts == 1 else f"{hosts} hosts have the numbers 0 to {hosts - 1}"
+        raise ValueError(f"--host-rank {host_rank}: {of}")
+    if hosts > 1 and rendezvous is None:
+        raise ValueError(f"where do the {hosts} hosts meet? --rendezvous HOST:PORT, an address of host 0")
+    if hosts > 1 and rendezvous is not None:
+        parse_endpoint(rendezvous, 0)
+
+
+def refuse(own: Sequence[str]) -> None:
+    """UserError if one of these is an option for several hosts: with --slurm, SLURM's nodes are the hosts."""
+    for word in own:
+        name = word.partition("=")[0].replace("_", "-")
+        if name in (*OURS, *_THEIRS, *_MASTER):
+            raise UserError(f"{name}: with --slurm the hosts are SLURM's nodes, --nodes says how many")
+
+
+def as_ours(own: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Options with our names, and the names of those that are of no use; UserError for what cannot be."""
+    left: list[str] = []
+    needless: list[str] = []
+    theirs: dict[str, str] = {}
+    words = iter(own)
+    for word in words:
+        typed, equals, value = word.partition("=")
+        name = typed.replace("_", "-")
+        if name in TORCHRUNS or name in OURS:
+            value = value if equals else next(words, "")
+            theirs[name] = _number(value) if name == "--nnodes" else value
+        else:
+            left.append(word)
+    several = theirs.get("--hosts", theirs.get("--nnodes", "1")) != "1"
+    for name, value in theirs.items():
+        ours = _THEIRS.get(name, name)
+        if name in _NEEDLESS or (not several and ours in ("--rendezvous", "--job", *_MASTER)):
+            needless.append(name)
+        elif name not in _MASTER:
+            left += [ours, value]
+    if several and theirs.keys() & set(_MASTER) and not theirs.keys() & {"--rendezvous", "--rdzv-endpoint"}:
+        address, port = (theirs.get(name, "") for name in _MASTER)
+        left += ["--rendezvous", f"[{address}]:{port}" if ":" in address else f"{address}:{port}"]
+    return left, needless
+
+
+def start(options: LaunchOptions, words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run `words` on this host's ranks, together with the other hosts."""
+    from imece.launch.generations import Limits
+    from imece.launch.hosts.agent import launch_here
+    from imece.launch.hosts.here import Plan
+
+    assert options.host_rank is not None and options.rendezvous is not None
+    limits = Limits(
+        options.ranks * options.hosts,
+        options.min_ranks,
+        options.max_restarts,
+        restart=bool(options.max_restarts),
+        exceptions=True,
+    )
+    plan = Plan(
+        options.hosts,
+        options.host_rank,
+        parse_endpoint(options.rendezvous, 0),
+        limits,
+        options.grace_s,
+        options.silent_s or _SILENT_S,
+    )
+    return launch_here(
+        words, plan, job=options.job, environ=environ, logs=options.log_dir, rank_silent_s=options.silent_s
+    )
+
+
+def _number(hosts: str) -> str:
+    """torchrun's N or N:N."""
+    least, colon, most = hosts.partition(":")
+    if colon and least != most:
+        raise UserError(f"--nnodes {hosts}: how many hosts are there? --min-ranks says with how few to go on")
+    return least

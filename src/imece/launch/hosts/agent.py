@@ -1,0 +1,185 @@
+"""`imece launch` on one of several hosts: its ranks, its links to the others, and its part in the job.
+
+here                              what an agent has and knows, whichever its role is
+seeker, follower, coordinator     the roles
+wide_job                          what is to be done on all hosts (../job.py); far: the hands of another host
+words                             what is said about members
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from imece.errors import UserError
+from imece.launch.crew import Crew
+from imece.launch.host import Host, Order, Start
+from imece.launch.hosts.addresses import address_towards, describe, interface_of
+from imece.launch.hosts.coordinator import Coordinator
+from imece.launch.hosts.events import Down, Event, Refused, Said, Up
+from imece.launch.hosts.follower import Follower
+from imece.launch.hosts.here import Follow, Here, Lead, Plan, Role, Seek, Turn
+from imece.launch.hosts.network import Network
+from imece.launch.hosts.seeker import Seeker
+from imece.launch.hosts.token import VARIABLES, find_token
+from imece.launch.processes import Outcome, worker_environment
+from imece.world import AGENT_PORT
+
+_LONGEST_S = 60.0
+
+
+def launch_here(
+    command: Sequence[str],
+    plan: Plan,
+    *,
+    job: str,
+    environ: Mapping[str, str] = os.environ,
+    logs: Path | None = None,
+    rank_silent_s: float = 10.0,
+) -> int:
+    """Run `command` as this host's ranks, together with the agents of the other hosts; the exit status.
+
+    As launch/local.py, on several hosts. job: a name that all agents have to give. Raises UserError if the
+    other agents cannot be met, or have another plan.
+    """
+    own = _own_address(plan)
+    token, said = find_token(environ, create=plan.me == 0)
+    if said:
+        print(said, flush=True)
+    order = Order(command, environ, plan.grace_s, False, rank_silent_s, logs)
+    with Network(token, plan.me, job, silent_s=plan.silent_s) as network:
+        network.hello = {"hosts": plan.hosts, "ranks": plan.ranks}
+        network.listen(own, plan.rendezvous[1] if plan.me == 0 else 0)
+        with Crew(logs) as crew:
+            crew.wakes(network.wake)
+            host = Host(order, crew, _environment(plan, network, environ, own, lambda: here.run), plan.me)
+            here = Here(plan, host, network)
+            outcome = Agent(here).run()
+        host.tell(outcome)
+    return outcome.status
+
+
+class Agent:
+    """Tells its role what happens, and changes it."""
+
+    def __init__(self, here: Here) -> None:
+        self._here = here
+        self._role: Role = self._role_of(Lead() if here.me == 0 else Seek())
+        self._turn()
+
+    def run(self) -> Outcome:
+        """Until all is over for this host."""
+        here, host = self._here, self._here.host
+        while here.outcome is None:
+            until = min(self._role.next_time(), host.next_time(), time.monotonic() + _LONGEST_S)
+            ended, signals = host.crew.wait(until)
+            for number in signals:
+                self._role.signalled(number)
+            for event in here.network.events():
+                self._happened(event)
+                self._turn()
+            if ended:
+                now = time.monotonic()
+                self._role.ended(host.ended(ended, now), now)
+            now = time.monotonic()
+            host.on_time(now)
+            self._role.on_time(now)
+            self._turn()
+        return here.outcome
+
+    def _happened(self, event: Event) -> None:
+        here = self._here
+        match event:
+            case Up(host, address, hello):
+                here.dead.discard(host)
+                if self._agrees(host, hello):
+                    here.up[host] = address
+                    here.note_book([[host, *address]])
+                    self._role.up(host)
+            case Said(host, message) if host in here.up:
+                try:
+                    self._role.said(host, message)
+                except (KeyError, TypeError, ValueError) as error:
+                    here.say(f"host {host} says what is not understood ({error!r}); its link is dropped")
+                    here.network.drop(host)
+                    self._gone(host, "it spoke of what is not understood", False, False)
+            case Down(host, why, surely, told):
+                self._gone(host, why, surely, told)
+            case Refused(address, why):
+                here.say(f"somebody at {address} was not let in: {why}")
+
+    def _gone(self, host: int, why: str, surely: bool, told: bool) -> None:
+        here = self._here
+        here.up.pop(host, None)
+        if surely:
+            here.dead.add(host)
+        self._role.down(host, why, surely, told)
+
+    def _agrees(self, host: int, hello: Mapping[str, object]) -> bool:
+        """Whether the other agent was started with the same plan; tells it if it was not."""
+        here, wrong = self._here, []
+        for name, own in (("hosts", here.plan.hosts), ("ranks", here.plan.ranks)):
+            if hello.get(name) != own:
+                wrong.append(f"--{name} {hello.get(name)} on host {host}, but {own} on host {here.me}")
+        if not wrong:
+            return True
+        why = f"the hosts do not agree: {'; '.join(wrong)}"
+        here.network.send(host, {"do": "refuse", "why": why})
+        here.network.drop(host)
+        if here.standing is None and host == 0:
+            raise UserError(why)
+        here.say(why)
+        return False
+
+    def _turn(self) -> None:
+        here = self._here
+        while here.turn is not None and here.outcome is None:
+            turn, here.turn = here.turn, None
+            self._role = self._role_of(turn)
+
+    def _role_of(self, turn: Turn) -> Role:
+        here = self._here
+        match turn:
+            case Seek():
+                return Seeker(here, turn)
+            case Follow():
+                return Follower(here, turn)
+            case Lead():
+                return Coordinator(here, turn)
+
+
+def _own_address(plan: Plan) -> str:
+    """The one by which this host reaches the rendezvous; UserError if that cannot be."""
+    own = address_towards(plan.rendezvous)
+    name = plan.rendezvous[0]
+    if own.startswith("127.") and not name.startswith(("127.", "localhost")):
+        raise UserError(
+            f"--rendezvous {describe(plan.rendezvous)}: this host takes {name} for {own}, which is itself "
+            "alone; give host 0's address"
+        )
+    return own
+
+
+def _environment(
+    plan: Plan, network: Network, environ: Mapping[str, str], own: str, run: Callable[[], str]
+) -> Callable[[Start, Host], Mapping[str, str]]:
+    """The environment of a member's process."""
+    interface = interface_of(own)
+    defaults = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface) if interface else {}
+    theirs = {**defaults, **{name: each for name, each in environ.items() if name not in VARIABLES}}
+
+    def environment(start: Start, host: Host) -> Mapping[str, str]:
+        local = worker_environment(
+            theirs, start.slot % plan.ranks, plan.ranks, network.tunnel_port, run(),
+            member=start.member, joining=start.joining, starts=start.starts,
+        )  # fmt: skip
+        rank, size = (0, 1) if start.joining else (start.rank, start.world_size)
+        wide = {
+            "RANK": rank, "WORLD_SIZE": size, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": size,
+            "GROUP_RANK": plan.me, "GROUP_WORLD_SIZE": plan.hosts, AGENT_PORT: host.port,
+        }  # fmt: skip
+        return {**local, **{name: str(value) for name, value in wide.items()}}
+
+    return environment

@@ -1,0 +1,229 @@
+"""The role of an agent whose coordinator is another host's: its ranks do what that one's messages say.
+
+When it loses the coordinator, those that are left find out whether they may go on, and who leads them
+(succession.py): the one that is to lead asks the others of its side, and each that has lost the coordinator
+as well answers with all that it knows.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from imece.launch.host import CannotStart
+from imece.launch.hosts.here import Follow, Here, Lead, Seek
+from imece.launch.hosts.succession import Standing
+from imece.launch.hosts.words import (
+    Report,
+    Seen,
+    of_endings,
+    of_seen,
+    to_generation,
+    to_outcome,
+    to_report,
+    to_starts,
+)
+from imece.launch.processes import Ending, Outcome
+
+_SEEN_S = 0.2  # how often to look for news of the members here
+_BEATS_S = 1.0  # how often to say how far they are, if nothing else is new
+_NEVER = float("inf")
+_ELECTION_S = 5.0  # beyond what it takes to notice a silent host
+
+
+class Follower:
+    """Keeps this host's ranks in the job."""
+
+    def __init__(self, here: Here, follow: Follow) -> None:
+        self._here, self._leader = here, follow.leader
+        self._lost_since: float | None = None  # without a coordinator
+        self._why = ""
+        self._asked_by: set[int] = set()  # those who want to lead
+        self._asked: set[int] = set()
+        self._votes: dict[int, Report] = {}
+        self._leaving: int | None = None  # the signal by which this host was asked to go
+        self._look_at = self._beats_at = 0.0
+        self._said: dict[int, tuple[bool, bool]] = {}
+        here.network.serve_store(None)
+        here.network.lead_to(here.up[follow.leader])
+        self._obey(follow.view)
+
+    def up(self, host: int) -> None:
+        """Whoever looks for the coordinator is told where it is."""
+
+    def said(self, host: int, message: dict[str, Any]) -> None:
+        """Obey the coordinator; answer others."""
+        here = self._here
+        match message:
+            case {"say": "role", "role": "seeks"} if host == self._leader:
+                self._lose("it was cut off from others", surely=False)
+            case {"say": "role", "role": "seeks" | "gathers"} if self._lost_since is None:
+                address = list(here.up.get(self._leader, ("", 0)))
+                answer = {"say": "role", "role": "follows", "leader": self._leader, "address": address}
+                here.send(host, answer)
+            case {"say": "vote"}:
+                self._asked_by.add(host)
+                self._answer()
+            case {"say": "yes", "standing": dict(known), "report": dict(report)} if host in self._asked:
+                assert here.standing is not None
+                here.standing = here.standing.merged(Standing.of(known))
+                self._votes[host] = to_report(report, host, time.monotonic())
+                self._elect()
+            case {"do": "view"} if self._lost_since is not None:
+                here.turn = Follow(host, message)
+            case {"do": str()} if host == self._leader and self._lost_since is None:
+                self._obey(message)
+
+    def down(self, host: int, why: str, surely: bool, told: bool) -> None:
+        """Without the coordinator, find out who goes on."""
+        if host == self._leader and self._lost_since is None:
+            self._lose(why, surely)
+        elif self._lost_since is not None:
+            self._elect()
+
+    def ended(self, endings: Mapping[int, Ending], now: float) -> None:
+        """Members here have ended: the coordinator judges that, by what they had said last."""
+        here = self._here
+        beats = here.host.beats(endings)
+        last = {}
+        for member, ending in endings.items():
+            count, steps = beats.get(member, (None, 0))
+            last[member] = Seen(ending.rank, ending.pid, count, steps, False, False)
+        message = {
+            "say": "ended",
+            "members": of_seen(here.seen() | last),
+            "endings": of_endings(endings, now),
+        }
+        here.send(self._leader, message)
+
+    def signalled(self, number: int) -> None:
+        """SIGINT is meant for the whole job, any other signal for this host; the second one for its ranks."""
+        here = self._here
+        if number == signal.SIGINT and self._lost_since is None:
+            here.send(self._leader, {"say": "signal", "number": number})
+            return
+        if self._leaving is None and self._lost_since is None:
+            self._leaving = number
+            here.send(self._leader, {"say": "leave", "number": number})
+            return
+        here.host.end(list(here.host.crew.living), signal.SIGKILL, 0.0)
+        if self._lost_since is not None:
+            name = signal.Signals(number).name
+            here.outcome = Outcome(128 + number, f"imece: ended by {name}, without the coordinator")
+
+    def next_time(self) -> float:
+        """When to look at the members, or to give the election up."""
+        return self._look_at if self._lost_since is None else self._lost_since + self._patience_s
+
+    def on_time(self, now: float) -> None:
+        """Say what is new of the members."""
+        if self._lost_since is not None:
+            if now >= self._lost_since + self._patience_s:
+                self._here.turn = Seek(f"cut off from host {self._leader}, and nobody leads in its place")
+            return
+        if now < self._look_at:
+            return
+        self._look_at = now + _SEEN_S
+        seen = self._here.seen()
+        told = {member: (each.ready, each.resilient) for member, each in seen.items()}
+        if told != self._said or now >= self._beats_at:
+            self._said, self._beats_at = told, now + _BEATS_S
+            self._here.send(self._leader, {"say": "seen", "members": of_seen(seen)})
+
+    @property
+    def _patience_s(self) -> float:
+        return 2 * self._here.plan.silent_s + _ELECTION_S
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        here, host = self._here, self._here.host
+        match message:
+            case {"do": "start"}:
+                self._start(message)
+            case {"do": "publish"}:
+                here.newest = to_generation(message)
+                host.publish(here.newest)
+            case {"do": "end", "members": list(members), "signal": int(number), "grace_s": float(grace_s)}:
+                host.end(members, number, grace_s)
+            case {"do": "kill", "members": list(members)}:
+                host.kill(members)
+            case {"do": "forget", "members": list(members)}:
+                host.forget(members)
+            case {"do": "begin_anew"}:
+                host.begin_anew()
+            case {"do": "stacks"}:
+                host.ask_for_stacks()
+            case {"do": "say", "line": str(line)}:
+                host.say(line)
+            case {"do": "view", "standing": dict(known), "run": str(run)}:
+                standing = Standing.of(known)
+                here.standing = standing if here.standing is None else here.standing.merged(standing)
+                here.run = run
+                here.send(self._leader, {"say": "heard", "number": here.standing.newest.number})
+            case {"do": "know", "snapshot": dict(snapshot), "book": list(book)}:
+                before = dict(here.book)
+                here.snapshot = snapshot
+                here.note_book(book)
+                if here.book != before:
+                    self._dial_others()
+            case {"do": "fence", "why": str(why)}:
+                here.turn = Seek(why)
+            case {"do": "over"}:
+                here.outcome = to_outcome(message, here.me)
+
+    def _start(self, message: dict[str, Any]) -> None:
+        for start in to_starts(message):
+            try:
+                self._here.host.start([start])
+            except CannotStart as error:
+                said = {"say": "cannot", "member": start.member, "why": str(error)}
+                self._here.send(self._leader, said)
+
+    def _dial_others(self) -> None:
+        """A link to each of the others, of which the higher one dials, so that they find each other later."""
+        here = self._here
+        for host, address in here.book.items():
+            if (
+                host < here.me
+                and host not in here.up
+                and here.standing
+                and host in here.standing.newest.hosts
+            ):
+                here.network.dial(host, address, patience_s=here.plan.patience_s)
+
+    def _lose(self, why: str, surely: bool) -> None:
+        """There is no coordinator any more."""
+        here = self._here
+        self._why = here.how_lost(self._leader, why, surely)
+        self._lost_since = time.monotonic()
+        here.network.drop(self._leader)
+        here.up.pop(self._leader, None)
+        self._elect()
+        self._answer()
+
+    def _elect(self) -> None:
+        """Whether those who are here may go on, and who leads them."""
+        here = self._here
+        assert here.standing is not None
+        side = here.side() - {self._leader}
+        if not here.standing.may_go_on(side, here.dead):
+            here.turn = Seek(here.standing.cut_off(side, here.dead))
+            return
+        if here.standing.coordinator(here.standing.newest.hosts - side) != here.me:
+            return
+        for host in side - self._asked - {here.me}:
+            self._asked.add(host)
+            here.send(host, {"say": "vote"})
+        if side - {here.me} <= self._votes.keys():
+            here.turn = Lead({host: self._votes[host] for host in side - {here.me}}, self._why)
+
+    def _answer(self) -> None:
+        """Those who want to lead, once this one has lost its coordinator too."""
+        here = self._here
+        if self._lost_since is None or here.standing is None or isinstance(here.turn, Seek):
+            return
+        for host in self._asked_by:
+            known = here.standing.message()
+            here.send(host, {"say": "yes", "standing": known, "report": here.said_report()})
+        self._asked_by.clear()

@@ -1,0 +1,161 @@
+"""What an agent has whichever its role is, and the roles that it can turn to.
+
+seeks     it has no ranks, and looks for whoever leads the job (seeker.py)
+follows   its ranks do what the coordinator's messages say (follower.py)
+leads     it is the coordinator, or host 0 that waits until all have come (coordinator.py)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from imece.launch.generations import Limits
+from imece.launch.host import Host
+from imece.launch.hosts.addresses import Address
+from imece.launch.hosts.network import Network
+from imece.launch.hosts.succession import Standing
+from imece.launch.hosts.words import Report, Seen, of_report
+from imece.launch.processes import Ending, Outcome
+from imece.membership.roster import Generation
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked of one agent among several."""
+
+    hosts: int
+    me: int
+    rendezvous: Address
+    limits: Limits
+    """Of all hosts together."""
+    grace_s: float
+    silent_s: float
+    """After so long without a word a host is silent."""
+    patience_s: float = 600.0
+    """How long to look for others."""
+
+    @property
+    def ranks(self) -> int:
+        """On each host."""
+        return self.limits.ranks // self.hosts
+
+
+@dataclass(frozen=True)
+class Seek:
+    """Look for whoever leads."""
+
+    why: str = ""
+    """How this host was cut off, in words; "" if it had no part in the job yet."""
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Do what `leader` says, whose first message is `view`."""
+
+    leader: int
+    view: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Lead:
+    """Lead the job: a new one, or in the place of one that is gone (`why`, in words)."""
+
+    votes: dict[int, Report] = field(default_factory=dict)
+    """What those say of themselves who will follow."""
+    why: str = ""
+
+
+Turn = Seek | Follow | Lead
+
+
+class Role(Protocol):
+    """What an agent does when something happens."""
+
+    def up(self, host: int) -> None: ...
+    def said(self, host: int, message: dict[str, Any]) -> None: ...
+    def down(self, host: int, why: str, surely: bool, told: bool) -> None: ...
+    def ended(self, endings: Mapping[int, Ending], now: float) -> None: ...
+    def signalled(self, number: int) -> None: ...
+    def next_time(self) -> float: ...
+    def on_time(self, now: float) -> None: ...
+
+
+class Here:
+    """This agent: its host, its links, and what it knows."""
+
+    def __init__(self, plan: Plan, host: Host, network: Network) -> None:
+        self.plan, self.host, self.network = plan, host, network
+        self.up: dict[int, Address] = {}
+        """Hosts to which there is a link, and where they listen."""
+        self.dead: set[int] = set()
+        """Those whose agents are surely gone."""
+        self.book: dict[int, Address] = {0: plan.rendezvous}
+        """Where agents were last heard to listen."""
+        self.standing: Standing | None = None
+        """What is known of who may go on; None for one that has no part in the job."""
+        self.snapshot: dict[str, Any] | None = None
+        """What the coordinator last said of the job's generations."""
+        self.newest = Generation(-1, ())
+        """The newest that was published on this host."""
+        self.run = ""
+        """Names the job for its ranks."""
+        self.turn: Turn | None = None
+        """The role to turn to."""
+        self.outcome: Outcome | None = None
+        """Set once all is over for this agent."""
+
+    @property
+    def me(self) -> int:
+        return self.plan.me
+
+    def send(self, host: int, message: dict[str, Any]) -> None:
+        """To the agent of another host, if there is a link."""
+        if host in self.up:
+            self.network.send(host, message)
+
+    def say(self, line: str) -> None:
+        """To the person who looks on here."""
+        self.host.say(f"imece: {line}")
+
+    def seen(self) -> dict[int, Seen]:
+        """How the members are that live here."""
+        host, found = self.host, {}
+        living = dict(host.crew.living)
+        beats, ready = host.beats(living), host.ready(living)
+        for member, process in living.items():
+            count, steps = beats.get(member, (None, 0))
+            resilient = host.all_resilient([member])
+            found[member] = Seen(process.slot, process.pid, count, steps, member in ready, resilient)
+        return found
+
+    def report(self) -> Report:
+        """All that one has to know who begins to lead."""
+        endings = {member: self.host.endings[member] for member in self.host.crew.ended}
+        return Report(self.seen(), endings, self.newest)
+
+    def said_report(self) -> dict[str, Any]:
+        """The same as JSON."""
+        return of_report(self.report(), time.monotonic())
+
+    def how_lost(self, host: int, why: str, surely: bool) -> str:
+        """In words."""
+        name = f"host {host} ({self.book[host][0]})" if host in self.book else f"host {host}"
+        return f"{name} is gone: its launcher has ended" if surely else f"{name} was lost: {why}"
+
+    def side(self) -> set[int]:
+        """This host and those it has a link to, of the ones that count."""
+        assert self.standing is not None
+        return {self.me, *(self.standing.newest.hosts & self.up.keys())}
+
+    def note_book(self, said: Sequence[Any]) -> None:
+        """Where agents listen. TypeError or ValueError if it is no such list."""
+        for host, address, port in said:
+            if int(port):
+                self.book[int(host)] = str(address), int(port)
+
+    def said_book(self) -> list[list[Any]]:
+        """The same as JSON."""
+        return [[host, *address] for host, address in self.book.items()]

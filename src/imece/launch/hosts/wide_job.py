@@ -1,0 +1,160 @@
+"""A job on several hosts: they come, leave and are lost, and another launcher may go on with it.
+
+parting   a host whose members are to leave in order: nobody is started there any more
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from imece.launch.generations import Limits
+from imece.launch.host import Hands
+from imece.launch.hosts.words import Report
+from imece.launch.job import AFTER_FAILURE_S, Job
+from imece.launch.processes import Ending
+from imece.membership.roster import Generation
+
+
+class WideJob(Job):
+    """The ranks of one run, on the hosts whose hands it has at the moment."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        grace_s: float,
+        hands: Mapping[int, Hands],
+        per_host: int,
+        anew: Callable[[], None],
+    ) -> None:
+        """`anew` is called when all ranks have ended, before they start again."""
+        super().__init__(limits, grace_s, False, hands, per_host)
+        self._anew = anew
+        self._parting: set[int] = set()
+        self._set_places()
+
+    def begin_after(self, snapshot: Mapping[str, Any] | None, generation: int, members: int) -> None:
+        """There was a job on these hosts before: only its numbers are left, which are not used again."""
+        if snapshot is not None:
+            self.generations.restore(snapshot)
+            self.generations.slots = {}
+            self.generations.starts += 1
+        self.generations.follow_up(Generation(generation, ()), members)
+
+    def has_members(self, host: int) -> bool:
+        """Whether any live there."""
+        return any(slot // self._per_host == host for slot in self.generations.slots.values())
+
+    def hosts_of_newest(self) -> set[int]:
+        """Where the newest generation's living members are."""
+        slots, newest = self.generations.slots, self.generations.newest.members
+        return {slots[member] // self._per_host for member in newest if member in slots}
+
+    def take(self, host: int, hands: Hands) -> None:
+        """There is one more host, without ranks: `fill` starts them, or the next start of all does."""
+        self.hands[host] = hands
+        self._set_places()
+
+    def takes_in(self) -> bool:
+        """Whether newcomers are of use now."""
+        living = [m for m in self.generations.newest.members if m in self.generations.slots]
+        return self.is_calm and not self.generations.is_ending and self._all_resilient(living)
+
+    def fill(self, host: int) -> None:
+        """Start members in the slots of a host that has none, to join the others."""
+        taken = {*self.generations.slots.values(), *(slot for _, slot in self._replacements)}
+        slots = [slot for slot in self._slots_of(host) if slot not in taken]
+        if slots:
+            self._replace(slots)
+
+    def leave(self, host: int) -> bool:
+        """Let a host's members leave in order, if the others go on without them; False if they do not."""
+        members = self._by_host(self.generations.slots).get(host, [])
+        joining = [member for member in members if member in self.generations.joining]
+        leaving = [member for member in members if member not in joining]
+        if not self.is_calm or not self.takes_in():
+            return False
+        generation = self.generations.leave(leaving) if leaving else None
+        if leaving and generation is None:
+            return False
+        self._parting.add(host)
+        self._set_places()
+        self._let_go |= set(joining)
+        self._end_ranks(joining, signal.SIGTERM, AFTER_FAILURE_S)
+        if generation is not None:
+            self._publish(generation)
+            self.hands[host].end(leaving, 0, self._grace_s)
+        return True
+
+    def cut_short(self, host: int) -> None:
+        """End the members of a host at once."""
+        self._end_ranks(self._by_host(self.generations.slots).get(host, []), signal.SIGKILL, 0.0)
+
+    def release(self, host: int) -> None:
+        """Nothing is to be done on that host any more: it has no members."""
+        del self.hands[host]
+        self._parting.discard(host)
+        self._set_places()
+
+    def lose(self, hosts: Mapping[int, str], now: float) -> None:
+        """These hosts are gone with all their members; in words, how."""
+        for host in hosts:
+            self.release(host)
+        slots = self.generations.slots.items()
+        members = {m: hosts[slot // self._per_host] for m, slot in slots if slot // self._per_host in hosts}
+        self.ended(self._lost(members, now), now)
+
+    def resume(
+        self, snapshot: Mapping[str, Any], reports: Mapping[int, Report], why: str, now: float
+    ) -> None:
+        """Go on in the place of another host's job, with what all hosts that are left report of themselves.
+
+        why: in words, how those members ended that nobody reports. KeyError, TypeError or ValueError if
+        `snapshot` is none.
+        """
+        generations = self.generations
+        generations.restore(snapshot)
+        living = {m: seen for report in reports.values() for m, seen in report.members.items()}
+        endings = {m: ending for report in reports.values() for m, ending in report.endings.items()}
+        newest = max((report.newest for report in reports.values()), key=lambda each: each.number)
+        generations.follow_up(newest, 1 + max([*living, *endings, *newest.members], default=-1))
+        for member, seen in living.items():
+            generations.resume(member, seen.slot)
+        self._set_places()
+        number = generations.newest.number
+        gone = {member: endings[member] for member in endings if member in generations.slots}
+        missing = [m for m in generations.slots if m not in living and m not in gone]
+        self.ended(gone | self._lost(dict.fromkeys(missing, why), now), now)
+        if not self.is_calm or not generations.slots:
+            return
+        if generations.newest.number == number:
+            self._publish(generations.renew())  # the store in which the last one was meeting is gone
+        if not generations.is_ending:
+            taken = {*generations.slots.values(), *(slot for _, slot in self._replacements)}
+            self._replacements += [
+                (now, slot)
+                for slot in generations.places
+                if slot not in taken and self.has_members(slot // self._per_host)
+            ]
+
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
+        self._anew()
+
+    def _lost(self, members: Mapping[int, str], now: float) -> dict[int, Ending]:
+        slots, per_host = self.generations.slots, self._per_host
+        return {
+            member: Ending(slots[member], 0, -signal.SIGKILL, now, host=slots[member] // per_host, lost=why)
+            for member, why in members.items()
+        }
+
+    def _slots_of(self, host: int) -> range:
+        return range(host * self._per_host, (host + 1) * self._per_host)
+
+    def _set_places(self) -> None:
+        hosts = sorted(self.hands.keys() - self._parting)
+        self.generations.places = [slot for host in hosts for slot in self._slots_of(host)]
+        self._replacements = [
+            (at, slot) for at, slot in self._replacements if slot in self.generations.places
+        ]

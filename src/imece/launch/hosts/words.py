@@ -1,0 +1,152 @@
+"""What agents say about members to each other, as JSON and back.
+
+A peer knows the token, and may still say anything: KeyError, TypeError or ValueError where it is not what is
+written here. Times travel as ages, for the clocks of two hosts have nothing in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from imece.launch.host import Start
+from imece.launch.processes import Ending, Outcome
+from imece.membership.roster import Generation
+from imece.status import Failure
+
+_ALL_MESSAGES = 30_000  # characters of exceptions' messages in one frame, which is limited
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of a member that lives on another host."""
+
+    slot: int
+    pid: int
+    beats: int | None
+    """None before its first."""
+    steps: int
+    ready: bool
+    resilient: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a host is, for one who has just become the leader."""
+
+    members: dict[int, Seen]
+    endings: dict[int, Ending]
+    """Of those that are not forgotten yet."""
+    newest: Generation
+    """The newest generation that was published there; number -1: none."""
+
+
+def of_starts(starts: Sequence[Start]) -> dict[str, Any]:
+    first = starts[0]
+    members = [[start.member, start.slot, start.rank] for start in starts]
+    return {
+        "members": members, "size": first.world_size, "joining": first.joining, "starts": first.starts,
+    }  # fmt: skip
+
+
+def to_starts(said: Mapping[str, Any]) -> list[Start]:
+    size, starts, joining = int(said["size"]), int(said["starts"]), bool(said["joining"])
+    return [
+        Start(int(member), int(slot), int(rank), size, joining, starts)
+        for member, slot, rank in said["members"]
+    ]
+
+
+def of_generation(generation: Generation) -> dict[str, Any]:
+    return {
+        "number": generation.number,
+        "members": list(generation.members),
+        "lost": [line[:500] for line in generation.lost[:8]],
+        "leaving": list(generation.leaving),
+    }
+
+
+def to_generation(said: Mapping[str, Any]) -> Generation:
+    members, leaving = tuple(map(int, said["members"])), tuple(map(int, said["leaving"]))
+    return Generation(int(said["number"]), members, tuple(map(str, said["lost"])), leaving)
+
+
+def of_seen(seen: Mapping[int, Seen]) -> list[list[Any]]:
+    return [
+        [member, each.slot, each.pid, each.beats, each.steps, each.ready, each.resilient]
+        for member, each in seen.items()
+    ]
+
+
+def to_seen(said: Sequence[Any]) -> dict[int, Seen]:
+    return {
+        int(member): Seen(
+            int(slot),
+            int(pid),
+            None if beats is None else int(beats),
+            int(steps),
+            bool(ready),
+            bool(resilient),
+        )
+        for member, slot, pid, beats, steps, ready, resilient in said
+    }
+
+
+def of_endings(endings: Mapping[int, Ending], now: float) -> list[list[Any]]:
+    longest = _ALL_MESSAGES // max(1, len(endings))
+    return [
+        [
+            member, each.rank, each.pid, each.status, now - each.time_s,
+            None if each.failure is None else _of_failure(each.failure, now, longest),
+            each.left_early, each.ended_by_us, each.silent_s,
+        ]
+        for member, each in endings.items()
+    ]  # fmt: skip
+
+
+def to_endings(said: Sequence[Any], host: int, now: float) -> dict[int, Ending]:
+    return {
+        int(member): Ending(
+            int(rank), int(pid), int(status), now - float(age_s),
+            None if failure is None else _to_failure(failure, now),
+            bool(early), bool(by_us), None if silent_s is None else float(silent_s), host,
+        )
+        for member, rank, pid, status, age_s, failure, early, by_us, silent_s in said
+    }  # fmt: skip
+
+
+def of_report(report: Report, now: float) -> dict[str, Any]:
+    return {
+        "members": of_seen(report.members),
+        "endings": of_endings(report.endings, now),
+        "newest": of_generation(report.newest),
+    }
+
+
+def to_report(said: Mapping[str, Any], host: int, now: float) -> Report:
+    endings = to_endings(said["endings"], host, now)
+    return Report(to_seen(said["members"]), endings, to_generation(said["newest"]))
+
+
+def of_outcome(outcome: Outcome) -> dict[str, Any]:
+    """With where the cause was, but not what: that is in the line."""
+    cause = outcome.cause
+    where = None if cause is None else [cause.host, cause.pid]
+    return {"status": outcome.status, "line": outcome.line[:2000], "cause": where}
+
+
+def to_outcome(said: Mapping[str, Any], me: int) -> Outcome:
+    """As host `me` tells it: the cause is only named if it was there."""
+    host, pid = said["cause"] or (None, 0)
+    cause = Ending(-1, int(pid), 1, 0.0) if host == me else None
+    return Outcome(int(said["status"]), str(said["line"]), cause)
+
+
+def _of_failure(failure: Failure, now: float, longest: int) -> list[Any]:
+    return [now - failure.time_s, failure.kind, failure.message[:longest], failure.because_of_peer]
+
+
+def _to_failure(said: Sequence[Any], now: float) -> Failure:
+    age_s, kind, message, because_of_peer = said
+    return Failure(now - float(age_s), str(kind), str(message), bool(because_of_peer))
