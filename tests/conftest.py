@@ -20,6 +20,9 @@ _GRACE_S = 3.0  # a process that was just killed needs a moment to go
 # Children carry this mark, and so do theirs: it finds processes whose parent has died as well.
 _MARK = "IMECE_TEST_RUN"
 os.environ[_MARK] = uuid.uuid4().hex
+os.environ["IMECE_HERE"] = (
+    "/nonexistent/here.toml"  # what this machine was measured with is no test's business
+)
 _VARIABLES = frozenset(os.environ)
 
 # Two cores that others use too: a deadline for a single example would only measure their load.

@@ -19,12 +19,6 @@ from tests.plan.test_check import CONTENT
 from tests.plan.test_here import FIGURES
 
 
-@pytest.fixture(autouse=True)
-def no_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What this machine was measured with, by whoever works here, is no business of a test."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def found(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> dict[str, Any]:
     assert main(["plan", *argv, "--json"]) == status
     content: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -147,10 +141,11 @@ def test_here_is_measured_once(
         return FIGURES
 
     monkeypatch.setattr("imece.bench.here.measure_here", measure)
+    monkeypatch.setenv("IMECE_HERE", str(tmp_path / "cache" / "here.toml"))
     first = found(capsys, "small", "--here", "--seq", "256", "--global-batch", "16")
     assert first["cluster"]["gpus_per_host"] == 4 and first["cluster"]["gpu"]["name"] == FIGURES["device"]
     assert found(capsys, "small", "--here", "--seq", "256", "--global-batch", "16") == first
-    assert len(measured) == 1 and len(list((tmp_path / "cache" / "imece").iterdir())) == 1
+    assert len(measured) == 1 and [each.name for each in (tmp_path / "cache").iterdir()] == ["here.toml"]
     two = found(capsys, "small", "--here", "--gpus", "2", "--seq", "256", "--global-batch", "16")
     assert two["cluster"]["gpus_per_host"] == 2
     assert main(["plan", "small", "--here", "--again", "--seq", "256", "--global-batch", "16"]) == 0

@@ -58,6 +58,9 @@ def test_one_rank_has_no_links_to_measure() -> None:
 
 
 def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("IMECE_HERE", str(tmp_path / "mine.toml"))
+    assert profile_file() == tmp_path / "mine.toml"
+    monkeypatch.delenv("IMECE_HERE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("socket.gethostname", lambda: "../a b")
     assert profile_file() == tmp_path / "imece" / "here-.._a_b.toml"

@@ -247,7 +247,7 @@ def whole_folder(folder: str) -> None:
         names = {path.name for path in run.iterdir()}
         assert names >= {
             "config.toml", "tokenizer.json", "tokens", "metrics.jsonl", "tensorboard", "environment.json",
-            "summary.json", "checkpoints",
+            "plan.json", "summary.json", "checkpoints",
         }  # fmt: skip
         assert sorted(path.name for path in (run / "checkpoints").glob("step*")) >= ["step-00000008"]
         state = last(run).state

@@ -58,15 +58,9 @@ def read_plan(run: Path) -> dict[str, Any]:
 def rows(content: Mapping[str, Any]) -> list[Row]:
     """All that was predicted or measured."""
     predicted, measured = content["predicted"], content.get("measured") or {}
-    state, counted = predicted.get("memory_bytes", {}), measured.get("memory_bytes", {})
-    merged = {
-        "parameters": state.get("parameters"),
-        "gradients": state.get("gradients"),
-        "optimizer": _sum(state, "optimizer", "masters"),
-        "communication": _sum(state, "gathered", "communication"),
-    }
-    found = [Row(name, "bytes", merged[name], counted.get(name)) for name in _STATE]
-    found.append(Row("state", "bytes", _total(merged), _total(counted)))
+    state, counted = predicted.get("counted_bytes", {}), measured.get("memory_bytes", {})
+    found = [Row(name, "bytes", state.get(name), counted.get(name)) for name in _STATE]
+    found.append(Row("state", "bytes", _total(state), _total(counted)))
     found.append(Row("whole rank", "bytes", predicted.get("needed_bytes"), measured.get("rank_bytes")))
     found.append(Row("step", "s", predicted.get("step_s"), measured.get("step_s")))
     return [row for row in found if row.predicted or row.measured]
@@ -121,13 +115,9 @@ def median(values: Sequence[float]) -> float | None:
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
-def _sum(table: Mapping[str, Any], *names: str) -> float | None:
-    known = [float(table[name]) for name in names if table.get(name) is not None]
-    return sum(known) if known else None
-
-
 def _total(table: Mapping[str, Any]) -> float | None:
-    return _sum(table, *_STATE)
+    known = [float(table[name]) for name in _STATE if table.get(name) is not None]
+    return sum(known) if known else None
 
 
 def _figure(row: Row, value: float | None) -> str:

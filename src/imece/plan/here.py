@@ -23,7 +23,11 @@ _WIDE = 128  # channels of a head for which Gpu.flash is told
 
 
 def profile_file() -> Path:
-    """Where this machine's figures are kept; homes may be shared by several, so its name is in it."""
+    """Where this machine's figures are kept: IMECE_HERE, or in the cache folder, with the machine's name, for
+    homes may be shared by several.
+    """
+    if named := os.environ.get("IMECE_HERE"):
+        return Path(named)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "imece" / f"here-{_UNSAFE.sub('_', socket.gethostname())}.toml"
 

@@ -17,6 +17,7 @@ from imece.footprint import Footprint
 from imece.models.generate import generate
 from imece.observe.report import write_loss_plot, write_report
 from imece.train.loop import Loop
+from imece.train.prediction import compared, keep, measured
 from imece.train.session import Session
 from imece.train.watching import Watching
 
@@ -38,7 +39,17 @@ def finish(session: Session, loop: Loop, watching: Watching) -> None:
         _write(session, summary)
         write_loss_plot(session.folder.path)
         write_report(session.folder.path)
-    watching.done(_rows(summary, saved), summary["sample"]["text"], next_commands(session))
+    rows = _rows(summary, saved)
+    rows.append(("", _keep_plan(session, Footprint(**summary["memory"]))))
+    watching.done(rows, summary["sample"]["text"], next_commands(session))
+
+
+def _keep_plan(session: Session, counted: Footprint) -> str:
+    """What was predicted and what came, into its file; the same in a line."""
+    prediction, path = session.prediction, session.folder.path
+    came = measured(path, counted, session.first)
+    keep(path, prediction, came)
+    return compared(prediction, came)
 
 
 def is_finished(session: Session) -> bool:

@@ -18,11 +18,13 @@ from imece.data.batches import Batches
 from imece.data.prepare import Prepared, prepare
 from imece.data_parallel.parallelize import ShardedDataParallel, parallelize
 from imece.data_parallel.replicate import DistributedDataParallel
+from imece.data_parallel.strategy import choose_strategy, find_strategy
 from imece.errors import UserError
 from imece.membership.member import Member, keeps_roster
 from imece.membership.recovery import LostStateError, MovedOnError, Recovered, Recovery
 from imece.membership.unwatched import say_unwatched
 from imece.mesh import Mesh
+from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
 from imece.train.agreeing import together
 from imece.train.alike import check_same_tokens
@@ -32,6 +34,7 @@ from imece.train.config import TrainConfig
 from imece.train.optimizer import make_optimizers
 from imece.train.peak import measured_peak
 from imece.train.precision import Precision, choose_precision
+from imece.train.prediction import Prediction, choose, chosen_before, machine_of, predict
 from imece.train.run_folder import RunFolder, shape_as_json
 from imece.train.step import Step
 
@@ -58,6 +61,7 @@ class Session:
     step: Step
     alarms: deque[str]  # what the saving thread has to say; the loop shows it
     done: int = 0  # optimizer updates so far
+    first: int = 0  # of them, before this command
     seconds: float = 0.0  # spent on them
     tokens: int = 0  # that they read
     best_val_loss: float | None = None
@@ -88,8 +92,9 @@ class Session:
         if config.compute.compile:
             model.compile()
         optimizers = make_optimizers(model, config.optimizer)
+        strategy = _strategy(config, shape, plan, precision, mesh)
         # This has collectives within, but what it refuses it refuses on all ranks before them.
-        wrapped = together(mesh, lambda: _parallelize(model, optimizers, config.strategy, mesh))
+        wrapped = together(mesh, lambda: _parallelize(model, optimizers, strategy, mesh))
         clock, alarms = Clock(mesh.device), deque[str]()
         session = cls(
             config, folder, mesh, prepared, plan, precision, model, wrapped, optimizers, batches, clock,
@@ -101,6 +106,7 @@ class Session:
             session.checkpoints = session._open_checkpoints()
             together(mesh, session._resume)
             session._check_same_step()
+            session.first = session.done
         if keeps_roster(mesh):
             session.recovery = Recovery(
                 Member(mesh), wrapped, optimizers,
@@ -208,6 +214,12 @@ class Session:
         wrapped = self.wrapped
         return wrapped.sharding.strategy.name if isinstance(wrapped, ShardedDataParallel) else "replicate"
 
+    @property
+    def prediction(self) -> Prediction:
+        """What the planner says of this run, with the ranks that it has now."""
+        shape, machine = self.model.config, machine_of(self.mesh)
+        return predict(self.strategy, self.config, shape, self.plan, self.precision, machine)
+
     def _state(self) -> dict[str, Any]:
         return {
             "model": shape_as_json(self.model.config),
@@ -264,6 +276,18 @@ class Session:
                 f"{saved.folder} was trained with another tokenizer ({entries} entries) than "
                 f"{self.folder.tokenizer_file} ({self.prepared.tokenizer.vocab_size}): put the old one back"
             )
+
+
+def _strategy(
+    config: TrainConfig, shape: TransformerConfig, plan: BatchPlan, precision: Precision, mesh: Mesh
+) -> str:
+    """What "auto" is: as rank 0 chooses, or for a rank that joins, what the others have."""
+    if config.strategy != "auto":
+        return find_strategy(config.strategy).name
+    if mesh.world.joining:
+        return chosen_before(config.folder) or choose_strategy("auto", mesh).name
+    mine: list[str] = [choose(config, shape, plan, precision, mesh)] if mesh.rank == 0 else []
+    return gather_texts(mine, mesh.world_group, mesh.device, "strategy that rank 0 chooses")[0][0]
 
 
 def _parallelize(

@@ -29,6 +29,7 @@ from imece.train.drift import DriftError
 from imece.train.finish import finish, is_finished
 from imece.train.loop import Loop, NotFiniteError
 from imece.train.precision import choose_precision
+from imece.train.prediction import keep
 from imece.train.run_folder import RunFolder
 from imece.train.session import Session
 from imece.train.stopping import Stop
@@ -109,6 +110,8 @@ def _train(session: Session, stop: Stop, joined: Recovered | None) -> int:
     try:
         if mesh.rank == 0:
             _note_environment(path)
+            if joined is None:  # before any step: a rank that joins reads it
+                keep(path, session.prediction)
         if joined is None:
             watching.header(header(session))
         if joined is None:
@@ -171,6 +174,7 @@ def header(session: Session) -> list[tuple[str, str]]:
         ),
         ("batch", session.plan.describe()),
         ("memory", _memory(session)),
+        ("plan", session.prediction.describe()),
         ("steps", _steps(session)),
         ("run", str(session.folder.path)),
     ]

@@ -1,0 +1,201 @@
+"""What the planner says of a run before its first step, kept beside what came: plan.json in the run folder.
+
+`strategy = "auto"` is decided here. Rank 0 decides and tells the others; one that joins later reads the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import torch
+
+from imece.data.files import write_whole
+from imece.data_parallel.strategy import choose_strategy
+from imece.errors import UserError
+from imece.footprint import Footprint
+from imece.mesh import Mesh
+from imece.models.shape import TransformerConfig
+from imece.observe.metrics import read_metrics
+from imece.observe.units import gigabytes, milliseconds
+from imece.plan.check import PLAN_FILE, VERSION, median
+from imece.plan.explain import parts
+from imece.plan.hardware import Cluster, find_cluster
+from imece.plan.here import kept_cluster
+from imece.plan.memory import memory
+from imece.plan.models import from_shape
+from imece.plan.search import Candidate, framework_on, judge
+from imece.plan.setup import Parallel, Recipe, Setup, Strategy
+from imece.plan.setup import Precision as Bytes
+from imece.plan.space import RESERVE
+from imece.plan.words import title
+from imece.train.batch import BatchPlan
+from imece.train.config import TrainConfig
+from imece.train.precision import Precision
+
+_SAME = 0.02  # of a step: no prediction is better, so what is chosen without one is kept
+_WARM = 3  # steps at the beginning that are slower
+_UNKNOWN = "no figures of this machine: imece plan --here measures them"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run is on, as far as it is known."""
+
+    cluster: Cluster
+    is_measured: bool  # or else only its memory counts
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one strategy on this machine."""
+
+    candidate: Candidate
+    machine: Machine
+
+    @property
+    def step_s(self) -> float | None:
+        """None where the machine was not measured."""
+        return self.candidate.seconds if self.machine.is_measured else None
+
+    def describe(self) -> str:
+        """For the header."""
+        size = f"{gigabytes(self.candidate.needed)} a rank"
+        if self.step_s is None:
+            return f"{size}; {_UNKNOWN}"
+        tokens_per_s = self.candidate.setup.tokens_a_step / self.step_s
+        return f"{size}, {milliseconds(self.step_s)} a step, {tokens_per_s:,.0f} tokens/s"
+
+    def as_json(self) -> dict[str, Any]:
+        """For the file."""
+        candidate, step_s = self.candidate, self.step_s
+        return {
+            "plan": title(candidate.setup),
+            "strategy": candidate.setup.parallel.strategy,
+            "ranks": candidate.setup.parallel.ranks,
+            "hardware": self.machine.cluster.gpu.name if self.machine.is_measured else None,
+            "memory_bytes": candidate.memory.by_category(),
+            "counted_bytes": _counted(candidate.setup, self.machine.cluster),
+            "outside_bytes": self.machine.cluster.gpu.overhead_bytes,
+            "needed_bytes": candidate.needed,
+            "step_s": step_s,
+            "parts_s": parts(candidate.time) if candidate.time is not None and step_s is not None else {},
+            **({} if step_s is not None else {"why": _UNKNOWN}),
+        }
+
+
+def machine_of(mesh: Mesh) -> Machine:
+    """What imece plan --here has kept of this machine; or else a preset with the memory that there is."""
+    hosts = len(mesh.hosts)
+    each = max(len(host) for host in mesh.hosts)
+    with contextlib.suppress(UserError):  # a file that is damaged is as good as none
+        kept = kept_cluster(each)
+        if kept is not None and (kept.gpu.multiprocessors == 1) == (mesh.device.type == "cpu"):
+            return Machine(replace(kept, hosts=hosts), hosts == 1)
+    if mesh.device.type == "cpu":
+        base, memory = find_cluster("CPU", each, hosts), psutil.virtual_memory().total // each
+    else:
+        base, memory = find_cluster("H100", each, hosts), torch.cuda.mem_get_info(mesh.device)[1]
+    return Machine(replace(base, gpu=replace(base.gpu, memory_bytes=memory)), False)
+
+
+def predict(
+    strategy: str, config: TrainConfig, shape: TransformerConfig, plan: BatchPlan, precision: Precision,
+    machine: Machine,
+) -> Prediction:  # fmt: skip
+    """Of the run with that strategy."""
+    cluster = machine.cluster
+    ranks = plan.ranks
+    shard = {"replicate": 1, "hybrid": cluster.gpus_per_host, "hybrid_zero2": cluster.gpus_per_host}
+    itemsize = 4 if precision.name == "fp32" else 2
+    recipe = Recipe(
+        plan.seq,
+        micro_batch=plan.micro,
+        accumulation=plan.accumulation,
+        recompute="full" if config.compute.recompute else "none",
+        optimizer=config.optimizer.kind,
+        compiled=config.compute.compile,
+        precision=Bytes(parameters=4, gradients=4, masters=0, moments=4, activations=itemsize),
+    )
+    model = from_shape(config.model.preset, shape)
+    name = cast(Strategy, strategy)  # as data_parallel/strategy.py has them
+    parallel = Parallel(strategy=name, data=ranks, shard=shard.get(strategy, ranks))
+    return Prediction(judge(Setup(model, parallel, recipe), cluster), machine)
+
+
+def _counted(setup: Setup, cluster: Cluster) -> dict[str, float]:
+    """What data_parallel/footprint.py counts: no copies of parameters that autocast makes."""
+    precision = replace(setup.recipe.precision, activations=setup.recipe.precision.parameters)
+    plain = replace(setup, recipe=replace(setup.recipe, precision=precision))
+    found = memory(plain, framework=framework_on(cluster))
+    return {
+        "parameters": found.parameters,
+        "gradients": found.gradients,
+        "optimizer": found.optimizer + found.masters,
+        "communication": found.gathered + found.communication,
+    }
+
+
+def choose(
+    config: TrainConfig, shape: TransformerConfig, plan: BatchPlan, precision: Precision, mesh: Mesh
+) -> Strategy:
+    """For "auto": the fastest that fits, by what was measured of this machine.
+
+    What is chosen without a planner stays where nothing is clearly faster or nothing was measured. Where none
+    fits it is the one that needs least.
+    """
+    machine = machine_of(mesh)
+    usual = choose_strategy("auto", mesh).name
+    sharded: list[Strategy] = ["zero1", "replicate", "zero2", "zero3"]
+    if len(mesh.hosts) > 1 and mesh.cross_group is not None:
+        sharded += ["hybrid", "hybrid_zero2"]
+    found = {each: predict(each, config, shape, plan, precision, machine).candidate for each in sharded}
+    room = (1 - RESERVE) * machine.cluster.gpu.memory_bytes
+    fits = [name for name in sharded if found[name].needed <= room]
+    if not fits:
+        return min(sharded, key=lambda name: found[name].needed)
+    fastest = min(fits, key=lambda name: found[name].seconds)
+    for name in fits:
+        slower = found[name].seconds / found[fastest].seconds - 1
+        if name == usual and (not machine.is_measured or slower <= _SAME):
+            return name
+    return fastest if machine.is_measured else fits[0]
+
+
+def chosen_before(folder: Path) -> str | None:
+    """The strategy of the run that is under way in this folder."""
+    try:
+        return str(json.loads((folder / PLAN_FILE).read_bytes())["predicted"]["strategy"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def keep(folder: Path, prediction: Prediction, measured: dict[str, Any] | None = None) -> None:
+    """Into the run folder; a disk that is full is told of by whoever writes figures and checkpoints."""
+    content = {"version": VERSION, "predicted": prediction.as_json(), "measured": measured}
+    with contextlib.suppress(OSError):
+        write_whole(folder / PLAN_FILE, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def measured(folder: Path, counted: Footprint, since: int) -> dict[str, Any]:
+    """From the records of the steps after `since`."""
+    records = [record for record in read_metrics(folder) if record["step"] > since + _WARM]
+    step_s = median([float(record["step_s"]) for record in records if "step_s" in record])
+    peaks = [int(record["memory_bytes"]) for record in records if "memory_bytes" in record]
+    return {"memory_bytes": asdict(counted), "rank_bytes": max(peaks, default=None), "step_s": step_s}
+
+
+def compared(prediction: Prediction, came: dict[str, Any]) -> str:
+    """ "predicted 0.62 GB a rank, 550 ms a step; measured 0.70 GB, 562 ms": the end's line."""
+    said, was = [f"{gigabytes(prediction.candidate.needed)} a rank"], []
+    if came["rank_bytes"]:
+        was.append(gigabytes(came["rank_bytes"]))
+    if prediction.step_s is not None:
+        said.append(f"{milliseconds(prediction.step_s)} a step")
+    if came["step_s"]:
+        was.append(f"{milliseconds(came['step_s'])}{'' if prediction.step_s is not None else ' a step'}")
+    return f"predicted {', '.join(said)}; measured {', '.join(was) or 'too few steps'}"

@@ -1,0 +1,147 @@
+"""What the planner says of a run: which strategy "auto" is, and what is kept beside what came."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from imece.footprint import Footprint
+from imece.plan.check import PLAN_FILE, read_plan, rows
+from imece.plan.hardware import find_cluster
+from imece.plan.here import cluster_of, keep, to_toml
+from imece.train import prediction
+from imece.train.batch import plan_batch
+from imece.train.config import TrainConfig
+from imece.train.precision import Precision
+from imece.train.prediction import Machine, Prediction, choose, chosen_before, compared, measured, predict
+from tests.plan.test_here import FIGURES, NOW
+
+CONFIG = TrainConfig()
+SHAPE = CONFIG.model.shape(4096)
+BF16 = Precision("bf16", "cpu")
+ONE_HOST: Any = SimpleNamespace(hosts=((0, 1),), cross_group=None, device=SimpleNamespace(type="cpu"))
+TWO_HOSTS: Any = SimpleNamespace(hosts=((0,), (1,)), cross_group=object(), device=SimpleNamespace(type="cpu"))
+CPU = find_cluster("CPU", 2)
+
+
+def machine(memory_bytes: int = 10**12, is_measured: bool = False) -> Machine:
+    return Machine(replace(CPU, gpu=replace(CPU.gpu, memory_bytes=memory_bytes)), is_measured)
+
+
+def of(strategy: str, on: Machine) -> Prediction:
+    return predict(strategy, CONFIG, SHAPE, plan_batch(CONFIG.batch, SHAPE.max_seq, 2), BF16, on)
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, on: Machine, usual: str = "zero1", mesh: Any = ONE_HOST) -> str:
+    monkeypatch.setattr(prediction, "machine_of", lambda mesh: on)
+    monkeypatch.setattr(prediction, "choose_strategy", lambda name, mesh: SimpleNamespace(name=usual))
+    return choose(CONFIG, SHAPE, plan_batch(CONFIG.batch, SHAPE.max_seq, 2), BF16, mesh)
+
+
+def slower(monkeypatch: pytest.MonkeyPatch, times: dict[str, float]) -> None:
+    """Each strategy takes so many times as long as is predicted."""
+    true = prediction.predict
+
+    def other(strategy: str, *rest: Any) -> Prediction:
+        found = true(strategy, *rest)
+        time = found.candidate.time
+        assert time is not None
+        stretched = replace(time, total=1.0 * times.get(strategy, 9.0))
+        return replace(found, candidate=replace(found.candidate, time=stretched))
+
+    monkeypatch.setattr(prediction, "predict", other)
+
+
+def test_auto_is_the_usual_where_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    slower(monkeypatch, {"zero2": 0.5, "zero1": 1.0})
+    assert chosen(monkeypatch, machine()) == "zero1"
+    assert chosen(monkeypatch, machine(), usual="replicate", mesh=TWO_HOSTS) == "replicate"
+
+
+def test_auto_takes_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = {name: of(name, machine()).candidate.needed for name in ("replicate", "zero1", "zero2", "zero3")}
+    assert needs["replicate"] > needs["zero1"]
+    between = (needs["replicate"] + needs["zero1"]) // 2
+    assert chosen(monkeypatch, machine(int(between / 0.96)), usual="replicate") == "zero1"
+    least = min(needs, key=lambda name: needs[name])
+    assert chosen(monkeypatch, machine(1000)) == least, "where none fits, what needs least"
+
+
+def test_auto_takes_what_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    slower(monkeypatch, {"zero1": 1.0, "replicate": 0.9, "zero2": 0.95})
+    assert chosen(monkeypatch, machine(is_measured=True)) == "replicate"
+    slower(monkeypatch, {"zero1": 1.0, "replicate": 0.99})
+    assert chosen(monkeypatch, machine(is_measured=True)) == "zero1", "no prediction is better than 2 %"
+
+
+def test_hybrid_is_considered_on_hosts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = Machine(replace(find_cluster("CPU", 1, 2)), True)
+    slower(monkeypatch, {"hybrid_zero2": 0.1})
+    assert chosen(monkeypatch, on, mesh=TWO_HOSTS) == "hybrid_zero2"
+    assert chosen(monkeypatch, on, mesh=ONE_HOST) != "hybrid_zero2"
+
+
+def test_a_machine_is_what_was_kept_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "here.toml"
+    monkeypatch.setenv("IMECE_HERE", str(path))
+    unknown = prediction.machine_of(ONE_HOST)
+    assert not unknown.is_measured and unknown.cluster.gpus == 2
+    keep(to_toml(cluster_of(FIGURES), FIGURES, NOW), path)
+    known = prediction.machine_of(ONE_HOST)
+    assert known.is_measured and known.cluster.gpu.name == FIGURES["device"] and known.cluster.gpus == 2
+    assert not prediction.machine_of(TWO_HOSTS).is_measured, "nothing is known of the wire between hosts"
+    path.write_text("no TOML")
+    assert not prediction.machine_of(ONE_HOST).is_measured
+
+
+def test_the_state_is_that_of_the_engine() -> None:
+    """fp32 weights and gradients whole, moments halved: as tests/data_parallel count them."""
+    counted = of("zero1", machine()).as_json()["counted_bytes"]
+    size = 4 * SHAPE.parameter_count
+    assert counted["parameters"] == pytest.approx(size, rel=0.01)
+    assert counted["gradients"] == pytest.approx(size, rel=0.01)
+    assert counted["communication"] == 0
+
+
+def test_predicted_and_measured_are_kept(tmp_path: Path) -> None:
+    records = [
+        {"step": step, "step_s": 1.0 if step < 5 else 0.5, "memory_bytes": 100 * step}
+        for step in range(1, 12)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    said = of("zero2", machine(is_measured=True))
+    came = measured(tmp_path, Footprint(1, 2, 3, 4), since=0)
+    assert came == {
+        "memory_bytes": {"parameters": 1, "gradients": 2, "optimizer": 3, "communication": 4},
+        "rank_bytes": 1100,
+        "step_s": 0.5,
+    }
+    prediction.keep(tmp_path, said, came)
+    assert chosen_before(tmp_path) == "zero2"
+    found = {row.what: row for row in rows(read_plan(tmp_path))}
+    assert found["step"].predicted == said.step_s and found["step"].measured == 0.5
+    assert found["whole rank"].predicted == said.candidate.needed
+    assert compared(said, came).endswith("measured 0.00 GB, 500 ms")
+    late = measured(tmp_path, Footprint(1, 2, 3, 4), since=10)
+    assert late["step_s"] is None and compared(said, late).endswith("measured too few steps")
+
+
+def test_a_machine_that_was_not_measured_has_no_time(tmp_path: Path) -> None:
+    said = of("zero1", machine())
+    assert said.step_s is None and "imece plan --here" in said.describe()
+    prediction.keep(tmp_path, said)
+    content = read_plan(tmp_path)
+    assert content["predicted"]["step_s"] is None and content["measured"] is None
+    assert content["predicted"]["parts_s"] == {} and content["predicted"]["hardware"] is None
+
+
+def test_no_plan_was_chosen_before(tmp_path: Path) -> None:
+    assert chosen_before(tmp_path) is None
+    for text in ("", "[]", '{"predicted": 1}'):
+        (tmp_path / PLAN_FILE).write_text(text)
+        assert chosen_before(tmp_path) is None
