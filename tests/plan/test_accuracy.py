@@ -76,6 +76,7 @@ def test_skill_is_measured_by_the_constant() -> None:
     exact = [Row("a", 10, 10, work=4), Row("b", 20, 20, work=4)]
     assert accuracy.skill(exact) == 1
     assert accuracy.skill(accuracy.constant(exact)[1]) == 0
+    assert accuracy.skill([Row("a", 10, 11, work=4), Row("b", 10, 10, work=4)]) == -math.inf
 
 
 @pytest.mark.parametrize("name", names())
@@ -124,7 +125,7 @@ def test_choice_by_prediction() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "bound"), [("korthikanti_layer", 0.09), ("ddp_v100", 0.05), ("bert", 0.03), ("nccl", 0.30)]
+    ("table", "bound"), [("korthikanti_layer", 0.09), ("ddp_v100", 0.05), ("bert", 0.03), ("nccl", 0.16)]
 )
 def test_published_parts_of_steps(table: str, bound: float) -> None:
     assert accuracy.summary(accuracy_parts.TABLES[table]()).mape < bound

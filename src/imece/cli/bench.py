@@ -13,6 +13,9 @@ from imece.bench import (
     machine,
     memory,
     parameter_cost,
+    planner,
+    planner_page,
+    planner_plot,
     recovery,
     recovery_targets,
     report,
@@ -31,6 +34,7 @@ from imece.cli.bench_options import (
     StepOptions,
     TrainOptions,
 )
+from imece.cli.bench_planner import PlannerOptions
 from imece.cli.bench_recovery import RecoveryOptions
 from imece.cli.bench_save import SaveOptions
 from imece.cli.options import nearest, parse
@@ -50,6 +54,7 @@ def run(argv: Sequence[str]) -> int:
         "memory": (run_memory, "bytes of a rank by category in every strategy, predicted and counted; bars"),
         "save": (run_save, "what a checkpoint in the background costs training: time, bytes, memory"),
         "recovery": (run_recovery, "ranks of a real training are killed at random, beside torchrun"),
+        "planner": (run_planner, "predictions of imece plan beside published measurements; nothing is run"),
         "train": (run_train, "imece train beside a plain loop with torch on Gloo, and the machine's limit"),
     }
     if not argv or argv[0] in ("-h", "--help"):
@@ -201,6 +206,27 @@ def run_recovery(argv: Sequence[str]) -> int:
     _say_targets("what the plan of this project asks for", recovery_targets.judged(results))
     _write_figures(options.json, results.as_json())
     return 0 if results.all_survived else 1
+
+
+def run_planner(argv: Sequence[str]) -> int:
+    """`imece bench planner`."""
+    options = parse(
+        PlannerOptions, argv, "imece bench planner",
+        "Predict published step times and memory, and say how far off and how good a choice that would be.",
+    )  # fmt: skip
+    plan = options.plan()
+    for path in (options.page, options.plot, options.json):
+        report.check_writable(path)
+    results = planner.run(plan, _say)
+    _say_targets("what the plan of this project asks for", planner.judged(results))
+    _write_figures(options.json, results.as_json())
+    if options.plot is not None:
+        planner_plot.draw(results.tables, options.plot)
+        print(f"plot     {options.plot}")
+    if options.page is not None:
+        planner_page.write(results, options.page, options.plot)
+        print(f"page     {options.page}")
+    return 0
 
 
 def run_train(argv: Sequence[str]) -> int:

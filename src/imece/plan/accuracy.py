@@ -7,6 +7,7 @@ cannot choose.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -82,10 +83,10 @@ def kendall(rows: Sequence[Row]) -> float | None:
 
 
 def regret(rows: Sequence[Row]) -> float:
-    """Of a choice by the smallest prediction: the best measured rate over that of the chosen one, less 1.
+    """Of a choice by the smallest prediction: the best measured rate over the chosen one's, less 1.
 
-    0: the best was chosen; 0.1: the best does 10 % more in the same time. Where predictions tie, any of them is
-    chosen: the mean.
+    0: the best was chosen; 0.1: the best does 10 % more in the same time. Where predictions tie any of them
+    may be chosen: the mean.
     """
     best = min(row.measured for row in rows)
     least = min(row.predicted for row in rows)
@@ -131,9 +132,10 @@ def constant(rows: Sequence[Row]) -> tuple[float, list[Row]]:
 
 
 def skill(rows: Sequence[Row]) -> float:
-    """1 - MAPE over that of the constant: 1 is perfect, 0 no better, below 0 worse."""
+    """1 - MAPE over that of the constant: 1 is perfect, 0 no better, below 0 worse; -inf if that is exact."""
     known = [row for row in rows if row.work > 0]
-    return 1 - summary(known).mape / summary(constant(known)[1]).mape
+    rival = summary(constant(known)[1]).mape
+    return 1 - summary(known).mape / rival if rival else -math.inf
 
 
 def _sign(number: float) -> int:

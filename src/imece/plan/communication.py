@@ -60,7 +60,7 @@ def collective_s(cluster: Cluster, op: Op, size_bytes: float, group: Group) -> f
         return _BASE_S + around
     if group.hosts == 1:
         hops = 2 * (group.ranks - 1) * cluster.inside.latency
-        rate = cluster.inside.rate(size_bytes) * cluster.inside.switch
+        rate = cluster.inside.rate(size_bytes, group.ranks) * cluster.inside.switch
         return _BASE_S + hops + sent_bytes(op, size_bytes, group.ranks) / rate
     return _BASE_S + min(2 * around, _tree_s(cluster, size_bytes, group))
 
@@ -74,7 +74,7 @@ def send_s(cluster: Cluster, size_bytes: float, between_hosts: bool) -> float:
 def _rate(cluster: Cluster, size_bytes: float, group: Group) -> float:
     """Bytes/s of a ring over the group's slower level."""
     if group.hosts == 1:
-        return cluster.inside.rate(size_bytes)
+        return cluster.inside.rate(size_bytes, group.ranks)
     ports = cluster.between.rate(size_bytes) * group.ranks_per_host
     return min(ports, cluster.inside.rate(size_bytes)) if group.ranks_per_host > 1 else ports
 

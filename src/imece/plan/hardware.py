@@ -44,10 +44,15 @@ class Link:
     half_bytes: float = 0.0  # message size at which half of that is reached
     hop_s: float = 0.0  # s that each host of a ring adds besides, for each 384 MiB
     switch: float = 1.0  # how much faster an all-reduce is because the switch adds up
+    lanes: tuple[
+        float, ...
+    ] = ()  # part of the bandwidth that a ring of 1, 2, ... ranks has; all where left out
 
-    def rate(self, message_bytes: float) -> float:
-        """Bytes/s that a message of that size sees."""
-        return self.bandwidth * self.efficiency * message_bytes / (message_bytes + self.half_bytes + 1)
+    def rate(self, message_bytes: float, ranks: int = 0) -> float:
+        """Bytes/s that a message of that size sees, in a ring of `ranks` of them."""
+        lanes = self.lanes[ranks - 1] if 0 < ranks <= len(self.lanes) else 1.0
+        whole = self.bandwidth * self.efficiency * lanes
+        return whole * message_bytes / (message_bytes + self.half_bytes + 1)
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,10 @@ def _gpu(table: Mapping[str, Any]) -> Gpu:
 
 
 def _link(table: Mapping[str, Any]) -> Link:
-    return Link(**_known(Link, {k: v for k, v in table.items() if k != "source"}, "link"))
+    known = _known(Link, {k: v for k, v in table.items() if k != "source"}, "link")
+    if "lanes" in known:
+        known["lanes"] = tuple(known["lanes"])
+    return Link(**known)
 
 
 _ABOUT_HOSTS = ("source", "inside", "network", "gpus_per_host")  # of a GPU's table

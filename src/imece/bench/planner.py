@@ -1,0 +1,257 @@
+"""`imece bench planner`: predictions of step time and memory beside published measurements.
+
+Nothing runs on a device: tables are read, predicted, and judged. A constant utilisation, fitted in hindsight
+on the very rows that it predicts, is the rival.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from imece.bench import machine
+from imece.bench.targets import verdict
+from imece.plan import accuracy, accuracy_memory, accuracy_parts, accuracy_time
+from imece.plan.accuracy import Row, Summary
+from imece.plan.hardware import find_cluster
+from imece.plan.memory import memory
+from imece.plan.models import find_model
+from imece.plan.setup import Parallel, Recipe, Setup, Strategy
+from imece.plan.step_time import step_time
+
+CANDIDATES = 10_000
+_STRATEGIES: tuple[Strategy, ...] = ("replicate", "zero1", "zero2", "zero3", "hybrid")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to judge."""
+
+    tables: tuple[str, ...] = ()
+    """None: all."""
+    worst: int = 5
+    """Rows to name in each table."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table, predicted."""
+
+    name: str
+    unit: str
+    rows: tuple[Row, ...]
+
+    @property
+    def parts(self) -> list[tuple[str, list[Row]]]:
+        """All rows; where some were fitted on and some were not, these apart."""
+        fitted = [row for row in self.rows if not row.held_out]
+        held_out = [row for row in self.rows if row.held_out]
+        parts = [("all rows", list(self.rows))]
+        return [*parts, ("fitted on", fitted), ("held out", held_out)] if fitted and held_out else parts
+
+    @property
+    def has_rival(self) -> bool:
+        """Whether a constant could be fitted."""
+        return all(row.work > 0 for row in self.rows)
+
+
+@dataclass
+class Results:
+    """All tables, in order."""
+
+    plan: Plan
+    tables: list[Table] = field(default_factory=list)
+    fits: dict[str, accuracy_memory.Fits] = field(default_factory=dict)
+    candidates_s: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with the machine."""
+        return {
+            "benchmark": "planner",
+            "machine": machine.facts(),
+            "plan": asdict(self.plan),
+            "candidates_s": self.candidates_s,
+            "fits": {name: asdict(fits) for name, fits in self.fits.items()},
+            "tables": [
+                {"name": table.name, "unit": table.unit, "rows": [asdict(row) for row in table.rows]}
+                for table in self.tables
+            ],
+        }
+
+
+@functools.cache
+def sources() -> dict[str, tuple[str, Callable[[], Sequence[Row]]]]:
+    """Name -> (unit, its rows), of all tables."""
+    found: dict[str, tuple[str, Callable[[], Sequence[Row]]]] = {}
+    for name in accuracy_time.TABLES:
+        found[name] = ("s", lambda name=name: accuracy_time.rows(name))  # type: ignore[misc]
+    for name, rows in accuracy_parts.TABLES.items():
+        found[name] = ("s", rows)
+    for name, read in accuracy_memory.all_rows():
+        found[name] = ("GB", lambda read=read: read)  # type: ignore[misc]
+    return found
+
+
+def run(plan: Plan, say: Callable[[str], None]) -> Results:
+    """Predict all and tell of each table."""
+    results = Results(plan)
+    for name, (unit, rows) in sources().items():
+        if plan.tables and name not in plan.tables:
+            continue
+        table = Table(name, unit, tuple(rows()))
+        results.tables.append(table)
+        for line in lines(table, plan.worst):
+            say(line)
+    if not plan.tables:
+        results.fits = {
+            "ultrascale": accuracy_memory.ultrascale_fits(),
+            "ultrascale, 3B (held out)": accuracy_memory.ultrascale_fits("3B"),
+            "llm_foundry": accuracy_memory.llm_foundry_fits(),
+        }
+        for name, fits in results.fits.items():
+            say(f"fits, {name}: {fits_text(fits)}")
+        results.candidates_s = candidates_s()
+        say(f"{CANDIDATES:,} candidates, memory and time: {results.candidates_s:.2f} s")
+    return results
+
+
+def lines(table: Table, worst: int) -> list[str]:
+    """What is said of one table."""
+    shown = [f"\n{table.name}"]
+    for what, rows in table.parts:
+        shown.append(f"  {what:<10} {_errors(accuracy.summary(rows, 0))}")
+    if table.has_rival:
+        utilisation, rival = accuracy.constant(table.rows)
+        shown.append(f"  constant   {_errors(accuracy.summary(rival, 0))}   ({utilisation:.1%} of the peak)")
+        shown.append(f"  skill over the constant {accuracy.skill(table.rows):.2f}")
+    if table.name == "ultrascale":
+        shown += ["  " + line for line in cell_lines(table)]
+    for row in accuracy.summary(table.rows, worst).worst:
+        shown.append(
+            f"    {row.error:+7.0%}  {row.name}: {row.measured:.4g} {table.unit}, not {row.predicted:.4g}"
+        )
+    return shown
+
+
+def cell_lines(table: Table) -> list[str]:
+    """Order and choice in each cell, beside the constant's."""
+    rival = accuracy.cells(accuracy.constant(table.rows)[1])
+    shown = [f"{'cell':<13} rows  median    bias    tau (constant)  regret (constant)  slow  tau without"]
+    for name, rows in accuracy.cells(table.rows).items():
+        found, usual = accuracy.summary(rows, 0), not_slow(rows)
+        tau, other, without = (accuracy.kendall(some) for some in (rows, rival[name], usual))
+        shown.append(
+            f"{name:<13} {found.rows:4d}  {found.median:6.1%}  {found.bias:+6.1%}  "
+            f"{_number(tau)}   ({_number(other)})  "
+            f"{accuracy.regret(rows):6.1%}   ({accuracy.regret(rival[name]):4.0%})"
+            f"   {len(rows) - len(usual):4d}        {_number(without)}"
+        )
+    return shown
+
+
+def not_slow(rows: Sequence[Row]) -> list[Row]:
+    """Without those that took more than twice what was predicted: see the page on what is known of them."""
+    return [row for row in rows if row.measured <= 2 * row.predicted]
+
+
+def fits_text(fits: accuracy_memory.Fits) -> str:
+    """Successes and failures."""
+    text = f"{fits.ran_passed} of {fits.ran} that ran are predicted to fit"
+    if fits.too_large:
+        text += f"; {fits.too_large_flagged} of {fits.too_large} that were too large are predicted not to"
+    return text
+
+
+def judged(results: Results) -> list[str]:
+    """The targets, and what was found."""
+    tables = {table.name: table for table in results.tables}
+    shown = []
+    for text, name, figure, bound in _ERRORS:
+        if name in tables:
+            found = figure(accuracy.summary(tables[name].rows, 0))
+            shown.append(verdict(found <= bound, text, f"{found:.1%}"))
+        else:
+            shown.append(verdict(None, text))
+    shown += _judged_cells(tables.get("ultrascale"))
+    text = f"{CANDIDATES:,} candidates in 2 s"
+    spent = results.candidates_s
+    shown.append(verdict(None, text) if spent is None else verdict(spent <= 2, text, f"{spent:.2f} s"))
+    fits = results.fits.get("ultrascale")
+    if fits is None:
+        return shown
+    passed, flagged = fits.ran_passed / fits.ran, fits.too_large_flagged / fits.too_large
+    shown.append(verdict(passed >= 0.98, "ultrascale: at least 98 % of successes fit", f"{passed:.1%}"))
+    shown.append(
+        verdict(flagged >= 0.85, "ultrascale: at least 85 % of too large ones do not", f"{flagged:.1%}")
+    )
+    return shown
+
+
+def _judged_cells(table: Table | None) -> list[str]:
+    taus_text = "ultrascale, order in every cell: Kendall tau at least 0.7"
+    regret_text = "ultrascale, regret of a choice: median at most 10 %, p90 25 %"
+    if table is None:
+        return [verdict(None, taus_text), verdict(None, regret_text)]
+    taus = accuracy.of_cells(table.rows, accuracy.kendall)
+    regrets = list(accuracy.of_cells(table.rows, accuracy.regret).values())
+    median, p90 = statistics.median(regrets), accuracy.quantile(regrets, 0.9)
+    below = [f"{name} {tau:.2f}" for name, tau in taus.items() if tau < 0.7]
+    figure = f"{min(taus.values()):.2f} to {max(taus.values()):.2f}"
+    figure += f"; below: {', '.join(below)}" if below else ""
+    return [
+        verdict(not below, taus_text, figure),
+        verdict(median <= 0.10 and p90 <= 0.25, regret_text, f"{median:.1%}, {p90:.1%}"),
+    ]
+
+
+_ERRORS: tuple[tuple[str, str, Callable[[Summary], float], float], ...] = (
+    ("ultrascale, time: median error at most 20 %", "ultrascale", lambda found: found.median, 0.20),
+    ("llm_foundry: MAPE at most 8 %", "llm_foundry", lambda found: found.mape, 0.08),
+    ("torchtitan, bf16: MAPE at most 8 %", "torchtitan", lambda found: found.mape, 0.08),
+    ("vtrain, one host: MAPE at most 20 %", "vtrain", lambda found: found.mape, 0.20),
+    ("SC21 table 1: MAPE at most 6 %", "sc21", lambda found: found.mape, 0.06),
+    ("ultrascale, memory: median error at most 7 %", "ultrascale, memory", lambda found: found.median, 0.07),
+    ("ultrascale, memory: MAPE at most 10 %", "ultrascale, memory", lambda found: found.mape, 0.10),
+)
+
+
+def candidates_s() -> float:
+    """Seconds that memory and time of CANDIDATES different setups take."""
+    setups = _candidates()
+    cluster = find_cluster("H100", 8, 8)
+    before = time.perf_counter()
+    for setup in setups:
+        memory(setup)
+        step_time(setup, cluster)
+    return time.perf_counter() - before
+
+
+def _candidates() -> list[Setup]:
+    model, ranks = find_model("llama-8b"), 64
+    found: list[Setup] = []
+    for seq in range(1024, 65536, 1024):
+        for strategy in _STRATEGIES:
+            for tensor in (1, 2, 4, 8):
+                for pipeline in (1, 2, 4, 8):
+                    data = ranks // tensor // pipeline
+                    for micro_batch in (1, 2, 4):
+                        parallel = Parallel(strategy, data, min(data, 8), tensor, pipeline=pipeline)
+                        found.append(Setup(model, parallel, Recipe(seq, micro_batch, accumulation=8)))
+                        if len(found) == CANDIDATES:
+                            return found
+    raise AssertionError(f"only {len(found)} candidates")
+
+
+def _errors(found: Summary) -> str:
+    return (
+        f"{found.rows:4d} rows   MAPE {found.mape:6.1%}   median {found.median:6.1%}   "
+        f"p90 {found.p90:6.1%}   bias {found.bias:+6.1%}"
+    )
+
+
+def _number(value: float | None) -> str:
+    return "    -" if value is None else f"{value:5.2f}"

@@ -1,0 +1,103 @@
+"""The page that `imece bench planner --page` writes: targets, tables, worst rows, origins of constants."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from imece.bench.planner import Results, fits_text, judged, lines
+
+_HEAD = """\
+# How far the planner is from what others measured
+
+This page is written by
+
+    imece bench planner --page docs/planner-accuracy.md --plot docs/images/planner-accuracy.png
+
+in a few seconds, from published tables that lie in `src/imece/plan/published/`, each with its source.
+Nothing here was run by us. Predictions use one set of constants for each GPU type, network and framework,
+for all models.
+
+## Targets
+
+"""
+
+_READING = """\
+
+## How to read the tables
+
+- **MAPE** is the mean of the absolute errors in per cent, **p90** what nine tenths of them are below,
+  **bias** the median of the errors with their sign: below zero, the planner is too optimistic.
+- **fitted on** are rows that some constant was chosen on, **held out** are rows that none was.
+- **constant** predicts every row by one utilisation, the one that is best for these very rows in
+  hindsight. On tables of well-tuned runs it is good, and it knows nothing: it cannot tell which of two
+  arrangements is faster. **skill** is 1 - our MAPE over its MAPE: 1 is perfect, 0 no better.
+- A **cell** is a model on a number of hosts: what somebody chooses an arrangement for. **tau** is
+  Kendall's: 1 if the predicted order is the measured one, -1 if it is the opposite. **regret**: by how
+  much the best measured rate is above that of the arrangement that was predicted to be fastest.
+"""
+
+_KNOWN = """\
+
+## What is known of the worst rows
+
+- **ultrascale.** In about one run of eight, nearly all of them with a pipeline over several hosts, each
+  micro-batch took 0.6 or 1.2 s longer than in its neighbours: one with half or double the micro-batch, or
+  another stage of ZeRO, does not have it. Columns *slow* and *tau without* count runs of more than twice
+  the predicted time, and the order without them. We have found nothing in the configuration that tells
+  them, so the planner does not try, and the order in cells with 32 hosts suffers.
+- **ultrascale, pipelines.** With a pipeline over several hosts a layer with tensor parallelism takes the
+  CPU 2 ms x ranks longer than on one host. That is measured, one constant of nanotron, and not
+  understood.
+- **llm_foundry.** 760M with micro-batches of 96 x 512 and 48 x 1,024 tokens and 1B on 32 GPUs are slower than
+  rows beside them that move and compute as much; 70B on 64 GPUs and 13B on 8 are those with the smallest
+  micro-batches for their size. The table does not say why: micro-batches there may be as large as memory
+  allows, and an allocator at its limit is slow, which the planner does not know.
+- **vtrain.** Runs with 8 tensor-parallel ranks and small micro-batches are slower than predicted: the CPU
+  takes longer for each collective there than with 2 or 4.
+- **nccl.** EFA with 2 hosts does better than predicted, by a switch that adds up; what it takes for each host
+  is fitted on training, where it is more than in this table.
+- **ddp_v100, bert.** From the measured step on one GPU, what data parallelism adds: 1 to 6 % measured, 0
+  to 2 % predicted. The constant knows by hindsight that it is 2 to 4 %.
+
+## Where constants come from
+
+| constant | of | fitted on |
+|---|---|---|
+| sustained rate of matrix products | A100 | llm_foundry, runs of one host |
+| | H100 | ultrascale, 1B |
+| what hidden communication costs | FSDP | llm_foundry, runs of one host |
+| rate of Triton's attention | llm-foundry | llm_foundry, runs of one host |
+| time of the CPU for a layer, a collective, a step | nanotron | ultrascale, 1B |
+| | Megatron-DeepSpeed | vtrain, models 1024 wide |
+| bytes of element-wise work (torchtitan's and ours likewise), loss, optimizer | nanotron | ultrascale, 1B |
+| links inside a host | A100, V100 | nccl |
+| | H100 | ultrascale, 1B, with nccl |
+| time that EFA takes for each host | EFA | ultrascale, 1B, with nccl |
+
+All else is from data sheets, from the frameworks' sources, or counted: `src/imece/plan/presets.toml` and
+`src/imece/plan/manner.py` say which. Of memory alone the allocators' slack is measured
+(`src/imece/plan/frameworks.py`).
+
+## Tables
+
+"""
+
+
+def write(results: Results, path: Path, plot: Path | None) -> None:
+    """Write the page; `plot` is shown on it."""
+    page = _HEAD + _block(judged(results))
+    if plot is not None:
+        page += f"\n![predicted against measured]({os.path.relpath(plot, path.parent)})\n"
+    page += _READING + _KNOWN
+    for table in results.tables:
+        page += _block("\n".join(lines(table, results.plan.worst)).strip("\n").splitlines()) + "\n"
+    if results.fits:
+        page += "Whether a run fits:\n\n"
+        page += _block([f"{name}: {fits_text(fits)}" for name, fits in results.fits.items()])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page.rstrip("\n") + "\n", encoding="utf-8")
+
+
+def _block(shown: list[str]) -> str:
+    return "".join(f"    {line}".rstrip() + "\n" for line in shown)

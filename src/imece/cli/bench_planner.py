@@ -1,0 +1,34 @@
+"""Options of `imece bench planner`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from imece.bench import planner, report
+from imece.errors import UserError
+
+
+@dataclass(frozen=True)
+class PlannerOptions:
+    """Options of `imece bench planner`."""
+
+    tables: str = ""
+    """Which tables; all by default, with the fits and the time of a search."""
+    worst: int = 5
+    """Name so many rows of each table, the worst first."""
+    page: Path | None = None
+    """Write a page in Markdown to this file."""
+    plot: Path | None = None
+    """Draw predicted against measured to this PNG file."""
+    json: Path | None = None
+    """Write all rows to this file."""
+
+    def plan(self) -> planner.Plan:
+        """What to judge; UserError for what cannot be."""
+        if self.worst < 0:
+            raise UserError(f"--worst {self.worst}: 0 or more")
+        names = tuple(planner.sources())
+        if self.page is not None and self.tables:
+            raise UserError("--page is of all tables: leave --tables out")
+        return planner.Plan(tuple(report.read_choices(self.tables, names, "--tables")), self.worst)

@@ -1,0 +1,102 @@
+"""`imece bench planner`: what it says of a table, of targets, and of mistakes; the page and the picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from imece.bench import planner, planner_page, planner_plot
+from imece.cli.bench import run_planner
+from imece.cli.bench_planner import PlannerOptions
+from imece.errors import UserError
+from imece.plan.accuracy import Row
+from imece.plan.accuracy_memory import Fits
+
+
+def table_of(name: str, *rows: tuple[float, float], held_out: bool = True) -> planner.Table:
+    return planner.Table(
+        name, "s", tuple(Row(f"row {n}", m, p, 1.0, "cell", held_out) for n, (m, p) in enumerate(rows))
+    )
+
+
+def results_of(*tables: planner.Table) -> planner.Results:
+    return planner.Results(planner.Plan(), list(tables))
+
+
+def test_worst_rows_are_named_with_both_figures() -> None:
+    shown = planner.lines(table_of("some", (10, 11), (10, 5), (10, 10)), worst=1)
+    assert shown[0].strip() == "some"
+    assert "3 rows   MAPE  20.0%   median  10.0%" in shown[1]
+    assert shown[-1].split() == ["-50%", "row", "1:", "10", "s,", "not", "5"]
+    assert "skill over the constant" in shown[-2]
+
+
+def test_rows_that_were_fitted_are_told_apart() -> None:
+    both = planner.Table("some", "s", (Row("a", 10, 11), Row("b", 10, 12, held_out=True)))
+    assert [what for what, _ in both.parts] == ["all rows", "fitted on", "held out"]
+    assert not both.has_rival
+    alone = table_of("some", (10, 11))
+    assert [what for what, _ in alone.parts] == ["all rows"] and alone.has_rival
+
+
+def test_targets_are_met_missed_or_not_measured() -> None:
+    good, bad = table_of("vtrain", (10, 11)), table_of("sc21", (10, 12))
+    judged = planner.judged(results_of(good, bad))
+    assert "  met     vtrain, one host: MAPE at most 20 %: 10.0%" in judged
+    assert "  MISSED  SC21 table 1: MAPE at most 6 %: 20.0%" in judged
+    assert "  --      llm_foundry: MAPE at most 8 %: not measured in this run" in judged
+
+
+def test_order_and_regret_are_judged_by_cell() -> None:
+    turned = table_of("ultrascale", (10, 3), (20, 2), (30, 1))
+    judged = "\n".join(planner.judged(results_of(turned)))
+    assert (
+        "MISSED  ultrascale, order in every cell: Kendall tau at least 0.7: -1.00 to -1.00; below: cell"
+        in judged
+    )
+    assert "MISSED  ultrascale, regret of a choice: median at most 10 %, p90 25 %: 200.0%, 200.0%" in judged
+
+
+def test_runs_that_do_not_fit_are_counted() -> None:
+    results = results_of()
+    results.fits = {"ultrascale": Fits(100, 97, 50, 45, 40, 38)}
+    judged = "\n".join(planner.judged(results))
+    assert "MISSED  ultrascale: at least 98 % of successes fit: 97.0%" in judged
+    assert "met     ultrascale: at least 85 % of too large ones do not: 95.0%" in judged
+
+
+def test_page_has_targets_tables_and_picture(tmp_path: Path) -> None:
+    results = results_of(table_of("vtrain", (10, 11), (20, 24)))
+    page, plot = tmp_path / "docs" / "page.md", tmp_path / "docs" / "images" / "plot.png"
+    planner_page.write(results, page, plot)
+    text = page.read_text()
+    assert "![predicted against measured](images/plot.png)" in text
+    assert "met     vtrain, one host" in text and "row 1: 20 s, not 24" in text
+
+
+def test_picture_is_a_picture(tmp_path: Path) -> None:
+    rows = [(float(n), n * 1.1) for n in range(1, 7)]
+    planner_plot.draw([table_of("vtrain", *rows), table_of("small", (1, 1))], tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_table_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_planner(["--tables", "sc21", "--json", str(tmp_path / "rows.json")]) == 0
+    said = capsys.readouterr().out
+    assert "10 rows   MAPE" in said and "s, not" in said
+    assert "met     SC21 table 1" in said and "ultrascale\n" not in said
+    assert '"name": "sc21"' in (tmp_path / "rows.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (PlannerOptions(tables="vtrian"), "--tables 'vtrian' is not one of"),
+        (PlannerOptions(worst=-1), "--worst -1: 0 or more"),
+        (PlannerOptions(tables="sc21", page=Path("page.md")), "--page is of all tables"),
+    ],
+)
+def test_mistakes(options: PlannerOptions, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        options.plan()
