@@ -12,6 +12,7 @@ from imece.cli.bench_planner import PlannerOptions
 from imece.errors import UserError
 from imece.plan.accuracy import Row
 from imece.plan.accuracy_memory import Fits
+from imece.plan.published import read
 
 
 def table_of(name: str, *rows: tuple[float, float], held_out: bool = True) -> planner.Table:
@@ -89,10 +90,26 @@ def test_one_table_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     assert '"name": "sc21"' in (tmp_path / "rows.json").read_text()
 
 
+def test_rows_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    columns = list(read("sc21").rows[0])
+    values = read("sc21").rows[-1] | {"params_b": "mine", "step_s": "205.26"}
+    own = tmp_path / "own.csv"
+    own.write_text(f"# measured by me\n{','.join(columns)}\n{','.join(values[c] for c in columns)}\n")
+    assert run_planner(["--tables", "sc21", "--rows", str(own)]) == 0
+    said = capsys.readouterr().out
+    assert "1 rows" in said and "-50%  mineB x3072: 205.3 s" in said
+    own.write_text("# measured by me\nparams_b,heads\n1,2\n")
+    with pytest.raises(UserError, match="has no column width"):
+        run_planner(["--tables", "sc21", "--rows", str(own)])
+    with pytest.raises(UserError, match="No such file"):
+        run_planner(["--tables", "sc21", "--rows", str(tmp_path / "none.csv")])
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         (PlannerOptions(tables="vtrian"), "--tables 'vtrian' is not one of"),
+        (PlannerOptions(tables="nccl", rows=Path("x.csv")), "--rows needs --tables with one of ultrascale"),
         (PlannerOptions(worst=-1), "--worst -1: 0 or more"),
         (PlannerOptions(tables="sc21", page=Path("page.md")), "--page is of all tables"),
     ],

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from imece.bench import machine
@@ -20,10 +21,12 @@ from imece.plan.accuracy import Row, Summary
 from imece.plan.hardware import find_cluster
 from imece.plan.memory import memory
 from imece.plan.models import find_model
+from imece.plan.published import read_own
 from imece.plan.setup import Parallel, Recipe, Setup, Strategy
 from imece.plan.step_time import step_time
 
 CANDIDATES = 10_000
+_UNITS = {"ZeRO table 1": "GB", "Korthikanti figures 1 and 7": "GiB or %"}
 _STRATEGIES: tuple[Strategy, ...] = ("replicate", "zero1", "zero2", "zero3", "hybrid")
 
 
@@ -33,6 +36,8 @@ class Plan:
 
     tables: tuple[str, ...] = ()
     """None: all."""
+    own: Path | None = None
+    """Rows with the columns of the one table that is named, to be judged instead of its."""
     worst: int = 5
     """Rows to name in each table."""
 
@@ -73,7 +78,7 @@ class Results:
         return {
             "benchmark": "planner",
             "machine": machine.facts(),
-            "plan": asdict(self.plan),
+            "plan": asdict(self.plan) | {"own": self.plan.own and str(self.plan.own)},
             "candidates_s": self.candidates_s,
             "fits": {name: asdict(fits) for name, fits in self.fits.items()},
             "tables": [
@@ -92,7 +97,7 @@ def sources() -> dict[str, tuple[str, Callable[[], Sequence[Row]]]]:
     for name, rows in accuracy_parts.TABLES.items():
         found[name] = ("s", rows)
     for name, read in accuracy_memory.all_rows():
-        found[name] = ("GB", lambda read=read: read)  # type: ignore[misc]
+        found[name] = (_UNITS.get(name, "GiB"), lambda read=read: read)  # type: ignore[misc]
     return found
 
 
@@ -102,7 +107,10 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
     for name, (unit, rows) in sources().items():
         if plan.tables and name not in plan.tables:
             continue
-        table = Table(name, unit, tuple(rows()))
+        if plan.own is not None:
+            table = Table(name, unit, tuple(accuracy_time.rows(name, read_own(name, plan.own))))
+        else:
+            table = Table(name, unit, tuple(rows()))
         results.tables.append(table)
         for line in lines(table, plan.worst):
             say(line)

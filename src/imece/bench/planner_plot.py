@@ -38,7 +38,7 @@ def draw(tables: Sequence[Table], path: Path) -> None:
     )
     figure.suptitle("The planner beside published measurements", fontsize=12)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=75)
 
 
 def _panel(axes: Any, table: Table) -> None:

@@ -19,7 +19,7 @@ from imece.plan.manner import (
     Manner,
 )
 from imece.plan.model import Model
-from imece.plan.published import read
+from imece.plan.published import Table, read
 from imece.plan.setup import Parallel, Precision, Recipe, Setup, Strategy
 from imece.plan.step_time import step_time
 
@@ -51,9 +51,9 @@ def row(case: Case) -> Row:
     return Row(case.name, measured, predicted, work, case.cell, case.held_out, setup.parallel.ranks)
 
 
-def ultrascale() -> Iterator[Case]:
+def ultrascale(own: Table | None = None) -> Iterator[Case]:
     """The successful runs. Fitted on 1B; 3B is held out."""
-    for r in read("ultrascale").rows:
+    for r in (own or read("ultrascale")).rows:
         if r["status"] != "ok":
             continue
         setup = ultrascale_setup(r)
@@ -85,9 +85,9 @@ def ultrascale_setup(r: Mapping[str, str]) -> Setup:
     return Setup(model, parallel, recipe)
 
 
-def llm_foundry() -> Iterator[Case]:
+def llm_foundry(own: Table | None = None) -> Iterator[Case]:
     """Fitted on runs of one host; those of several are held out."""
-    for r in read("llm_foundry").rows:
+    for r in (own or read("llm_foundry")).rows:
         width, heads, layers = int(r["width"]), int(r["heads"]), int(r["layers"])
         model = Model(
             f"MPT-{r['model']}-{r['seq']}", layers, width, heads, heads, width // heads, 4 * width,
@@ -112,9 +112,9 @@ def llm_foundry() -> Iterator[Case]:
         )
 
 
-def torchtitan() -> Iterator[Case]:
+def torchtitan(own: Table | None = None) -> Iterator[Case]:
     """bf16 rows; nothing is fitted on them."""
-    for r in read("torchtitan").rows:
+    for r in (own or read("torchtitan")).rows:
         if r["float8"] == "1":
             continue
         gpus = int(r["gpus"])
@@ -146,9 +146,9 @@ _LLAMA_8B = Model("Llama-3.1-8B", 32, 4096, 32, 8, 128, 14336, True, 128256, tie
 _AT_500_W = (500 / 700) ** (1 / 3)  # clocks go with the cube root of power
 
 
-def vtrain() -> Iterator[Case]:
+def vtrain(own: Table | None = None) -> Iterator[Case]:
     """Fitted on models 1024 wide; those 2048 wide are held out."""
-    for r in read("vtrain").rows:
+    for r in (own or read("vtrain")).rows:
         model, shape = _gpt(r, 51200), f"{r['layers']} x {r['width']}"
         data = int(r["dp"])
         micro = int(r["micro_batch"])
@@ -181,9 +181,9 @@ def _gpt(r: Mapping[str, str], vocab: int) -> Model:
     )  # fmt: skip
 
 
-def sc21() -> Iterator[Case]:
+def sc21(own: Table | None = None) -> Iterator[Case]:
     """Micro-batch and chunks are not in the table: its authors took the fastest, and so do we."""
-    for r in read("sc21").rows:
+    for r in (own or read("sc21")).rows:
         model = _gpt(r, int(r["vocab"]))
         data, pipeline = int(r["dp"]), int(r["pp"])
         share = int(r["global_batch"]) // data
@@ -208,9 +208,9 @@ def sc21() -> Iterator[Case]:
         )
 
 
-def korthikanti() -> Iterator[Case]:
+def korthikanti(own: Table | None = None) -> Iterator[Case]:
     """Steps of table 5."""
-    for r in read("korthikanti_iteration").rows:
+    for r in (own or read("korthikanti_iteration")).rows:
         data = int(r["dp"])
         selective = r["mode"] == "selective"
         recipe = Recipe(
@@ -232,7 +232,7 @@ def korthikanti() -> Iterator[Case]:
         )
 
 
-TABLES: dict[str, Callable[[], Iterator[Case]]] = {
+TABLES: dict[str, Callable[[Table | None], Iterator[Case]]] = {
     "ultrascale": ultrascale,
     "llm_foundry": llm_foundry,
     "torchtitan": torchtitan,
@@ -242,6 +242,6 @@ TABLES: dict[str, Callable[[], Iterator[Case]]] = {
 }
 
 
-def rows(table: str) -> list[Row]:
-    """All cases of a table, predicted."""
-    return [row(case) for case in TABLES[table]()]
+def rows(table: str, own: Table | None = None) -> list[Row]:
+    """All cases of a table, predicted; `own`: other rows of the same kind instead."""
+    return [row(case) for case in TABLES[table](own)]

@@ -9,6 +9,9 @@ from __future__ import annotations
 import csv
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
+
+from imece.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,24 @@ def names() -> tuple[str, ...]:
 
 def read(name: str) -> Table:
     """The table in `name`.csv. FileNotFoundError if there is none, ValueError without a source or a row."""
-    text = resources.files(__name__).joinpath(f"{name}.csv").read_text(encoding="utf-8")
+    return _table(name, resources.files(__name__).joinpath(f"{name}.csv").read_text(encoding="utf-8"))
+
+
+def read_own(name: str, path: Path) -> Table:
+    """Rows of one's own with the columns of table `name`. UserError for what cannot be read or lacks one."""
+    try:
+        table = _table(name, path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except ValueError as error:  # also of bytes that are no UTF-8
+        raise UserError(f"{path}: {error}") from None
+    missing = [column for column in read(name).rows[0] if column not in table.rows[0]]
+    if missing:
+        raise UserError(f"{path} has no column {', '.join(missing)}; table {name} has")
+    return table
+
+
+def _table(name: str, text: str) -> Table:
     lines = text.splitlines()
     head = [line.removeprefix("#").strip() for line in lines if line.startswith("#")]
     rows = tuple(csv.DictReader(line for line in lines if not line.startswith("#")))
