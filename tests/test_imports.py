@@ -19,7 +19,18 @@ import imece
 SRC = Path(__file__).parent.parent / "src"
 
 _BASE = {"errors"}
-_RANKS = _BASE | {"layout", "footprint", "world", "axes", "store", "status", "device", "opening", "mesh"}
+_RANKS = _BASE | {
+    "layout",
+    "footprint",
+    "world",
+    "axes",
+    "store",
+    "status",
+    "device",
+    "opening",
+    "connections",
+    "mesh",
+}
 _ENGINE = _RANKS | {"collectives", "data_parallel", "model_parallel"}
 _TRAIN = _ENGINE | {"data", "models", "checkpoint", "membership", "observe"}
 
@@ -27,6 +38,7 @@ _TRAIN = _ENGINE | {"data", "models", "checkpoint", "membership", "observe"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "opening": set(),
+    "connections": set(),
     "on_import": set(),  # it runs while others are being imported
     "layout": _BASE,
     "footprint": _BASE,

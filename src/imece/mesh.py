@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from imece import status
+from imece import connections, status
 from imece.axes import AXES, PLACEMENT, Partition, check_axes, coordinates, crossing, partition
 from imece.device import Backends, adopted_backends, check_backend, choose_backends, choose_device
 from imece.errors import UserError
@@ -165,7 +165,8 @@ class Mesh:
             on_host = all(any(set(ranks) <= set(host) for host in self.hosts) for ranks in sets)
             backend = self._backends.host if on_host else self._backends.world
             for ranks in sets:
-                group = dist.new_group(ranks=list(ranks), backend=backend, timeout=self._timeout)
+                with connections.of_groups():
+                    group = dist.new_group(ranks=list(ranks), backend=backend, timeout=self._timeout)
                 if self.rank in ranks:
                     self._groups[sets] = group
                     self._created.append(group)
@@ -368,14 +369,15 @@ def _open_default_group(
     if world.master_addr in (LOOPBACK, "localhost", None) and world.agent_port is None:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # or they would listen on the network
             os.environ.setdefault(variable, "lo")
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore("torch", store),
-        rank=world.rank,
-        world_size=world.world_size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
+    with connections.of_groups():
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("torch", store),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
 
 
 def _forget(mesh: Mesh) -> None:

@@ -19,8 +19,12 @@ import torch.distributed as dist
 from imece.errors import CollectiveTimeoutError, PeerLostError
 from imece.store import read_note
 
-# What Gloo, NCCL and the store say when the other side has gone.
-PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+# What Gloo, NCCL and the store say when the other side has gone, or the way to it.
+_PEER_GONE = (
+    "connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited",
+    "connection refused", "connection timed out", "connection was likely closed", "socket closed",
+    "no route to host", "network is unreachable", "software caused connection abort",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,13 @@ def describe(error: BaseException) -> Failure:
     """`error` as it is told to the launcher, with the present time."""
     message = str(error)
     lost = isinstance(error, PeerLostError | CollectiveTimeoutError | dist.DistNetworkError)
-    gone = isinstance(error, RuntimeError) and any(sign in message for sign in PEER_GONE)
+    gone = isinstance(error, RuntimeError) and says_peer_gone(message)
     return Failure(time.monotonic(), type(error).__name__, message[:500], lost or gone)
+
+
+def says_peer_gone(message: str) -> bool:
+    """Whether torch says there that another process has ended, or cannot be reached any more."""
+    return any(sign in message.lower() for sign in _PEER_GONE)
 
 
 def tell_running(store: dist.Store, member: int) -> None:

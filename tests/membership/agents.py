@@ -3,8 +3,8 @@
     with Agents(learn, 4, ranks_per_host=2, args=["zero1", {}]) as agents:
         learnt = agents.watch()
 
-Each host has a store of its own; ranks meet in another one. When a member dies, the others are named
-as the next generation in the stores of all hosts.
+Each host has a store of its own; ranks meet in another one, to which a tunnel leads. When a member dies, the
+others are named as the next generation in the stores of all hosts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import imece
 from imece.membership.recovery import Recovered
 from imece.membership.roster import Generation, Roster
 from imece.store import listen, serve
+from tests.membership.tunnel import Tunnel
 from tests.ranks import RankResult, Ranks, start_ranks
 
 STEPS, SAMPLES, WIDTH = 14, 12, 8
@@ -48,8 +50,9 @@ class Agents:
         self.dead: list[int] = []
         self.publish(range(ranks))
         self._ranks: list[tuple[int, Ranks]] = []  # the first member of each, and all of it
+        self._meeting, port = _served()
+        self.tunnel = Tunnel(port)
         started = start_ranks(fn, ranks, args=args, env=self._environ, ranks_per_host=ranks_per_host)
-        self._meeting = started._store
         self._ranks.append((0, started))
         self._members = ranks
 
@@ -64,13 +67,22 @@ class Agents:
         member, self._members = self._members, self._members + 1
         environ = self._environ(host * self._per_host) | {
             "IMECE_HOST": f"host{host}",
-            "MASTER_PORT": str(self._meeting.port),
             f"{_PASSED_ON}MEMBER": str(member),
             f"{_PASSED_ON}JOINING": "1",
         }
         ranks = start_ranks(self._fn, 1, args=self._args, env=environ, ranks_per_host=1)
         self._ranks.append((member, ranks))
         return member
+
+    def signal(self, member: int, number: int) -> None:
+        """Send it a signal."""
+        first, ranks = self._of(member)
+        ranks.kill(member - first, number)
+
+    def serve_elsewhere(self) -> int:
+        """Ranks are to meet in another store, at this port; that until now is gone."""
+        self._meeting, port = _served()
+        return port
 
     def is_ready(self, member: int) -> bool:
         """Whether it waits to be taken in."""
@@ -111,7 +123,8 @@ class Agents:
 
     def _environ(self, rank: int) -> dict[str, str]:
         passed_on = {"MEMBER": rank, "AGENT_PORT": self._ports[rank // self._per_host]}
-        return {_PASSED_ON + name: str(value) for name, value in passed_on.items()}
+        environ = {_PASSED_ON + name: str(value) for name, value in passed_on.items()}
+        return environ | {"MASTER_PORT": str(self.tunnel.port)}
 
     def _reports(self) -> str:
         return "\n".join(self.result(member).report() for member in range(self._members))
@@ -124,6 +137,12 @@ class Agents:
     ) -> None:
         for _, ranks in self._ranks:
             ranks.close()
+
+
+def _served() -> tuple[dist.Store, int]:
+    listener = listen()
+    port: int = listener.getsockname()[1]
+    return serve(listener), port
 
 
 # In the ranks.

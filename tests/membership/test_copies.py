@@ -12,7 +12,8 @@ import torch
 import imece
 from imece.checkpoint.deal import Slice
 from imece.errors import UserError
-from imece.membership.copies import Copies, Copy
+from imece.membership.copies import Copies
+from imece.membership.copy import Copy
 from imece.membership.pieces import Pieces
 from tests.ranks import run_ranks
 

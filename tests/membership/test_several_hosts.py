@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -93,3 +94,42 @@ def test_a_member_joins(strategy: str) -> None:
     for member in (0, 1, 2, joins):
         assert difference(results[member].value["parameters"], expected) < ROUNDING
         assert results[member].value["told"][-1][2:] == [0, [2, 2]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["store", "generation"])
+def test_the_store_to_meet_in_moves(first: str) -> None:
+    """For two seconds nobody serves it: before a new generation is named, or after it."""
+    with Agents(learn, 4, ranks_per_host=2, args=["zero1", {}, 0.05]) as agents:
+        agents.watch(until=lambda: agents.steps() >= 3)
+        agents.tunnel.lead_to(None)
+        port = agents.serve_elsewhere()
+        agents.signal(3, signal.SIGKILL)
+        if first == "generation":
+            agents.watch(until=lambda: agents.dead == [3])
+        time.sleep(2)
+        agents.tunnel.lead_to(port)
+        results = agents.watch()
+    assert agents.dead == [3]
+    for member in range(3):
+        assert results[member].ok, results[member].report()
+        assert difference(results[member].value["parameters"], learnt_alone()) < ROUNDING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["replicate", "hybrid"])
+def test_a_host_falls_silent(strategy: str) -> None:
+    """Its connections stay as they are, and nothing comes over them any more."""
+    with Agents(learn, 4, ranks_per_host=2, args=[strategy, {}, 0.05]) as agents:
+        agents.watch(until=lambda: agents.steps() >= 3)
+        for member in (2, 3):
+            agents.signal(member, signal.SIGSTOP)
+        time.sleep(0.5)  # the others wait for them now
+        agents.publish([0, 1])
+        began = time.monotonic()
+        agents.watch(until=lambda: agents.result(0).finished and agents.result(1).finished)
+        print(f"\nwent on to the end {time.monotonic() - began:.1f} s after the others were given up")
+    for member in (0, 1):
+        value = agents.result(member).value
+        assert difference(value["parameters"], learnt_alone()) < ROUNDING
+        assert value["told"][-1][2:] == [0, [2]]

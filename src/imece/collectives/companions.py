@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.connections import of_groups
 from imece.mesh import known_hosts
 
 _made: Counter[str] = Counter()  # by the name of their group
@@ -27,6 +28,7 @@ class Companions(NamedTuple):
     """order[rank] is where a rank's row is, when each level's rows are put together in the order of ranks."""
 
 
+@of_groups()
 def companions(group: dist.ProcessGroup) -> Companions:
     """The companions of a group, made anew. All ranks of `group` ask for them, as often as each other.
 

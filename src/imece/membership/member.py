@@ -6,27 +6,30 @@ A thread of its own does the first two, five times a second; so what the trainin
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
+from imece import connections
 from imece import mesh as meshes
 from imece.collectives import companions
 from imece.errors import CollectiveError, PeerLostError, UserError
+from imece.membership.guarded import GuardedStore
 from imece.membership.roster import Generation, Roster
 from imece.mesh import Mesh
-from imece.status import PEER_GONE
+from imece.status import says_peer_gone
 from imece.store import client
 from imece.world import JOINING, LOOPBACK
 
 _BEAT_S = 0.2
 _POLL_S = 0.004
 _NEWS_S = 1.0
+_CUT_S = 1.0  # for whoever waits for a rank that is gone to be told so by its connections
 _CONNECT_S = 60.0
 
 
@@ -50,6 +53,9 @@ class Member:
         self._alone = world.joining
         self._at = -1 if world.joining else self._roster.newest()
         self._newest = self._at
+        self._members = set(self._roster.generation(self._at).members if self._at >= 0 else ())
+        self._moving = threading.Lock()  # what is cut must not be the next generation's
+        self._cut_at = math.inf
         self._stores: list[dist.Store] = []  # a PrefixStore does not keep what is written in Python alive
         self._stop = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="imece-beat", daemon=True)
@@ -95,7 +101,7 @@ class Member:
                 generation = self._roster.generation(newest)
                 if self.number in generation.members:
                     leave()
-                    if self._enter(generation):
+                    if self._enter(generation, max(patience_s, _CONNECT_S)):
                         return generation
                 elif not self._alone:
                     raise SystemExit(f"imece: member {self.number} was given up by generation {newest}")
@@ -107,18 +113,21 @@ class Member:
         self._stop.set()
         self._beating.join()
 
-    def _enter(self, generation: Generation) -> bool:
-        """False if it was over before it began."""
-        self._at = generation.number  # whoever fails from here on waits for the one after it
+    def _enter(self, generation: Generation, patience_s: float) -> bool:
+        """False if it was over before it began. patience_s: for how long nobody may say so who knows it."""
+        with self._moving:
+            self._at = generation.number  # whoever fails from here on waits for the one after it
+            self._members, self._cut_at = set(generation.members), math.inf
+            connections.forget()
         rank, size = generation.members.index(self.number), len(generation.members)
-        guarded = _Guarded(_connect(self._meeting), self._check)
+        guarded = GuardedStore(lambda: _connect(self._meeting), self._check, patience_s)
         self._stores = [*self._stores[-1:], guarded]
         store = dist.PrefixStore(f"imece/generation/{generation.number}", guarded)
         companions.forget()
         try:
             meshes.reform(rank, size, store)
-        except (RuntimeError, UserError):
-            if self._is_over(generation):
+        except (RuntimeError, UserError) as error:
+            if self._is_over(generation, patience_s if is_peer_gone(error) else _NEWS_S):
                 return False
             raise
         self._alone = False
@@ -126,9 +135,9 @@ class Member:
         os.environ.pop(JOINING, None)
         return True
 
-    def _is_over(self, generation: Generation) -> bool:
-        """The ranks may know of a death a moment before the launcher does."""
-        until = time.monotonic() + _NEWS_S
+    def _is_over(self, generation: Generation, within_s: float) -> bool:
+        """The ranks may know of a death before the launcher does, or while another one takes its place."""
+        until = time.monotonic() + within_s
         while self._roster.newest() == generation.number and time.monotonic() < until:
             time.sleep(_POLL_S)
         return self._roster.newest() > generation.number
@@ -144,8 +153,19 @@ class Member:
             try:
                 roster.say_alive(self.number, beats, self.steps)
                 self._newest = roster.newest()
+                self._cut_off(roster)
             except RuntimeError:  # the launcher is gone, and this process is about to be
                 return
+
+    def _cut_off(self, roster: Roster) -> None:
+        """Of a host that is silent, nobody hears that its ranks are gone: end what waits for them."""
+        if self._newest <= self._at:
+            return
+        if self._cut_at == math.inf and self._members - set(roster.generation(self._newest).members):
+            self._cut_at = time.monotonic() + _CUT_S
+        with self._moving:
+            if self._at < self._newest and time.monotonic() > self._cut_at:
+                connections.cut()
 
 
 def _connect(where: tuple[str, int]) -> dist.Store:
@@ -161,50 +181,4 @@ def is_peer_gone(error: BaseException) -> bool:
     """Whether `error` may be another rank's end, and not a mistake of this one."""
     if isinstance(error, PeerLostError | SupersededError | dist.DistNetworkError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in PEER_GONE)
-
-
-class _Guarded(dist.Store):
-    """A store in which nobody waits for members that will never come."""
-
-    def __init__(self, inner: dist.Store, check: Callable[[], None]) -> None:
-        super().__init__()
-        self._inner, self._look, self._timeout = inner, check, timedelta(seconds=_CONNECT_S)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        until = time.monotonic() + (timeout or self._timeout).total_seconds()
-        while not self._inner.check(keys):
-            self._look()
-            if time.monotonic() > until:
-                raise dist.DistStoreError(f"wait timeout after {timeout}, keys: {', '.join(keys)}")
-            time.sleep(_POLL_S)
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._inner.get(key)
-
-    def check(self, keys: list[str]) -> bool:
-        self._look()
-        return self._inner.check(keys)
-
-    def set(self, key: str, value: Any) -> None:
-        self._inner.set(key, value)
-
-    def add(self, key: str, value: int) -> int:
-        return self._inner.add(key, value)
-
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        return self._inner.compare_set(key, expected_value, desired_value)
-
-    def delete_key(self, key: str) -> bool:
-        return self._inner.delete_key(key)
-
-    def num_keys(self) -> int:
-        return self._inner.num_keys()
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-
-    @property
-    def timeout(self) -> timedelta:
-        return self._timeout
+    return isinstance(error, RuntimeError) and says_peer_gone(str(error))
