@@ -15,7 +15,15 @@ from imece.data_parallel.footprint import predict
 from imece.data_parallel.strategy import STRATEGIES
 from imece.footprint import Sizes, footprint
 from imece.layout import Item, build
-from imece.plan.frameworks import DEEPSPEED, FRAMEWORKS, IMECE_CPU, MEGATRON, NANOTRON
+from imece.plan.frameworks import (
+    DEEPSPEED,
+    FRAMEWORKS,
+    IMECE_CPU,
+    LLM_FOUNDRY,
+    MEGATRON,
+    NANOTRON,
+    TORCHTITAN,
+)
 from imece.plan.from_code import of_module
 from imece.plan.hardware import GIB
 from imece.plan.held import held, stage_layers
@@ -151,6 +159,20 @@ def test_what_eight_bits_adapters_and_the_host_save() -> None:
     assert qlora.gathered > 0  # a matrix is unpacked to be multiplied with
     assert lora.notes and not whole.notes
     assert of(optimizer="sgd").optimizer == 4 * N
+
+
+def test_fsdp_deals_masters_and_gathers_units_in_fewer_bits() -> None:
+    d = 16
+    for framework in (LLM_FOUNDRY, TORCHTITAN):
+        setup = Setup(MODEL, Parallel("zero3", d, d), Recipe(4096, precision=framework.precision))
+        found = memory(setup, framework=framework)
+        assert found.parameters == 0  # of what is dealt, the masters are all there is
+        states = found.gradients + found.optimizer + found.masters
+        assert states / N == pytest.approx(16 / d, rel=1e-3)
+        unit = held(MODEL, setup.parallel, 0, framework).layer
+        assert found.gathered == pytest.approx(2 * (3 * unit + 2 * MODEL.table_parameters), rel=1e-3)
+    pure = replace(setup, recipe=replace(setup.recipe, precision=Precision(2, 2, 0, 0, 2, 2)))
+    assert memory(pure, framework=LLM_FOUNDRY).parameters == pytest.approx(2 * N / d, rel=1e-3)
 
 
 def test_autocast_keeps_a_copy_of_every_matrix() -> None:

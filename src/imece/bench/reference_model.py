@@ -28,7 +28,10 @@ REFERENCE = Shape(vocabulary=512, width=384, layers=6, heads=6, length=256)
 LARGE = Shape(vocabulary=512, width=896, layers=10, heads=14, length=256)
 """97.1M parameters: large enough for what a rank holds to be mostly that."""
 
-MODELS = {"10.9M": REFERENCE, "97M": LARGE}
+MIDDLE = Shape(vocabulary=8192, width=512, layers=8, heads=8, length=256)
+"""29.5M parameters, of which the embedding is a seventh."""
+
+MODELS = {"10.9M": REFERENCE, "29.5M": MIDDLE, "97M": LARGE}
 
 
 class Block(nn.Module):

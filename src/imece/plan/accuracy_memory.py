@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from imece.footprint import DIVIDED, Sizes, footprint
 from imece.plan.accuracy import Row
 from imece.plan.accuracy_time import llm_foundry, torchtitan, ultrascale_setup
 from imece.plan.activations import kept_layer, layers_in_flight
-from imece.plan.frameworks import LLM_FOUNDRY, MEGATRON, NANOTRON, PAPER, TORCHTITAN
+from imece.plan.frameworks import IMECE_CPU, LLM_FOUNDRY, MEGATRON, NANOTRON, PAPER, TORCHTITAN
 from imece.plan.hardware import GIB, Gpu, find_gpu
 from imece.plan.held import held
 from imece.plan.memory import memory
 from imece.plan.model import Model
 from imece.plan.published import read
-from imece.plan.setup import Parallel, Recipe, Recomputation, Setup, Strategy
+from imece.plan.setup import Parallel, Precision, Recipe, Recomputation, Setup, Strategy
 
 _OTHERS = ("frozen", "distill", "offloading", "deepseek")
 _DEFAULT_VOCABULARY = 50257  # of Megatron's CI: GPT-2's, and BERT's
 _BERT_VOCABULARY = 30524
+_BUCKET_BYTES = 5 * 2**20  # of our engine where gradients are sharded on CPUs
 _MIXTRAL_VOCABULARY = 32000
 
 
@@ -220,10 +222,40 @@ def _is_new(r: Mapping[str, str]) -> bool:
     return "dracooci" not in r["golden"] and r["implementation"] != "local"
 
 
+def own_engine() -> list[Row]:
+    """MB that a rank of our own engine holds, activations not counted. Nothing is fitted."""
+    rows = []
+    for r in read("own_engine").rows:
+        width, heads, ranks = int(r["width"]), int(r["heads"]), int(r["ranks"])
+        model = Model(
+            "GPT", int(r["layers"]), width, heads, heads, width // heads, 4 * width, gated=False,
+            vocab_size=int(r["vocab"]), learned_positions=int(r["length"]), biases=True, norm="layer",
+        )  # fmt: skip
+        name, _, gathers = r["strategy"].partition("-")
+        shard = ranks if DIVIDED[name].optimizer else 1
+        precision = Precision() if r["bf16"] == "1" else IMECE_CPU.precision
+        recipe = Recipe(128, precision=precision, bucket_bytes=_BUCKET_BYTES)
+        framework = replace(IMECE_CPU, name=r["strategy"], gathers=True) if gathers else IMECE_CPU
+        found = memory(Setup(model, Parallel(_strategy(name), ranks, shard), recipe), framework=framework)
+        predicted = found.total - found.activations - found.logits
+        counted = sum(int(r[key]) for key in ("parameters", "gradients", "optimizer", "communication"))
+        kind = "bf16" if r["bf16"] == "1" else "fp32"
+        title = f"{model.parameters / 1e6:.1f}M x{ranks} {r['strategy']} {kind}"
+        rows.append(
+            Row(title, counted / 1e6, predicted / 1e6, cell=r["strategy"], held_out=True, ranks=ranks)
+        )
+    return rows
+
+
+def _strategy(name: str) -> Strategy:
+    return next(each for each in get_args(Strategy) if each == name)
+
+
 def all_rows() -> Iterator[tuple[str, list[Row]]]:
     """(table, its rows), all of them."""
     yield "ZeRO table 1", zero_states()
     yield "Korthikanti figures 1 and 7", korthikanti()
+    yield "our own engine", own_engine()
     yield "ultrascale, memory", ultrascale_memory()
     yield "torchtitan, memory", torchtitan_memory()
     for family in ("gpt", "moe", "mixtral", "bert"):

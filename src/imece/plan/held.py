@@ -101,17 +101,18 @@ def sizes(model: Model, parallel: Parallel, recipe: Recipe, part: Held, framewor
     """Of the dense parameters, as the strategy deals them to `parallel.shard` ranks."""
     divides = DIVIDED[parallel.strategy]
     by_unit = divides.parameters and framework.gathers
+    itemsize = recipe.precision.masters or recipe.precision.parameters  # in which a bucket's cap counts
     if parallel.tensor == parallel.pipeline == 1 and not model.experts and model.layers * 9 < _MOST_LAID:
         return _laid(
-            model, parallel.strategy, parallel.shard, recipe.bucket_bytes, recipe.precision.gradients,
-            by_unit, framework.units_at_once,
+            model, parallel.strategy, parallel.shard, recipe.bucket_bytes, itemsize, by_unit,
+            framework.units_at_once,
         )  # fmt: skip
     root = part.tables + part.rest
     filling = 0.0
     if by_unit:
         filling = root + part.layer * framework.grown_units
     elif divides.gradients:
-        filling = min(part.dense, recipe.bucket_bytes / max(1, recipe.precision.gradients))
+        filling = min(part.dense, recipe.bucket_bytes / itemsize)
     gathered = root + framework.units_at_once * part.layer if by_unit else 0.0
     return Sizes(part.dense, part.dense / parallel.shard, filling, gathered)
 
@@ -124,7 +125,7 @@ def _laid(
     divides = DIVIDED[strategy]
     shards = shards if divides.optimizer else 1
     laid = layout.build(
-        items(model, max(1, itemsize), by_unit),
+        items(model, itemsize, by_unit),
         cap_bytes=2**62 if by_unit else cap_bytes,
         shards=shards,
         align_bytes=_ALIGN_BYTES,
@@ -143,7 +144,7 @@ def _laid(
 
 def items(model: Model, itemsize: int, by_unit: bool) -> list[layout.Item]:
     """The tensors of a model in the order of its modules; group: the layer, from 1 on, or all of them 0."""
-    found = [("embed.weight", (model.vocab_size, model.width), 0)]
+    found: list[tuple[str, tuple[int, ...], int]] = [("embed.weight", (model.vocab_size, model.width), 0)]
     if model.learned_positions:
         found.append(("positions.weight", (model.learned_positions, model.width), 0))
     for at in range(model.layers):

@@ -150,8 +150,8 @@ def _with_adapters(setup: Setup, part: Held, framework: Framework) -> _States:
         frozen += matrices * (_FOUR_BIT - size)
     gathered = 0.0
     if divides.parameters:
-        each = part.products * (frozen / part.total) + part.layer - min(part.layer, part.products)
-        gathered = (part.tables + part.rest) * size + framework.units_at_once * each
+        unit = part.products * frozen / part.total  # norms are next to nothing of it
+        gathered = (part.tables + part.rest) * size + framework.units_at_once * unit
         frozen /= parallel.shard
     if recipe.adapters == "qlora":  # the largest matrix, unpacked while it is multiplied with
         gathered += (

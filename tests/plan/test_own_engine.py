@@ -1,0 +1,64 @@
+"""The planner's bytes of our own engine: beside those that were counted once, and beside a real run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+import imece
+from imece.bench.reference_model import REFERENCE, batch, new_decoder, optimizer_of
+from imece.data_parallel.footprint import counted
+from imece.footprint import DIVIDED
+from imece.plan.accuracy import summary
+from imece.plan.accuracy_memory import own_engine
+from imece.plan.frameworks import IMECE_CPU
+from imece.plan.from_code import of_module
+from imece.plan.memory import memory
+from imece.plan.setup import Parallel, Recipe, Setup, Strategy
+from tests.ranks import run_ranks
+
+RANKS = 2
+STRATEGIES: tuple[tuple[Strategy, bool], ...] = (
+    ("replicate", False), ("zero1", False), ("zero2", False), ("zero3", False), ("zero3", True),
+)  # fmt: skip
+
+
+def test_what_was_counted_of_three_models_on_2_and_4_ranks_was_predicted() -> None:
+    rows = own_engine()
+    assert len(rows) == 3 * 2 * 5 + 3 * 2 * 4  # fp32, and bf16, which replicate does not have
+    found = summary(rows)
+    assert found.mape <= 0.002
+    assert abs(found.worst[0].error) <= 0.01
+
+
+def counted_bytes() -> list[dict[str, int]]:
+    imece.init()
+    found = []
+    for strategy, gathers in STRATEGIES:
+        model = new_decoder(REFERENCE)
+        wrapped, optimizer = imece.parallelize(
+            model, optimizer_of(model), strategy, bucket_cap_mb=5, gather=gathers
+        )
+        for step in range(2):
+            wrapped(batch(REFERENCE, 64, step)).backward()
+            if step == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(asdict(counted(wrapped, [optimizer])))
+    return found
+
+
+@pytest.mark.slow
+def test_what_is_counted_of_a_real_run_is_predicted() -> None:
+    with torch.device("meta"):
+        model = of_module(new_decoder(REFERENCE), "reference")
+    recipe = Recipe(64, precision=IMECE_CPU.precision, bucket_bytes=5 * 2**20)
+    for rank in run_ranks(counted_bytes, RANKS, backend=None):
+        for (strategy, gathers), found in zip(STRATEGIES, rank, strict=True):
+            framework = replace(IMECE_CPU, name=f"test {gathers}", gathers=gathers)
+            shard = RANKS if DIVIDED[strategy].optimizer else 1
+            planned = memory(Setup(model, Parallel(strategy, RANKS, shard), recipe), framework=framework)
+            predicted = planned.total - planned.activations - planned.logits
+            assert sum(found.values()) == pytest.approx(predicted, rel=0.02), (strategy, gathers)
