@@ -87,12 +87,11 @@ def test_hours() -> None:
     assert hours_for(3600 * winner.time.tokens_per_s, winner) == pytest.approx(1.0)
 
 
-def test_ten_thousand_candidates_in_seconds() -> None:
+def test_ten_thousand_candidates_in_two_seconds() -> None:
     asked = ask(LLAMA_70B, "H100", hosts=128, batch=4096, seq=8192)
     search(replace(asked, pipeline=1, tensor=1))  # imports and tables
-    began = time.perf_counter()
+    began = time.process_time()
     answer = search(asked)
-    took = time.perf_counter() - began
+    took = time.process_time() - began
     assert answer.considered > 10_000
-    # The promise is 2 s for 10,000 on an idle machine, which docs/planner.md shows; this one may be busy.
-    assert took / answer.considered < 5 * 2 / 10_000
+    assert took / answer.considered < 2 / 10_000, "10,000 in 2 s, of this process' own time"

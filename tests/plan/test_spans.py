@@ -45,4 +45,4 @@ def test_lanes(changes: dict[str, object]) -> None:
         assert all(len(lane) == 2 * batches for lane in lanes.values())
         whole = max(span.stop_s for span in found)
         assert whole == pytest.approx((batches + 3) * stage.total, rel=1e-6)  # the classic bubble
-        assert "A step of the first" in what_is_drawn(winner.setup)
+        assert "A step of the chosen way" in what_is_drawn(winner.setup)

@@ -138,7 +138,7 @@ def draw_scale(points: Sequence[Point], kind: Kind, path: Path) -> None:
     right.plot(gpus, [100 * point.exposed for point in shown], color="#cc4125", marker="s",
                label="of a step, waiting for others")  # fmt: skip
     right.set_xscale("log", base=2)
-    right.set_ylim(0, 105)
+    right.set_ylim(0, 112)
     right.set_ylabel("%")
     right.legend(frameon=False)
     for axes in (left, right):

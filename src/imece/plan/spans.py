@@ -45,10 +45,10 @@ def what_is_drawn(setup: Setup) -> str:
     if stages > 1:
         shown = min(recipe.accumulation, 2 * stages)
         of = "" if shown == recipe.accumulation else f", {shown} of its {recipe.accumulation} micro-batches"
-        return f"A step of the first{of}, s"
+        return f"A step of the chosen way{of}, s"
     if recipe.accumulation == 1:
-        return "A step of the first, s"
-    return f"The last of {recipe.accumulation} micro-batches of the first, and the end of its step, s"
+        return "A step of the chosen way, s"
+    return f"The last of {recipe.accumulation} micro-batches of the chosen way, and the end of its step, s"
 
 
 def _last_micro_batch(setup: Setup, cluster: Cluster, stage: StageTime) -> Iterator[Span]:

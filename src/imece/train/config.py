@@ -226,7 +226,8 @@ class TrainConfig:
     strategy: Strategy = "auto"
     """What each rank holds: replicate (also ddp, NO_SHARD) all; zero1 a part of the optimizer's state; zero2
     (SHARD_GRAD_OP) of gradients too; zero3 (FULL_SHARD) of parameters too; hybrid, hybrid_zero2 such parts
-    inside a host, with replicas between hosts. auto: zero1 on one host and on GPUs, else replicate."""
+    inside a host, with replicas between hosts. auto: what the planner finds fastest, where imece plan --here
+    has measured this machine; else zero1 on one host and on GPUs, else replicate, or what fits."""
     seed: int = 1
     """Of the weights and of the order of documents."""
     model: ModelSection = field(default_factory=ModelSection)
