@@ -26,7 +26,9 @@ from imece.plan.setup import Parallel, Recipe, Setup, Strategy
 from imece.plan.step_time import step_time
 
 CANDIDATES = 10_000
-_UNITS = {"ZeRO table 1": "GB", "Korthikanti figures 1 and 7": "GiB or %"}
+_UNITS = {
+    "ZeRO table 1": "GB", "Korthikanti figures 1 and 7": "GiB or %", "our own engine": "MB"
+}  # fmt: skip
 _STRATEGIES: tuple[Strategy, ...] = ("replicate", "zero1", "zero2", "zero3", "hybrid")
 
 
