@@ -109,7 +109,10 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
     for name, (unit, rows) in sources().items():
         if plan.tables and name not in plan.tables:
             continue
-        if plan.own is not None:
+        if plan.own is not None and name in accuracy_memory.TABLES:
+            file, predicted = accuracy_memory.TABLES[name]
+            table = Table(name, unit, tuple(predicted(read_own(file, plan.own))))
+        elif plan.own is not None:
             table = Table(name, unit, tuple(accuracy_time.rows(name, read_own(name, plan.own))))
         else:
             table = Table(name, unit, tuple(rows()))

@@ -14,9 +14,9 @@ This page is written by
 
     imece bench planner --page docs/planner-accuracy.md --plot docs/images/planner-accuracy.png
 
-in a few seconds, from published tables that lie in `src/imece/plan/published/`, each with its source.
-Nothing here was run by us. Predictions use one set of constants for each GPU type, network and framework,
-for all models.
+in a few seconds, from published tables that lie in `src/imece/plan/published/`, each with its source. All
+but "our own engine" was measured by others. Predictions use one set of constants for each GPU type, network
+and framework, for all models.
 
 ## Targets
 

@@ -86,6 +86,25 @@ def _gradient_bytes(setup: Setup, stage: StageTime) -> float:
     return trained_parameters(setup, stage) * each
 
 
+def moved_bytes(setup: Setup, stage: StageTime) -> dict[Op, float]:
+    """Of one step: bytes of the larger of input and output, summed over the collectives of a kind."""
+    strategy, times = setup.parallel.strategy, setup.recipe.accumulation
+    reduced = _gradient_bytes(setup, stage)
+    stepped = trained_parameters(setup, stage) * setup.recipe.precision.parameters
+    if strategy == "replicate":
+        return {"all_reduce": reduced}
+    if strategy in ("zero1", "zero2"):
+        return {"reduce_scatter": reduced * (1 if strategy == "zero1" else times), "all_gather": stepped}
+    gathered = held_parameters(setup, stage) * setup.recipe.precision.parameters
+    moved: dict[Op, float] = {
+        "reduce_scatter": reduced * times,
+        "all_gather": stepped if strategy == "hybrid_zero2" else 2 * gathered * times,
+    }
+    if strategy != "zero3":
+        moved["all_reduce"] = reduced / setup.parallel.shard
+    return moved
+
+
 def _replicated(
     setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime, group: Group
 ) -> Synchronisation:

@@ -1,0 +1,82 @@
+"""The planner's bytes of collectives beside those of schedules, and beside the recorder of a real run."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+
+import imece
+from imece.bench.reference_model import REFERENCE, batch, new_decoder, optimizer_of
+from imece.collectives.recording import attach
+from imece.collectives.schedules import Schedule, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from imece.plan.communication import Op, sent_bytes
+from imece.plan.from_code import of_module
+from imece.plan.hardware import find_cluster
+from imece.plan.manner import IMECE
+from imece.plan.setup import Parallel, Precision, Recipe, Setup, Strategy
+from imece.plan.stage import stage_time
+from imece.plan.synchronise import moved_bytes
+from tests.ranks import run_ranks
+
+RANKS = 2
+STRATEGIES: tuple[Strategy, ...] = ("replicate", "zero1", "zero2", "zero3")
+
+
+def elements_sent(schedule: Schedule) -> int:
+    return sum(message.stop - message.start for step in schedule for message in step.sends)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_rings_send_what_is_predicted(ranks: int) -> None:
+    numel = 8 * 3 * 1000
+    rings: dict[Op, Schedule] = {
+        "all_reduce": ring_all_reduce(1, ranks, numel),
+        "all_gather": ring_all_gather(1, ranks, numel),
+        "reduce_scatter": ring_reduce_scatter(1, ranks, numel),
+    }
+    for op, schedule in rings.items():
+        assert 4 * elements_sent(schedule) == sent_bytes(op, 4 * numel, ranks), op
+
+
+def recorded_bytes() -> list[dict[str, int]]:
+    """Of the second step, for each strategy."""
+    imece.init()
+    found = []
+    for strategy in STRATEGIES:
+        model = new_decoder(REFERENCE)
+        wrapped, optimizer = imece.parallelize(
+            model, optimizer_of(model), strategy, bucket_cap_mb=5, gather=strategy == "zero3"
+        )
+        before = 0
+        for step in range(2):
+            calls = attach(os.getpid()).calls
+            before = calls[-1].token if calls else 0
+            wrapped(batch(REFERENCE, 64, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        moved: dict[str, int] = {}
+        for call in attach(os.getpid()).calls:
+            if call.token > before:
+                size = math.prod(call.shape) * getattr(torch, call.dtype).itemsize if call.dtype else 0
+                size *= RANKS if call.op == "all_gather" else 1  # the recorder has what goes in
+                moved[call.op] = moved.get(call.op, 0) + size
+        found.append(moved)
+    return found
+
+
+@pytest.mark.slow
+def test_a_real_run_moves_what_is_predicted() -> None:
+    with torch.device("meta"):
+        model = of_module(new_decoder(REFERENCE), "reference")
+    recipe = Recipe(64, precision=Precision(4, 4, 0, 0, 4, 4))
+    cluster = find_cluster("CPU", RANKS)
+    for rank in run_ranks(recorded_bytes, RANKS, backend="gloo"):
+        for strategy, found in zip(STRATEGIES, rank, strict=True):
+            setup = Setup(model, Parallel(strategy, RANKS, RANKS), recipe)
+            predicted = moved_bytes(setup, stage_time(setup, cluster, IMECE))
+            room = 0.02 if strategy == "zero3" else 0.001  # the last unit of forward is the first of backward
+            for op, size in predicted.items():
+                assert found.get(op, 0) == pytest.approx(size, rel=room), (strategy, op)
