@@ -1,7 +1,7 @@
 """How a piece of software goes about a step: what it overlaps, what it fuses, what it costs the CPU.
 
-The switches of published software are facts of its source, named beside them. Its costs are fitted on its
-tables, one number for all rows of all models; docs/planner-accuracy.md tells on which rows.
+Switches follow what the named sources and papers say of a software. Its costs are fitted on its tables, one
+number for all rows of all models; docs/planner-accuracy.md tells on which rows.
 """
 
 from __future__ import annotations
