@@ -63,7 +63,7 @@ def test_what_is_no_object_is_refused(data: bytes) -> None:
 
 
 def test_too_deep_and_too_many_digits_are_refused() -> None:
-    for data in (b'{"a":' * 10_000, b'{"a":' + b"9" * 9000 + b"}", b'{"a":Infinity}', b"null"):
+    for data in (b'{"a":' * 10_000, b'{"a":' + b"9" * 9000 + b"}", b'{"a":Infinity}', b"null", b"[]", b"1"):
         with pytest.raises(FrameError):
             unpack(data)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import threading
 import time
 import traceback
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,7 +21,9 @@ from imece.launch.hosts.events import Down, Refused, Said, Up
 from imece.launch.hosts.frames import FRAME_LIMIT_BYTES
 from imece.launch.hosts.network import Network
 from imece.world import LOOPBACK
-from tests.launch.hosts.agents import TOKEN, Agent, agents
+from tests.launch.hosts.agents import LIMIT_S, TOKEN, Agent, agents
+
+Hear = Callable[[socket.socket, str, reach.Hello], Coroutine[Any, Any, None]]
 
 
 def link(one: Agent, other: Agent) -> tuple[Up, Up]:
@@ -202,25 +207,54 @@ def test_an_agent_that_was_started_again_takes_the_place_of_the_one_before() -> 
             assert zero.next(Up).agent == again.agent
 
 
-@pytest.mark.parametrize("crossing", range(5))
-def test_two_that_dial_each_other_get_one_link(crossing: int) -> None:
+def test_a_host_that_turned_away_and_then_died_is_not_surely_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have gone on with others in between."""
+    with agents(0) as (zero,), agents(1) as (one,):
+        link(one, zero)
+
+        async def refused(*_: object) -> tuple[str, None]:
+            return "refused", None
+
+        monkeypatch.setattr(zero._links, "probe", refused)
+        one.drop(0)
+        assert zero.next(Down) == Down(1, "it closed the connection", surely=False)
+
+
+@pytest.mark.parametrize("first", [None, 0, 1])
+def test_two_that_dial_each_other_get_one_link(first: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have said who they are before either has heard it; then they hear it together, or one first."""
     with agents(0, 1) as (zero, one):
-        start = threading.Barrier(2)
-
-        def dial(own: Agent, other: Agent) -> None:
-            start.wait()
-            own.dial(other.me, other.address, patience_s=10)
-
-        threads = [threading.Thread(target=dial, args=pair) for pair in ((zero, one), (one, zero))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        heard: set[int] = set()
+        together = threading.Barrier(2)
+        for agent in (zero, one):
+            late_s = None if first is None else 0.05 * (agent.me != first)
+            hear = hear_later(agent, heard, together, late_s)
+            monkeypatch.setattr(agent._links.door, "_incoming", hear)
+        zero.dial(1, one.address, patience_s=10)
+        one.dial(0, zero.address, patience_s=10)
         zero.next(Up), one.next(Up)
         zero.send(1, {"from": 0})
         one.send(0, {"from": 1})
         assert one.next(Said) == Said(0, {"from": 0}) and zero.next(Said) == Said(1, {"from": 1})
         assert zero.is_calm(0.2) and one.is_calm()
+
+
+def hear_later(agent: Agent, heard: set[int], together: threading.Barrier, late_s: float | None) -> Hear:
+    """Hear who comes in only when both have spoken: so much later, or (None) both at the same instant."""
+    hear = agent._links._incoming
+
+    async def incoming(sock: socket.socket, address: str, peer: reach.Hello) -> None:
+        if agent.me not in heard:
+            heard.add(agent.me)
+            while len(heard) < 2:
+                await asyncio.sleep(0.001)
+            if late_s is None:
+                together.wait(LIMIT_S)
+            else:
+                await asyncio.sleep(late_s)
+        await hear(sock, address, peer)
+
+    return incoming
 
 
 def test_a_port_that_is_taken_is_one_line() -> None:

@@ -19,7 +19,7 @@ class Store:
     """In a store's place: says its name, and then says again whatever it is told."""
 
     def __init__(self, name: bytes) -> None:
-        self.name = name
+        self.name, self.served = name, 0
         self._listener = socket.create_server((LOOPBACK, 0))
         self.port: int = self._listener.getsockname()[1]
         self._threads = [threading.Thread(target=self._accept)]
@@ -31,6 +31,7 @@ class Store:
             if not self._threads:
                 sock.close()
                 return
+            self.served += 1
             self._threads.append(threading.Thread(target=self._answer, args=(sock,)))
             self._threads[-1].start()
 
@@ -107,6 +108,7 @@ def test_a_rank_waits_while_its_tunnel_leads_nowhere(pair: list[Agent]) -> None:
         assert pair[0].is_calm(0.2) and is_open(sock)
         zero.serve_store(store.port)
         assert exactly(sock, 10) == b"zero hello"
+        assert zero.is_calm(0.2) and store.served == 1, "who has gone is not led anywhere"
 
 
 def test_tunnels_that_lead_elsewhere_now_are_closed(pair: list[Agent]) -> None:
@@ -148,7 +150,7 @@ def test_a_host_without_a_link_has_no_tunnel(pair: list[Agent]) -> None:
             assert exactly(sock, 4) == b"zero"
             zero.drop(1)
             assert all_that_comes(sock) == b""
-            assert is_open(stranger)
+            assert two.is_calm(0.2) and is_open(stranger)
             two.dial(0, zero.address, patience_s=10)
             assert exactly(stranger, 4) == b"zero"
 

@@ -53,7 +53,8 @@ class Link:
 
     def finish(self, *, lives_on: bool) -> None:
         """Close this direction once all is sent; `run` returns when the peer has closed the other."""
-        self._outgoing.put_nowait(frames.GOODBYE if lives_on else b"")
+        if lives_on:
+            self._outgoing.put_nowait(frames.GOODBYE)
         self._outgoing.put_nowait(None)
 
     async def run(self, said: Callable[[dict[str, Any]], None]) -> str:
