@@ -15,7 +15,7 @@ This page is written by
     imece bench planner --page docs/planner-accuracy.md --plot docs/images/planner-accuracy.png
 
 in a few seconds, from published tables that lie in `src/imece/plan/published/`, each with its source. All
-but "our own engine" was measured by others. Predictions use one set of constants for each GPU type, network
+but "own_engine" was measured by others. Predictions use one set of constants for each GPU type, network
 and framework, for all models.
 
 ## Targets
@@ -28,7 +28,9 @@ _READING = """\
 
 - **MAPE** is the mean of the absolute errors in per cent, **p90** what nine tenths of them are below,
   **bias** the median of the errors with their sign: below zero, the planner is too optimistic.
-- **fitted on** are rows that some constant was chosen on, **held out** are rows that none was.
+- **fitted on** are rows that constants were chosen on, **held out** are others. Which effects there are, and
+  what a framework overlaps or fuses, was decided with all of these tables in sight, and so were the three
+  figures of rings over many hosts: held out is not unseen.
 - **constant** predicts every row by one utilisation, the one that is best for these very rows in
   hindsight. On tables of well-tuned runs it is good, and it knows nothing: it cannot tell which of two
   arrangements is faster. **skill** is 1 - our MAPE over its MAPE: 1 is perfect, 0 no better.
@@ -73,7 +75,7 @@ _KNOWN = """\
 | bytes of element-wise work (torchtitan's and ours likewise), loss, optimizer | nanotron | ultrascale, 1B |
 | links inside a host | A100, V100 | nccl |
 | | H100 | ultrascale, 1B, with nccl |
-| time that EFA takes for each host | EFA | ultrascale, 1B, with nccl |
+| time for each host of a ring, and how it adds up | EFA | ultrascale, 1B, then settled on 3B and nccl |
 
 All else is from data sheets, from the frameworks' sources, or counted: `src/imece/plan/presets.toml` and
 `src/imece/plan/manner.py` say which. Of memory alone the allocators' slack is measured

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from imece.bench import planner, report
 from imece.errors import UserError
-from imece.plan import accuracy_time
+from imece.plan import accuracy_memory, accuracy_time
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class PlannerOptions:
     tables: str = ""
     """Which tables; all by default, with the fits and the time of a search."""
     rows: Path | None = None
-    """Judge the rows of this CSV file, with the columns of the one table of steps that --tables names."""
+    """Judge the rows of this CSV file, with the columns of the one table that --tables names."""
     worst: int = 5
     """Name so many rows of each table, the worst first."""
     page: Path | None = None
@@ -35,6 +35,7 @@ class PlannerOptions:
         if self.page is not None and self.tables:
             raise UserError("--page is of all tables: leave --tables out")
         chosen = tuple(report.read_choices(self.tables, names, "--tables"))
-        if self.rows is not None and (len(chosen) != 1 or chosen[0] not in accuracy_time.TABLES):
-            raise UserError(f"--rows needs --tables with one of {', '.join(accuracy_time.TABLES)}")
+        readable = (*accuracy_time.TABLES, *accuracy_memory.TABLES)
+        if self.rows is not None and (len(chosen) != 1 or chosen[0] not in readable):
+            raise UserError(f"--rows needs --tables with one of {', '.join(readable)}")
         return planner.Plan(chosen, self.rows, self.worst)

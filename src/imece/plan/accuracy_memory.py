@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import get_args
 
 from imece.footprint import DIVIDED, Sizes, footprint
@@ -15,7 +16,7 @@ from imece.plan.hardware import GIB, Gpu, find_gpu
 from imece.plan.held import held
 from imece.plan.memory import memory
 from imece.plan.model import Model
-from imece.plan.published import read
+from imece.plan.published import Table, read
 from imece.plan.setup import Parallel, Precision, Recipe, Recomputation, Setup, Strategy
 
 _OTHERS = ("frozen", "distill", "offloading", "deepseek")
@@ -37,10 +38,10 @@ class Fits:
     too_large_flagged: int
 
 
-def zero_states() -> list[Row]:
+def zero_states(own: Table | None = None) -> list[Row]:
     """Table 1 of ZeRO, in GB; the paper rounds, and cuts off what has no decimals. Nothing is fitted."""
     rows = []
-    for r in read("zero_states").rows:
+    for r in (own or read("zero_states")).rows:
         whole, ranks = float(r["billions"]) * 1e9, int(r["ranks"])
         divides = DIVIDED[f"zero{r['stage']}"]
         found = footprint(
@@ -52,10 +53,10 @@ def zero_states() -> list[Row]:
     return rows
 
 
-def korthikanti() -> list[Row]:
+def korthikanti(own: Table | None = None) -> list[Row]:
     """Figures 1 (GiB) and 7 (per cent of tensor parallelism alone). Nothing is fitted."""
     rows = []
-    for r in read("korthikanti_memory").rows:
+    for r in (own or read("korthikanti_memory")).rows:
         setup = _of_paper(r)
         held_ = held(setup.model, setup.parallel, 0, PAPER)
         states = 18 * held_.layers * held_.products / GIB  # the paper's 18 bytes, of matrices alone
@@ -97,10 +98,10 @@ def _activations(setup: Setup, sequence: bool, recompute: Recomputation) -> floa
     return kept.total * layers_in_flight(layers, parallel, recipe, 0)
 
 
-def ultrascale_memory() -> list[Row]:
+def ultrascale_memory(own: Table | None = None) -> list[Row]:
     """GiB that rank 0 reserved, of runs that succeeded. 1B was fitted; 3B is held out."""
     rows = []
-    for r in read("ultrascale").rows:
+    for r in (own or read("ultrascale")).rows:
         if r["status"] == "ok":
             found = memory(ultrascale_setup(r), 0, NANOTRON).total / GIB
             cell = f"{r['model']}, {r['nodes']} hosts"
@@ -109,10 +110,10 @@ def ultrascale_memory() -> list[Row]:
     return rows
 
 
-def ultrascale_fits(model: str | None = None) -> Fits:
+def ultrascale_fits(model: str | None = None, own: Table | None = None) -> Fits:
     """Of all its runs. A failure was memory's if the pipeline's schedule and stages were possible, no other
     run of the same configuration succeeded, and more than half of the device is predicted."""
-    table = [r for r in read("ultrascale").rows if model in (None, r["model"])]
+    table = [r for r in (own or read("ultrascale")).rows if model in (None, r["model"])]
     gpu = find_gpu("H100")
     ran = {_configuration(r) for r in table if r["status"] == "ok"}
     counts = [0] * 6
@@ -155,19 +156,19 @@ def llm_foundry_fits() -> Fits:
     return Fits(ran, passed, 0, 0, 0, 0)
 
 
-def torchtitan_memory() -> list[Row]:
+def torchtitan_memory(own: Table | None = None) -> list[Row]:
     """GiB reserved, rows in bf16. Their slack, one number, is fitted on them: there are no others."""
-    measured = [r for r in read("torchtitan").rows if r["float8"] != "1"]
+    measured = [r for r in (own or read("torchtitan")).rows if r["float8"] != "1"]
     return [
         Row(case.name, float(r["memory_gib"]), memory(case.setups[0], None, TORCHTITAN).total / GIB)
-        for case, r in zip(torchtitan(), measured, strict=True)
+        for case, r in zip(torchtitan(own), measured, strict=True)
     ]
 
 
-def megatron_ci(family: str) -> list[Row]:
+def megatron_ci(family: str, own: Table | None = None) -> list[Row]:
     """GiB at the peak of the last stage, of one family (gpt, moe, bert, mixtral)."""
     rows = []
-    for r in read("megatron_ci").rows:
+    for r in (own or read("megatron_ci")).rows:
         if r["family"] == family and (setup := _of_ci(r)) is not None:
             found = memory(setup, setup.parallel.pipeline - 1, MEGATRON).total / GIB
             name = f"{r['case']} {r['golden'].removesuffix('.json').removeprefix('golden_values_')}"
@@ -222,10 +223,10 @@ def _is_new(r: Mapping[str, str]) -> bool:
     return "dracooci" not in r["golden"] and r["implementation"] != "local"
 
 
-def own_engine() -> list[Row]:
+def own_engine(own: Table | None = None) -> list[Row]:
     """MB that a rank of our own engine holds, activations not counted. Nothing is fitted."""
     rows = []
-    for r in read("own_engine").rows:
+    for r in (own or read("own_engine")).rows:
         width, heads, ranks = int(r["width"]), int(r["heads"]), int(r["ranks"])
         model = Model(
             "GPT", int(r["layers"]), width, heads, heads, width // heads, 4 * width, gated=False,
@@ -251,12 +252,21 @@ def _strategy(name: str) -> Strategy:
     return next(each for each in get_args(Strategy) if each == name)
 
 
+# Name -> (the file it is in, its rows, or those of another table with the same columns).
+TABLES: dict[str, tuple[str, Callable[[Table | None], list[Row]]]] = {
+    "zero_states": ("zero_states", zero_states),
+    "korthikanti_memory": ("korthikanti_memory", korthikanti),
+    "own_engine": ("own_engine", own_engine),
+    "ultrascale_memory": ("ultrascale", ultrascale_memory),
+    "torchtitan_memory": ("torchtitan", torchtitan_memory),
+    **{
+        f"megatron_ci_{family}": ("megatron_ci", partial(megatron_ci, family))
+        for family in ("gpt", "moe", "mixtral", "bert")
+    },
+}
+
+
 def all_rows() -> Iterator[tuple[str, list[Row]]]:
     """(table, its rows), all of them."""
-    yield "ZeRO table 1", zero_states()
-    yield "Korthikanti figures 1 and 7", korthikanti()
-    yield "our own engine", own_engine()
-    yield "ultrascale, memory", ultrascale_memory()
-    yield "torchtitan, memory", torchtitan_memory()
-    for family in ("gpt", "moe", "mixtral", "bert"):
-        yield f"Megatron-LM CI, {family}", megatron_ci(family)
+    for name, (_, rows) in TABLES.items():
+        yield name, rows(None)
