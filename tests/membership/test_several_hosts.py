@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.membership.agents import STEPS, Agents, difference, learn, learnt_alone
+from tests.membership.deaths import death
+from tests.membership.deaths import difference as difference_of_runs
+from tests.train.command import in_fork, train
+from tests.train.compare import summary
+from tests.train.small import options
 
 ROUNDING = 1e-5  # relative: other ranks sum the same samples in another order
 
@@ -133,3 +141,32 @@ def test_a_host_falls_silent(strategy: str) -> None:
         value = agents.result(member).value
         assert difference(value["parameters"], learnt_alone()) < ROUNDING
         assert value["told"][-1][2:] == [0, [2]]
+
+
+def two_hosts() -> None:
+    """For a forked launcher: ranks 0 and 1 are on another host than 2 and 3."""
+    for place in ("imece.world.host_id", "imece.mesh.host_id"):
+        mock.patch(place, lambda *_: f"host {int(os.environ.get('LOCAL_RANK', 0)) // 2}").start()
+
+
+def loses_a_host(folder: str) -> list[str]:
+    """`imece train` on two hosts, of which one is gone after a checkpoint. What it has said."""
+    path, words = Path(folder), ["--ranks=4", "--steps=12", "--strategy=zero1", "--checkpoint.every=4"]
+    assert train(options(path, "whole", *words), path).status == 0
+    kill = death("backward", [2, 3], 6)
+
+    def fault() -> None:
+        two_hosts()
+        kill()
+
+    outcome = train(options(path, "run", *words), path, fault=fault)
+    assert outcome.status == 0, outcome
+    assert difference_of_runs(path / "run", path / "whole") < ROUNDING
+    assert summary(path / "run")["steps"] == 12
+    return outcome.out.splitlines()
+
+
+@pytest.mark.slow
+def test_back_to_the_checkpoint(tmp_path: Path) -> None:
+    said = in_fork(loses_a_host, str(tmp_path))
+    assert any("back to the checkpoint of step 4: 2 steps are lost" in line for line in said), said

@@ -18,31 +18,28 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from imece.checkpoint.deal import Slice
-from imece.checkpoint.manifest import DTYPE_NAMES, DTYPES
 from imece.checkpoint.training_state import TrainingState
 from imece.collectives import ops
 from imece.collectives.texts import gather_texts
 from imece.data_parallel.parallelize import ShardedDataParallel
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import CollectiveError, MismatchError
+from imece.membership.behind import catch_up
 from imece.membership.copies import Copies
 from imece.membership.member import Member, is_peer_gone
 from imece.membership.needs import Needs
-from imece.membership.pieces import Pieces
 from imece.membership.roster import Generation
 
 Json = dict[str, Any]
 
 _NEWS_S = 1.0
-_CHUNK_BYTES = 64 * 2**20
 
 
 class MovedOnError(CollectiveError):
@@ -64,16 +61,6 @@ class Recovered:
     """That some rank had finished and all will do again."""
     seconds: float
     """Since this rank noticed."""
-
-
-class _Sent(NamedTuple):
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class LostStateError(RuntimeError):
@@ -235,7 +222,7 @@ class Recovery:
         else:
             begin = most
             if any(note["step"] < most for note in notes):
-                self._from_rank(furthest, step < most)
+                catch_up(self._training_state, furthest, step < most, mesh.world_group, model.device)
         states = notes[furthest]["states"]
         if str(begin) in states:
             self._take(states[str(begin)])
@@ -262,27 +249,6 @@ class Recovery:
         ops.barrier(group=self.member.mesh.world_group)  # nobody lets go of what another still reads
         return step
 
-    def _from_rank(self, root: int, receives: bool) -> None:
-        """The whole training state of rank `root`, for those that are behind it. All ranks call it."""
-        group, device = self.member.mesh.world_group, self._model.device
-        sends = group.rank() == root
-        held = {name: _whole(value) for name, value in self._training_state.own().items()} if sends else {}
-        table = [json.dumps([name, DTYPE_NAMES[each.dtype], list(each.shape)]) for name, each in held.items()]
-        said = gather_texts(table, group, device, "names of the training state")[root]
-        pieces = Pieces()
-        for chunk in _chunks([json.loads(text) for text in said]):
-            nbytes = sum(each.nbytes for each in chunk)
-            flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            if sends:
-                parts = [held[each.name].reshape(-1).view(torch.uint8) for each in chunk]
-                torch.cat([part.to(device) for part in parts], out=flat)
-            ops.broadcast(flat, root, group=group, label="training state for ranks that are behind")
-            if receives:
-                for each, part in zip(chunk, flat.split([each.nbytes for each in chunk]), strict=True):
-                    pieces.add(each.name, each.shape, 0, part.clone().view(each.dtype).cpu())
-        if receives:
-            self._training_state.load(pieces)
-
     def _exchange(self, step: int) -> None:
         model = self._model
         if self.without_copies or not isinstance(model, ShardedDataParallel):
@@ -307,20 +273,3 @@ class Recovery:
         if mesh.rank in leaving:
             raise SystemExit(0)
         raise _OthersLeftError(f"{len(leaving)} ranks have left after step {step}")
-
-
-def _whole(value: torch.Tensor | Slice) -> torch.Tensor:
-    return value.tensor.view(value.shape) if isinstance(value, Slice) else value.detach()
-
-
-def _chunks(table: Sequence[Sequence[Any]]) -> Iterator[list[_Sent]]:
-    """What travels together: a few large messages."""
-    chunk: list[_Sent] = []
-    for name, dtype, shape in table:
-        sent = _Sent(name, DTYPES[dtype], tuple(shape))
-        if chunk and sum(each.nbytes for each in chunk) + sent.nbytes > _CHUNK_BYTES:
-            yield chunk
-            chunk = []
-        chunk.append(sent)
-    if chunk:
-        yield chunk

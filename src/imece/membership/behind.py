@@ -1,0 +1,73 @@
+"""Where every rank holds everything: who is behind gets all of it from one that is not."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from imece.checkpoint.deal import Slice
+from imece.checkpoint.manifest import DTYPE_NAMES, DTYPES
+from imece.checkpoint.training_state import TrainingState
+from imece.collectives import ops
+from imece.collectives.texts import gather_texts
+from imece.membership.pieces import Pieces
+
+_CHUNK_BYTES = 64 * 2**20
+
+
+class _Sent(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def catch_up(
+    state: TrainingState, root: int, receives: bool, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """The whole training state of rank `root`, for those that are behind it. All ranks of `group` call it.
+
+    receives: whether this rank is behind. device: of the model.
+    """
+    sends = group.rank() == root
+    held = {name: _whole(value) for name, value in state.own().items()} if sends else {}
+    table = [json.dumps([name, DTYPE_NAMES[each.dtype], list(each.shape)]) for name, each in held.items()]
+    said = gather_texts(table, group, device, "names of the training state")[root]
+    pieces = Pieces()
+    for chunk in _chunks([json.loads(text) for text in said]):
+        nbytes = sum(each.nbytes for each in chunk)
+        flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if sends:
+            parts = [held[each.name].reshape(-1).view(torch.uint8) for each in chunk]
+            torch.cat([part.to(device) for part in parts], out=flat)
+        ops.broadcast(flat, root, group=group, label="training state for ranks that are behind")
+        if receives:
+            for each, part in zip(chunk, flat.split([each.nbytes for each in chunk]), strict=True):
+                pieces.add(each.name, each.shape, 0, part.clone().view(each.dtype).cpu())
+    if receives:
+        state.load(pieces)
+
+
+def _whole(value: torch.Tensor | Slice) -> torch.Tensor:
+    return value.tensor.view(value.shape) if isinstance(value, Slice) else value.detach()
+
+
+def _chunks(table: Sequence[Sequence[Any]]) -> Iterator[list[_Sent]]:
+    """What travels together: a few large messages."""
+    chunk: list[_Sent] = []
+    for name, dtype, shape in table:
+        sent = _Sent(name, DTYPES[dtype], tuple(shape))
+        if chunk and sum(each.nbytes for each in chunk) + sent.nbytes > _CHUNK_BYTES:
+            yield chunk
+            chunk = []
+        chunk.append(sent)
+    if chunk:
+        yield chunk
