@@ -47,7 +47,7 @@ def read_all(data: bytes, pieces: int = 1) -> list[dict[str, Any] | None]:
     return asyncio.run(both())
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.lists(st.dictionaries(st.text(), JSON, max_size=4), max_size=4))
 def test_messages_come_back_as_they_were(messages: list[dict[str, Any]]) -> None:
     data = b"".join(frames.HEARTBEAT + pack(message) for message in messages)

@@ -133,6 +133,20 @@ def test_a_silent_link_ends_on_both_sides() -> None:
         assert one.next(Down) == Down(0, "it closed the connection", surely=False)
 
 
+def test_a_peer_that_takes_nothing_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("imece.launch.hosts.link._BACKLOG_BYTES", 1 << 20)
+    with agents(0, 1) as (zero, one):
+        link(one, zero)
+        busy = threading.Event()
+        one._call(busy.wait, LIMIT_S)
+        try:
+            for _ in range(400):  # more than the kernel keeps of it
+                zero.send(1, {"text": "x" * 60_000})
+            assert zero.next(Down) == Down(1, "it takes nothing from its connection", surely=False)
+        finally:
+            busy.set()
+
+
 def test_a_dial_waits_for_an_agent_that_comes_later() -> None:
     with agents(1) as (one,):
         with socket.create_server((LOOPBACK, 0)) as placeholder:

@@ -32,6 +32,7 @@ def test_more_than_half_go_on_without_the_coordinator() -> None:
     assert standing.coordinator({0, 1, 2}) is None
 
 
+@settings(max_examples=60)
 @given(st.sets(st.integers(0, 7), min_size=1), st.data())
 def test_of_the_sides_of_one_generation_at_most_one_goes_on(hosts: set[int], data: st.DataObject) -> None:
     """Whatever each side knows of the dead."""
@@ -216,7 +217,7 @@ def walk(village: Village, steps: int) -> None:
         assert len(village.going()) <= 1, f"two sides: {village.follows}, {village.standing}"
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(st.integers(0, 2**64), st.integers(2, 6))
 def test_at_no_time_two_sides_may_go_on(seed: int, hosts: int) -> None:
     village = Village(Random(seed), hosts)
