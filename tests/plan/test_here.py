@@ -12,8 +12,12 @@ import pytest
 from imece.errors import UserError
 from imece.plan.communication import along, collective_s
 from imece.plan.compute import product_s, stream_s
-from imece.plan.hardware import find_cluster
+from imece.plan.hardware import Cluster, find_cluster
 from imece.plan.here import cluster_of, keep, kept_cluster, measured_on, profile_file, to_toml
+from imece.plan.manner import IMECE
+from imece.plan.models import MODELS
+from imece.plan.setup import Parallel, Precision, Recipe, Setup
+from imece.plan.stage import stage_time
 
 FIGURES: dict[str, Any] = {
     "device": 'A "quoted" CPU', "kind": "cpu", "backend": "shm", "ranks": 4, "cores": 4, "dtype": "bfloat16",
@@ -67,3 +71,21 @@ def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     (tmp_path / "imece").write_text("a file where a folder is to be")
     with pytest.raises(UserError, match="cannot be written"):
         keep("", profile_file())
+
+
+def test_small_kernels_are_as_slow_as_a_model_shows() -> None:
+    quick = cluster_of(FIGURES)
+    slow = cluster_of(FIGURES | {"model": ["small", 2, 256], "model_s": 1.05 * seconds_of_small(quick)})
+    assert seconds_of_small(slow) == pytest.approx(1.05 * seconds_of_small(quick), rel=0.01)
+    assert slow.gpu.memory_bandwidth < quick.gpu.memory_bandwidth and slow.gpu.peak == quick.gpu.peak
+    faster = cluster_of(FIGURES | {"model": ["small", 2, 256], "model_s": 1e-9})
+    assert faster.gpu.memory_bandwidth == pytest.approx(quick.gpu.memory_bandwidth), (
+        "never above that of a copy"
+    )
+
+
+def seconds_of_small(cluster: Cluster) -> float:
+    precision = Precision(parameters=4, gradients=4, masters=0, moments=4, activations=2)
+    setup = Setup(MODELS["small"], Parallel(), Recipe(256, micro_batch=2, precision=precision))
+    alone = replace(cluster.gpu, name=f"{cluster.gpu.memory_bandwidth}")
+    return stage_time(setup, replace(cluster, gpu=alone, gpus_per_host=1), IMECE).compute

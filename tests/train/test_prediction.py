@@ -38,9 +38,8 @@ def of(strategy: str, on: Machine) -> Prediction:
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, on: Machine, usual: str = "zero1", mesh: Any = ONE_HOST) -> str:
-    monkeypatch.setattr(prediction, "machine_of", lambda mesh: on)
     monkeypatch.setattr(prediction, "choose_strategy", lambda name, mesh: SimpleNamespace(name=usual))
-    return choose(CONFIG, SHAPE, plan_batch(CONFIG.batch, SHAPE.max_seq, 2), BF16, mesh)
+    return choose(CONFIG, SHAPE, plan_batch(CONFIG.batch, SHAPE.max_seq, 2), BF16, on, mesh)
 
 
 def slower(monkeypatch: pytest.MonkeyPatch, times: dict[str, float]) -> None:

@@ -5,7 +5,6 @@ Products of large matrices, attention, bytes moved, the start of a small kernel,
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,17 +16,21 @@ import torch.nn.functional as F
 import imece
 from imece.collectives.links import LARGE_BYTES, measure
 from imece.launch.spawn import spawn
+from imece.models.cross_entropy import summed_cross_entropy
+from imece.models.presets import preset
+from imece.models.transformer import Transformer
 from imece.observe.environment import cpu_model, usable_cores
 from imece.train.precision import choose_precision
 
-_ROUNDS = 5
+_LONG_S = 0.4
 _LIMIT_S = 120.0
-_SIDE = {"cpu": 1536, "cuda": 8192}  # of square matrices
-_MOVED = {"cpu": 64 * 2**20, "cuda": 1 << 30}  # bytes: more than caches hold
+_SIDE = {"cpu": 512, "cuda": 8192}  # of square matrices
+_MOVED = {"cpu": 16 * 2**20, "cuda": 1 << 30}  # bytes: more than caches hold
 ATTENTION = {
-    "cpu": (2, 4, 512, 64),
+    "cpu": (1, 4, 256, 64),
     "cuda": (8, 16, 4096, 128),
 }  # sequences, heads, tokens, channels of a head
+MODEL = ("small", 2, 256)  # a preset, sequences, tokens of each
 
 
 def measure_here(ranks: int) -> dict[str, Any]:
@@ -42,7 +45,8 @@ def measure_here(ranks: int) -> dict[str, Any]:
     }
     longest = {
         name: max(each[name] for each in found)
-        for name in ("attention_forward_s", "attention_backward_s", "launch_s", "overhead_bytes")
+        for name in ("attention_forward_s", "attention_backward_s", "model_s", "launch_s", "overhead_bytes")
+        if name in found[0]
     }
     return found[0] | slowest | longest
 
@@ -63,8 +67,8 @@ def _measure_rank() -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "side": side,
         "attention": ATTENTION[device.type],
-        "product": 2.0 * side**3 / together.median_s(_product(side, dtype, device)),
-        "product_fp32": 2.0 * side**3 / together.median_s(_product(side, torch.float32, device)),
+        "product": 2.0 * side**3 / together.best_s(_product(side, dtype, device)),
+        "product_fp32": 2.0 * side**3 / together.best_s(_product(side, torch.float32, device)),
         "moved_per_s": _moved(together, device),
         "launch_s": _launch(together, device),
         "overhead_bytes": resident if device.type == "cpu" else _outside(device),
@@ -78,6 +82,8 @@ def _measure_rank() -> dict[str, Any]:
         "attention_forward_s": forward_s,
         "attention_backward_s": max(both_s - forward_s, forward_s / 2),
     }
+    if device.type == "cpu":
+        figures |= {"model": MODEL, "model_s": _model(together, dtype)}
     if mesh.world_size > 1:
         links = measure(mesh.world_group, mesh.hosts, device)
         native = links.native["all_reduce"]
@@ -92,17 +98,27 @@ class _Together:
     def __init__(self, mesh: imece.Mesh) -> None:
         self._mesh = mesh
 
-    def median_s(self, run: Callable[[], object]) -> float:
-        """The median of a few rounds, each begun together; the first one only makes ready."""
-        took = []
-        for _ in range(1 + _ROUNDS):
+    def best_s(self, run: Callable[[], object]) -> float:
+        """The best of all that fit into a while, in which all ranks do the same.
+
+        What else runs here is no property of the machine: of short runs some are not disturbed, and a rank
+        with one thread counts its own time only.
+        """
+        cuda = self._mesh.device.type == "cuda"
+        alone = not cuda and torch.get_num_threads() == 1
+        clock = time.process_time if alone else time.perf_counter
+        took: list[float] = []
+        for least_s in (0.0, _LONG_S):  # the first one only makes ready
             imece.barrier(group=self._mesh.world_group)
-            began = time.perf_counter()
-            run()
-            if self._mesh.device.type == "cuda":
-                torch.cuda.synchronize(self._mesh.device)
-            took.append(time.perf_counter() - began)
-        return statistics.median(took[1:])
+            until = time.perf_counter() + least_s
+            took.clear()
+            while not took or time.perf_counter() < until:
+                began = clock()
+                run()
+                if cuda:
+                    torch.cuda.synchronize(self._mesh.device)
+                took.append(clock() - began)
+        return min(took)
 
 
 def _product(side: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
@@ -115,10 +131,10 @@ def _moved(together: _Together, device: torch.device) -> float:
     size = _MOVED[device.type]
     source = torch.zeros(size // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * size / together.median_s(lambda: target.copy_(source))
+    return 2 * size / together.best_s(lambda: target.copy_(source))
 
 
-def _launch(together: _Together, device: torch.device, times: int = 200) -> float:
+def _launch(together: _Together, device: torch.device, times: int = 100) -> float:
     """Of one small operation."""
     small = torch.zeros(1, device=device)
 
@@ -126,7 +142,7 @@ def _launch(together: _Together, device: torch.device, times: int = 200) -> floa
         for _ in range(times):
             small.add_(1)
 
-    return together.median_s(run) / times
+    return together.best_s(run) / times
 
 
 def _attention(together: _Together, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
@@ -142,8 +158,25 @@ def _attention(together: _Together, dtype: torch.dtype, device: torch.device) ->
         forward().backward(direction)
 
     with torch.no_grad():
-        forward_s = together.median_s(forward)
-    return forward_s, together.median_s(both)
+        forward_s = together.best_s(forward)
+    return forward_s, together.best_s(both)
+
+
+def _model(together: _Together, dtype: torch.dtype) -> float:
+    """Seconds of a small model's forward and backward."""
+    name, batch, seq = MODEL
+    shape = preset(name)
+    model = Transformer(shape, generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(shape.vocab_size, (2, batch, seq), generator=torch.Generator().manual_seed(1))
+
+    def run() -> None:
+        model.zero_grad()
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            logits = model(tokens[0])
+            loss = summed_cross_entropy(logits.flatten(0, 1), tokens[1].flatten(), ignore=-1)
+        loss.backward()
+
+    return together.best_s(run)
 
 
 def _memory(ranks: int, device: torch.device) -> int:

@@ -118,8 +118,7 @@ def cluster_of(options: PlanOptions) -> Cluster:
         if number % _FULL_HOST:
             raise UserError(
                 f"--gpus {options.gpus}: {number} are not whole hosts of {_FULL_HOST}; say how many each "
-                "host has, "
-                "and --hosts"
+                "host has, and --hosts"
             )
         number, hosts = _FULL_HOST, number // _FULL_HOST
     return find_cluster(name, number, hosts, options.network, options.hardware)

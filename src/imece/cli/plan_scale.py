@@ -12,8 +12,7 @@ from imece.plan.text import subject
 
 _WORDS = (
     "left: tokens a second of a GPU over that of the first line; waits: part of a step in which GPUs wait "
-    "for "
-    "messages or for the pipeline; the plan ends with micro-batch x accumulation"
+    "for messages or for the pipeline; the plan ends with micro-batch x accumulation"
 )
 
 

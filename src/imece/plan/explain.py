@@ -187,8 +187,7 @@ def _recompute(answer: Answer) -> Iterator[str]:
     if missing > 0 and without.seconds < winner.seconds:
         yield (
             f"without recomputation it would be {_percent(1 - without.seconds / winner.seconds)} faster, but "
-            "needs "
-            f"{gb(missing)} GB more than there is"
+            f"needs {gb(missing)} GB more than there is"
         )
 
 
@@ -210,8 +209,7 @@ def _micro_batch(answer: Answer) -> Iterator[str]:
     if gain >= _WORTH:
         yield (
             f"micro-batch {micro} would be {_percent(gain)} faster, but needs {gb(missing)} GB more than "
-            "there "
-            "is"
+            "there is"
         )
     if recipe.recompute != "full":
         smaller = judge(replace(winner.setup, recipe=replace(larger, recompute="full")), question.cluster)

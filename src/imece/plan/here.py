@@ -15,10 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from imece.errors import UserError
+from imece.models.presets import preset
 from imece.plan.compute import product_s, stream_s
 from imece.plan.hardware import Cluster, Gpu, Link, find_cluster, find_gpu
+from imece.plan.manner import IMECE
+from imece.plan.models import from_shape
+from imece.plan.setup import Parallel, Precision, Recipe, Setup
+from imece.plan.stage import stage_time
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
+_SLOWEST = 0.1  # of the bytes that a copy moves
 _WIDE = 128  # channels of a head for which Gpu.flash is told
 
 
@@ -67,6 +73,8 @@ def cluster_of(figures: Mapping[str, Any]) -> Cluster:
         * figures["moved_per_s"],
     )
     gpu = replace(gpu, flash=_flash(gpu, figures))
+    if "model_s" in figures:
+        gpu = _as_slow_as_a_model(gpu, figures)
     return Cluster(gpu, int(figures["ranks"]), 1, _link(figures), Link(1.25e9, 50e-6, 0.9))
 
 
@@ -94,6 +102,31 @@ def keep(text: str, path: Path) -> None:
         half.replace(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def _as_slow_as_a_model(gpu: Gpu, figures: Mapping[str, Any]) -> Gpu:
+    """With the rate at which a model's small kernels move bytes, which is below that of a copy.
+
+    The one at which forward and backward of the model that was measured take as long as they took.
+    """
+    name, batch, seq = figures["model"]
+    activations = 2 if figures["dtype"] != "float32" else 4
+    precision = Precision(parameters=4, gradients=4, masters=0, moments=4, activations=activations)
+    setup = Setup(
+        from_shape(name, preset(name)), Parallel(), Recipe(seq, micro_batch=batch, precision=precision)
+    )
+    alone = Cluster(gpu, 1, 1, Link(1e9, 0.0), Link(1e9, 0.0))
+    low, high = _SLOWEST * gpu.memory_bandwidth, gpu.memory_bandwidth
+    for _ in range(40):
+        middle = (low + high) / 2
+        slower = replace(
+            gpu, name=f"{gpu.name} {middle}", memory_bandwidth=middle
+        )  # a name of its own: see Gpu
+        if stage_time(setup, replace(alone, gpu=slower), IMECE).compute > figures["model_s"]:
+            low = middle
+        else:
+            high = middle
+    return replace(gpu, memory_bandwidth=high)
 
 
 def _flash(gpu: Gpu, figures: Mapping[str, Any]) -> tuple[float, float]:

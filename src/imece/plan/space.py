@@ -167,8 +167,7 @@ def _check_axes(question: Question) -> None:
     if question.seq % (2 * (question.context or 1)) and (question.context or 1) > 1:
         raise UserError(
             f"--seq {question.seq} cannot be divided by 2 x --context {question.context}: each rank takes a "
-            "part "
-            f"from both ends; the nearest are {_nearest(question.seq, 2 * (question.context or 1))}"
+            f"part from both ends; the nearest are {_nearest(question.seq, 2 * (question.context or 1))}"
         )
 
 

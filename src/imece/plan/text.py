@@ -153,8 +153,7 @@ def table(ranked: Sequence[Candidate], most: int, width: int) -> Iterator[str]:
         assert each.time is not None
         yield (
             f"{place:>4} {each.time.tokens_per_s:>12,.0f} {seconds(each.seconds):>9} "
-            f"{_percent(each.time.mfu):>5} "
-            f"{gb(each.needed):>6}  {title(each.setup)}"
+            f"{_percent(each.time.mfu):>5} {gb(each.needed):>6}  {title(each.setup)}"
         )[:width]
 
 

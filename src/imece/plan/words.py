@@ -133,8 +133,7 @@ def meanings(setup: Setup, cluster: Cluster) -> Iterator[tuple[str, str]]:
         yield (
             f"PP {parallel.pipeline}",
             f"pipeline: the layers are dealt to {parallel.pipeline} stages, up to {layers} each, and "
-            "micro-batches "
-            "go from one stage to the next",
+            "micro-batches go from one stage to the next",
         )
     once = f"a GPU computes {count(recipe.micro_batch, 'sequence')} at once"
     groups = f" x {count(parallel.data, 'GPU')}" if parallel.data > 1 else ""
@@ -142,16 +141,14 @@ def meanings(setup: Setup, cluster: Cluster) -> Iterator[tuple[str, str]]:
         groups = f" x {count(parallel.data, 'group')} of GPUs"
     yield (
         f"micro-batch {recipe.micro_batch}",
-        f"{once}, {recipe.accumulation} times before each update: {recipe.micro_batch} x "
-        f"{recipe.accumulation}"
-        f"{groups} = {setup.global_batch:,} sequences",
+        f"{once}, {_times(recipe.accumulation)} before each update: {recipe.micro_batch} x "
+        f"{recipe.accumulation}{groups} = {setup.global_batch:,} sequences",
     )
     if recipe.recompute == "full":
         yield (
             "full recomputation",
             "of each layer only the input is kept for backward, which computes the rest again: much less "
-            "memory, "
-            "a third more work",
+            "memory, a third more work",
         )
     if recipe.recompute == "selective":
         yield "selective recomputation", "scores of attention are computed again in backward instead of kept"
@@ -185,8 +182,7 @@ def _strategy(parallel: Parallel, cluster: Cluster) -> str:
         "zero1": f"each keeps all parameters and gradients, but only {part} of the optimizer's state",
         "zero2": f"each keeps all parameters, but only {part} of the gradients and of the optimizer's state",
         "zero3": f"each keeps {part} of parameters, gradients and optimizer state, and gathers a layer when "
-        "it "
-        "is needed",
+        "it is needed",
         "hybrid": f"the {parallel.shard} of a host divide the model among them, each host has all of it",
         "hybrid_zero2": f"the {parallel.shard} of a host divide gradients and optimizer state, each has all "
         "parameters",

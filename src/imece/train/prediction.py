@@ -89,7 +89,18 @@ class Prediction:
 
 
 def machine_of(mesh: Mesh) -> Machine:
-    """What imece plan --here has kept of this machine; or else a preset with the memory that there is."""
+    """What imece plan --here has kept of this machine; or else a preset with the memory that there is.
+
+    What this process takes on a CPU now, before it has a model, is what it takes outside of the model.
+    """
+    found = _machine_of(mesh)
+    if mesh.device.type != "cpu":
+        return found
+    gpu = replace(found.cluster.gpu, overhead_bytes=psutil.Process().memory_info().rss)
+    return replace(found, cluster=replace(found.cluster, gpu=gpu))
+
+
+def _machine_of(mesh: Mesh) -> Machine:
     hosts = len(mesh.hosts)
     each = max(len(host) for host in mesh.hosts)
     with contextlib.suppress(UserError):  # a file that is damaged is as good as none
@@ -141,14 +152,18 @@ def _counted(setup: Setup, cluster: Cluster) -> dict[str, float]:
 
 
 def choose(
-    config: TrainConfig, shape: TransformerConfig, plan: BatchPlan, precision: Precision, mesh: Mesh
+    config: TrainConfig,
+    shape: TransformerConfig,
+    plan: BatchPlan,
+    precision: Precision,
+    machine: Machine,
+    mesh: Mesh,
 ) -> Strategy:
     """For "auto": the fastest that fits, by what was measured of this machine.
 
     What is chosen without a planner stays where nothing is clearly faster or nothing was measured. Where none
     fits it is the one that needs least.
     """
-    machine = machine_of(mesh)
     usual = choose_strategy("auto", mesh).name
     sharded: list[Strategy] = ["zero1", "replicate", "zero2", "zero3"]
     if len(mesh.hosts) > 1 and mesh.cross_group is not None:

@@ -34,7 +34,7 @@ from imece.train.config import TrainConfig
 from imece.train.optimizer import make_optimizers
 from imece.train.peak import measured_peak
 from imece.train.precision import Precision, choose_precision
-from imece.train.prediction import Prediction, choose, chosen_before, machine_of, predict
+from imece.train.prediction import Machine, Prediction, choose, chosen_before, machine_of, predict
 from imece.train.run_folder import RunFolder, shape_as_json
 from imece.train.step import Step
 
@@ -52,6 +52,7 @@ class Session:
     prepared: Prepared
     plan: BatchPlan
     precision: Precision
+    machine: Machine
     model: Transformer
     wrapped: DistributedDataParallel
     optimizers: list[torch.optim.Optimizer]
@@ -87,17 +88,19 @@ class Session:
         prepared, plan, batches, precision = together(mesh, inputs)
         check_same_tokens(prepared, mesh)
         shape = config.model.shape(prepared.tokenizer.vocab_size)
+        machine = machine_of(mesh)  # before there is a model
         model = Transformer(shape, generator=torch.Generator().manual_seed(config.seed)).to(mesh.device)
         model.checkpoint_blocks = config.compute.recompute
         if config.compute.compile:
             model.compile()
         optimizers = make_optimizers(model, config.optimizer)
-        strategy = _strategy(config, shape, plan, precision, mesh)
+        strategy = _strategy(config, shape, plan, precision, machine, mesh)
         # This has collectives within, but what it refuses it refuses on all ranks before them.
         wrapped = together(mesh, lambda: _parallelize(model, optimizers, strategy, mesh))
         clock, alarms = Clock(mesh.device), deque[str]()
         session = cls(
-            config, folder, mesh, prepared, plan, precision, model, wrapped, optimizers, batches, clock,
+            config, folder, mesh, prepared, plan, precision, machine, model, wrapped, optimizers, batches,
+            clock,
             TrainingState(wrapped, optimizers),
             Step(wrapped, optimizers, batches, plan, precision, config.optimizer.clip, clock),
             alarms,
@@ -217,8 +220,8 @@ class Session:
     @property
     def prediction(self) -> Prediction:
         """What the planner says of this run, with the ranks that it has now."""
-        shape, machine = self.model.config, machine_of(self.mesh)
-        return predict(self.strategy, self.config, shape, self.plan, self.precision, machine)
+        shape = self.model.config
+        return predict(self.strategy, self.config, shape, self.plan, self.precision, self.machine)
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -279,14 +282,21 @@ class Session:
 
 
 def _strategy(
-    config: TrainConfig, shape: TransformerConfig, plan: BatchPlan, precision: Precision, mesh: Mesh
+    config: TrainConfig,
+    shape: TransformerConfig,
+    plan: BatchPlan,
+    precision: Precision,
+    machine: Machine,
+    mesh: Mesh,
 ) -> str:
     """What "auto" is: as rank 0 chooses, or for a rank that joins, what the others have."""
     if config.strategy != "auto":
         return find_strategy(config.strategy).name
     if mesh.world.joining:
         return chosen_before(config.folder) or choose_strategy("auto", mesh).name
-    mine: list[str] = [choose(config, shape, plan, precision, mesh)] if mesh.rank == 0 else []
+    mine: list[str] = []
+    if mesh.rank == 0:
+        mine.append(choose(config, shape, plan, precision, machine, mesh))
     return gather_texts(mine, mesh.world_group, mesh.device, "strategy that rank 0 chooses")[0][0]
 
 
