@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import TracebackType
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from imece.errors import CollectiveTimeoutError, PeerLostError
 from imece.store import read_note
+
+if TYPE_CHECKING:  # a launcher does not wait for torch before it starts ranks
+    import torch.distributed as dist
 
 # What Gloo, NCCL and the store say when the other side has gone, or the way to it.
 _PEER_GONE = (
@@ -42,6 +44,8 @@ class Failure:
 
 def describe(error: BaseException) -> Failure:
     """`error` as it is told to the launcher, with the present time."""
+    import torch.distributed as dist
+
     message = str(error)
     lost = isinstance(error, PeerLostError | CollectiveTimeoutError | dist.DistNetworkError)
     gone = isinstance(error, RuntimeError) and says_peer_gone(message)

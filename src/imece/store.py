@@ -12,13 +12,15 @@ import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-import torch.distributed as dist
 
 from imece.errors import UserError
 from imece.world import LOOPBACK, World, derived_port
+
+if TYPE_CHECKING:  # a launcher does not wait for torch before it starts ranks
+    import torch.distributed as dist
 
 MESSAGE_LIMIT_BYTES = 16_384
 _POLL_S = 0.02
@@ -46,6 +48,8 @@ def serve(listener: socket.socket) -> dist.Store:
 
     Returns at once, without waiting for ranks. The port closes with the store or with this process.
     """
+    import torch.distributed as dist
+
     address, port = listener.getsockname()[:2]
     return dist.TCPStore(
         LOOPBACK if address in ("0.0.0.0", "::") else address,
@@ -66,6 +70,8 @@ def connect(
     meets nobody yet.
     Raises UserError if the port is taken, belongs to another job or never opens.
     """
+    import torch.distributed as dist
+
     served_by_launcher = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if world.joining or (world.world_size == 1 and not served_by_launcher):
         return dist.HashStore(), world
@@ -91,6 +97,8 @@ def client(address: str, port: int, timeout: timedelta) -> dist.Store:
 
     timeout: for it to open, and for whoever waits for a key.
     """
+    import torch.distributed as dist
+
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
@@ -147,6 +155,8 @@ def read_note(data: bytes, sender: str) -> dict[str, Any]:
 
 def root_store(store: dist.Store) -> dist.Store:
     """The store below all prefixes, which a launcher sees."""
+    import torch.distributed as dist
+
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from imece.launch.processes import Ending, first_cause, worker_environment
 from imece.status import Failure, describe
 
 
-def ending(rank: int, status: int, time_s: float, failure: Failure | None = None, **more: bool) -> Ending:
+def ending(rank: int, status: int, time_s: float, failure: Failure | None = None, **more: Any) -> Ending:
     return Ending(rank, 1000 + rank, status, time_s, failure, **more)
 
 

@@ -37,6 +37,7 @@ def say(what, text="1"):
 def wait_for_all(what, members):  # so that no fault comes before the others are there
     while not all((folder / f"{what}-{each}").exists() for each in range(members)): time.sleep(0.01)
 def newest():
+    while not (folder / "newest").exists(): time.sleep(0.01)
     return json.loads((folder / "newest").read_text())
 def wait_for(number):
     while newest()["number"] < number: time.sleep(0.01)

@@ -13,9 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Protocol
 
 from imece import status
 from imece.launch.crew import Crew
@@ -24,6 +22,9 @@ from imece.launch.silence import Silence
 from imece.launch.view import View
 from imece.membership.roster import Generation, Roster
 from imece.store import listen, serve
+
+if TYPE_CHECKING:  # ranks are started before torch is imported here, which takes a second
+    import torch.distributed as dist
 
 _STACKS_S = 0.5  # for a silent rank to show where it is
 _NEVER = float("inf")
@@ -104,6 +105,7 @@ class Host:
         self.meeting_port = self.port
         """Of the store in which ranks meet each other: another one once all have started again."""
         self._meeting: dist.Store | None = None
+        self._unsaid: list[Generation] = []  # published before the store is served
         self._silence = Silence(order.silent_s)
         self._look_at = 0.0
         self._over_since = _NEVER  # when its ranks were first asked to end
@@ -112,16 +114,26 @@ class Host:
         self._kill_at: dict[int, float] = {}
 
     @cached_property
-    def store(self) -> dist.Store:
-        """Served from the first use on: ranks that come earlier wait."""
-        return serve(self._listener)
+    def _served(self) -> tuple[dist.Store, Roster]:
+        """The store and what is said in it, from the first use on: ranks that come earlier wait."""
+        store = serve(self._listener)
+        roster = Roster(store)
+        for generation in self._unsaid:
+            roster.publish(generation)
+        return store, roster
 
-    @cached_property
+    @property
+    def store(self) -> dist.Store:
+        """In which this host's ranks and launcher meet."""
+        return self._served[0]
+
+    @property
     def _roster(self) -> Roster:
-        return Roster(self.store)
+        return self._served[1]
 
     def view(self) -> View:
         """For a thread beside this one."""
+        self.beats(())  # the store is to be served before somebody else in this process asks it
         return View(self.port, self.crew, self.endings)
 
     # What a job asks for.
@@ -139,7 +151,10 @@ class Host:
 
     def publish(self, generation: Generation) -> None:
         """Tell its ranks of a new generation."""
-        self._roster.publish(generation)
+        if "_served" in self.__dict__:
+            self._roster.publish(generation)
+        else:
+            self._unsaid.append(generation)
 
     def end(self, members: Collection[int], number: int, grace_s: float) -> None:
         """Send them a signal, and after `grace_s` SIGKILL to them and to all they started."""
@@ -193,7 +208,8 @@ class Host:
 
     def beats(self, members: Iterable[int]) -> dict[int, tuple[int, int]]:
         """(beats, finished steps) as they last said; without those that have said nothing yet."""
-        return {member: beat for member in members if (beat := self._roster.beat(member)) is not None}
+        roster = self._roster
+        return {member: beat for member in members if (beat := roster.beat(member)) is not None}
 
     def name(self, member: int, slot: int) -> str:
         """What a person knows a living member by."""

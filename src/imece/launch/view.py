@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from imece.launch.crew import Crew
 from imece.launch.processes import Ending
 from imece.membership.roster import Roster
@@ -31,6 +29,8 @@ class View:
 
     def __init__(self, port: int, crew: Crew, endings: Mapping[int, Ending]) -> None:
         """`endings` of all members so far; the job adds to it."""
+        import torch.distributed as dist
+
         # A connection of its own: the job must not wait for what a watcher asks.
         self.roster = Roster(dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False))
         self.over = threading.Event()

@@ -51,7 +51,7 @@ class Member:
         self._launcher = self._meeting if own is None else (LOOPBACK, own)
         self._roster = Roster(_connect(self._launcher))
         self._alone = world.joining
-        self._at = -1 if world.joining else self._roster.newest()
+        self._at = -1 if world.joining else self._first()
         self._newest = self._at
         self._members = set(self._roster.generation(self._at).members if self._at >= 0 else ())
         self._moving = threading.Lock()  # what is cut must not be the next generation's
@@ -61,6 +61,12 @@ class Member:
         self._beating = threading.Thread(target=self._beat, name="imece-beat", daemon=True)
         self._beating.start()
         atexit.register(self._close)  # a process that still lives must beat; one that ends must not
+
+    def _first(self) -> int:
+        """The generation that it was started in. The launcher may say so a moment after it has started it."""
+        while (number := self._roster.newest()) < 0:
+            time.sleep(_POLL_S)
+        return number
 
     @property
     def generation(self) -> int:

@@ -15,11 +15,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from imece.errors import UserError
 from imece.store import read_note
+
+if TYPE_CHECKING:  # a launcher does not wait for torch before it starts ranks
+    import torch.distributed as dist
 
 _PREFIX = "imece/members/"
 _NEWEST = _PREFIX + "newest"

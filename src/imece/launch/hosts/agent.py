@@ -66,30 +66,38 @@ class Agent:
 
     def __init__(self, here: Here) -> None:
         self._here = here
-        self._role: Role = self._role_of(Lead() if here.me == 0 else Seek())
+        self.role: Role = self._role_of(Lead() if here.me == 0 else Seek())
         self._turn()
 
     def run(self) -> Outcome:
         """Until all is over for this host."""
         here, host = self._here, self._here.host
         while here.outcome is None:
-            until = min(self._role.next_time(), host.next_time(), time.monotonic() + _LONGEST_S)
+            until = min(self.role.next_time(), host.next_time(), time.monotonic() + _LONGEST_S)
             ended, signals = host.crew.wait(until)
             for number in signals:
-                self._role.signalled(number)
+                self.role.signalled(number)
             for event in here.network.events():
-                self._happened(event)
-                self._turn()
+                self.happened(event)
             if ended:
                 now = time.monotonic()
-                self._role.ended(host.ended(ended, now), now)
+                self.role.ended(host.ended(ended, now), now)
             now = time.monotonic()
             host.on_time(now)
-            self._role.on_time(now)
-            self._turn()
+            self.on_time(now)
         return here.outcome
 
-    def _happened(self, event: Event) -> None:
+    def on_time(self, now: float) -> None:
+        """Let the role do what is due."""
+        self.role.on_time(now)
+        self._turn()
+
+    def happened(self, event: Event) -> None:
+        """Tell the role."""
+        self._tell(event)
+        self._turn()
+
+    def _tell(self, event: Event) -> None:
         here = self._here
         match event:
             case Up(host, address, hello):
@@ -97,10 +105,10 @@ class Agent:
                 if self._agrees(host, hello):
                     here.up[host] = address
                     here.note_book([[host, *address]])
-                    self._role.up(host)
+                    self.role.up(host)
             case Said(host, message) if host in here.up:
                 try:
-                    self._role.said(host, message)
+                    self.role.said(host, message)
                 except (KeyError, TypeError, ValueError) as error:
                     here.say(f"host {host} says what is not understood ({error!r}); its link is dropped")
                     here.network.drop(host)
@@ -115,7 +123,7 @@ class Agent:
         here.up.pop(host, None)
         if surely:
             here.dead.add(host)
-        self._role.down(host, why, surely, told)
+        self.role.down(host, why, surely, told)
 
     def _agrees(self, host: int, hello: Mapping[str, object]) -> bool:
         """Whether the other agent was started with the same plan; tells it if it was not."""
@@ -137,7 +145,7 @@ class Agent:
         here = self._here
         while here.turn is not None and here.outcome is None:
             turn, here.turn = here.turn, None
-            self._role = self._role_of(turn)
+            self.role = self._role_of(turn)
 
     def _role_of(self, turn: Turn) -> Role:
         here = self._here

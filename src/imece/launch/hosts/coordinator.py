@@ -37,7 +37,8 @@ class Coordinator:
         self._here, self._lead = here, lead
         plan = here.plan
         self._job = WideJob(plan.limits, plan.grace_s, {here.me: here.host}, plan.ranks, self._serve_store)
-        self._runs = False  # whether the job has been started, or gone on with
+        self.runs = False
+        """Whether the job has been started, or gone on with."""
         self._gathers = not lead.why
         self._far: dict[int, Far] = {}
         """Those that follow, or are to follow from the next view on."""
@@ -91,7 +92,7 @@ class Coordinator:
                     self._settle()
             case {"say": "seen", "members": list(members)} if far is not None:
                 far.seen = to_seen(members)
-            case {"say": "ended" | "cannot" | "signal" | "leave"} if not self._runs:
+            case {"say": "ended" | "cannot" | "signal" | "leave"} if not self.runs:
                 self._late.append((host, message))
             case {"say": "ended", "members": list(members), "endings": list(endings)} if far is not None:
                 far.seen = to_seen(members)
@@ -113,13 +114,13 @@ class Coordinator:
     def ended(self, endings: Mapping[int, Ending], now: float) -> None:
         """Members on this host have ended."""
         # When the last ranks of this host have left, that is for the one to judge who leads then.
-        if self._runs and not self._has_left:
+        if self.runs and not self._has_left:
             self._job.ended(endings, now)
 
     def signalled(self, number: int) -> None:
         """SIGINT is meant for the whole job; any other for this host, if the others go on without it."""
         here = self._here
-        if not self._runs:
+        if not self.runs:
             name = signal.Signals(number).name
             self._finish(Outcome(128 + number, f"imece: ended by {name}, before all hosts had come"))
         elif number == signal.SIGINT:
@@ -129,13 +130,13 @@ class Coordinator:
 
     def next_time(self) -> float:
         """When `on_time` has something to do."""
-        return min(self._dial_at, self._job.next_time() if self._runs else min(self._until, self._say_at))
+        return min(self._dial_at, self._job.next_time() if self.runs else min(self._until, self._say_at))
 
     def on_time(self, now: float) -> None:
         """Do what is due."""
         if now >= self._dial_at:
             self._dial_host_0()
-        if not self._runs:
+        if not self.runs:
             if self._gathers:
                 self._look_who_is_missing(now)
             return
@@ -226,7 +227,7 @@ class Coordinator:
         here.standing = settled
         lost, self._lost = self._lost, {}
         now = time.monotonic()
-        if not self._runs:
+        if not self.runs:
             self._run(now)
         elif lost:
             self._job.lose(lost, now)
@@ -241,7 +242,7 @@ class Coordinator:
 
     def _run(self, now: float) -> None:
         """Start the job, or go on with it."""
-        here, self._runs = self._here, True
+        here, self.runs = self._here, True
         for host, far in self._far.items():
             if host not in self._new:
                 self._job.take(host, far)

@@ -173,12 +173,15 @@ class Follower:
                 here.outcome = to_outcome(message, here.me)
 
     def _start(self, message: dict[str, Any]) -> None:
-        for start in to_starts(message):
+        starts = to_starts(message)
+        while starts:
             try:
-                self._here.host.start([start])
+                self._here.host.start(starts)
+                return
             except CannotStart as error:
-                said = {"say": "cannot", "member": start.member, "why": str(error)}
+                said = {"say": "cannot", "member": error.start.member, "why": str(error)}
                 self._here.send(self._leader, said)
+                starts = starts[starts.index(error.start) + 1 :]
 
     def _dial_others(self) -> None:
         """A link to each of the others, of which the higher one dials, so that they find each other later."""
