@@ -338,6 +338,16 @@ def test_a_cut_leaves_one_side(cluster: Make, hosts: int, side: set[int], leader
     assert len(made.newest(0).members) == 2 * hosts
 
 
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_a_host_that_came_back_goes_on_when_the_one_it_came_back_to_dies(cluster: Make, hosts: int) -> None:
+    made = cluster(hosts)
+    made.cut({hosts - 1})
+    made.mend()
+    made.die(0)
+    assert made.leaders == [1]
+    assert len(made.newest(1).members) == 2 * (hosts - 1)
+
+
 def test_when_no_side_may_go_on_all_start_again_together(cluster: Make) -> None:
     made = cluster(3)
     for host in range(3):

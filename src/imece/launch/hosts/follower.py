@@ -161,6 +161,9 @@ class Follower:
                 here.standing = standing if here.standing is None else here.standing.merged(standing)
                 here.run = run
                 here.send(self._leader, {"say": "heard", "number": here.standing.newest.number})
+            case {"do": "settled", "number": int(number)} if here.standing is not None:
+                if number == here.standing.newest.number:
+                    here.standing = here.standing.settle(here.standing.newest)
             case {"do": "know", "snapshot": dict(snapshot), "book": list(book)}:
                 before = dict(here.book)
                 here.snapshot = snapshot
