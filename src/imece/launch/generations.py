@@ -277,7 +277,7 @@ class Generations:
         if not living or self.stopping:
             return None
         self.newest = self._next(living)
-        return GoOn(self.newest, (), now, f"imece: they have left; {_ranks(len(living))} on")
+        return GoOn(self.newest, (), now, f"imece: all that were to leave have left; {_ranks(len(living))} on")
 
     def _next(self, members: tuple[int, ...], lost: tuple[str, ...] = ()) -> Generation:
         leaving = tuple(member for member in members if member in self.leaving)
