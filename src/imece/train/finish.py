@@ -13,6 +13,7 @@ import torch
 from imece.data.baselines import baselines
 from imece.data.files import write_whole
 from imece.data_parallel.footprint import counted
+from imece.data_parallel.parallelize import ShardedDataParallel
 from imece.footprint import Footprint
 from imece.models.generate import generate
 from imece.observe.report import write_loss_plot, write_report
@@ -32,9 +33,11 @@ def finish(session: Session, loop: Loop, watching: Watching) -> None:
     val_loss = loop.validate(most_tokens=0) if len(held_out.tokens) else None
     saved = session.finish_save()
     watching.pass_on()
-    if session.mesh.rank != 0:
+    wrapped = session.wrapped
+    with wrapped.gathered() if isinstance(wrapped, ShardedDataParallel) else contextlib.nullcontext():
+        summary = _summary(session, val_loss) if session.mesh.rank == 0 else None  # it samples, alone
+    if summary is None:
         return
-    summary = _summary(session, val_loss)
     with contextlib.suppress(OSError):  # full disk: the checkpoint was the thing to save, and said so itself
         _write(session, summary)
         write_loss_plot(session.folder.path)

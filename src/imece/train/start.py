@@ -132,6 +132,7 @@ def _train(session: Session, stop: Stop, joined: Recovered | None) -> int:
 def _run(session: Session, loop: Loop, watching: Watching, joined: Recovered | None) -> int:
     """All steps and what is made of them, whichever other ranks die; the signal that ended it, or 0."""
     error: RuntimeError | None = None
+    failed: RuntimeError | None = None
     if session.recovery is not None:
         session.recovery.go_on()
     while True:
@@ -152,6 +153,8 @@ def _run(session: Session, loop: Loop, watching: Watching, joined: Recovered | N
                 session.recovery.end()
             return signal
         except RuntimeError as another:
+            if another is failed:  # the end of no rank explains it
+                raise
             error = another
 
 
