@@ -206,6 +206,7 @@ class Generations:
             "leaving": sorted(self.leaving),
             "newcomers": list(self._newcomers.items()),
             "starts": self.starts,
+            "stopping": self.stopping,
             "members": self._members,
             "finished": self._finished,
             "deaths": self._deaths,
@@ -220,6 +221,7 @@ class Generations:
         self.joining = list(map(int, snapshot["joining"]))
         self.leaving = set(map(int, snapshot["leaving"]))
         self._newcomers = {int(member): int(steps) for member, steps in snapshot["newcomers"]}
+        self.stopping = bool(snapshot["stopping"])
         self.starts, self._members = int(snapshot["starts"]), int(snapshot["members"])
         self._finished, self._deaths = bool(snapshot["finished"]), int(snapshot["deaths"])
         self._steps_then, self._steps = (None if steps is None else int(steps) for steps in snapshot["steps"])
@@ -277,7 +279,9 @@ class Generations:
         if not living or self.stopping:
             return None
         self.newest = self._next(living)
-        return GoOn(self.newest, (), now, f"imece: all that were to leave have left; {_ranks(len(living))} on")
+        return GoOn(
+            self.newest, (), now, f"imece: all that were to leave have left; {_ranks(len(living))} on"
+        )
 
     def _next(self, members: tuple[int, ...], lost: tuple[str, ...] = ()) -> Generation:
         leaving = tuple(member for member in members if member in self.leaving)

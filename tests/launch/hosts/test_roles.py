@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from imece.errors import UserError
 from imece.launch import job
 from imece.launch.generations import Limits
 from imece.launch.host import Start
@@ -50,12 +51,14 @@ class FakeHost:
         self.news: dict[int, Ending] = {}
         self.published: list[Generation] = []
         self.said: list[str] = []
+        self.ended_by: list[int] = []
         self.resilient = True
         self.meeting_port = 1000 + number
 
     def start(self, starts: Sequence[Start]) -> None:
         for each in starts:
             self.crew.living[each.member] = Process(each.slot, 100 + each.member)
+            self.starts = each.starts
 
     def publish(self, generation: Generation) -> None:
         self.published.append(generation)
@@ -68,6 +71,7 @@ class FakeHost:
     def end(self, members: Collection[int], number: int, grace_s: float) -> None:
         for member in members:
             if number and member in self.crew.living:
+                self.ended_by.append(number)
                 self.dies(member, -number, by_us=True)
 
     def leaves(self) -> None:
@@ -130,7 +134,7 @@ class FakeNetwork:
 class Cluster:
     """Agents of some hosts, whose events are handled one after another."""
 
-    def __init__(self, hosts: int, clock: Clock, **limits: Any) -> None:
+    def __init__(self, hosts: int, clock: Clock, apart: bool = False, **limits: Any) -> None:
         self.count, self.limits = hosts, Limits(hosts * RANKS, **limits)
         self._clock = clock
         self.links: set[frozenset[int]] = set()
@@ -141,6 +145,8 @@ class Cluster:
         self.agents: dict[int, Agent] = {}
         self.heres: dict[int, Here] = {}
         self.networks: dict[int, FakeNetwork] = {}
+        if apart:
+            self.away = {frozenset((one, other)) for one in range(hosts) for other in range(one)}
         for host in range(hosts):
             self.start(host)
         self.settle()
@@ -348,6 +354,17 @@ def test_a_host_that_came_back_goes_on_when_the_one_it_came_back_to_dies(cluster
     assert len(made.newest(1).members) == 2 * (hosts - 1)
 
 
+def test_the_store_in_which_ranks_meet_goes_with_a_host_that_has_no_ranks(cluster: Make) -> None:
+    made = cluster(2, max_restarts=0)
+    for member in (0, 1):
+        made.hosts[0].dies(member)
+    made.settle()
+    before = made.newest(1)
+    made.die(0)
+    assert made.leaders == [1] and before.members == made.newest(1).members == (2, 3)
+    assert made.newest(1).number == before.number + 1, "whoever was meeting there meets again"
+
+
 def test_when_no_side_may_go_on_all_start_again_together(cluster: Make) -> None:
     made = cluster(3)
     for host in range(3):
@@ -359,6 +376,7 @@ def test_when_no_side_may_go_on_all_start_again_together(cluster: Make) -> None:
     made.mend()
     assert made.leaders == [0] and [made.members(host) for host in range(3)] == [[6, 7], [8, 9], [10, 11]]
     assert made.newest(0).number > 0, "numbers are not used again"
+    assert [made.hosts[host].starts for host in range(3)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("host", [0, 1])
@@ -375,6 +393,40 @@ def test_a_host_leaves_in_order(cluster: Make, host: int) -> None:
     assert made.leaders == [1 - host]
     last = made.newest(1 - host)
     assert (last.members, last.lost, last.leaving) == (tuple(range(2 - 2 * host, 4 - 2 * host)), (), ())
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_all_hosts_are_asked_to_go(cluster: Make, order: tuple[int, int]) -> None:
+    """Then nobody is left who could go on: the job ends, with time to save."""
+    made = cluster(2)
+    for host in order:
+        made.agents[host].role.signalled(15)
+    made.settle()
+    for host in (0, 1):
+        outcome = made.heres[host].outcome
+        assert outcome is not None and outcome.status == 143 and "passed on to 4 ranks" in outcome.line
+        assert made.hosts[host].ended_by == [15, 15], "each rank gets the signal"
+        assert len(made.hosts[host].endings) == 2, "nobody is replaced"
+
+
+def test_one_asked_to_go_goes_though_the_coordinator_dies(cluster: Make) -> None:
+    made = cluster(3)
+    made.agents[2].role.signalled(15)
+    made.die(0)
+    assert made.leaders == [1] and made.newest(1).leaving == (4, 5)
+    made.hosts[2].leaves()
+    made.settle()
+    outcome = made.heres[2].outcome
+    assert outcome is not None and outcome.status == 143 and made.newest(1).members == (2, 3)
+
+
+def test_nobody_comes(cluster: Make) -> None:
+    made = cluster(2, apart=True)
+    with pytest.raises(UserError, match=r"no job at 10.0.0.1:29400 within 600 s.*is host 0 started"):
+        made.heres[1].network.dial(0, ("", 0), patience_s=0)
+        made.agents[1].on_time(601.0)
+    with pytest.raises(UserError, match=r"host 1 of 2 hosts did not come to 10.0.0.1:29400 within 600 s"):
+        made.agents[0].on_time(601.0)
 
 
 def test_ranks_that_do_not_go_on_end_with_the_first_that_is_lost(cluster: Make) -> None:

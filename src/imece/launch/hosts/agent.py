@@ -9,6 +9,8 @@ words                             what is said about members
 from __future__ import annotations
 
 import os
+import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -47,7 +49,7 @@ def launch_here(
     own = _own_address(plan)
     token, said = find_token(environ, create=plan.me == 0)
     if said:
-        print(said, flush=True)
+        print(said, file=sys.stderr, flush=True)
     order = Order(command, environ, plan.grace_s, False, rank_silent_s, logs)
     with Network(token, plan.me, job, silent_s=plan.silent_s) as network:
         network.hello = {"hosts": plan.hosts, "ranks": plan.ranks}
@@ -166,6 +168,11 @@ def _own_address(plan: Plan) -> str:
         raise UserError(
             f"--rendezvous {describe(plan.rendezvous)}: this host takes {name} for {own}, which is itself "
             "alone; give host 0's address"
+        )
+    if plan.me == 0 and own not in {found[4][0] for found in socket.getaddrinfo(*plan.rendezvous)}:
+        raise UserError(
+            f"--rendezvous {describe(plan.rendezvous)} is not an address of this host, which is host 0; "
+            f"{own} is one"
         )
     return own
 

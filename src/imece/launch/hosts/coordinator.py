@@ -262,6 +262,8 @@ class Coordinator:
         reports = {**votes, here.me: here.report()}
         self._job.resume(here.snapshot, reports, self._lead.why, now)
         self._empty = {host for host in self._job.hands if not self._job.has_members(host)}
+        if here.asked_to_go is not None:
+            self._leave(here.me, here.asked_to_go)
         late, self._late = self._late, []
         for host, message in late:
             self.said(host, message)
@@ -287,12 +289,15 @@ class Coordinator:
 
     def _leave(self, host: int, number: int) -> None:
         name = signal.Signals(number).name
+        if host == self._here.me:
+            self._here.asked_to_go = number
         if host not in self._leaving and self._job.leave(host):
             self._leaving[host] = number
             self._job.say(f"imece: host {host} got {name}: its ranks leave in order, the others go on")
         elif host in self._leaving:
             self._job.cut_short(host)
         else:
+            self._leaving.clear()  # all are
             self._job.signalled(number, "" if host == self._here.me else f" on host {host}")
 
     def _let_go(self, host: int, number: int) -> None:

@@ -43,12 +43,13 @@ class Follower:
         self._asked_by: set[int] = set()  # those who want to lead
         self._asked: set[int] = set()
         self._votes: dict[int, Report] = {}
-        self._leaving: int | None = None  # the signal by which this host was asked to go
         self._look_at = self._beats_at = 0.0
         self._said: dict[int, tuple[bool, bool]] = {}
         here.network.serve_store(None)
         here.network.lead_to(here.up[follow.leader])
         self._obey(follow.view)
+        if here.asked_to_go is not None:
+            here.send(follow.leader, {"say": "leave", "number": here.asked_to_go})
 
     def up(self, host: int) -> None:
         """Whoever looks for the coordinator is told where it is."""
@@ -104,8 +105,8 @@ class Follower:
         if number == signal.SIGINT and self._lost_since is None:
             here.send(self._leader, {"say": "signal", "number": number})
             return
-        if self._leaving is None and self._lost_since is None:
-            self._leaving = number
+        if here.asked_to_go is None and self._lost_since is None:
+            here.asked_to_go = number
             here.send(self._leader, {"say": "leave", "number": number})
             return
         here.host.end(list(here.host.crew.living), signal.SIGKILL, 0.0)

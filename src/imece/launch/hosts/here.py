@@ -102,6 +102,8 @@ class Here:
         """The newest that was published on this host."""
         self.run = ""
         """Names the job for its ranks."""
+        self.asked_to_go: int | None = None
+        """By which signal, if there was one."""
         self.turn: Turn | None = None
         """The role to turn to."""
         self.outcome: Outcome | None = None

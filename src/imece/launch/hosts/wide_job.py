@@ -40,6 +40,7 @@ class WideJob(Job):
             self.generations.restore(snapshot)
             self.generations.slots = {}
             self.generations.starts += 1
+            self.generations.stopping = False
         self.generations.follow_up(Generation(generation, ()), members)
 
     def has_members(self, host: int) -> bool:
@@ -126,6 +127,8 @@ class WideJob(Job):
         gone = {member: endings[member] for member in endings if member in generations.slots}
         missing = [m for m in generations.slots if m not in living and m not in gone]
         self.ended(gone | self._lost(dict.fromkeys(missing, why), now), now)
+        if generations.stopping:
+            self.signalled(signal.SIGTERM, " on a host that is gone")
         if not self.is_calm or not generations.slots:
             return
         if generations.newest.number == number:
