@@ -11,4 +11,6 @@ links         all connections of an agent
 network       ... in a thread of their own
 events        what happens there, as its user sees it
 succession    which side of a cut goes on, and who leads it (pure)
+
+agent         all of it together, from the start of a host's launcher to its end; it lists the rest
 """

@@ -2,8 +2,8 @@
 
 here                              what an agent has and knows, whichever its role is
 seeker, follower, coordinator     the roles
-wide_job                          what is to be done on all hosts (../job.py); far: the hands of another host
-words                             what is said about members
+wide_job, wide_generations        what is to be done on all hosts (../job.py), and who is in which generation
+far, words                        the hands of another host, and what is said about members
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any
 
 from imece.launch.generations import Limits
 from imece.launch.host import Hands
+from imece.launch.hosts.wide_generations import WideGenerations
 from imece.launch.hosts.words import Report
 from imece.launch.job import AFTER_FAILURE_S, Job
 from imece.launch.processes import Ending
@@ -30,6 +31,7 @@ class WideJob(Job):
     ) -> None:
         """`anew` is called when all ranks have ended, before they start again."""
         super().__init__(limits, grace_s, False, hands, per_host)
+        self.generations: WideGenerations = WideGenerations(limits)
         self._anew = anew
         self._parting: set[int] = set()
         self._set_places()
