@@ -33,7 +33,9 @@ def test_every_way_uses_all_gpus_and_the_whole_batch(hosts: int) -> None:
 
 
 def test_shards_are_over_all_ranks_or_those_of_a_host() -> None:
-    found = list(arrangements(question(8, 4, 64)))
+    wide = replace(SMALL, heads=16, kv_heads=8)  # whose layers a whole host can share
+    found = list(arrangements(question(8, 4, 64, model=wide)))
+    assert {each.tensor for each in found} == {1, 2, 4, 8}
     for each in found:
         ranks = each.data * each.context
         shard = {"replicate": 1, "hybrid": 8 // each.tensor, "hybrid_zero2": 8 // each.tensor}.get(

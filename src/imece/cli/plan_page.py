@@ -39,7 +39,6 @@ def page_of(explained: Explained, answer: Answer) -> str:
     picture = io.BytesIO()
     whole(explained, answer).savefig(picture, format="png", dpi=120)
     encoded = base64.b64encode(picture.getvalue()).decode()
-    words = {name.partition(": ")[2] or name: name for name in parts(winner.time)}
     body = [
         f"<h1>{html.escape(title(winner.setup))}</h1>",
         f'<p class="under">{html.escape(subject(question))}</p>',
@@ -51,20 +50,17 @@ def page_of(explained: Explained, answer: Answer) -> str:
             (f"{name}: {KINDS[name]}" if name in KINDS else name, size, f"{gb(size)} GB")
             for name, size in memory_parts(winner, cluster).items()
         ),
-        f'<p class="note">{gb(winner.needed)} of {gb(cluster.gpu.memory_bytes)} GB; a GB is 10<sup>9</sup> '
-        'bytes.</p>',
+        f'<p class="note">{gb(winner.needed)} of {gb(cluster.gpu.memory_bytes)} GB, 10<sup>9</sup> bytes each.</p>',
         "<h2>A step</h2>",
         _bars((name, spent, seconds(spent)) for name, spent in parts(winner.time).items()),
         f'<p class="note">{html.escape(speed(winner, explained.tokens, cluster))}. Exposed: GPUs wait for '
-        'messages. '
-        f"{html.escape(seconds(winner.time.hidden))} more are hidden behind computing.</p>" if words else "",
+        f"messages. {html.escape(seconds(winner.time.hidden))} more are hidden behind computing.</p>",
         "<h2>What lost, and why</h2>",
         _table([(each.name, each.sentence) for each in explained.others]),
         "<h2>What would change the answer</h2>",
         _table([("", gain) for gain in explained.gains]),
         '<figure><figcaption>All of it</figcaption><img alt="memory, steps, time axis, all ways" '
-        'style="width:100%;'
-        f'background:#fff;border-radius:6px" src="data:image/png;base64,{encoded}"></figure>',
+        f'style="width:100%;background:#fff" src="data:image/png;base64,{encoded}"></figure>',
         f"<h2>The first {min(_LISTED, len(answer.ranked))} of {len(answer.ranked):,} that fit</h2>",
         _ranking(answer),
         *(f'<p class="note">{html.escape(note)}</p>' for note in explained.notes),
@@ -80,8 +76,9 @@ def _tiles(explained: Explained) -> str:
         (seconds(winner.seconds), "a step"),
         (f"{100 * winner.time.mfu:.0f} %", "MFU, the part of the peak that the model's own products use"),
         (f"{gb(winner.needed)} GB", f"of {gb(cluster.gpu.memory_bytes)} a GPU"),
-        (f"{explained.bucket_bytes / 2**20:g} MiB", "buckets"),
     ]
+    if winner.setup.parallel.strategy not in ("zero3", "hybrid") and winner.setup.parallel.data > 1:
+        tiles.append((f"{explained.bucket_bytes / 2**20:g} MiB", "buckets"))
     return (
         '<div class="tiles">'
         + "".join(f"<div><b>{big}</b><span>{small}</span></div>" for big, small in tiles)
