@@ -50,7 +50,7 @@ def page_of(explained: Explained, answer: Answer) -> str:
             (f"{name}: {KINDS[name]}" if name in KINDS else name, size, f"{gb(size)} GB")
             for name, size in memory_parts(winner, cluster).items()
         ),
-        f'<p class="note">{gb(winner.needed)} of {gb(cluster.gpu.memory_bytes)} GB, 10<sup>9</sup> bytes each.</p>',
+        f'<p class="note">{gb(winner.needed)} of {gb(cluster.gpu.memory_bytes)} GB (10<sup>9</sup>).</p>',
         "<h2>A step</h2>",
         _bars((name, spent, seconds(spent)) for name, spent in parts(winner.time).items()),
         f'<p class="note">{html.escape(speed(winner, explained.tokens, cluster))}. Exposed: GPUs wait for '
