@@ -7,9 +7,11 @@ import statistics
 
 import pytest
 
-from imece.plan import accuracy, accuracy_parts, accuracy_time
-from imece.plan.accuracy import Row
-from imece.plan.published import names, read
+from imece.plan.accuracy import parts as accuracy_parts
+from imece.plan.accuracy import statistics as accuracy
+from imece.plan.accuracy import steps as accuracy_time
+from imece.plan.accuracy.published import names, read
+from imece.plan.accuracy.statistics import Row
 
 
 def rows_of(*pairs: tuple[float, float]) -> list[Row]:

@@ -6,8 +6,7 @@ from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 import pytest
 
-from imece.plan.accuracy import summary
-from imece.plan.accuracy_memory import (
+from imece.plan.accuracy.memory import (
     korthikanti,
     llm_foundry_fits,
     megatron_ci,
@@ -16,7 +15,8 @@ from imece.plan.accuracy_memory import (
     ultrascale_memory,
     zero_states,
 )
-from imece.plan.published import read
+from imece.plan.accuracy.published import read
+from imece.plan.accuracy.statistics import summary
 
 
 def test_table_1_of_zero_is_met_in_every_printed_digit() -> None:

@@ -10,9 +10,9 @@ from imece.bench import planner, planner_page, planner_plot
 from imece.cli.bench import run_planner
 from imece.cli.bench_planner import PlannerOptions
 from imece.errors import UserError
-from imece.plan.accuracy import Row
-from imece.plan.accuracy_memory import Fits
-from imece.plan.published import read
+from imece.plan.accuracy.memory import Fits
+from imece.plan.accuracy.published import read
+from imece.plan.accuracy.statistics import Row
 
 
 def table_of(name: str, *rows: tuple[float, float], held_out: bool = True) -> planner.Table:

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from imece.plan.explain import eight_bit, gains, others, parts, why_not
+from imece.plan.answer.explain import eight_bit, gains, others, parts, why_not
+from imece.plan.answer.search import Answer, judge, search
+from imece.plan.answer.shortfall import least, state_arithmetic, ways
+from imece.plan.answer.space import Question
+from imece.plan.answer.words import NAMES, gb, meanings, seconds, share, strategy_name, title
 from imece.plan.hardware import find_gpu, gpu_names
-from imece.plan.search import Answer, judge, search
-from imece.plan.shortfall import least, state_arithmetic, ways
-from imece.plan.space import Question
-from imece.plan.words import NAMES, gb, meanings, seconds, share, strategy_name, title
 from tests.plan.asked import LLAMA_70B, ask
 
 

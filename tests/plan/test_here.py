@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from imece.errors import UserError
-from imece.plan.communication import along, collective_s
-from imece.plan.compute import product_s, stream_s
 from imece.plan.hardware import Cluster, find_cluster
 from imece.plan.here import cluster_of, keep, kept_cluster, measured_on, profile_file, to_toml
-from imece.plan.manner import IMECE
-from imece.plan.models import MODELS
+from imece.plan.models.by_name import MODELS
 from imece.plan.setup import Parallel, Precision, Recipe, Setup
-from imece.plan.stage import stage_time
+from imece.plan.speed.communication import along, collective_s
+from imece.plan.speed.compute import product_s, stream_s
+from imece.plan.speed.manner import IMECE
+from imece.plan.speed.stage import stage_time
 
 FIGURES: dict[str, Any] = {
     "device": 'A "quoted" CPU', "kind": "cpu", "backend": "shm", "ranks": 4, "cores": 4, "dtype": "bfloat16",

@@ -15,7 +15,8 @@ from imece.data_parallel.footprint import predict
 from imece.data_parallel.strategy import STRATEGIES
 from imece.footprint import Sizes, footprint
 from imece.layout import Item, build
-from imece.plan.frameworks import (
+from imece.plan.hardware import GIB
+from imece.plan.memory.frameworks import (
     DEEPSPEED,
     FRAMEWORKS,
     IMECE_CPU,
@@ -24,12 +25,11 @@ from imece.plan.frameworks import (
     NANOTRON,
     TORCHTITAN,
 )
-from imece.plan.from_code import of_module
-from imece.plan.hardware import GIB
-from imece.plan.held import held, stage_layers
-from imece.plan.memory import Memory, memory
-from imece.plan.model import Model
-from imece.plan.models import find_model
+from imece.plan.memory.held import held, stage_layers
+from imece.plan.memory.memory import Memory, memory
+from imece.plan.models.by_name import find_model
+from imece.plan.models.from_code import of_module
+from imece.plan.models.model import Model
 from imece.plan.setup import Parallel, Precision, Recipe, Setup, Strategy
 
 MODEL = find_model("llama-8b")

@@ -15,9 +15,9 @@ from imece.bench.reference_model import LARGE, Decoder
 from imece.errors import UserError
 from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer
-from imece.plan.from_code import of_module
-from imece.plan.from_config import from_content
-from imece.plan.models import MODELS, find_model, from_shape
+from imece.plan.models.by_name import MODELS, find_model, from_shape
+from imece.plan.models.from_code import of_module
+from imece.plan.models.from_config import from_content
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -165,7 +165,8 @@ def test_what_code_makes_is_read_off_its_tensors(tmp_path: Path) -> None:
 
 def test_finding_a_model_and_its_memory_waits_for_no_torch() -> None:
     code = (
-        "import sys; from imece.plan.models import find_model; from imece.plan.memory import memory\n"
+        "import sys; from imece.plan.models.by_name import find_model\n"
+        "from imece.plan.memory.memory import memory\n"
         "from imece.plan.setup import Parallel, Recipe, Setup\n"
         "assert memory(Setup(find_model('7B'), Parallel(), Recipe(seq=2048))).total > 2**36\n"
         "assert 'torch' not in sys.modules"

@@ -12,13 +12,13 @@ import imece
 from imece.bench.reference_model import REFERENCE, batch, new_decoder, optimizer_of
 from imece.collectives.recording import attach
 from imece.collectives.schedules import Schedule, ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from imece.plan.communication import Op, sent_bytes
-from imece.plan.from_code import of_module
 from imece.plan.hardware import find_cluster
-from imece.plan.manner import IMECE
+from imece.plan.models.from_code import of_module
 from imece.plan.setup import Parallel, Precision, Recipe, Setup, Strategy
-from imece.plan.stage import stage_time
-from imece.plan.synchronise import moved_bytes
+from imece.plan.speed.communication import Op, sent_bytes
+from imece.plan.speed.manner import IMECE
+from imece.plan.speed.stage import stage_time
+from imece.plan.speed.synchronise import moved_bytes
 from tests.ranks import run_ranks
 
 RANKS = 2

@@ -11,11 +11,11 @@ import imece
 from imece.bench.reference_model import REFERENCE, batch, new_decoder, optimizer_of
 from imece.data_parallel.footprint import counted
 from imece.footprint import DIVIDED
-from imece.plan.accuracy import summary
-from imece.plan.accuracy_memory import own_engine
-from imece.plan.frameworks import IMECE_CPU
-from imece.plan.from_code import of_module
-from imece.plan.memory import memory
+from imece.plan.accuracy.memory import own_engine
+from imece.plan.accuracy.statistics import summary
+from imece.plan.memory.frameworks import IMECE_CPU
+from imece.plan.memory.memory import memory
+from imece.plan.models.from_code import of_module
 from imece.plan.setup import Parallel, Recipe, Setup, Strategy
 from tests.ranks import run_ranks
 

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from imece.plan.scale import MOST_GPUS, curve, draw_scale, efficiency, hosts_to_try, scale_json, scale_lines
+from imece.plan.answer.scale import (
+    MOST_GPUS,
+    curve,
+    draw_scale,
+    efficiency,
+    hosts_to_try,
+    scale_json,
+    scale_lines,
+)
 from tests.plan.asked import ask
 
 

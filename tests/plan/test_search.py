@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from imece.plan.memory import memory
-from imece.plan.search import SAME, best_bucket, complexity, hours_for, judge, pareto, search
-from imece.plan.space import setups
-from imece.plan.step_time import step_time
+from imece.plan.answer.search import SAME, best_bucket, complexity, hours_for, judge, pareto, search
+from imece.plan.answer.space import setups
+from imece.plan.memory.memory import memory
+from imece.plan.speed.step_time import step_time
 from tests.plan.asked import LLAMA_70B, ask
 
 

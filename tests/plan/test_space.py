@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from imece.errors import UserError
+from imece.plan.answer.space import Question, arrangements, check, recipes, setups
 from imece.plan.hardware import find_cluster
-from imece.plan.model import Model
-from imece.plan.space import Question, arrangements, check, recipes, setups
+from imece.plan.models.model import Model
 
 SMALL = Model("small", 12, 768, 12, 4, 64, 2048, True, 32000)
 

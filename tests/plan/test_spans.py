@@ -6,10 +6,10 @@ from collections import defaultdict
 
 import pytest
 
-from imece.plan.manner import IMECE
-from imece.plan.search import search
-from imece.plan.spans import spans, what_is_drawn
-from imece.plan.stage import stage_time
+from imece.plan.answer.search import search
+from imece.plan.answer.spans import spans, what_is_drawn
+from imece.plan.speed.manner import IMECE
+from imece.plan.speed.stage import stage_time
 from tests.plan.asked import ask
 
 

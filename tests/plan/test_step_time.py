@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from imece.plan.communication import along, collective_s, sent_bytes
-from imece.plan.compute import flops_a_token, product_s
 from imece.plan.hardware import Cluster, find_cluster, find_gpu
-from imece.plan.manner import IMECE, MEGATRON, NANOTRON, TORCHTITAN, Manner
-from imece.plan.model import Model
+from imece.plan.models.model import Model
 from imece.plan.setup import Attention, Parallel, Recipe, Recomputation, Setup, Strategy
-from imece.plan.stage import stages
-from imece.plan.step_time import step_time
-from imece.plan.timeline import ends, exposed_after, exposed_before
+from imece.plan.speed.communication import along, collective_s, sent_bytes
+from imece.plan.speed.compute import flops_a_token, product_s
+from imece.plan.speed.manner import IMECE, MEGATRON, NANOTRON, TORCHTITAN, Manner
+from imece.plan.speed.stage import stages
+from imece.plan.speed.step_time import step_time
+from imece.plan.speed.timeline import ends, exposed_after, exposed_before
 
 MODEL = Model("1B", 16, 2048, 32, 8, 64, 5632, gated=True, vocab_size=32000)
 CLUSTER = find_cluster("H100", 8, 4)

@@ -16,14 +16,17 @@ from typing import Any
 
 from imece.bench import machine
 from imece.bench.targets import verdict
-from imece.plan import accuracy, accuracy_memory, accuracy_parts, accuracy_time
-from imece.plan.accuracy import Row, Summary
+from imece.plan.accuracy import memory as accuracy_memory
+from imece.plan.accuracy import parts as accuracy_parts
+from imece.plan.accuracy import statistics as accuracy
+from imece.plan.accuracy import steps as accuracy_time
+from imece.plan.accuracy.published import read_own
+from imece.plan.accuracy.statistics import Row, Summary
 from imece.plan.hardware import find_cluster
-from imece.plan.memory import memory
-from imece.plan.models import find_model
-from imece.plan.published import read_own
+from imece.plan.memory.memory import memory
+from imece.plan.models.by_name import find_model
 from imece.plan.setup import Parallel, Recipe, Setup, Strategy
-from imece.plan.step_time import step_time
+from imece.plan.speed.step_time import step_time
 
 CANDIDATES = 10_000
 _UNITS = {

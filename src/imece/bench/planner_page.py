@@ -14,9 +14,9 @@ This page is written by
 
     imece bench planner --page docs/planner-accuracy.md --plot docs/images/planner-accuracy.png
 
-in a few seconds, from published tables that lie in `src/imece/plan/published/`, each with its source. All
-but "own_engine" was measured by others. Predictions use one set of constants for each GPU type, network
-and framework, for all models.
+in a few seconds, from published tables that lie in `src/imece/plan/accuracy/published/`, each with its
+source. All but "own_engine" was measured by others. Predictions use one set of constants for each GPU type,
+network and framework, for all models.
 
 ## Targets
 
@@ -78,8 +78,8 @@ _KNOWN = """\
 | time for each host of a ring, and how it adds up | EFA | ultrascale, 1B, then settled on 3B and nccl |
 
 All else is from data sheets, from the frameworks' sources, or counted: `src/imece/plan/presets.toml` and
-`src/imece/plan/manner.py` say which. Of memory alone the allocators' slack is measured
-(`src/imece/plan/frameworks.py`).
+`src/imece/plan/speed/manner.py` say which. Of memory alone the allocators' slack is measured
+(`src/imece/plan/memory/frameworks.py`).
 
 ## Tables
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from imece.bench.planner import Table
-from imece.plan import accuracy
-from imece.plan.accuracy import Row
+from imece.plan.accuracy import statistics as accuracy
+from imece.plan.accuracy.statistics import Row
 
 _STYLES: dict[bool, dict[str, Any]] = {  # by whether a row was held out
     False: {"color": "#b45f06", "marker": "o", "label": "fitted on"},

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from imece.bench import planner, report
 from imece.errors import UserError
-from imece.plan import accuracy_memory, accuracy_time
+from imece.plan.accuracy import memory as accuracy_memory
+from imece.plan.accuracy import steps as accuracy_time
 
 
 @dataclass(frozen=True)

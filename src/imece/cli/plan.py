@@ -11,14 +11,11 @@ from dataclasses import replace
 from imece.cli.options import parse
 from imece.cli.plan_options import PlanOptions, read_amount
 from imece.errors import UserError
-from imece.plan.explain import gains, others
-from imece.plan.hardware import Cluster, find_cluster, find_gpu, gpu_names, parse_gpus
-from imece.plan.models import find_model
-from imece.plan.search import Answer, Candidate, best_bucket, search
-from imece.plan.setup import Precision
-from imece.plan.shortfall import least, ways
-from imece.plan.space import Question, check
-from imece.plan.text import (
+from imece.plan.answer.explain import gains, others
+from imece.plan.answer.search import Answer, Candidate, best_bucket, search
+from imece.plan.answer.shortfall import least, ways
+from imece.plan.answer.space import Question, check
+from imece.plan.answer.text import (
     Explained,
     explained_json,
     lines,
@@ -27,7 +24,10 @@ from imece.plan.text import (
     table,
     wrapped,
 )
-from imece.plan.words import share, title
+from imece.plan.answer.words import share, title
+from imece.plan.hardware import Cluster, find_cluster, find_gpu, gpu_names, parse_gpus
+from imece.plan.models.by_name import find_model
+from imece.plan.setup import Precision
 
 PROG = "imece plan"
 DESCRIPTION = (

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import tyro
 
 from imece.errors import UserError
+from imece.plan.answer.space import RESERVE
 from imece.plan.setup import Adapters, Optimizer, Precision, Recomputation, Strategy
-from imece.plan.space import RESERVE
 
 StrategyName = Literal[
     "auto", "replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2",

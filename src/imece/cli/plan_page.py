@@ -10,11 +10,11 @@ from pathlib import Path
 
 from imece.errors import UserError
 from imece.observe.page import page
-from imece.plan.explain import parts
-from imece.plan.picture import draw, whole
-from imece.plan.search import Answer
-from imece.plan.text import Explained, memory_parts, speed, subject
-from imece.plan.words import KINDS, gb, meanings, seconds, share, title
+from imece.plan.answer.explain import parts
+from imece.plan.answer.picture import draw, whole
+from imece.plan.answer.search import Answer
+from imece.plan.answer.text import Explained, memory_parts, speed, subject
+from imece.plan.answer.words import KINDS, gb, meanings, seconds, share, title
 
 _LISTED = 25
 

@@ -6,9 +6,9 @@ import json
 
 from imece.cli.plan_options import PlanOptions
 from imece.errors import UserError
-from imece.plan.scale import MOST_GPUS, Point, curve, draw_scale, scale_json, scale_lines
-from imece.plan.space import Question
-from imece.plan.text import subject
+from imece.plan.answer.scale import MOST_GPUS, Point, curve, draw_scale, scale_json, scale_lines
+from imece.plan.answer.space import Question
+from imece.plan.answer.text import subject
 
 _WORDS = (
     "left: tokens a second of a GPU over that of the first line; waits: part of a step in which GPUs wait "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from imece.errors import UserError
-from imece.plan.words import seconds
+from imece.plan.answer.words import seconds
 
 PLAN_FILE = "plan.json"
 VERSION = 1

@@ -16,12 +16,12 @@ from typing import Any
 
 from imece.errors import UserError
 from imece.models.presets import preset
-from imece.plan.compute import product_s, stream_s
 from imece.plan.hardware import Cluster, Gpu, Link, find_cluster, find_gpu
-from imece.plan.manner import IMECE
-from imece.plan.models import from_shape
+from imece.plan.models.by_name import from_shape
 from imece.plan.setup import Parallel, Precision, Recipe, Setup
-from imece.plan.stage import stage_time
+from imece.plan.speed.compute import product_s, stream_s
+from imece.plan.speed.manner import IMECE
+from imece.plan.speed.stage import stage_time
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _SLOWEST = 0.1  # of the bytes that a copy moves

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from imece.plan.model import Model
+from imece.plan.models.model import Model
 
 Strategy = Literal["replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2"]
 Recomputation = Literal["none", "selective", "full"]  # selective: the attention core, as Korthikanti et al.

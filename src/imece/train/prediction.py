@@ -22,17 +22,17 @@ from imece.mesh import Mesh
 from imece.models.shape import TransformerConfig
 from imece.observe.metrics import read_metrics
 from imece.observe.units import gigabytes, milliseconds
+from imece.plan.answer.explain import parts
+from imece.plan.answer.search import Candidate, framework_on, judge
+from imece.plan.answer.space import RESERVE
+from imece.plan.answer.words import title
 from imece.plan.check import PLAN_FILE, VERSION, median
-from imece.plan.explain import parts
 from imece.plan.hardware import Cluster, find_cluster
 from imece.plan.here import kept_cluster
-from imece.plan.memory import memory
-from imece.plan.models import from_shape
-from imece.plan.search import Candidate, framework_on, judge
+from imece.plan.memory.memory import memory
+from imece.plan.models.by_name import from_shape
 from imece.plan.setup import Parallel, Recipe, Setup, Strategy
 from imece.plan.setup import Precision as Bytes
-from imece.plan.space import RESERVE
-from imece.plan.words import title
 from imece.train.batch import BatchPlan
 from imece.train.config import TrainConfig
 from imece.train.precision import Precision

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from imece.plan.accuracy import Row
-from imece.plan.communication import Op, along, collective_s, sent_bytes
+from imece.plan.accuracy.published import read
+from imece.plan.accuracy.statistics import Row
 from imece.plan.hardware import Cluster, find_cluster, find_network
-from imece.plan.manner import MEGATRON
-from imece.plan.model import Model
-from imece.plan.published import read
+from imece.plan.models.model import Model
 from imece.plan.setup import Parallel, Recipe, Recomputation, Setup
-from imece.plan.stage import stage_time
-from imece.plan.timeline import exposed_after
+from imece.plan.speed.communication import Op, along, collective_s, sent_bytes
+from imece.plan.speed.manner import MEGATRON
+from imece.plan.speed.stage import stage_time
+from imece.plan.speed.timeline import exposed_after
 
 _OPS: dict[str, Op] = {
     "all_reduce": "all_reduce",

@@ -8,15 +8,15 @@ from functools import partial
 from typing import get_args
 
 from imece.footprint import DIVIDED, Sizes, footprint
-from imece.plan.accuracy import Row
-from imece.plan.accuracy_time import llm_foundry, torchtitan, ultrascale_setup
-from imece.plan.activations import kept_layer, layers_in_flight
-from imece.plan.frameworks import IMECE_CPU, LLM_FOUNDRY, MEGATRON, NANOTRON, PAPER, TORCHTITAN
+from imece.plan.accuracy.published import Table, read
+from imece.plan.accuracy.statistics import Row
+from imece.plan.accuracy.steps import llm_foundry, torchtitan, ultrascale_setup
 from imece.plan.hardware import GIB, Gpu, find_gpu
-from imece.plan.held import held
-from imece.plan.memory import memory
-from imece.plan.model import Model
-from imece.plan.published import Table, read
+from imece.plan.memory.activations import kept_layer, layers_in_flight
+from imece.plan.memory.frameworks import IMECE_CPU, LLM_FOUNDRY, MEGATRON, NANOTRON, PAPER, TORCHTITAN
+from imece.plan.memory.held import held
+from imece.plan.memory.memory import memory
+from imece.plan.models.model import Model
 from imece.plan.setup import Parallel, Precision, Recipe, Recomputation, Setup, Strategy
 
 _OTHERS = ("frozen", "distill", "offloading", "deepseek")

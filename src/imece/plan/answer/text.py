@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from imece.observe.units import si
-from imece.plan.explain import Other, parts
+from imece.plan.answer.explain import Other, parts
+from imece.plan.answer.search import Candidate, hours_for
+from imece.plan.answer.shortfall import Way, state_arithmetic
+from imece.plan.answer.space import Question
+from imece.plan.answer.words import KINDS, gb, meanings, seconds, share, title
 from imece.plan.hardware import Cluster
-from imece.plan.search import Candidate, hours_for
-from imece.plan.shortfall import Way, state_arithmetic
-from imece.plan.space import Question
-from imece.plan.words import KINDS, gb, meanings, seconds, share, title
 
 _LABEL = 9  # columns
 _BAR = 40

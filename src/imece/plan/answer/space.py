@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from imece.errors import UserError
 from imece.plan.hardware import Cluster
-from imece.plan.model import Model
+from imece.plan.models.model import Model
 from imece.plan.setup import (
     Adapters,
     Attention,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from imece.plan.explain import eight_bit
+from imece.plan.answer.explain import eight_bit
+from imece.plan.answer.search import Answer, Candidate, search
+from imece.plan.answer.space import Question
+from imece.plan.answer.words import count, gb, title
 from imece.plan.hardware import Cluster, Gpu
-from imece.plan.search import Answer, Candidate, search
-from imece.plan.space import Question
-from imece.plan.words import count, gb, title
 
 _MOST_GPUS = 32_768
 _FULL_HOST = 8

@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from imece.plan.communication import along, collective_s, send_s
-from imece.plan.compute import LayerTime, head_time, layer_time, stream_s
 from imece.plan.hardware import Cluster
-from imece.plan.manner import Manner
-from imece.plan.model import Model
+from imece.plan.models.model import Model
 from imece.plan.setup import Precision, Recipe, Setup
+from imece.plan.speed.communication import along, collective_s, send_s
+from imece.plan.speed.compute import LayerTime, head_time, layer_time, stream_s
+from imece.plan.speed.manner import Manner
 
 _FUSED_HOST = 0.5  # of the CPU's work that is left where layers are compiled
 

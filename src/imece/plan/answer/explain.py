@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from imece.plan.answer.search import SAME, Answer, Candidate, complexity, judge, search
+from imece.plan.answer.space import STRATEGIES, Question
+from imece.plan.answer.words import CAUSES, gb, seconds, share, strategy_name, title
 from imece.plan.hardware import Cluster
-from imece.plan.search import SAME, Answer, Candidate, complexity, judge, search
 from imece.plan.setup import Parallel, Setup
-from imece.plan.space import STRATEGIES, Question
-from imece.plan.step_time import StepTime
-from imece.plan.words import CAUSES, gb, seconds, share, strategy_name, title
+from imece.plan.speed.step_time import StepTime
 
 _WORTH = 0.02  # of the step's time: what saves less is no gain
 _NEAR_PART = 0.25  # of the memory missed: two categories as large as that are both named

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from imece.plan.communication import Group, Op, along, collective_s, share_of_inside
-from imece.plan.compute import stream_s
 from imece.plan.hardware import Cluster
-from imece.plan.manner import Manner
 from imece.plan.setup import Setup
-from imece.plan.stage import StageTime
-from imece.plan.timeline import exposed_after, exposed_before
+from imece.plan.speed.communication import Group, Op, along, collective_s, share_of_inside
+from imece.plan.speed.compute import stream_s
+from imece.plan.speed.manner import Manner
+from imece.plan.speed.stage import StageTime
+from imece.plan.speed.timeline import exposed_after, exposed_before
 
 _HOST_LINK = 20e9  # bytes/s between a device and its host's memory
 _HOST_MEMORY = 100e9  # bytes/s with which a host's CPUs step what is offloaded, its share of each device

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from imece.footprint import DIVIDED, Footprint, Sizes, footprint
-from imece.plan.activations import kept_layer, layers_in_flight, tokens, whole_layer
-from imece.plan.frameworks import IMECE, Framework
-from imece.plan.held import Held, adapter_parameters, held, sizes
+from imece.plan.memory.activations import kept_layer, layers_in_flight, tokens, whole_layer
+from imece.plan.memory.frameworks import IMECE, Framework
+from imece.plan.memory.held import Held, adapter_parameters, held, sizes
+from imece.plan.memory.waiting import waiting_bytes
 from imece.plan.setup import Recipe, Setup
-from imece.plan.waiting import waiting_bytes
 
 _BLOCK = 256  # elements of an 8-bit moment that share a scale in fp32 (bitsandbytes)
 _EIGHT_BIT = 1 + 4 / _BLOCK  # bytes of an element

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from imece.plan.explain import parts
-from imece.plan.search import Answer, Candidate, pareto
-from imece.plan.spans import spans, what_is_drawn
-from imece.plan.text import Explained, memory_parts, subject
-from imece.plan.words import gb, seconds, strategy_name, title
+from imece.plan.answer.explain import parts
+from imece.plan.answer.search import Answer, Candidate, pareto
+from imece.plan.answer.spans import spans, what_is_drawn
+from imece.plan.answer.text import Explained, memory_parts, subject
+from imece.plan.answer.words import gb, seconds, strategy_name, title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from imece.plan.hardware import Cluster
-from imece.plan.manner import IMECE
 from imece.plan.setup import Setup
-from imece.plan.stage import StageTime, stage_time
-from imece.plan.synchronise import Synchronisation, optimizer_s, synchronise
-from imece.plan.timeline import ends
+from imece.plan.speed.manner import IMECE
+from imece.plan.speed.stage import StageTime, stage_time
+from imece.plan.speed.synchronise import Synchronisation, optimizer_s, synchronise
+from imece.plan.speed.timeline import ends
 
 _MOST_PIECES = 40  # that are drawn one by one
 _MOST_STAGES = 16

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from imece.plan.communication import send_s
-from imece.plan.compute import flops_a_token, layer_time
 from imece.plan.hardware import Cluster
-from imece.plan.manner import IMECE, Manner
 from imece.plan.setup import Setup
-from imece.plan.stage import StageTime, stage_time
-from imece.plan.synchronise import optimizer_s, synchronise
+from imece.plan.speed.communication import send_s
+from imece.plan.speed.compute import flops_a_token, layer_time
+from imece.plan.speed.manner import IMECE, Manner
+from imece.plan.speed.stage import StageTime, stage_time
+from imece.plan.speed.synchronise import optimizer_s, synchronise
 
 
 @dataclass(frozen=True)

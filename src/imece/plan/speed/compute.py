@@ -12,9 +12,9 @@ import functools
 from dataclasses import dataclass
 
 from imece.plan.hardware import Gpu
-from imece.plan.manner import Manner
-from imece.plan.model import Model
+from imece.plan.models.model import Model
 from imece.plan.setup import Recipe
+from imece.plan.speed.manner import Manner
 
 _STREAM = 0.85  # of memory bandwidth, what kernels that only move bytes reach
 _TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.78), (64, 64, 0.55))  # rows, columns, of the best

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from imece import layout
 from imece.footprint import DIVIDED, Sizes
-from imece.plan.frameworks import Framework
-from imece.plan.model import Model
+from imece.plan.memory.frameworks import Framework
+from imece.plan.models.model import Model
 from imece.plan.setup import Parallel, Recipe
 
 _ALIGN_BYTES = 128  # of a shard, as data_parallel/parts.py has it

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from imece.plan.frameworks import Framework
-from imece.plan.model import Model
+from imece.plan.memory.frameworks import Framework
+from imece.plan.models.model import Model
 from imece.plan.setup import Parallel, Recipe
 
 _MASK = 1  # bytes of an element of a dropout mask

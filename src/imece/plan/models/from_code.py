@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imece.errors import UserError
-from imece.plan.model import Model
+from imece.plan.models.model import Model
 
 if TYPE_CHECKING:
     from torch import nn

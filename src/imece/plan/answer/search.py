@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from imece.plan.frameworks import IMECE, IMECE_CPU, Framework
+from imece.plan.answer.space import Question, setups
 from imece.plan.hardware import Cluster
-from imece.plan.memory import Memory, memory
+from imece.plan.memory.frameworks import IMECE, IMECE_CPU, Framework
+from imece.plan.memory.memory import Memory, memory
 from imece.plan.setup import Parallel, Setup
-from imece.plan.space import Question, setups
-from imece.plan.step_time import StepTime, step_time
+from imece.plan.speed.step_time import StepTime, step_time
 
 # Two ways are as good as equally fast within so much of a step: no prediction is better than that. Then the
 # simpler one is taken, that is with fewer kinds of parallelism.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from imece.errors import UserError
-from imece.plan.model import Model, Norm
+from imece.plan.models.model import Model, Norm
 
 CONFIG = "config.json"
 

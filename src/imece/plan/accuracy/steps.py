@@ -6,10 +6,13 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from imece.plan.accuracy import Row
-from imece.plan.compute import flops_a_token
+from imece.plan.accuracy.published import Table, read
+from imece.plan.accuracy.statistics import Row
 from imece.plan.hardware import Cluster, find_cluster
-from imece.plan.manner import (
+from imece.plan.models.model import Model
+from imece.plan.setup import Parallel, Precision, Recipe, Setup, Strategy
+from imece.plan.speed.compute import flops_a_token
+from imece.plan.speed.manner import (
     LLM_FOUNDRY,
     MEGATRON,
     MEGATRON_2021,
@@ -18,10 +21,7 @@ from imece.plan.manner import (
     TORCHTITAN,
     Manner,
 )
-from imece.plan.model import Model
-from imece.plan.published import Table, read
-from imece.plan.setup import Parallel, Precision, Recipe, Setup, Strategy
-from imece.plan.step_time import step_time
+from imece.plan.speed.step_time import step_time
 
 _FP32_GRADIENTS = Precision(parameters=2, gradients=2, main_gradients=4, masters=4, moments=4)
 

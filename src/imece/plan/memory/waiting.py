@@ -9,9 +9,9 @@ the CPU wait, so there it is the warm-up alone.
 
 from __future__ import annotations
 
-from imece.plan.activations import tokens
-from imece.plan.frameworks import Framework
-from imece.plan.held import Held
+from imece.plan.memory.activations import tokens
+from imece.plan.memory.frameworks import Framework
+from imece.plan.memory.held import Held
 from imece.plan.setup import Setup
 
 _KEPT_UP = 1e12  # FLOP of a layer's forward on one rank that a CPU keeps up with: about 2 ms of an H100

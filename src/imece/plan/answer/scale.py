@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from imece.plan.search import Candidate, search
-from imece.plan.space import Question
-from imece.plan.text import as_json
-from imece.plan.words import gb, seconds, strategy_name
+from imece.plan.answer.search import Candidate, search
+from imece.plan.answer.space import Question
+from imece.plan.answer.text import as_json
+from imece.plan.answer.words import gb, seconds, strategy_name
 
 Kind = Literal["weak", "strong"]
 MOST_GPUS = 25_600  # 16 x 8 x 200

@@ -12,8 +12,8 @@ from types import MappingProxyType
 from imece.errors import UserError
 from imece.models.presets import PRESETS
 from imece.models.shape import TransformerConfig
-from imece.plan.from_config import CONFIG, read_config
-from imece.plan.model import Model
+from imece.plan.models.from_config import CONFIG, read_config
+from imece.plan.models.model import Model
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([mbt])", re.IGNORECASE)
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
@@ -74,7 +74,7 @@ def find_model(text: str) -> Model:
     """
     file, colon, function = text.rpartition(":")
     if colon and file.endswith(".py"):
-        from imece.plan.from_code import read_code
+        from imece.plan.models.from_code import read_code
 
         return read_code(Path(file), function)
     path = Path(text)

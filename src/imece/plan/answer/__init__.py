@@ -1,0 +1,1 @@
+"""Which way is best, why, and how a person is told."""
