@@ -11,12 +11,17 @@ import imece
 from imece.bench.reference_model import REFERENCE, batch, new_decoder, optimizer_of
 from imece.data_parallel.footprint import counted
 from imece.footprint import DIVIDED
+from imece.models.presets import preset
+from imece.models.transformer import Transformer, token_loss
 from imece.plan.accuracy.memory import own_engine
 from imece.plan.accuracy.statistics import summary
 from imece.plan.memory.frameworks import IMECE_CPU
 from imece.plan.memory.memory import memory
+from imece.plan.models.by_name import find_model
 from imece.plan.models.from_code import of_module
 from imece.plan.setup import Parallel, Recipe, Setup, Strategy
+from imece.train.config import OptimizerSection
+from imece.train.optimizer import make_optimizers
 from tests.ranks import run_ranks
 
 RANKS = 2
@@ -62,3 +67,16 @@ def test_what_is_counted_of_a_real_run_is_predicted() -> None:
             planned = memory(Setup(model, Parallel(strategy, RANKS, shard), recipe), framework=framework)
             predicted = planned.total - planned.activations - planned.logits
             assert sum(found.values()) == pytest.approx(predicted, rel=0.02), (strategy, gathers)
+
+
+def test_muon_keeps_one_state_of_matrices_and_adamw_two_of_the_rest() -> None:
+    transformer = Transformer(preset("tiny"))
+    optimizers = make_optimizers(transformer, OptimizerSection(kind="muon"))
+    words = torch.zeros(1, 8, dtype=torch.long)
+    token_loss(transformer(words), words).backward()
+    for each in optimizers:
+        each.step()
+    kept = [tensor for each in optimizers for state in each.state.values() for tensor in state.values()]
+    large = sum(tensor.nbytes for tensor in kept if tensor.numel() > 1)  # without counts of steps
+    recipe = Recipe(64, optimizer="muon", precision=IMECE_CPU.precision)
+    assert memory(Setup(find_model("tiny"), Parallel(), recipe), framework=IMECE_CPU).optimizer == large

@@ -75,12 +75,14 @@ def _of_stage(setup: Setup, stage: int, framework: Framework) -> Memory:
     notes: tuple[str, ...] = ()
     if recipe.adapters == "none":
         dealt = sizes(model, parallel, recipe, part, framework)
-        states = _states(setup, dealt, part.dense, framework)
+        states = _states(setup, part, dealt, part.dense, framework)
         if model.experts:
             shard = max(1, parallel.shard // parallel.expert)
             whole = part.all_experts
             unit = part.experts * framework.units_at_once * DIVIDED[parallel.strategy].parameters
-            states = _sum(states, _states(setup, Sizes(whole, whole / shard, 0.0, unit), whole, framework))
+            states = _sum(
+                states, _states(setup, part, Sizes(whole, whole / shard, 0.0, unit), whole, framework)
+            )
     else:
         states = _with_adapters(setup, part, framework)
         notes = ("adapters on every matrix of the layers; all else is frozen",)
@@ -107,8 +109,8 @@ def _of_stage(setup: Setup, stage: int, framework: Framework) -> Memory:
     )  # fmt: skip
 
 
-def _states(setup: Setup, dealt: Sizes, whole: float, framework: Framework) -> _States:
-    """Of `whole` elements that are trained."""
+def _states(setup: Setup, part: Held, dealt: Sizes, whole: float, framework: Framework) -> _States:
+    """Of `whole` elements of `part` that are trained."""
     recipe, divides = setup.recipe, DIVIDED[setup.parallel.strategy]
     precision = recipe.precision
     owned = min(dealt.shard, whole) if divides.optimizer else whole
@@ -120,7 +122,7 @@ def _states(setup: Setup, dealt: Sizes, whole: float, framework: Framework) -> _
         parameter_bytes=precision.parameters,
         reduce_bytes=reduce_bytes,
         master_bytes=precision.masters,
-        state_bytes=owned * _moment_bytes(recipe),
+        state_bytes=owned * _moment_bytes(recipe, part),
         sum_bytes=None if as_masters else reduce_bytes,
         own_bytes=0 if framework.masters_are_shards and precision.masters else None,
     )
@@ -129,14 +131,16 @@ def _states(setup: Setup, dealt: Sizes, whole: float, framework: Framework) -> _
     return _States(found, precision.parameters * dealt.gathered, masters)
 
 
-def _moment_bytes(recipe: Recipe) -> float:
-    """Of the optimizer's state for one element."""
+def _moment_bytes(recipe: Recipe, part: Held) -> float:
+    """Of the optimizer's state for one element, in the mean."""
     match recipe.optimizer:
         case "adamw":
             return 2.0 * recipe.precision.moments
         case "adamw-8bit":
             return 2 * _EIGHT_BIT
-        case _:  # one momentum; Muon's AdamW for tables has two, of a small part of a model
+        case "muon":  # one of matrices; tables and vectors are AdamW's
+            return (2 - part.layers * part.products / part.total) * recipe.precision.moments
+        case "sgd":
             return float(recipe.precision.moments)
 
 
@@ -159,7 +163,7 @@ def _with_adapters(setup: Setup, part: Held, framework: Framework) -> _States:
         )
     trained = part.layers * adapter_parameters(model, recipe.adapter_rank) / parallel.tensor
     base = Footprint(round(frozen), 0, 0, round(gathered))
-    adapters = _states(setup, Sizes(trained, trained / parallel.shard), trained, framework)
+    adapters = _states(setup, part, Sizes(trained, trained / parallel.shard), trained, framework)
     return _sum(_States(base, gathered, 0.0), adapters)
 
 
