@@ -18,6 +18,7 @@ from imece import __version__
 from imece.cli.launch import split
 from imece.cli.main import COMMANDS, main
 from imece.errors import UserError
+from imece.launch.hosts.here import Plan
 
 
 def run(*argv: str) -> tuple[int, str, str]:
@@ -107,6 +108,11 @@ _OPTIONS = [
     "--max_restarts",
     "--silent-s=2",
     "--nnodes=1",
+    "--nnodes=2:2",
+    "--hosts",
+    "--host-rank=0",
+    "--rendezvous=127.0.0.1:1",
+    "--master_addr=::1",
     "--log-dir",
     "--help",
 ]
@@ -124,6 +130,7 @@ def test_any_words_are_refused_in_one_line(words: list[str]) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("imece.cli.launch.launch", no_launch)
+        patch.setattr("imece.launch.hosts.agent.launch_here", no_launch)
         status, out, err = run("launch", *words)
     if status == 0:
         assert "--help" in words or "-h" in words or any(word.startswith("-h") for word in words), (
@@ -205,3 +212,25 @@ def test_another_broken_pipe_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("imece.cli.main._run", broken)
     with pytest.raises(BrokenPipeError, match="to a rank"):
         main(["doctor"])
+
+
+def test_torchruns_options_for_several_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[Plan, str]] = []
+
+    def no_launch(command: Sequence[str], plan: Plan, *, job: str, **_: object) -> int:
+        asked.append((plan, job))
+        return 0
+
+    monkeypatch.setattr("imece.launch.hosts.agent.launch_here", no_launch)
+    (tmp_path / "s.py").touch()
+    for words in (
+        "--hosts 2 --host-rank 1 --rendezvous a:7 --ranks 3 --job x",
+        "--nnodes=2 --node_rank=1 --rdzv_endpoint=a:7 --nproc_per_node=3 --rdzv-id x",
+        "--nnodes 2:2 --node-rank 1 --master-addr a --master-port 7 --nproc-per-node 3 --rdzv_id=x",
+    ):
+        assert run("launch", *words.split(), "--min-ranks", "2", str(tmp_path / "s.py")) == (0, "", "")
+    first, *others = asked
+    assert others == [first, first] and first[1] == "x"
+    plan = first[0]
+    assert (plan.hosts, plan.me, plan.rendezvous, plan.ranks) == (2, 1, ("a", 7), 3)
+    assert (plan.limits.ranks, plan.limits.min_ranks) == (6, 2)
