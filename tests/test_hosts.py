@@ -95,6 +95,7 @@ def test_hosts_of_a_killed_owner_are_removed_and_those_of_a_live_one_are_not() -
     assert ended(live_sleeper)
 
 
+@pytest.mark.slow
 @pytest.mark.hosts
 @needs_hosts
 def test_the_benchmark_measures_right_results() -> None:

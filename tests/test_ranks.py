@@ -154,6 +154,7 @@ def test_a_rank_shares_nothing_by_accident(
     }
 
 
+@pytest.mark.slow
 def test_what_is_read_at_an_import_has_fresh_ranks() -> None:
     assert run_ranks(what_torch_and_imece_read_at_their_import, 1, backend=None) == [[1, "OFF", ""]]
     env = {"OMP_NUM_THREADS": "2", "TORCH_DISTRIBUTED_DEBUG": "INFO", "IMECE_SCHEDULE": "ring"}
@@ -195,6 +196,7 @@ def test_a_process_with_threads_is_no_zygote() -> None:
         thread.join()
 
 
+@pytest.mark.slow
 @LINUX
 def test_a_zygote_that_died_is_told_or_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "main.py").write_text("raise SystemExit(3)")
@@ -304,6 +306,7 @@ def test_a_killed_rank_is_told_from_the_others() -> None:
     assert [r.ok for r in results] == [True, False]
 
 
+@pytest.mark.slow
 def test_ranks_and_zygotes_die_with_the_process_that_started_them(tmp_path: Path) -> None:
     program = (
         "import time\n"

@@ -191,6 +191,7 @@ def test_any_loads_any(folder: Path, ranks: int) -> None:
     check_loads(run_ranks(load_all, ranks, args=(str(folder), all_names(), STRATEGIES), backend=None), 4)
 
 
+@pytest.mark.slow
 def test_two_hosts_load_any(folder: Path) -> None:
     args = (str(folder), all_names(), HYBRIDS)
     check_loads(run_ranks(load_all, 4, args=args, backend=None, ranks_per_host=2), 2)

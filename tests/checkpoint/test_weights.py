@@ -221,6 +221,7 @@ def load_large(folder: str) -> list[tuple[str, float]]:
     return grown
 
 
+@pytest.mark.slow
 def test_a_resume_needs_no_more_memory_than_training(tmp_path: Path) -> None:
     """It takes what the optimizer keeps: no copy of the model besides, and no mapped file."""
     run_ranks(save_large, 2, args=(str(tmp_path),), backend=None)

@@ -24,6 +24,7 @@ def test_what_differs_from_the_prediction_is_told() -> None:
     assert Results(Plan(), [near, far]).far == [far]
 
 
+@pytest.mark.slow
 def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures, plot = tmp_path / "memory.json", tmp_path / "memory.png"
     options = ["--quick", "--strategies", "zero1,zero3", "--json", str(figures), "--plot", str(plot)]

@@ -208,6 +208,7 @@ def test_the_cost_of_a_parameter_is_the_difference_of_backwards() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_quick_run_of_parameters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     figures = tmp_path / "cost.json"
     assert main(["bench", "step", "--quick", "--parameters", "200,50", "--json", str(figures)]) == 0

@@ -54,11 +54,12 @@ def run_drill(tmp_path: Path, text: str, *options: str) -> Outcome:
 # Real ones.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         ["--signal", "KILL"],
-        pytest.param(["--signal", "STOP", "--silent-s", "1"], marks=pytest.mark.slow),
+        ["--signal", "STOP", "--silent-s", "1"],
     ],
 )
 def test_a_drill_that_is_survived(tmp_path: Path, options: list[str]) -> None:

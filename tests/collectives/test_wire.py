@@ -42,7 +42,9 @@ def test_every_way_gives_the_same_bits(backend: str, world_size: int) -> None:
     assert all(result == results[0] for result in results)
 
 
-@pytest.mark.parametrize(("hosts", "each"), [(1, 2), (1, 3), (2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("hosts", "each"), [(1, 2), (1, 3), (2, 1), (2, 2), pytest.param(3, 2, marks=pytest.mark.slow)]
+)
 def test_hierarchical(hosts: int, each: int) -> None:
     """Emulated hosts: shm inside, Gloo between."""
     results = run_ranks(

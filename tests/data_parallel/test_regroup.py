@@ -331,7 +331,10 @@ def lose_one_each_time(backend: str, folder: str, names: Sequence[str], processe
 
 @pytest.mark.parametrize(
     ("backend", "names", "lost"),
-    [("shm", ["zero2", "gathered", "zero3"], 4), ("gloo", ["zero2", "gathered"], 2)],
+    [
+        ("shm", ["zero2", "gathered", "zero3"], 4),
+        pytest.param("gloo", ["zero2", "gathered"], 2, marks=pytest.mark.slow),
+    ],
 )
 def test_goes_on_after_deaths(backend: str, names: list[str], lost: int, tmp_path: Path) -> None:
     processes = lost + 2

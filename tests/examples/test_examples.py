@@ -99,7 +99,7 @@ def test_one_process(one_process: tuple[str, Path]) -> None:
     assert [file.name for file in folder.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("start", [torchrun, imece_launch, slurm])
+@pytest.mark.parametrize("start", [torchrun, imece_launch, pytest.param(slurm, marks=pytest.mark.slow)])
 def test_two_ranks(start: Callable[[Path, Path], str], tmp_path: Path, one_process: tuple[str, Path]) -> None:
     (tmp_path / "both.py").write_text(BOTH)
     check_output(start(tmp_path / "both.py", tmp_path / "model"), 2)

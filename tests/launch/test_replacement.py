@@ -179,6 +179,7 @@ while newest()["number"] < 1:
     assert last_line(outcome).endswith("1 rank goes on without a replacement")
 
 
+@pytest.mark.slow
 def test_a_launcher_that_was_stopped_evicts_nobody(start: Start, tmp_path: Path) -> None:
     text = """
 say("resilient")

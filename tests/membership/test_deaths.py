@@ -62,7 +62,7 @@ def dies(folder: str, strategy: str, places: list[str], members: list[int], dead
 @pytest.mark.parametrize(
     ("strategy", "places", "members"),
     [
-        ("replicate", ["start", "backward", "border", "writing"], [1]),
+        ("replicate", ["backward", "border"], [1]),
         ("zero1", ["update"], [0]),
         ("zero3", ["backward"], [0, 2]),  # two of three together
     ],

@@ -77,6 +77,7 @@ print("after it", roster.all_resilient(members))
 """
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_left_protects_nobody(tmp_path: Path) -> None:
     (tmp_path / "breaks.py").write_text(BREAKS)
     outcome = run_launch("--ranks", "2", tmp_path / "breaks.py", timeout_s=120)

@@ -134,7 +134,7 @@ def real(folder: str, strategy: str) -> None:
     assert outcome.out.count(" is slow ") == 1
 
 
-@pytest.mark.parametrize("strategy", ["replicate", "zero3"])
+@pytest.mark.parametrize("strategy", ["replicate", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_a_rank_that_is_late_in_backward(tmp_path: Path, strategy: str) -> None:
     """Its backward has 200 ms more; the others have them in theirs too, but for what they wait."""
     in_fork(real, str(tmp_path), strategy)
