@@ -148,6 +148,7 @@ def test_a_mistake_is_one_line_and_status_2(
     assert said in captured.err and not captured.out
 
 
+@pytest.mark.slow
 def test_a_quick_run_measures_traces_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures, trace, plot = (tmp_path / name for name in ("step.json", "trace.json", "step.png"))
     argv = ["--quick", "--tokens", "8", "--ways", f"{GLOO},{OURS}"]

@@ -63,7 +63,7 @@ def dies(folder: str, strategy: str, places: list[str], members: list[int], dead
     ("strategy", "places", "members"),
     [
         ("replicate", ["backward", "border"], [1]),
-        ("zero1", ["update"], [0]),
+        pytest.param("zero1", ["update"], [0], marks=pytest.mark.slow),
         ("zero3", ["backward"], [0, 2]),  # two of three together
     ],
 )

@@ -201,6 +201,7 @@ def ends(folder: str) -> None:
     assert "has its 14 steps" in train(["--run", run], path).out
 
 
+@pytest.mark.slow
 def test_longer_shorter_and_finished(tmp_path: Path) -> None:
     in_fork(ends, str(tmp_path))
 
