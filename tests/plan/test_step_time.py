@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imece.plan.hardware import Cluster, find_cluster, find_gpu
+from imece.plan.models.by_name import find_model
 from imece.plan.models.model import Model
-from imece.plan.setup import Attention, Parallel, Recipe, Recomputation, Setup, Strategy
+from imece.plan.setup import Attention, Parallel, Precision, Recipe, Recomputation, Setup, Strategy
 from imece.plan.speed.communication import along, collective_s, sent_bytes
 from imece.plan.speed.compute import flops_a_token, product_s
 from imece.plan.speed.manner import IMECE, MEGATRON, NANOTRON, TORCHTITAN, Manner
@@ -187,3 +188,15 @@ def test_closed_forms_are_the_timeline(compute_s: float, pieces: int, piece_s: f
     assert exposed_before(compute_s, pieces, piece_s) == pytest.approx(
         now + share - compute_s, rel=1e-6, abs=1e-9
     )
+
+
+def test_products_in_fp32_go_at_the_rate_for_fp32() -> None:
+    cluster = find_cluster("V100", 1, 1)
+    times = {
+        size: step_time(
+            Setup(find_model("llama-8b"), Parallel(), Recipe(2048, precision=Precision(4, 4, 0, 0, 4, size))),
+            cluster,
+        ).compute
+        for size in (2, 4)
+    }
+    assert times[4] / times[2] > 0.5 * cluster.gpu.peak / cluster.gpu.peak_fp32

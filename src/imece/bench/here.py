@@ -45,7 +45,7 @@ def measure_here(ranks: int) -> dict[str, Any]:
     }
     longest = {
         name: max(each[name] for each in found)
-        for name in ("attention_forward_s", "attention_backward_s", "model_s", "launch_s", "overhead_bytes")
+        for name in ("attention_forward_s", "attention_backward_s", "model_s", "overhead_bytes")
         if name in found[0]
     }
     return found[0] | slowest | longest
@@ -70,7 +70,6 @@ def _measure_rank() -> dict[str, Any]:
         "product": 2.0 * side**3 / together.best_s(_product(side, dtype, device)),
         "product_fp32": 2.0 * side**3 / together.best_s(_product(side, torch.float32, device)),
         "moved_per_s": _moved(together, device),
-        "launch_s": _launch(together, device),
         "overhead_bytes": resident if device.type == "cpu" else _outside(device),
         "memory_bytes": _memory(mesh.world_size, device),
         "multiprocessors": (
@@ -132,17 +131,6 @@ def _moved(together: _Together, device: torch.device) -> float:
     source = torch.zeros(size // 4, device=device)
     target = torch.empty_like(source)
     return 2 * size / together.best_s(lambda: target.copy_(source))
-
-
-def _launch(together: _Together, device: torch.device, times: int = 100) -> float:
-    """Of one small operation."""
-    small = torch.zeros(1, device=device)
-
-    def run() -> None:
-        for _ in range(times):
-            small.add_(1)
-
-    return together.best_s(run) / times
 
 
 def _attention(together: _Together, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:

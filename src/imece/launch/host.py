@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from imece import status
@@ -39,7 +38,6 @@ class Order:
     grace_s: float
     direct: bool
     silent_s: float
-    logs: Path | None
 
 
 @dataclass(frozen=True)

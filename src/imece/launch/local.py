@@ -67,7 +67,7 @@ def launch(
         except OSError as error:
             raise UserError(f"cannot make the folder {str(logs)!r} for logs: {error.strerror}") from None
     limits = Limits(ranks, min_ranks, max_restarts, restart, exceptions)
-    order = Order(command, environ, grace_s, direct, silent_s, logs)
+    order = Order(command, environ, grace_s, direct, silent_s)
 
     def environment(start: Start, host: Host) -> Mapping[str, str]:
         inside = worker_environment(

@@ -66,7 +66,6 @@ class Gpu:
     memory_bytes: int  # that a program can use before any context
     memory_bandwidth: float  # bytes/s
     overhead_bytes: int  # context, libraries and communicators, outside the framework's allocator
-    launch_s: float  # of one kernel, as far as it is not hidden
     price_per_hour: float | None = None  # US dollars, for orientation only
     sustained: float = 0.9  # part of what is reachable that products of usual shapes hold for long
     flash: tuple[float, float] = (0.4, 0.34)  # part of `peak` in flash attention, forward and backward
@@ -74,6 +73,10 @@ class Gpu:
 
     def __hash__(self) -> int:  # of one field: it is a key of caches that are asked for each candidate
         return hash(self.name)
+
+    def multiplying(self, element_bytes: int) -> Gpu:
+        """The same, whose `peak` is that of products of such elements."""
+        return replace(self, peak=self.peak_fp32) if element_bytes == 4 else self
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,11 @@ class Cluster:
     @property
     def gpus(self) -> int:
         return self.gpus_per_host * self.hosts
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - clusters are few, and small
+    def multiplying(self, element_bytes: int) -> Cluster:
+        """The same, whose devices' `peak` is that of products of such elements."""
+        return replace(self, gpu=self.gpu.multiplying(element_bytes))
 
 
 @functools.cache

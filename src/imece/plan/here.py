@@ -60,7 +60,7 @@ def cluster_of(figures: Mapping[str, Any]) -> Cluster:
         base, name=str(figures["device"]), reachable=1.0, sustained=1.0, peak=1.0, peak_fp32=1.0,
         memory_bandwidth=1e18, multiprocessors=int(figures["multiprocessors"]),
         memory_bytes=int(figures["memory_bytes"]), overhead_bytes=int(figures["overhead_bytes"]),
-        launch_s=float(figures["launch_s"]), price_per_hour=None,
+        price_per_hour=None,
     )  # fmt: skip
     side = int(figures["side"])
     # At a peak of 1 the formula says how many seconds that product takes; it took this many.
@@ -68,13 +68,13 @@ def cluster_of(figures: Mapping[str, Any]) -> Cluster:
     gpu = replace(
         gpu,
         peak=product_s(gpu, side, side, side) / took,
-        peak_fp32=figures["product_fp32"],
         memory_bandwidth=stream_s(replace(gpu, name="unit", memory_bandwidth=1.0), 1.0)
         * figures["moved_per_s"],
     )
     gpu = replace(gpu, flash=_flash(gpu, figures))
     if "model_s" in figures:
         gpu = _as_slow_as_a_model(gpu, figures)
+    gpu = replace(gpu, peak_fp32=gpu.peak * figures["product_fp32"] / figures["product"])
     return Cluster(gpu, int(figures["ranks"]), 1, _link(figures), Link(1.25e9, 50e-6, 0.9))
 
 

@@ -50,7 +50,7 @@ def launch_here(
     token, said = find_token(environ, create=plan.me == 0)
     if said:
         print(said, file=sys.stderr, flush=True)
-    order = Order(command, environ, plan.grace_s, False, rank_silent_s, logs)
+    order = Order(command, environ, plan.grace_s, False, rank_silent_s)
     with Network(token, plan.me, job, silent_s=plan.silent_s) as network:
         network.hello = {"hosts": plan.hosts, "ranks": plan.ranks}
         network.listen(own, plan.rendezvous[1] if plan.me == 0 else 0)

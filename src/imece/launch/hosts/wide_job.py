@@ -49,11 +49,6 @@ class WideJob(Job):
         """Whether any live there."""
         return any(slot // self._per_host == host for slot in self.generations.slots.values())
 
-    def hosts_of_newest(self) -> set[int]:
-        """Where the newest generation's living members are."""
-        slots, newest = self.generations.slots, self.generations.newest.members
-        return {slots[member] // self._per_host for member in newest if member in slots}
-
     def take(self, host: int, hands: Hands) -> None:
         """There is one more host, without ranks: `fill` starts them, or the next start of all does."""
         self.hands[host] = hands

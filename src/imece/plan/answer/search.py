@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -46,7 +45,6 @@ class Answer:
     ranked: tuple[Candidate, ...]  # that fit: the winner, then by time
     missed: tuple[Candidate, ...]  # the least of each arrangement of which nothing fits, by bytes
     considered: int
-    took_s: float
 
     @property
     def winner(self) -> Candidate | None:
@@ -64,7 +62,6 @@ class Answer:
 
 def search(question: Question) -> Answer:
     """Try all. What does not fit is not timed, nor are larger micro-batches of it, which need more still."""
-    began = time.perf_counter()
     fits: list[Candidate] = []
     least: dict[Parallel, Candidate] = {}
     fitting: set[Parallel] = set()
@@ -84,7 +81,6 @@ def search(question: Question) -> Answer:
     missed = [each for parallel, each in least.items() if parallel not in fitting]
     return Answer(
         question, tuple(_winner_first(fits)), tuple(sorted(missed, key=lambda each: each.needed)), considered,
-        time.perf_counter() - began,
     )  # fmt: skip
 
 

@@ -37,7 +37,8 @@ class StepTime:
 
 def step_time(setup: Setup, cluster: Cluster, manner: Manner = IMECE) -> StepTime:
     """Of `setup` on `cluster`, as the software `manner` goes about it."""
-    parallel, recipe = setup.parallel, setup.recipe
+    parallel, recipe, peak = setup.parallel, setup.recipe, cluster.gpu.peak
+    cluster = cluster.multiplying(recipe.precision.activations)
     stage = stage_time(setup, cluster, manner)
     steps = recipe.accumulation
     across_data = synchronise(setup, cluster, manner, stage)
@@ -66,7 +67,7 @@ def step_time(setup: Setup, cluster: Cluster, manner: Manner = IMECE) -> StepTim
         data=manner.step_s,
         total=total,
         tokens_per_s=per_s,
-        mfu=flops_a_token(setup.model, recipe.seq) * per_s / (cluster.gpu.peak * parallel.ranks),
+        mfu=flops_a_token(setup.model, recipe.seq) * per_s / (peak * parallel.ranks),
     )
 
 
