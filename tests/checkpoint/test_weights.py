@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import imece
 from imece.checkpoint import Checkpoints, Loaded, load_weights, open_checkpoint
 from imece.checkpoint.training_state import TrainingState
-from imece.data_parallel.parallelize import ShardedDataParallel
+from imece.data_parallel.sharded import ShardedDataParallel
 from imece.errors import UserError
 from tests.checkpoint.crew import crew
 from tests.ranks import run_ranks

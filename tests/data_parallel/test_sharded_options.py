@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from imece import MixedPrecision, parallelize
 from imece.collectives import execute, native, wire
-from imece.data_parallel.parallelize import ShardedDataParallel
+from imece.data_parallel.sharded import ShardedDataParallel
 from tests.data_parallel.checks import Check, Job, jobs, passed
 from tests.data_parallel.test_units import (
     LAYERS,

@@ -15,7 +15,7 @@ import imece
 from imece.checkpoint.deal import Slice
 from imece.checkpoint.training_state import TrainingState
 from imece.collectives.texts import gather_texts
-from imece.data_parallel.parallelize import ShardedDataParallel
+from imece.data_parallel.sharded import ShardedDataParallel
 from imece.membership import streams
 from imece.membership.copies import Copies
 from imece.membership.copy import Copy

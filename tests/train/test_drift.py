@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import imece
-from imece.data_parallel.parallelize import ShardedDataParallel
+from imece.data_parallel.sharded import ShardedDataParallel
 from imece.train.drift import Drift, DriftError
 from imece.train.step import Step
 from tests.ranks import run_ranks

@@ -25,9 +25,9 @@ from imece.checkpoint.load import Source
 from imece.checkpoint.manifest import DTYPE_NAMES, DTYPES
 from imece.checkpoint.weights import MODEL, buffers_of, check_shapes, fill, shaped, together
 from imece.collectives.texts import gather_texts
-from imece.data_parallel.parallelize import ShardedDataParallel
 from imece.data_parallel.parts import Part
 from imece.data_parallel.replicate import DistributedDataParallel
+from imece.data_parallel.sharded import ShardedDataParallel
 from imece.errors import UserError
 
 OPTIMIZER = "optimizer/"

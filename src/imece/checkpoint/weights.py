@@ -17,8 +17,8 @@ from imece.checkpoint.load import Saved, Source, newest, open_checkpoint
 from imece.checkpoint.manifest import MANIFEST
 from imece.collectives.mistakes import tried
 from imece.collectives.texts import gather_texts
-from imece.data_parallel.parallelize import ShardedDataParallel
 from imece.data_parallel.replicate import DistributedDataParallel
+from imece.data_parallel.sharded import ShardedDataParallel
 from imece.errors import UserError
 
 Result = TypeVar("Result")

@@ -9,9 +9,9 @@ import torch
 from torch.optim import Optimizer
 
 from imece.data_parallel.optimizer import parameters_of
-from imece.data_parallel.parallelize import ShardedDataParallel
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.shard import Sharding
+from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.strategy import Strategy
 from imece.footprint import Footprint, Sizes, footprint
 from imece.layout import Bucket, Layout

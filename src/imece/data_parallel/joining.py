@@ -16,8 +16,8 @@ from imece.collectives import ops
 from imece.data_parallel.same import sync_from
 
 if TYPE_CHECKING:
-    from imece.data_parallel.parallelize import ShardedDataParallel
     from imece.data_parallel.replicate import DistributedDataParallel
+    from imece.data_parallel.sharded import ShardedDataParallel
 
 
 class DDPJoinHook(JoinHook):

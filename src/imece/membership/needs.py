@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from imece.checkpoint.kept import Kept
 from imece.checkpoint.training_state import OPTIMIZER
 from imece.checkpoint.weights import MODEL, held, shaped
-from imece.data_parallel.parallelize import ShardedDataParallel
+from imece.data_parallel.sharded import ShardedDataParallel
 
 
 class Needs:

@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 from imece.checkpoint.training_state import TrainingState
 from imece.collectives import ops
 from imece.collectives.texts import gather_texts
-from imece.data_parallel.parallelize import ShardedDataParallel
 from imece.data_parallel.replicate import DistributedDataParallel
+from imece.data_parallel.sharded import ShardedDataParallel
 from imece.errors import CollectiveError, MismatchError
 from imece.membership.behind import catch_up
 from imece.membership.copies import Copies

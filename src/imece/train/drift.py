@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from imece.collectives.texts import gather_texts
-from imece.data_parallel.parallelize import ShardedDataParallel
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.same import digest, sync_from
+from imece.data_parallel.sharded import ShardedDataParallel
 
 _CHUNK = 2**20  # elements that are hashed at once
 _EXACT = 2**52 - 1  # bits of a digest that a float64 holds

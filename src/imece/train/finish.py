@@ -13,7 +13,7 @@ import torch
 from imece.data.baselines import baselines
 from imece.data.files import write_whole
 from imece.data_parallel.footprint import counted
-from imece.data_parallel.parallelize import ShardedDataParallel
+from imece.data_parallel.sharded import ShardedDataParallel
 from imece.footprint import Footprint
 from imece.models.generate import generate
 from imece.observe.report import write_loss_plot, write_report

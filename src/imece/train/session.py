@@ -16,8 +16,9 @@ from imece.checkpoint.training_state import TrainingState
 from imece.collectives.texts import gather_texts
 from imece.data.batches import Batches
 from imece.data.prepare import Prepared, prepare
-from imece.data_parallel.parallelize import ShardedDataParallel, parallelize
+from imece.data_parallel.parallelize import parallelize
 from imece.data_parallel.replicate import DistributedDataParallel
+from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.strategy import choose_strategy, find_strategy
 from imece.errors import UserError
 from imece.membership.member import Member, keeps_roster

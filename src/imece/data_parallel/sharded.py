@@ -1,0 +1,317 @@
+"""What `parallelize` makes of a model for every strategy that shards: DDP of which each rank keeps a part."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import JoinHook
+from torch.optim import Optimizer
+
+from imece.collectives import ops
+from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.data_parallel.average import Average, Over
+from imece.data_parallel.block_wise import block_of
+from imece.data_parallel.cast import cast_buffers
+from imece.data_parallel.gathered import fill_state, gathered
+from imece.data_parallel.gathering import Gathering, GatherOptions
+from imece.data_parallel.joining import ShardedJoinHook, Turn, next_turn
+from imece.data_parallel.meta import Filling, Init
+from imece.data_parallel.optimizer import (
+    SteppedParts,
+    is_element_wise,
+    kinds_of,
+    numbers_of,
+    set_numbers,
+    who_steps,
+)
+from imece.data_parallel.reducer import Reducer, Way
+from imece.data_parallel.regroup import regroup
+from imece.data_parallel.replicate import DistributedDataParallel, _has_spare_core
+from imece.data_parallel.same import check_same_optimizers, check_same_shapes, sync_from
+from imece.data_parallel.shard import MixedPrecision, Sharding
+from imece.data_parallel.strategy import ShardGroups, find_strategy
+from imece.data_parallel.units import Unit, find_units, unit_numbers
+from imece.mesh import Mesh
+
+_BORROWED_CAP_BYTES = 5 * 2**20
+
+
+class ShardedDataParallel(DistributedDataParallel):
+    """DistributedDataParallel of which each rank keeps a part; made by `parallelize`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        groups: ShardGroups,
+        *,
+        strategy: str,
+        average: Over,
+        bucket_cap_mb: float | None,
+        precision: MixedPrecision,
+        wire: Literal["bf16"] | None,
+        overlap: bool | None,
+        options: GatherOptions,
+        init: Init | None,
+        home: torch.device | None,
+    ) -> None:
+        """As `parallelize`; groups: who shares what; home: where a model on the meta device is to be."""
+        self._optimizers, self._groups = list(optimizers), groups
+        self._strategy, self._precision = find_strategy(strategy), precision
+        self._options, self._init, self._home, self._overlap = options, init, home, overlap
+        self._dtypes: list[torch.dtype] | None = None  # of masters; None until there are any
+        self._stepped: list[SteppedParts] = []
+        self.has_joined = False  # this rank does what another one tells it, under join
+        super().__init__(
+            module, process_group=groups.world, bucket_cap_mb=bucket_cap_mb, average=average, wire=wire,
+            overlap=overlap, init_sync=home is None,
+        )  # fmt: skip
+
+    def _make_reducer(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        whole = [at for at, each in enumerate(self._optimizers) if not is_element_wise(each)]
+        blocks = {at: block_of(each) for at, each in enumerate(self._optimizers) if at not in whole}
+        self._check_divisible(self._groups)
+        kinds = kinds_of(named, self._optimizers, self.module)
+        units, gathering, fill = self._divide()
+        check_same_optimizers(who_steps(named, self._optimizers), self.process_group, self.device)
+        self.sharding = Sharding(
+            named,
+            kinds,
+            whole,
+            blocks,
+            self._strategy,
+            self._groups,
+            cap_bytes=self._cap_bytes(),
+            precision=self._precision,
+            wire=self._way.wire,
+            units=unit_numbers(self.module, units, [each for _, each in named]) if units else None,
+            gathering=gathering,
+            fill=fill,
+            dtypes=self._dtypes,
+        )
+        if fill is not None:
+            fill.rest()
+            self._sync_rest(named)
+        if gathering is not None:
+            gathering.hook()
+        if self._dtypes is None:
+            self._dtypes = self.sharding.dtypes
+            self._begin([each for _, each in named])
+        else:
+            for stepped in self._stepped:
+                stepped.divide(self.sharding)
+        self.reducer = Reducer(
+            named,
+            self.process_group,
+            Average(self._over, self.process_group, self.device),
+            cap_bytes=self._cap_bytes(),
+            first_bytes=None,
+            way=Way(None, None, self._way.overlap),
+            sharding=self.sharding,
+        )
+
+    def _begin(self, parameters: list[torch.Tensor]) -> None:
+        """What is done once: it stays when the ranks change."""
+        if self._precision.buffer is not None:
+            cast_buffers(self.module, self._precision.buffer, self.parameters_to_ignore)
+        for number, optimizer in enumerate(self._optimizers):
+            optimizer.register_step_pre_hook(partial(self._before_step, number))
+        self._stepped = [
+            SteppedParts(optimizer, number, self.sharding, parameters, partial(self._before_zero, number))
+            for number, optimizer in enumerate(self._optimizers)
+        ]
+
+    def regroup(self, ranks: Mesh | dist.ProcessGroup, spread: bool = False) -> None:
+        """As of DistributedDataParallel. Parts and what optimizers keep of them are cut anew, and are empty.
+
+        spread: see `ShardGroups.of`.
+
+        Whoever calls this fills them on all ranks, from a checkpoint or from copies of what ranks had (see
+        `TrainingState`). Parameters that are whole on each rank, or in common memory, stay as they are.
+
+        ValueError: the strategy cannot be on these ranks. RuntimeError: inside of a backward or `gathered`.
+        Then nothing is changed.
+        """
+        groups = ShardGroups.of(self._strategy, ranks, spread)
+        self._check_divisible(groups)
+        self.leave()
+        self._groups = groups
+        regroup(self, groups.world)
+
+    def leave(self) -> None:
+        """As of DistributedDataParallel. This rank's parts go, and what optimizers keep of them."""
+        if self._kept is None and self.sharding.gathering is not None and self.sharding.gathering.is_held:
+            raise RuntimeError("regroup() or leave() inside of gathered()")
+        super().leave()
+
+    def _check_divisible(self, groups: ShardGroups) -> None:
+        elements = sum(each.numel() for _, each in self._named_parameters())
+        if elements < groups.shard.size():
+            raise ValueError(
+                f"a model of {elements} elements cannot be divided among {groups.shard.size()} ranks"
+            )
+
+    def _let_go(self) -> None:
+        for stepped in self._stepped:
+            stepped.restore()
+        super()._let_go()
+        self.sharding.let_go()
+        del self.sharding
+        self.has_joined = False
+
+    def _pop_groups(self) -> list[dist.ProcessGroup]:
+        groups: ShardGroups | None = self.__dict__.pop("_groups", None)
+        mine = [groups.shard, groups.replicas] if groups is not None else []
+        return super()._pop_groups() + [each for each in mine if each is not None]
+
+    def _alike(self) -> list[tuple[str, torch.Tensor]]:
+        if self._dtypes is None:
+            return super()._alike()
+        # Parameters without memory have other strides than those of a rank that keeps its memory.
+        return [(name, each.new_empty(each.shape, device="meta")) for name, each in super()._alike()]
+
+    def _cap_bytes(self) -> int:
+        """Where buckets are memory that is borrowed, and a message costs little, small ones by default."""
+        if self.bucket_bytes_cap_default and self._strategy.gradients and self.device_type == "cpu":
+            return _BORROWED_CAP_BYTES
+        return self.bucket_bytes_cap
+
+    def _divide(self) -> tuple[list[Unit], Gathering | None, Filling | None]:
+        """The units if there is something to do unit by unit, and who does it."""
+        group, home = self._groups.shard, self._home
+        fills = home is not None and self._dtypes is None
+        if home is not None and fills:
+            self.device, self.device_type = home, home.type
+            if self._overlap is None:
+                self._way = replace(self._way, overlap=_has_spare_core(self.process_group, home))
+            everything = [*self.module.named_parameters(), *self.module.named_buffers()]
+            check_same_shapes(everything, self.process_group, home)
+        in_common = isinstance(group, SharedMemoryGroup) and self.device_type == "cpu"
+        gathers = self._strategy.parameters and (self._options.always or not in_common)
+        units = find_units(self.module, self._options.units) if gathers or home is not None else []
+        return (
+            units,
+            Gathering(units, group, self._options) if gathers else None,
+            Filling(units, home, self.process_group, self._init) if home is not None and fills else None,
+        )
+
+    def _sync_rest(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        """After a fill: what is whole on every rank is rank 0's."""
+        sharded = {id(each) for _, each in named}
+        rest = [each for each in self.states(buffers=True) if id(each) not in sharded]
+        if rest:
+            sync_from(0, rest, self.process_group, "what is not sharded")
+
+    @contextlib.contextmanager
+    def gathered(self, write: bool = False) -> Iterator[None]:
+        """All parameters are whole inside, on every rank; all ranks enter and leave it.
+
+        write: what is written into them, the same on all ranks, stays. Without it they are only to be read.
+        """
+        with gathered(self.sharding, write):
+            yield
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Whole tensors, on every rank; all ranks call it. Of gathered parameters they are copies."""
+        gathering = self.sharding.gathering
+        if gathering is None:
+            return super().state_dict(*args, **kwargs)
+        state = super().state_dict(*args, **kwargs | {"keep_vars": True})
+        fill_state(gathering, state)
+        for key, value in state.items():
+            if isinstance(value, nn.Parameter) and not kwargs.get("keep_vars"):
+                state[key] = value.detach()
+        return state
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Every rank loads the same; all ranks call it."""
+        with self.gathered(write=True):
+            return super().load_state_dict(*args, **kwargs)
+
+    def check_parameters(self) -> None:
+        """As of DistributedDataParallel, of whole parameters."""
+        with self.gathered():
+            super().check_parameters()
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """As of DistributedDataParallel. Ranks that have ended clip, step and zero their parts as others do.
+
+        RuntimeError where units are gathered, which takes all ranks.
+        """
+        if self.sharding.gathering is not None:
+            raise RuntimeError(f"strategy {self._strategy.name!r} gathers in forward: all ranks must go on")
+        return super().join(*args, **kwargs)
+
+    def gradient_norm(self) -> torch.Tensor:
+        """The 2-norm of the gradient of all parameters, wherever its parts are; all ranks call it."""
+        self._tell_joined(Turn.NORM)
+        return self.sharding.gradient_norm()
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradient by a number."""
+        self._tell_joined(Turn.SCALE, factor)
+        grads = [part.parameter.grad for part in self.sharding.parts if part.parameter.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
+
+    # Under join: ranks that have run out of inputs do the same to their parts.
+
+    def _tell_joined(self, turn: Turn = Turn.FORWARD, number: float = 0.0) -> None:
+        if self._join_config.enable and not self.has_joined:
+            super()._tell_joined()
+            next_turn(self, turn, number)
+
+    def _before_step(self, number: int, *_: Any) -> None:
+        self._tell_joined(Turn.STEP, number)
+        if self._join_config.enable:  # schedulers do not run on ranks that have ended
+            optimizer = self._optimizers[number]
+            mine = torch.tensor(numbers_of(optimizer), dtype=torch.float64, device=self.device)
+            if self.has_joined:
+                mine.fill_(-torch.inf)
+            ops.all_reduce(mine, "max", group=self.process_group, label="learning rates")
+            set_numbers(optimizer, mine.tolist())
+
+    def _before_zero(self, number: int, set_to_none: bool) -> None:
+        self._tell_joined(Turn.ZERO, 2 * number + set_to_none)
+
+    def step(self, number: int) -> None:
+        """One of the optimizers steps this rank's parts."""
+        self._optimizers[number].step()
+
+    def zero_gradients(self, number: int, set_to_none: bool) -> None:
+        """Those of one optimizer's parts; of the model if there is none of that number."""
+        everything: nn.Module | Optimizer = self
+        (self._optimizers[number] if number < len(self._optimizers) else everything).zero_grad(set_to_none)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's Join."""
+        return ShardedJoinHook(self, bool(kwargs.get("divide_by_initial_world_size", True)))
+
+    def take_over_masters(self) -> None:
+        """After something else than their optimizer wrote the parts: all ranks get the new values."""
+        self.sharding.before_step()
+        with torch.no_grad():
+            self.sharding.after_step(set(self.sharding.kinds))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also of this rank's parts."""
+        self._before_zero(len(self._optimizers), set_to_none)
+        super().zero_grad(set_to_none)
+        for part in self.sharding.parts:
+            if set_to_none:
+                part.parameter.grad = None
+            elif part.parameter.grad is not None:
+                part.parameter.grad.zero_()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise RuntimeError(
+            "a sharded model cannot be copied or pickled: each rank has a part of it. Save a checkpoint; for "
+            "an average of weights copy model.module, inside of `with model.gathered():`"
+        )
