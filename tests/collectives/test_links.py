@@ -64,12 +64,16 @@ def test_hierarchical_by_hand() -> None:
     assert predict("all_reduce", 16 * MIB, TWO_HOSTS)["hierarchical"] == pytest.approx(
         inside + between + summed
     )
+    scattered = predict("reduce_scatter", 16 * MIB, TWO_HOSTS)["hierarchical"]
+    assert scattered == pytest.approx((inside + between) / 2 + summed)
+    assert predict("all_gather", 16 * MIB, TWO_HOSTS)["hierarchical"] == pytest.approx((inside + between) / 2)
 
 
 def test_message_size_decides() -> None:
     assert chosen("all_reduce", 1024, ONE_HOST) == "recursive_doubling"
     assert chosen("all_reduce", 64 * MIB, ONE_HOST) == "ring"
-    assert chosen("all_reduce", 16 * MIB, TWO_HOSTS) == "hierarchical"
+    for op in ("all_reduce", "reduce_scatter", "all_gather"):
+        assert chosen(op, 16 * MIB, TWO_HOSTS) == "hierarchical"
     assert chosen("broadcast", 1024, ONE_HOST) == "root"
     assert chosen("broadcast", 64 * MIB, ONE_HOST) == "pipelined_ring"
     assert chosen("reduce", 1024, ONE_HOST) == "tree"

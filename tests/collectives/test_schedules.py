@@ -262,6 +262,11 @@ def test_hierarchical_spares_the_links_between_hosts(hosts: int, each: int) -> N
         assert across == 2 * (hosts - 1) * numel // (hosts * each)
         assert sent_elements(plan) - across == 2 * (each - 1) * numel // each
         assert len(plan) == 2 * (each - 1) + 2 * (hosts - 1)
+        for op in ("reduce_scatter", "all_gather"):
+            half = build(op, "hierarchical", rank, hosts * each, numel, hosts=groups)
+            sends = [send for step in half for send in step.sends]
+            assert sum(s.stop - s.start for s in sends if s.peer not in here) == across // 2
+            assert sent_elements(half) == sent_elements(plan) // 2
 
 
 @pytest.mark.parametrize("name", ["tree", "recursive_doubling"])

@@ -1,9 +1,8 @@
-"""bf16 on the wire, and all-reduce over hosts: near the exact sum, equal bits everywhere, half the bytes."""
+"""bf16 on the wire: near the exact sum, equal bits everywhere, half the bytes."""
 
 from __future__ import annotations
 
 import hashlib
-import warnings
 from typing import Any
 from unittest import mock
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import imece
-from imece.collectives import execute, hierarchical, ops, wire
+from imece.collectives import execute, ops, wire
 from imece.collectives.execute import run_schedule
 from imece.collectives.schedules import build
 from imece.collectives.wire import all_reduce_bf16, bf16_hook
@@ -40,22 +39,6 @@ def test_every_way_gives_the_same_bits(backend: str, world_size: int) -> None:
     results = run_ranks(many_ways, world_size, backend=backend)
     assert results[0]["ways"] > 20
     assert all(result == results[0] for result in results)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "each"), [(1, 2), (1, 3), (2, 1), (2, 2), pytest.param(3, 2, marks=pytest.mark.slow)]
-)
-def test_hierarchical(hosts: int, each: int) -> None:
-    """Emulated hosts: shm inside, Gloo between."""
-    results = run_ranks(
-        reduce_over_hosts, hosts * each, args=(hosts,), backend=None, ranks_per_host=each, timeout_s=90
-    )
-    assert results[0]["cases"] > 40
-    assert all(result == results[0] for result in results), "ranks differ in bits"
-
-
-def test_uneven_hosts_fall_back_to_a_ring() -> None:
-    run_ranks(reduce_over_uneven_hosts, 3, backend=None, ranks_per_host=2)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -153,79 +136,6 @@ def count_bytes() -> None:
     with mock.patch.object(wire, "post", counting):
         all_reduce_bf16(torch.ones(numel), world(), collective=False)
     assert sum(sent) == (world_size - 1) * numel * 4 // world_size
-
-
-def reduce_over_hosts(hosts: int) -> dict[str, Any]:
-    """Against the exact result, for tensors in no, one and many chunks, with a tail or without."""
-    mesh = imece.init(backend="cpu:gloo" if hosts > 1 else None)
-    rank, world_size = mesh.rank, mesh.world_size
-    assert len(mesh.hosts) == hosts
-    host, cross = mesh.host_group, mesh.cross_group
-    assert cross is not None
-    hashes, cases = [], 0
-    for numel in (0, 1, 6, 4096, 30_011):
-        for op in ("sum", "avg", "max", "product"):
-            for dtype in (torch.float32, torch.int64):
-                parts = [(3 * noise(each, numel)).to(dtype) for each in range(world_size)]
-                stack = torch.stack(parts).to(torch.float64 if dtype.is_floating_point else dtype)
-                exact = stack.amax(0) if op == "max" else stack.prod(0) if op == "product" else stack.sum(0)
-                if op == "avg":
-                    rounding = None if dtype.is_floating_point else "trunc"
-                    exact = exact.div(world_size, rounding_mode=rounding)
-                got = torch.stack([parts[rank]] * 2, -1)[..., 0]  # not contiguous
-                hierarchical.all_reduce(got, host, cross, op, chunk_bytes=8 * 1024)
-                what = f"{op} of {dtype}[{numel}]"
-                torch.testing.assert_close(got.double(), exact.double(), rtol=1e-5, atol=1e-5, msg=what)
-                whole = parts[rank].clone()
-                pending = ops.all_reduce(whole, op, schedule="hierarchical", async_op=True)
-                assert pending.wait(30) is whole
-                torch.testing.assert_close(whole.double(), exact.double(), rtol=1e-5, atol=1e-5, msg=what)
-                shared = imece.shared_empty(numel, dtype).copy_(parts[rank])
-                hierarchical.all_reduce(shared, host, cross, op, chunk_bytes=8 * 1024)
-                assert torch.equal(shared, got), f"{what}: shared memory changes the bits"
-                mixed = parts[rank].clone() if rank == 0 else shared.copy_(parts[rank])
-                hierarchical.all_reduce(mixed, host, cross, op, chunk_bytes=8 * 1024)
-                assert torch.equal(mixed, got), f"{what}: one rank's ordinary memory changes the bits"
-                hashes += [bits(got), bits(whole)]
-                cases += 4
-        for op in ("sum", "avg"):
-            exact = torch.stack([noise(each, numel) for each in range(world_size)]).double().sum(0)
-            size = torch.stack([noise(each, numel) for each in range(world_size)]).double().abs().sum(0)
-            scale = world_size if op == "avg" else 1
-            got = noise(rank, numel)
-            hierarchical.all_reduce(got, host, cross, op, wire="bf16", chunk_bytes=8 * 1024)
-            error = (got.double() * scale - exact).abs()
-            assert bool((error <= 2.02 * HALF_UNIT * size + 1e-6).all()), f"bf16 {op} of [{numel}]"
-            shared = imece.shared_empty(numel).copy_(noise(rank, numel))
-            hierarchical.all_reduce(shared, host, cross, op, wire="bf16", chunk_bytes=8 * 1024)
-            assert torch.equal(shared, got), f"bf16 {op} of [{numel}]: shared memory changes the bits"
-            again = ops.all_reduce(noise(rank, numel), op, schedule="hierarchical", wire="bf16")
-            hashes += [bits(got), bits(again)]
-            cases += 2
-    if hosts > 1:
-        exact_wire(host, cross)
-    return {"cases": cases, "hashes": hashes}
-
-
-def exact_wire(host: dist.ProcessGroup, cross: dist.ProcessGroup) -> None:
-    """The negative control of the bf16 wire: numbers that bf16 cannot hold survive only without it."""
-    for name, expected in ((None, True), ("bf16", False)):
-        tensor = torch.full((64,), 1.0 + 2.0**-12)
-        hierarchical.all_reduce(tensor, host, cross, "avg", wire=name)
-        assert bool((tensor == 1.0 + 2.0**-12).all()) is expected
-
-
-def reduce_over_uneven_hosts() -> None:
-    mesh = imece.init()
-    assert mesh.cross_group is None
-    tensor = torch.arange(10.0) * (mesh.rank + 1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ops.all_reduce(tensor, schedule="hierarchical")
-    assert any(
-        "becomes a ring: hosts hold different numbers of ranks, 1 to 2" in str(w.message) for w in caught
-    )
-    assert torch.equal(tensor, torch.arange(10.0) * 6)
 
 
 def train_with_hook() -> list[float]:

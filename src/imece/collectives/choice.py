@@ -84,7 +84,7 @@ def predict(op: str, nbytes: int, links: Links) -> dict[str, float]:
     recursive_doubling  log2 N (a + nb); between hosts the H ranks of a host share the cable: H n bytes
     pipelined_ring      (N-2+S)(a + nb/S) in S parts
     hierarchical        reduce-scatter and all-gather in the host; between K hosts H slices of n/H share the
-                        cable: 2(K-1)a + 2(K-1)/K nb
+                        cable: 2(K-1)a + 2(K-1)/K nb; its halves alone half of it
     Flat schedules go at the pace of their slowest link. Sums are added with c.
     """
     if op not in SCHEDULES:
@@ -99,7 +99,7 @@ def predict(op: str, nbytes: int, links: Links) -> dict[str, float]:
     for name in SCHEDULES[op]:
         if name == "hierarchical":
             if _even(links.hosts):
-                times[name] = _hierarchical_s(nbytes, links)
+                times[name] = _hierarchical_s(op, nbytes, links)
         elif name == "recursive_doubling":
             times[name] = _doubling_s(nbytes, links)
         else:
@@ -138,15 +138,16 @@ def _doubling_s(nbytes: float, links: Links) -> float:
     return took + total.nbytes * links.sum_s_per_byte
 
 
-def _hierarchical_s(nbytes: float, links: Links) -> float:
+def _hierarchical_s(op: str, nbytes: float, links: Links) -> float:
     per_host, hosts = len(links.hosts[0]), len(links.hosts)
+    halves = ("reduce_scatter", "all_gather") if op == "all_reduce" else (op,)
     took = 0.0
-    if links.inside is not None:
-        took += links.inside.time_s(*cost("reduce_scatter", "ring", per_host, nbytes))
-        took += links.inside.time_s(*cost("all_gather", "ring", per_host, nbytes))
-    if links.between is not None:
-        took += links.between.time_s(*cost("all_reduce", "ring", hosts, nbytes))
-    summed = (per_host - 1) / per_host + (hosts - 1) / hosts / per_host
+    for half in halves:
+        if links.inside is not None:
+            took += links.inside.time_s(*cost(half, "ring", per_host, nbytes))
+        if links.between is not None:
+            took += links.between.time_s(*cost(half, "ring", hosts, nbytes))
+    summed = (per_host - 1) / per_host + (hosts - 1) / hosts / per_host if op != "all_gather" else 0.0
     return took + summed * nbytes * links.sum_s_per_byte
 
 

@@ -34,12 +34,13 @@ from imece.collectives.calls import (
     in_shared_memory,
 )
 from imece.collectives.execute import run_schedule
+from imece.collectives.hierarchical import HostGroups
 from imece.collectives.messages import Recv, Send, exchange, recv, send
 from imece.collectives.pending import Pending
 from imece.collectives.reduction import flattened, landed, op_name, prepared, shares_memory
 from imece.collectives.schedules import DEFAULT_PARTS, SCHEDULES, build, check_name
 from imece.collectives.shared_memory.group import SharedMemoryGroup
-from imece.collectives.wire import all_reduce_bf16, check_bf16
+from imece.collectives.wire import all_reduce_bf16, check_bf16, reduce_scatter_bf16
 from imece.errors import UserError
 
 __all__ = [
@@ -92,14 +93,17 @@ def all_reduce(
     call = Call("all_reduce", group, tensor, name, label=label)
     schedule = _chosen("all_reduce", schedule, tensor, group)
     if wire is not None:
-        return _all_reduce_wire(call, tensor, name, async_op, schedule, wire)
-    if schedule == "hierarchical":
-        hosts = _hosts(group)
-        if hosts is not None:
-            return call.scheduled(
-                lambda: hierarchical.all_reduce(tensor, *hosts, name), tensor, async_op, *hosts
-            )
-        schedule = "ring"
+        _check_wire(tensor, name, schedule, wire)
+    hosts = _hosts(group) if schedule == "hierarchical" else None
+    if hosts is not None:
+        return call.scheduled(
+            lambda: hierarchical.all_reduce(tensor, hosts, name, wire), tensor, async_op, *hosts[:2]
+        )
+    if wire is not None:
+        return call.scheduled(
+            lambda: all_reduce_bf16(tensor, group, name, collective=not async_op), tensor, async_op
+        )
+    schedule = "ring" if schedule == "hierarchical" else schedule
     world_size = group.size()
     if schedule is None:
         flat, base, back = _ready(tensor, name, group)
@@ -126,22 +130,37 @@ def reduce_scatter(
     group: Group | None = None,
     async_op: bool = False,
     schedule: str | None = None,
+    wire: str | None = None,
     label: str = "",
 ) -> Any:
     """Reduce `input` over all ranks, and leave slice `rank` of it, in flat order, in `output`; returns that.
 
     input: N times as many elements as output, of its dtype. Bytes sent a rank: (N−1)/N · M, M being the
-    input's. output may be its own slice of a contiguous input: nothing is copied then, and the other slices
-    of the input are scratch. ValueError if the sizes or dtypes do not fit.
+    input's; with schedule "hierarchical" (K−1)/K · M/H of them between K hosts of H ranks. output may be its
+    own slice of a contiguous input: nothing is copied then, and the other slices of the input are scratch.
+    wire: as of all_reduce, but the sum is not rounded. ValueError if the sizes or dtypes do not fit.
     """
     group, name = group_or_default(group), op_name(op)
     world_size = group.size()
     _check_sizes("reduce_scatter", "input", input, "output", output, world_size)
-    if _runs_now(group, async_op, schedule, input, output):
+    if wire is None and _runs_now(group, async_op, schedule, input, output):
         group.run_now("reduce_scatter", input, output, name, label=label)
         return output
     call = Call("reduce_scatter", group, input, name, label=label)
     schedule = _chosen("reduce_scatter", schedule, input, group)
+    if wire is not None:
+        _check_wire(input, name, schedule, wire)
+    hosts = _hosts(group) if schedule == "hierarchical" else None
+    if hosts is not None:
+        return call.scheduled(
+            lambda: hierarchical.reduce_scatter(output, input, hosts, name, wire),
+            output,
+            async_op,
+            *hosts[:2],
+        )
+    if wire is not None:
+        return _reduce_scatter_bf16(call, output, input, name, async_op)
+    schedule = "ring" if schedule == "hierarchical" else schedule
     if schedule is None:
         flat, base, back = _ready(input, name, group)
         direct = flat.dtype == output.dtype and output.is_contiguous()
@@ -178,7 +197,8 @@ def all_gather(
     """Every rank's `input`, one after the other in flat order, in `output` on every rank; returns that.
 
     output: N times as many elements as input, of its dtype. Bytes sent a rank: (N−1)/N · M, M being the
-    output's. input may be its own slice of a contiguous output. ValueError if the sizes or dtypes do not fit.
+    output's; with schedule "hierarchical" (K−1)/K · M/H of them between K hosts of H ranks. input may be its
+    own slice of a contiguous output. ValueError if the sizes or dtypes do not fit.
     """
     group = group_or_default(group)
     world_size = group.size()
@@ -188,6 +208,12 @@ def all_gather(
         return output
     call = Call("all_gather", group, input, label=label)
     schedule = _chosen("all_gather", schedule, output, group)
+    hosts = _hosts(group) if schedule == "hierarchical" else None
+    if hosts is not None:
+        return call.scheduled(
+            lambda: hierarchical.all_gather(output, input, hosts), output, async_op, *hosts[:2]
+        )
+    schedule = "ring" if schedule == "hierarchical" else schedule
     place = flat_place(output)
     if schedule is None:
         mine = flattened(input)
@@ -323,26 +349,34 @@ def _ready(tensor: Tensor, op: str, group: Group, native: bool = True) -> tuple[
     return *prepared(tensor, op, group.size()), op
 
 
-def _all_reduce_wire(
-    call: Call, tensor: Tensor, op: str, async_op: bool, schedule: str | None, wire: str
-) -> Any:
+def _check_wire(tensor: Tensor, op: str, schedule: str | None, wire: str) -> None:
+    """ValueError unless this can go in fewer bits, on this way."""
     if wire != "bf16":
         raise ValueError(f"unknown wire {wire!r}: None or 'bf16'")
     if schedule not in (None, "hierarchical"):
         raise ValueError(f"wire='bf16' has its own schedule, or 'hierarchical', but not {schedule!r}")
     check_bf16(tensor, op)
-    hosts = _hosts(call.group) if schedule == "hierarchical" else None
-    if hosts is not None:
-        return call.scheduled(
-            lambda: hierarchical.all_reduce(tensor, *hosts, op, wire), tensor, async_op, *hosts
-        )
-    return call.scheduled(
-        lambda: all_reduce_bf16(tensor, call.group, op, collective=not async_op), tensor, async_op
-    )
 
 
-def _hosts(group: Group) -> tuple[Group, Group] | None:
-    """The mesh's host group and cross group; None, with a warning that says why, if there is no hierarchy."""
+def _reduce_scatter_bf16(call: Call, output: Tensor, input: Tensor, op: str, async_op: bool) -> Any:
+    def run() -> None:
+        place = flat_place(output)
+        reduce_scatter_bf16(place, flattened(input), call.group, op, collective=not async_op)
+        copy_back(place, output)
+
+    return call.scheduled(run, output, async_op)
+
+
+def _is_whole(group: Group) -> bool:
+    """Whether it is the group of all ranks of a mesh, which knows the hosts."""
+    try:
+        return group is mesh.current().world_group
+    except UserError:
+        return False
+
+
+def _hosts(group: Group) -> HostGroups | None:
+    """The mesh's hosts; None, with a warning that says why, if there is no hierarchy."""
     try:
         arranged = mesh.current()
     except UserError:
@@ -352,7 +386,7 @@ def _hosts(group: Group) -> tuple[Group, Group] | None:
             raise ValueError("schedule='hierarchical' is for the group of all ranks, not for some of them")
         cross = arranged.cross_group
         if cross is not None:
-            return arranged.host_group, cross
+            return HostGroups(arranged.host_group, cross, arranged.hosts)
         sizes = sorted({len(host) for host in arranged.hosts})
         why = f"hosts hold different numbers of ranks, {sizes[0]} to {sizes[-1]}"
     warnings.warn(f"schedule='hierarchical' becomes a ring: {why}", stacklevel=3)
@@ -361,11 +395,12 @@ def _hosts(group: Group) -> tuple[Group, Group] | None:
 
 def _chosen(op: str, schedule: str | None, tensor: Tensor, group: Group) -> str | None:
     """The schedule to run, None for the backend's own way."""
-    if schedule is None and auto.FORCED:
-        schedule = auto.FORCED if auto.FORCED in ("auto", *SCHEDULES[op]) else None
+    if schedule is None and auto.FORCED in ("auto", *SCHEDULES[op]):
+        schedule = auto.FORCED if auto.FORCED != "hierarchical" or _is_whole(group) else None
     if schedule == "auto":
-        nbytes = tensor.numel() * tensor.itemsize
-        schedule = auto.choice(op, nbytes, group, tensor.device).name
+        found = auto.choice(op, tensor.numel() * tensor.itemsize, group, tensor.device)
+        names = [found.name, *(name for name, _ in found.others)]
+        schedule = next(name for name in names if name != "hierarchical" or _is_whole(group))
         return None if schedule == "native" else schedule
     if schedule is not None:
         check_name(op, schedule)

@@ -42,13 +42,14 @@ class Step(NamedTuple):
 
 
 Schedule = list[Step]
+Range = tuple[int, int]  # start, stop
 
 SCHEDULES: dict[str, tuple[str, ...]] = {
     "all_reduce": ("root", "ring", "recursive_doubling", "tree", "hierarchical"),
     "broadcast": ("root", "pipelined_ring", "tree"),
     "reduce": ("root", "tree"),
-    "reduce_scatter": ("ring",),
-    "all_gather": ("ring",),
+    "reduce_scatter": ("ring", "hierarchical"),
+    "all_gather": ("ring", "hierarchical"),
 }
 DEFAULT_PARTS = 8
 
@@ -81,12 +82,12 @@ def build(
         return (root_broadcast if name == "root" else tree_broadcast)(rank, world_size, numel, root)
     if op == "reduce":
         return (root_reduce if name == "root" else tree_reduce)(rank, world_size, numel, root)
+    if name == "hierarchical":
+        return _HIERARCHICAL[op](rank, hosts if hosts is not None else [range(world_size)], numel)
     if op == "reduce_scatter":
         return ring_reduce_scatter(rank, world_size, numel)
     if op == "all_gather":
         return ring_all_gather(rank, world_size, numel)
-    if name == "hierarchical":
-        return hierarchical(rank, hosts if hosts is not None else [range(world_size)], numel)
     return _ALL_REDUCE[name](rank, world_size, numel)
 
 
@@ -122,27 +123,35 @@ def ring_reduce_scatter(rank: int, world_size: int, numel: int) -> Schedule:
 
     world_size − 1 steps; sends all slices but its own: (N−1)/N · M bytes.
     """
-    slices = bounds(numel, world_size)
-    right, left = (rank + 1) % world_size, (rank - 1) % world_size
-    return [
-        _step(right, slices[(rank - s - 1) % world_size], left, slices[(rank - s - 2) % world_size], "sum")
-        for s in range(world_size - 1)
-    ]
+    return _ring_sum(rank, [[each] for each in bounds(numel, world_size)])
 
 
 def ring_all_gather(rank: int, world_size: int, numel: int) -> Schedule:
     """Afterwards every slice holds what its owner held. world_size − 1 steps, (N−1)/N · M bytes."""
-    slices = bounds(numel, world_size)
-    right, left = (rank + 1) % world_size, (rank - 1) % world_size
-    return [
-        _step(right, slices[(rank - s) % world_size], left, slices[(rank - s - 1) % world_size], "copy")
-        for s in range(world_size - 1)
-    ]
+    return _ring_copy(rank, [[each] for each in bounds(numel, world_size)])
 
 
 def ring_all_reduce(rank: int, world_size: int, numel: int) -> Schedule:
     """Reduce-scatter, then all-gather: 2(N−1) steps, 2(N−1)/N · M bytes a rank whatever N is."""
     return ring_reduce_scatter(rank, world_size, numel) + ring_all_gather(rank, world_size, numel)
+
+
+def _ring_sum(rank: int, owned: Sequence[Sequence[Range]]) -> Schedule:
+    """owned: of each rank the ranges whose sums it has afterwards."""
+    size, right, left = len(owned), (rank + 1) % len(owned), (rank - 1) % len(owned)
+    return [
+        _step(right, owned[(rank - s - 1) % size], left, owned[(rank - s - 2) % size], "sum")
+        for s in range(size - 1)
+    ]
+
+
+def _ring_copy(rank: int, owned: Sequence[Sequence[Range]]) -> Schedule:
+    """owned: of each rank the ranges that it has, and afterwards all have."""
+    size, right, left = len(owned), (rank + 1) % len(owned), (rank - 1) % len(owned)
+    return [
+        _step(right, owned[(rank - s) % size], left, owned[(rank - s - 1) % size], "copy")
+        for s in range(size - 1)
+    ]
 
 
 # --- root: the naive way, everything through one rank
@@ -222,7 +231,7 @@ def recursive_doubling(rank: int, world_size: int, numel: int) -> Schedule:
         steps.append(Step(receives=_in(rank + power, whole, "sum")))
     distance = 1
     while distance < power:
-        steps.append(_step(rank ^ distance, whole, rank ^ distance, whole, "sum"))
+        steps.append(_step(rank ^ distance, [whole], rank ^ distance, [whole], "sum"))
         distance *= 2
     if folded:
         steps.append(Step(sends=_out(rank + power, whole)))
@@ -248,7 +257,7 @@ def pipelined_ring_broadcast(rank: int, world_size: int, numel: int, root: int, 
         return [Step(sends=_out(right, part)) for part in ranges]
     if place == world_size - 1:
         return [Step(receives=_in(left, part, "copy")) for part in ranges]
-    between = [_step(right, ranges[s - 1], left, ranges[s], "copy") for s in range(1, parts)]
+    between = [_step(right, [ranges[s - 1]], left, [ranges[s]], "copy") for s in range(1, parts)]
     return [Step(receives=_in(left, ranges[0], "copy")), *between, Step(sends=_out(right, ranges[-1]))]
 
 
@@ -258,6 +267,41 @@ def hierarchical(rank: int, hosts: Sequence[Sequence[int]], numel: int) -> Sched
     Ring reduce-scatter in the host, ring all-reduce of the own slice with the same place on the other hosts,
     ring all-gather in the host. hosts: the ranks of each host, equally many. ValueError otherwise.
     """
+    mine, place, across = _seat(rank, hosts)
+    start, stop = bounds(numel, len(mine))[place]
+    return [
+        *_among(mine, ring_reduce_scatter(place, len(mine), numel)),
+        *_among(across, ring_all_reduce(across.index(rank), len(across), stop - start), start),
+        *_among(mine, ring_all_gather(place, len(mine), numel)),
+    ]
+
+
+def hierarchical_reduce_scatter(rank: int, hosts: Sequence[Sequence[int]], numel: int) -> Schedule:
+    """Slice `rank` of bounds(numel, N), in the order of ranks; (K−1)/K · M/H bytes a rank between hosts.
+
+    In the host, a rank gets the sums of the slices of its place on all hosts, and of them its own between
+    hosts. hosts, ValueError: as above.
+    """
+    (mine, place, across), slices = _seat(rank, hosts), bounds(numel, sum(map(len, hosts)))
+    rows = [[slices[host[at]] for host in hosts] for at in range(len(mine))]
+    return [
+        *_among(mine, _ring_sum(place, rows)),
+        *_among(across, _ring_sum(across.index(rank), [[slices[each]] for each in across])),
+    ]
+
+
+def hierarchical_all_gather(rank: int, hosts: Sequence[Sequence[int]], numel: int) -> Schedule:
+    """The same backwards."""
+    (mine, place, across), slices = _seat(rank, hosts), bounds(numel, sum(map(len, hosts)))
+    rows = [[slices[host[at]] for host in hosts] for at in range(len(mine))]
+    return [
+        *_among(across, _ring_copy(across.index(rank), [[slices[each]] for each in across])),
+        *_among(mine, _ring_copy(place, rows)),
+    ]
+
+
+def _seat(rank: int, hosts: Sequence[Sequence[int]]) -> tuple[Sequence[int], int, list[int]]:
+    """(ranks of the own host, index in it, ranks with that index on every host)."""
     sizes = sorted({len(host) for host in hosts})
     if len(sizes) != 1:
         raise ValueError(
@@ -267,13 +311,7 @@ def hierarchical(rank: int, hosts: Sequence[Sequence[int]], numel: int) -> Sched
     if mine is None:
         raise ValueError(f"rank {rank} is on none of the {len(hosts)} hosts")
     place = list(mine).index(rank)
-    start, stop = bounds(numel, len(mine))[place]
-    across = [host[place] for host in hosts]
-    return [
-        *_among(mine, ring_reduce_scatter(place, len(mine), numel)),
-        *_among(across, ring_all_reduce(across.index(rank), len(across), stop - start), start),
-        *_among(mine, ring_all_gather(place, len(mine), numel)),
-    ]
+    return mine, place, [host[place] for host in hosts]
 
 
 _ALL_REDUCE = {
@@ -281,6 +319,11 @@ _ALL_REDUCE = {
     "ring": ring_all_reduce,
     "recursive_doubling": recursive_doubling,
     "tree": tree_all_reduce,
+}
+_HIERARCHICAL = {
+    "all_reduce": hierarchical,
+    "reduce_scatter": hierarchical_reduce_scatter,
+    "all_gather": hierarchical_all_gather,
 }
 
 
@@ -299,7 +342,7 @@ class Cost(NamedTuple):
 
 
 def cost(op: str, name: str, world_size: int, nbytes: float, parts: int = DEFAULT_PARTS) -> Cost:
-    """Steps and bytes of a flat schedule; nbytes is M, the whole tensor's. Hierarchical is a sum of three."""
+    """Steps and bytes of a flat schedule; nbytes is M, the whole tensor's. Hierarchical is a sum of them."""
     check_name(op, name)
     n, m = world_size, float(nbytes)
     if n == 1:
@@ -335,9 +378,12 @@ def _in(peer: int, part: tuple[int, int], how: Literal["sum", "copy"]) -> tuple[
 
 
 def _step(
-    to: int, sent: tuple[int, int], source: int, got: tuple[int, int], how: Literal["sum", "copy"]
+    to: int, sent: Sequence[Range], source: int, got: Sequence[Range], how: Literal["sum", "copy"]
 ) -> Step:
-    return Step(_out(to, sent), _in(source, got, how))
+    return Step(
+        tuple(each for part in sent for each in _out(to, part)),
+        tuple(each for part in got for each in _in(source, part, how)),
+    )
 
 
 def _among(ranks: Sequence[int], schedule: Schedule, offset: int = 0) -> Schedule:

@@ -1,0 +1,203 @@
+"""One chunk of a collective over hosts, on its way: reduce-scatter, all-gather, and all-reduce of the two.
+
+    place   of a rank: its index among the ranks of its host
+    part    what one rank owns of the chunk, [n]; all parts of a chunk are equally long
+    row     the parts of the ranks with one place, by host
+
+Reduce-scatter: a rank sums the row of its place over the ranks of its host, sends the others' parts of it to
+them, and adds up, in the order of hosts, what comes of its own. All-gather: it sends its part to its place on
+the other hosts, and brings the row that has come to the ranks of its host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from imece.collectives import native
+from imece.collectives.execute import TAG_HIERARCHICAL, Message, post
+from imece.collectives.pending import Waitable, wait_for
+from imece.collectives.shared_memory.arithmetic import reduction
+
+Row = list[torch.Tensor]
+Cut = Callable[[torch.Tensor, int], Row]
+"""(a tensor, a place) -> the row of that place in it, for one chunk."""
+Stage = Callable[[], None]
+
+
+class HostGroups(NamedTuple):
+    """A world of K hosts with H ranks each, as one of its ranks sees it."""
+
+    host: dist.ProcessGroup  # the ranks of this host
+    cross: dist.ProcessGroup  # the ranks with this rank's place on every host
+    ranks: Sequence[Sequence[int]]  # all of them, by host and place
+
+    @property
+    def world_size(self) -> int:
+        """K x H."""
+        return self.host.size() * self.cross.size()
+
+    @property
+    def peers(self) -> list[int]:
+        """By host the rank in `cross` that has this one's place there: a group has its own order of hosts."""
+        members = dist.get_process_group_ranks(self.cross)
+        return [members.index(ranks[self.host.rank()]) for ranks in self.ranks]
+
+
+class Chunk:
+    """A chunk on its way. The three kinds of call are lists of stages, as long for every chunk of a call."""
+
+    def __init__(
+        self,
+        hosts: HostGroups,
+        peers: Sequence[int],
+        tensor: torch.Tensor,
+        in_host: Sequence[torch.Tensor],
+        cut: Cut,
+        op: str = "sum",
+        wire: str | None = None,
+        whole: torch.Tensor | None = None,
+    ) -> None:
+        """peers: of `hosts`. tensor: this rank's, 1D. in_host: those of all ranks of the host, if this one
+        can reach into them. whole: all rows of `tensor`, if they lie one after the other."""
+        self.host, self.cross, self.place = hosts.host, hosts.cross, hosts.host.rank()
+        self.peers, self.here = peers, peers.index(hosts.cross.rank())
+        self.tensor, self.cut, self.op, self.whole = tensor, cut, op, whole
+        self.wire = wire if hosts.cross.size() > 1 else None
+        self.mine = cut(tensor, self.place)
+        self.theirs = [cut(each, self.place) for each in in_host]
+        self.alike = len(self.mine) == 1  # every host sums the whole row, which is one part then
+        self.part = self.mine[0 if self.alike else self.here]
+        # What is under way, and is let go when it has come.
+        self.works: list[Waitable] = []
+        self.arrived: Row = []  # by host, this one's included
+
+    def reduce_scatter(self, out: torch.Tensor) -> list[Stage]:
+        """out: [n], where the sum of the own part goes; nothing else is written."""
+        self.part = out
+        return [self._send_sums, self._add_up]
+
+    def all_gather(self) -> list[Stage]:
+        """Of own parts, which lie where they belong."""
+        return [self._send_part, self._take_parts]
+
+    def all_reduce(self) -> list[Stage]:
+        """In place."""
+        if self.alike:
+            return [self._send_sums, self._add_up_and_bring]
+        return [self._send_sums, self._add_up_and_send, self._take_parts]
+
+    # Reduce-scatter.
+
+    def _send_sums(self) -> None:
+        sums = self._sum_in_host()
+        if self.wire is not None:
+            sums = [each.to(torch.bfloat16) for each in sums]
+        if self.alike:
+            sums = sums * self.cross.size()
+        self.arrived = [
+            each if host == self.here else torch.empty_like(each) for host, each in enumerate(sums)
+        ]
+        self._exchange(sums, self.arrived)
+
+    def _add_up(self) -> None:
+        """All hosts add the same numbers in the same order, so they get the same bits."""
+        self._wait()
+        if self.wire is None:
+            _reduce(self.op, self.arrived, self.part)
+        else:
+            self.part.copy_(self.arrived[0])
+            for each in self.arrived[1:]:
+                self.part.add_(each)  # bf16 to fp32, without copies in fp32
+        self.arrived = []
+
+    def _sum_in_host(self) -> Row:
+        """Of the own row."""
+        if self.host.size() == 1:
+            return self.mine
+        sums = self.tensor.new_empty((len(self.mine), self.part.numel()))
+        if self.theirs:
+            for at, place in enumerate(sums):
+                _reduce(self.op, [row[at] for row in self.theirs], place)
+        else:
+            rows = self.whole if self.whole is not None else torch.cat(self._rows())
+            wait_for(native.reduce_scatter(sums.view(-1), rows, self.op, self.host), "the sum in the host")
+        return list(sums)
+
+    # All-gather.
+
+    def _send_part(self) -> None:
+        part, self.arrived = self.part, self.mine
+        if self.wire is not None:
+            part = part.to(torch.bfloat16)
+            self.part.copy_(part)  # what the others get
+            self.arrived = [torch.empty_like(part) for _ in self.mine]
+        self._exchange([part] * len(self.mine), self.arrived)
+
+    def _take_parts(self) -> None:
+        self._wait()
+        if self.wire is not None:
+            for host, each in enumerate(self.arrived):
+                if host != self.here:
+                    self.mine[host].copy_(each)
+        self.arrived = []
+        self._bring()
+
+    def _bring(self) -> None:
+        """The own row to all ranks of the host."""
+        for place, row in enumerate(self.theirs):
+            if place != self.place:
+                for target, part in zip(row, self.mine, strict=True):
+                    target.copy_(part)
+        if self.theirs or self.host.size() == 1:
+            return
+        rows = self.whole
+        if rows is None:
+            rows = self.tensor.new_empty(self.host.size() * len(self.mine) * self.part.numel())
+        length = rows.numel() // self.host.size()
+        own = rows[self.place * length : (self.place + 1) * length]
+        if self.whole is None:
+            torch.cat(self.mine, out=own)
+        wait_for(native.all_gather(rows, own, self.host), "the gather in the host")
+        if self.whole is None:
+            for target, part in zip(self._rows(), rows.view(-1, self.part.numel()), strict=True):
+                target.copy_(part)
+
+    # All-reduce.
+
+    def _add_up_and_bring(self) -> None:
+        self._add_up()
+        self._bring()
+
+    def _add_up_and_send(self) -> None:
+        self._add_up()
+        self._send_part()
+
+    # Helpers.
+
+    def _rows(self) -> Row:
+        """The parts of all ranks, by place and host."""
+        return [part for place in range(self.host.size()) for part in self.cut(self.tensor, place)]
+
+    def _exchange(self, sent: Row, places: Row) -> None:
+        """sent, places: by host; what goes there, and where what comes from there is to lie."""
+        others = [(self.here + i) % len(self.peers) for i in range(1, len(self.peers))]  # not all to one
+        sends = [Message(sent[host], self.peers[host], TAG_HIERARCHICAL) for host in others]
+        receives = [Message(places[host], self.peers[host], TAG_HIERARCHICAL) for host in others]
+        self.works = post(sends, receives, self.cross)
+
+    def _wait(self) -> None:
+        for work in self.works:
+            wait_for(work, "the exchange between hosts")
+        self.works = []
+
+
+def _reduce(op: str, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """out = op over parts, in their order; `out` may be one of them."""
+    how = reduction(op, out.dtype)
+    in_place = all(out.data_ptr() != each.data_ptr() for each in parts[2:])
+    needed = 0 if in_place and how.within is how.dtype else out.numel()
+    how(parts, out, out.new_empty(needed, dtype=how.within), in_place)

@@ -1,0 +1,296 @@
+"""Collectives over hosts: exact, with the same bits in both halves, and as few bytes as the formula says."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import imece
+from imece.collectives import auto, hierarchical, ops
+from imece.collectives.execute import post
+from imece.collectives.hierarchical import HostGroups
+from imece.collectives.schedules import cost
+from imece.mesh import Mesh
+from tests.collectives.test_wire import HALF_UNIT, bits, noise
+from tests.ranks import run_ranks
+
+SMALL = 8 * 1024  # bytes of a chunk, so that a little has many
+INTERLEAVED = {4: "abab", 6: "abcbca"}  # by rank the host; of six, torch's groups have hosts in two orders
+
+
+def on_hosts(world_size: int, each: int) -> Callable[[int], dict[str, str]]:
+    """Environment of ranks of one host that are not neighbours."""
+    names = INTERLEAVED.get(world_size, "a" * world_size) if each > 1 else "abcdef"[:world_size]
+    return lambda rank: {"IMECE_HOST": names[rank], "LOCAL_RANK": str(names[:rank].count(names[rank]))}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "each"), [(1, 2), (1, 3), (2, 1), (2, 2), pytest.param(3, 2, marks=pytest.mark.slow)]
+)
+def test_all_reduce(hosts: int, each: int) -> None:
+    """Emulated hosts: shm inside, Gloo between."""
+    results = run_ranks(
+        reduce_over_hosts, hosts * each, args=(hosts,), backend=None, ranks_per_host=each, timeout_s=90
+    )
+    assert results[0]["cases"] > 40
+    assert all(result == results[0] for result in results), "ranks differ in bits"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "each"),
+    [(1, 1), (2, 1), (2, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 3), (3, 2)))],
+)
+def test_halves(hosts: int, each: int) -> None:
+    """Reduce-scatter and all-gather, with ranks of a host that are not neighbours."""
+    results = run_ranks(
+        halves_over_hosts, hosts * each, args=(hosts,), backend=None, ranks_per_host=each,
+        env=on_hosts(hosts * each, each), timeout_s=90,
+    )  # fmt: skip
+    assert results == [results[0]] * len(results) and results[0] > 80
+
+
+def test_uneven_hosts_fall_back_to_a_ring() -> None:
+    run_ranks(reduce_over_uneven_hosts, 3, backend=None, ranks_per_host=2)
+
+
+# --- run by each rank
+
+
+def arranged(hosts: int) -> tuple[Mesh, HostGroups]:
+    mesh = imece.init(backend="cpu:gloo" if hosts > 1 else None)
+    assert len(mesh.hosts) == hosts
+    cross = mesh.cross_group
+    assert cross is not None
+    return mesh, HostGroups(mesh.host_group, cross, mesh.hosts)
+
+
+def exact_of(parts: list[torch.Tensor], op: str) -> torch.Tensor:
+    """fp64, or int64."""
+    floating = parts[0].dtype.is_floating_point
+    stack = torch.stack(parts).to(torch.float64 if floating else torch.int64)
+    exact = stack.amax(0) if op == "max" else stack.prod(0) if op == "product" else stack.sum(0)
+    return exact.div(len(parts), rounding_mode=None if floating else "trunc") if op == "avg" else exact
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, not contiguous."""
+    return torch.stack([tensor] * 2, -1)[..., 0]
+
+
+def reduce_over_hosts(hosts: int) -> dict[str, Any]:
+    """Against the exact result, for tensors in no, one and many chunks, with a tail or without."""
+    mesh, groups = arranged(hosts)
+    rank, world_size = mesh.rank, mesh.world_size
+    hashes, cases = [], 0
+    for numel in (0, 1, 6, 4096, 30_011):
+        for op in ("sum", "avg", "max", "product"):
+            for dtype in (torch.float32, torch.int64):
+                parts = [(3 * noise(each, numel)).to(dtype) for each in range(world_size)]
+                exact = exact_of(parts, op)
+                got = strided(parts[rank])
+                hierarchical.all_reduce(got, groups, op, chunk_bytes=SMALL)
+                what = f"{op} of {dtype}[{numel}]"
+                torch.testing.assert_close(got.double(), exact.double(), rtol=1e-5, atol=1e-5, msg=what)
+                whole = parts[rank].clone()
+                pending = ops.all_reduce(whole, op, schedule="hierarchical", async_op=True)
+                assert pending.wait(30) is whole
+                torch.testing.assert_close(whole.double(), exact.double(), rtol=1e-5, atol=1e-5, msg=what)
+                shared = imece.shared_empty(numel, dtype).copy_(parts[rank])
+                hierarchical.all_reduce(shared, groups, op, chunk_bytes=SMALL)
+                assert torch.equal(shared, got), f"{what}: shared memory changes the bits"
+                mixed = parts[rank].clone() if rank == 0 else shared.copy_(parts[rank])
+                hierarchical.all_reduce(mixed, groups, op, chunk_bytes=SMALL)
+                assert torch.equal(mixed, got), f"{what}: one rank's ordinary memory changes the bits"
+                hashes += [bits(got), bits(whole)]
+                cases += 4
+        for op in ("sum", "avg"):
+            exact = torch.stack([noise(each, numel) for each in range(world_size)]).double().sum(0)
+            size = torch.stack([noise(each, numel) for each in range(world_size)]).double().abs().sum(0)
+            scale = world_size if op == "avg" else 1
+            got = noise(rank, numel)
+            hierarchical.all_reduce(got, groups, op, wire="bf16", chunk_bytes=SMALL)
+            error = (got.double() * scale - exact).abs()
+            assert bool((error <= 2.02 * HALF_UNIT * size + 1e-6).all()), f"bf16 {op} of [{numel}]"
+            shared = imece.shared_empty(numel).copy_(noise(rank, numel))
+            hierarchical.all_reduce(shared, groups, op, wire="bf16", chunk_bytes=SMALL)
+            assert torch.equal(shared, got), f"bf16 {op} of [{numel}]: shared memory changes the bits"
+            again = ops.all_reduce(noise(rank, numel), op, schedule="hierarchical", wire="bf16")
+            hashes += [bits(got), bits(again)]
+            cases += 2
+    exact_wire(groups)
+    return {"cases": cases, "hashes": hashes}
+
+
+def exact_wire(groups: HostGroups) -> None:
+    """The negative control of the bf16 wire: numbers that bf16 cannot hold survive only without it."""
+    one_host = groups.cross.size() == 1
+    for wire, expected in ((None, True), ("bf16", one_host)):
+        tensor = torch.full((64,), 1.0 + 2.0**-12)
+        hierarchical.all_reduce(tensor, groups, "avg", wire=wire)
+        assert bool((tensor == 1.0 + 2.0**-12).all()) is expected
+
+
+def halves_over_hosts(hosts: int) -> int:
+    """Of every memory, dtype and reduction: a reduce-scatter has the bits of the all-reduce."""
+    mesh, groups = arranged(hosts)
+    cases = 0
+    for numel in (0, 1, 3001):  # of one rank's slice
+        cases += gathers(mesh, groups, numel, torch.float32)
+        for op in ("sum", "avg"):
+            cases += scatters(mesh, groups, numel, torch.float32, op)
+        cases += scatters(mesh, groups, numel, torch.float32, "avg", "bf16")
+    for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool):
+        cases += gathers(mesh, groups, 13, dtype)
+        for op in ("avg", "product") if dtype in (torch.float64, torch.int64) else ("avg",):
+            cases += scatters(mesh, groups, 13, dtype, op)
+    cases += scatters(mesh, groups, 13, torch.bfloat16, "sum", "bf16")
+    counts_bytes(mesh, groups)
+    if hosts > 1 and groups.host.size() > 1:
+        forced(mesh, groups)
+    return cases
+
+
+def memories(tensor: torch.Tensor, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same values where all ranks, one of them, or none reaches them."""
+    shared = imece.shared_empty(tensor.numel(), tensor.dtype)
+    yield "shared", shared.copy_(tensor)
+    yield "ordinary", tensor.clone()
+    yield "mixed", tensor.clone() if rank == 0 else shared.copy_(tensor)
+    yield "strided", strided(tensor)
+
+
+def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return noise(rank, numel) > 0 if dtype == torch.bool else (3 * noise(rank, numel)).to(dtype)
+
+
+def scatters(
+    mesh: Mesh, groups: HostGroups, numel: int, dtype: torch.dtype, op: str, wire: str | None = None
+) -> int:
+    rank, world_size = mesh.rank, mesh.world_size
+    given = values(rank, world_size * numel, dtype)
+    own = slice(rank * numel, (rank + 1) * numel)
+    what = f"{op} of {dtype}[{world_size} x {numel}], wire {wire}"
+    whole = given.clone()
+    hierarchical.all_reduce(whole, groups, op, wire, chunk_bytes=SMALL)
+    expected = whole[own]
+    if dtype in (torch.float64, torch.int64):
+        exact = exact_of([values(each, world_size * numel, dtype) for each in range(world_size)], op)
+        torch.testing.assert_close(expected, exact[own], rtol=1e-12, atol=1e-12, msg=what)
+    elif dtype == torch.bool:
+        stack = torch.stack([values(each, world_size * numel, dtype) for each in range(world_size)])
+        assert torch.equal(expected, (stack.any(0) if op in ("sum", "max") else stack.all(0))[own]), what
+    cases = 0
+    for where, tensor in memories(given, rank):
+        got = strided(torch.zeros(numel, dtype=dtype)) if where == "ordinary" else tensor.new_empty(numel)
+        hierarchical.reduce_scatter(got, tensor, groups, op, wire, chunk_bytes=SMALL)
+        if wire is None or hosts_are_few(groups):  # else all_reduce rounds the sum too
+            assert torch.equal(got, expected), f"{what}: not the bits of all_reduce in {where} memory"
+        assert torch.equal(tensor, given), f"{what}: the input has changed in {where} memory"
+        if where in ("shared", "mixed"):
+            result = hierarchical.reduce_scatter(tensor[own], tensor, groups, op, wire, chunk_bytes=SMALL)
+            assert torch.equal(result, got), f"{what}: in place it differs in {where} memory"
+        cases += 1
+    pending = ops.reduce_scatter(got, tensor, op, schedule="hierarchical", wire=wire, async_op=True)
+    assert pending.wait(30) is got
+    if wire is None or hosts_are_few(groups):
+        assert torch.equal(got, expected), f"{what}: chunks of another length differ"
+    return cases
+
+
+def hosts_are_few(groups: HostGroups) -> bool:
+    return groups.cross.size() <= 2
+
+
+def gathers(mesh: Mesh, groups: HostGroups, numel: int, dtype: torch.dtype) -> int:
+    rank, world_size = mesh.rank, mesh.world_size
+    parts = [values(each, numel, dtype) for each in range(world_size)]
+    expected, what, cases = torch.cat(parts), f"{dtype}[{numel}]", 0
+    own = slice(rank * numel, (rank + 1) * numel)
+    for where, place in memories(torch.zeros(world_size * numel, dtype=dtype), rank):
+        assert hierarchical.all_gather(place, parts[rank], groups, chunk_bytes=SMALL) is place
+        assert torch.equal(place, expected), f"{what} in {where} memory"
+        mine = place[own].clone()
+        place.zero_()
+        place[own].copy_(mine)
+        hierarchical.all_gather(place, place[own], groups, chunk_bytes=SMALL)
+        assert torch.equal(place, expected), f"{what}: in place it differs in {where} memory"
+        cases += 1
+    out = torch.zeros(world_size, numel, dtype=dtype)
+    assert ops.all_gather(out, parts[rank], schedule="hierarchical", async_op=True).wait(30) is out
+    assert torch.equal(out.view(-1), expected), what
+    return cases
+
+
+def counts_bytes(mesh: Mesh, groups: HostGroups) -> None:
+    """What one rank really sends to other hosts, against the formula."""
+    numel = 1200 * mesh.world_size
+    per_host, hosts = groups.host.size(), groups.cross.size()
+    sent: list[int] = []
+
+    def counting(sends: Any, receives: Any, group: Any) -> Any:
+        sent.extend(message.tensor.nbytes for message in sends)
+        return post(sends, receives, group)
+
+    whole, own = torch.ones(numel), torch.ones(1200)
+    calls: list[tuple[str, float, Callable[[], object]]] = [
+        ("all_reduce", 1, lambda: hierarchical.all_reduce(whole, groups)),
+        ("all_reduce", 0.5, lambda: hierarchical.all_reduce(whole, groups, wire="bf16")),
+        ("reduce_scatter", 1, lambda: hierarchical.reduce_scatter(own, whole, groups)),
+        ("reduce_scatter", 0.5, lambda: hierarchical.reduce_scatter(own, whole, groups, wire="bf16")),
+        ("all_gather", 1, lambda: hierarchical.all_gather(whole, own, groups)),
+    ]
+    for op, share, call in calls:
+        sent.clear()
+        with mock.patch("imece.collectives.hierarchical_chunk.post", counting):
+            call()
+        between = cost(op, "ring", hosts, whole.nbytes / per_host)
+        assert sum(sent) == share * between.nbytes, f"{op}: {sum(sent)} bytes sent"
+
+
+def forced(mesh: Mesh, groups: HostGroups) -> None:
+    """IMECE_SCHEDULE=hierarchical is for the group of all ranks; others go their own way."""
+    calls: list[object] = []
+
+    def noted(*args: Any) -> object:
+        calls.append(args)
+        return args[0]
+
+    whole, own = torch.ones(4 * mesh.world_size), torch.ones(4)
+    with (
+        mock.patch.object(auto, "FORCED", "hierarchical"),
+        mock.patch.object(hierarchical, "reduce_scatter", noted),
+        mock.patch.object(hierarchical, "all_gather", noted),
+    ):
+        ops.reduce_scatter(own, whole)
+        ops.all_gather(whole, own)
+        assert len(calls) == 2
+        for group in (groups.host, groups.cross):
+            assert torch.equal(
+                ops.all_reduce(torch.ones(3), group=group), torch.full((3,), 1.0 * group.size())
+            )
+            ops.all_gather(torch.empty(4 * group.size()), own, group=group)
+    assert len(calls) == 2
+    with pytest.raises(ValueError, match="for the group of all ranks, not for some"):
+        ops.all_gather(torch.empty(4 * groups.host.size()), own, group=groups.host, schedule="hierarchical")
+
+
+def reduce_over_uneven_hosts() -> None:
+    mesh = imece.init()
+    assert mesh.cross_group is None
+    tensor, own = torch.arange(9.0) * (mesh.rank + 1), torch.empty(3)
+    sums = torch.arange(9.0) * 6
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ops.reduce_scatter(own, tensor.clone(), schedule="hierarchical")
+        assert torch.equal(own, sums[3 * mesh.rank : 3 * mesh.rank + 3])
+        ops.all_reduce(tensor, schedule="hierarchical")
+        assert torch.equal(tensor, sums)
+        ops.all_gather(tensor.zero_(), own, schedule="hierarchical")
+        assert torch.equal(tensor, sums)
+    words = "becomes a ring: hosts hold different numbers of ranks, 1 to 2"
+    assert sum(words in str(each.message) for each in caught) == 3
