@@ -35,6 +35,28 @@ def test_a_plain_loop() -> None:
     assert run_ranks(loops, 2, backend=None) == [[2, 3, 4]] * 2
 
 
+def draws() -> list[list[float]]:
+    torch.manual_seed(3)
+    model, optimizer = made()
+    found = []
+    for start, seed in ((0, None), (2, 3), (2, 4)):
+        for step in imece.steps(4, model, optimizer, start=start, seed=seed):
+            torch.rand(start + 1)  # whatever is drawn between two steps
+            with step:
+                found.append([step.index, *torch.rand(2).tolist()])
+    return found
+
+
+def test_what_is_drawn_is_a_step_s_own() -> None:
+    both = run_ranks(draws, 2, backend=None)
+    for found in both:
+        whole, went_on, another = found[:4], found[4:6], found[6:]
+        assert went_on == whole[2:], "from the start that it says, with the seed of torch.manual_seed"
+        assert another != whole[2:]
+        assert len({number for _, number, _ in whole}) == 4
+    assert both[0][0] != both[1][0], "ranks draw each their own"
+
+
 def raises() -> int:
     model, optimizer = made()
     for step in imece.steps(5, model, optimizer):

@@ -131,6 +131,31 @@ def test_the_gradient_is_that_of_one_process(ranks: int) -> None:
         assert nats / (SEQUENCES * SEQ) == pytest.approx(first["loss"], rel=1e-6)
 
 
+def drops() -> list[Any]:
+    """With dropout: steps 3, 4 and 3 again, in micro-batches of 3. Of each: nats and gradient norm."""
+    bench = Bench(micro=3)
+    _, without = bench.whole_batch(3)
+
+    def drop(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(output, training=module.training)
+
+    bench.model.blocks[0].register_forward_hook(drop)
+    outcomes = [bench.step.run(index, lr=0.0) for index in (3, 4, 3)]
+    apart = distance(bench.gradients(), without)
+    return [[outcome.nats, outcome.grad_norm] for outcome in outcomes] + [apart]
+
+
+def test_what_is_dropped_is_a_step_s_own() -> None:
+    sums = []
+    for ranks in (1, 2):  # of 4 and of 2 micro-batches
+        by_rank = run_ranks(drops, ranks)
+        for first, another, again, apart in by_rank:
+            assert first == again != another, "a step that is made again drops the same"
+            assert apart > 0.1, "nothing was dropped"
+        sums.append([sum(rank[0][0] for rank in by_rank), by_rank[0][0][1]])
+    assert sums[0] == pytest.approx(sums[1], rel=1e-6), "whichever rank computes a micro-batch"
+
+
 def three_cases() -> dict[str, Any]:
     return {"clipped": clipped(), "overflows": overflows(), "phases": phases()}
 

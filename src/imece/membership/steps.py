@@ -9,7 +9,8 @@
 
 When another rank dies inside of the block, the block is left, the ranks that are there take the state of the
 one that is furthest, and the same step comes again (or the next one, if somebody had finished it). What is in
-the block must therefore depend on the step's number and on this rank and world alone.
+the block must therefore depend on the step's number and on this rank and world alone. Of what is drawn from
+torch's generators, for dropout or to choose samples, the loop sees to that: each step begins them anew.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
+import torch
 from torch.optim import Optimizer
 
 from imece import mesh as meshes
 from imece.data_parallel.optimizer import numbers_of, set_numbers
 from imece.data_parallel.replicate import DistributedDataParallel
+from imece.membership.draws import begin_draws
 from imece.membership.member import Member, keeps_roster
 from imece.membership.recovery import Recovered, Recovery
 from imece.membership.unwatched import say_unwatched
@@ -44,15 +47,18 @@ class Stateful(Protocol):
 class Step:
     """One step: a context that another rank's death leaves, to be entered again by the loop's next turn."""
 
-    def __init__(self, index: int, finish: Callable[[BaseException | None], None]) -> None:
+    def __init__(
+        self, index: int, begin: Callable[[int], None], finish: Callable[[BaseException | None], None]
+    ) -> None:
         self.index = index
         """From 0: how many optimizer updates were made before."""
-        self._finish = finish
+        self._begin, self._finish = begin, finish
         self.entered = False
 
     def __enter__(self) -> int:
         """The number of the step, `index`."""
         self.entered = True
+        self._begin(self.index)
         return self.index
 
     def __exit__(
@@ -71,6 +77,7 @@ def steps(
     *,
     also: Sequence[Stateful] = (),
     start: int = 0,
+    seed: int | None = None,
     recovered: Callable[[Recovered], None] | None = None,
 ) -> Iterator[Step]:
     """The steps from `start` to `total`, each a context to make one optimizer update in; see above.
@@ -78,6 +85,10 @@ def steps(
     model, optimizer: as `imece.DistributedDataParallel` or `imece.parallelize` gave them; several optimizers
     as a list. also: learning-rate schedulers and the like, whose state_dict is JSON: a rank that was behind
     gets that of the rank that was furthest. recovered: called on every rank that has come into a generation.
+
+    seed: of what is drawn in the steps from torch's generators, of the CPU and of this rank's device; by default
+    the one that the script gave to torch.manual_seed. Each step begins them anew, from the seed, the step's
+    number and the rank: so a step that is made again, and a run that begins at `start`, draw the same.
 
     Ranks are replaced under `imece launch`. Under other launchers (torchrun, srun) the loop is a plain one:
     a rank that dies ends all, and rank 0 says so at first. imece.init()'s mesh, the model and the optimizer
@@ -87,9 +98,14 @@ def steps(
     is no JSON.
     """
     mesh = meshes.current()
+    first = torch.initial_seed() if seed is None else seed
+
+    def begin(index: int) -> None:
+        begin_draws(first, index, mesh.rank, mesh.device)
+
     if not keeps_roster(mesh):
         say_unwatched(mesh)
-        yield from _until(total, _Plain(start))
+        yield from _until(total, _Plain(start), begin)
         return
     if mesh in _looped:
         raise RuntimeError(
@@ -114,14 +130,14 @@ def steps(
     json.dumps(state())  # TypeError now, and not when a rank has died
     recovery = Recovery(Member(mesh), model, optimizers, state=state, take=take)
     try:
-        yield from _until(total, _Loop(recovery, start, recovered or (lambda _: None)))
+        yield from _until(total, _Loop(recovery, start, recovered or (lambda _: None)), begin)
     finally:  # also where the loop was left with `break`
         recovery.end()
 
 
-def _until(total: int, loop: _Plain | _Loop) -> Iterator[Step]:
+def _until(total: int, loop: _Plain | _Loop, begin: Callable[[int], None]) -> Iterator[Step]:
     while loop.done < total:
-        step = Step(loop.done, loop.finish)
+        step = Step(loop.done, begin, loop.finish)
         yield step
         if not step.entered:
             raise RuntimeError("imece.steps: enter each step, `with step:`, and make its update inside")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -210,7 +209,7 @@ class Session:
         """Begin to save; `finish_save` waits until it is on the disk."""
         tensors = self.training_state.tensors()  # a collective: before the wait, which is not the same on all
         self.finish_save()
-        self.checkpoints.save(self.done, tensors, self._state(), _random_states(), metric=val_loss)
+        self.checkpoints.save(self.done, tensors, self._state(), {}, metric=val_loss)
 
     @property
     def strategy(self) -> str:
@@ -237,7 +236,7 @@ class Session:
         }
 
     def _resume(self) -> None:
-        """The position in the data is the step's number, so there is nothing else to find again."""
+        """The position in the data and all that is drawn follow from the step's number: nothing else is lost."""
         damaged: list[str] = []
         saved = newest(self.folder.checkpoints, damaged.append)
         if self.mesh.rank == 0:  # all see the same, and one to say so is enough
@@ -254,8 +253,6 @@ class Session:
         self.step.load_scaler(saved.state["scaler"])
         self.done, self.best_val_loss = saved.step, saved.state["best_val_loss"]
         self.seconds, self.tokens = saved.state["counters"]["seconds"], saved.state["counters"]["tokens"]
-        if len(saved.rank_states) == self.mesh.world_size:
-            _set_random_states(saved.rank_states[self.mesh.rank])
 
     def _check_same_step(self) -> None:
         """All ranks call it. One that cannot read what the others can has taken an older checkpoint."""
@@ -309,20 +306,3 @@ def _parallelize(
     except ValueError as error:  # a strategy that cannot be on these hosts
         raise UserError(f"--strategy {strategy}: {error}") from None
     return wrapped
-
-
-def _random_states() -> dict[str, str]:
-    """torch's own, as base64. Nothing here draws from them yet; a model with dropout would."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
-
-
-def _set_random_states(states: dict[str, str]) -> None:
-    for name, text in states.items():
-        state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-        if name == "cpu":
-            torch.set_rng_state(state)
-        elif torch.cuda.is_available():
-            torch.cuda.set_rng_state(state)

@@ -15,6 +15,7 @@ from imece.collectives import ops
 from imece.collectives.texts import gather_texts
 from imece.data.batches import Batches, rows
 from imece.data_parallel.replicate import DistributedDataParallel
+from imece.membership.draws import begin_draws
 from imece.models.transformer import Transformer, token_loss
 from imece.train.batch import BatchPlan
 from imece.train.clock import Clock
@@ -41,6 +42,9 @@ class Step:
 
     The gradient is that of the mean over all tokens of the global batch. Since it is bit-equal on all ranks
     after the sum, they all see the same norm, and skip or make the update without asking each other.
+
+    What a model draws at random in a micro-batch depends on the seed, the step and where in the global batch the
+    micro-batch begins: not on what was drawn before, nor on the number of ranks.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Step:
         nats = torch.zeros((), dtype=torch.float64, device=self._model.device)
         for number, (inputs, targets) in enumerate(micro_batches):
             last = number == len(micro_batches) - 1
+            begin_draws(self._batches.seed, index, self._first(number), self._model.device)
             with contextlib.nullcontext() if last else self._model.no_sync():
                 with self._clock.phase("forward"), self._precision.autocast():
                     loss = token_loss(self._model(inputs), targets)
@@ -94,19 +99,24 @@ class Step:
         then is a sum known to have been finite on one side. Costs nothing as long as all is well.
         """
         found: list[str] = []
-        first, _ = rows(self._plan.sequences, self._rank, self._plan.ranks)
         for number, (inputs, targets) in enumerate(self._read(index)):
+            begin_draws(self._batches.seed, index, self._first(number), self._model.device)
             with self._precision.autocast():
                 loss = token_loss(self._model.module(inputs), targets)
             gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
             bad, nats = self._not_finite(gradients), float(loss.detach())
             if bad or not math.isfinite(nats):
-                begin = first + number * self._plan.micro
+                begin = self._first(number)
                 documents = self._batches.names(index, begin, begin + len(inputs))
                 found.append(json.dumps([nats, bad, documents]))
         device = self._model.device
         texts = gather_texts(found, self._model.process_group, device, "who brought what is not finite")
         return [self._describe(rank, text) for rank, said in enumerate(texts) for text in said]
+
+    def _first(self, number: int) -> int:
+        """Where this rank's micro-batch `number` begins among the sequences of the global batch."""
+        first, _ = rows(self._plan.sequences, self._rank, self._plan.ranks)
+        return first + number * self._plan.micro
 
     def _read(self, index: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's micro-batches: inputs and targets, each int64 [micro, seq]."""
