@@ -26,7 +26,8 @@ for at, word in enumerate(sys.argv[1:], 1):
         break
     name, _, value = word.partition("=")
     own[name] = value
-note(environ={name: value for name, value in os.environ.items() if name.startswith(("SLURM", "OMP"))})
+noted = ("SLURM", "OMP", "IMECE_TOKEN")
+note(environ={name: value for name, value in os.environ.items() if name.startswith(noted)})
 nodes, tasks, on_node = (int(own["--" + name]) for name in ("nodes", "ntasks", "ntasks-per-node"))
 assert tasks == nodes * on_node, own
 processes = []

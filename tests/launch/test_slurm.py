@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,15 +10,19 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from imece.launch.slurm import Batch, Layout, allocated, batch_file, quoted, seconds, srun
+from imece.errors import UserError
+from imece.launch.slurm import Batch, Layout, allocated, batch_file, quoted, seconds, srun, task
 from imece.world import read_world
 from tests.cli.test_main import refused, run
 from tests.launch.fake_slurm import FakeSlurm
+from tests.launch.hosts.two import RESILIENT, Agent, free_port
 from tests.launch.launcher import Launcher, run_launch
 
 SAY = "import json, os, sys; os.write(1, (json.dumps([dict(os.environ), sys.argv[1:]]) + '\\n').encode())\n"
@@ -108,14 +113,32 @@ def test_no_times(text: str) -> None:
 
 
 def test_words_of_srun() -> None:
-    """On one node a single task has all of the CPUs; on several each rank is a task."""
+    """One task on each node, which has all of the CPUs; a node that is lost ends none of the others."""
     assert srun(Layout(1, 4, 2)) == [
         "srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=8", "--kill-on-bad-exit=1",
     ]  # fmt: skip
     assert srun(Layout(3, 4, 2)) == [
-        "srun", "--nodes=3", "--ntasks=12", "--ntasks-per-node=4", "--cpus-per-task=2",
-        "--kill-on-bad-exit=1", "--label",
+        "srun", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--cpus-per-task=8", "--kill-on-bad-exit=0",
+        "--no-kill", "--wait=0",
     ]  # fmt: skip
+
+
+def test_what_a_task_finds_out() -> None:
+    environ = {
+        "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "3", "SLURM_PROCID": "2", "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "2", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_STEP_NODELIST": "gpu[07-09],cpu1",
+    }  # fmt: skip
+    found = task(environ)
+    assert (found.nodes, found.node, found.job, found.ranks) == (4, 2, "slurm-17", None)
+    name, _, port = found.rendezvous.partition(":")
+    assert name == "gpu07" and 15_000 <= int(port) < 32_000
+    assert task(environ | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}).rendezvous == found.rendezvous
+    assert task(environ | {"SLURM_STEP_ID": "4"}).rendezvous != found.rendezvous
+    assert task(environ | {"MASTER_ADDR": "fe80::1", "MASTER_PORT": "9"}).rendezvous == "[fe80::1]:9"
+    assert task(environ | {"SLURM_GPUS_ON_NODE": "8"}).ranks == 8
+    with pytest.raises(UserError, match="srun --ntasks-per-node=1"):
+        task(environ | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_NODEID": "1"})
 
 
 def test_an_allocation_says_what_is_not_given() -> None:
@@ -135,14 +158,14 @@ def test_a_batch_file(fake: FakeSlurm) -> None:
     )  # fmt: skip
     assert (status, err) == (0, "") and out.startswith("#!/bin/bash\n")
     assert dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", out, re.MULTILINE)) == {
-        "job-name": "train", "nodes": "2", "ntasks-per-node": "4", "cpus-per-task": "6",
+        "job-name": "train", "nodes": "2", "ntasks-per-node": "1", "cpus-per-task": "24",
         "gpus-per-node": "a100:4", "time": "1-12", "partition": "gpu,long", "account": "lab",
-        "output": "%x-%j.out", "open-mode": "append", "signal": "TERM@90", "requeue": "",
+        "output": "%x-%j.out", "open-mode": "append", "signal": "TERM@90", "no-kill": "", "requeue": "",
     }  # fmt: skip
     code = [line for line in out.splitlines() if not line.startswith("#")]
     assert out.index("\ncd ") > out.rindex("\n#SBATCH"), "SLURM reads no options after the first command"
-    assert f"    {sys.executable} train.py --time 3" in code
-    assert 'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-6}"' in code
+    launch = f"    {sys.executable} -m imece launch --slurm --ranks 4 --grace-s 90 train.py --time 3"
+    assert launch in code
 
 
 def test_another_batch_file(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +177,7 @@ def test_another_batch_file(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) ->
     text = Path("job.sh").read_text()
     assert "launch --ranks 1 --grace-s 30 -- -s.py\n" in text and "--job-name=s\n" in text
     assert "--no-requeue" in text and "--signal" not in text and "scontrol" not in text
+    assert "TOKEN" not in text and "no-kill" not in text
 
 
 def test_docs_show_what_works(fake: FakeSlurm) -> None:
@@ -211,7 +235,8 @@ def test_nothing_is_injected(tmp_path: Path, fake: FakeSlurm) -> None:
         ("--slurm --ranks 2 --job-name a\nb train.py", "--job-name 'a"),
         ("--slurm --gpus-per-node 4;x train.py", "--gpus-per-node '4;x'"),
         ("--slurm --gpus-per-node train.py", "--gpus-per-node"),
-        ("--slurm --ranks 2 --nodes 2 --min-ranks 1 train.py", "--min-ranks: on several nodes"),
+        ("--slurm --ranks 2 --nodes 2 --min-ranks 5 train.py", "--min-ranks 5: from 1 to 4"),
+        ("--slurm --ranks 2 --nodes 2 --hosts 2 train.py", "--hosts: with --slurm"),
         ("--slurm --ranks 2 --sbatch train.py train.py", "there is a file of another kind"),
         ("--slurm --ranks 2 --sbatch no/x train.py", "cannot write 'no/x'"),
         ("--ranks 2 --time 3 train.py", "--time: an option for SLURM"),
@@ -237,58 +262,121 @@ def test_mistakes_in_an_allocation(fake: FakeSlurm, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("SLURM_NTASKS", "2")
     assert "no program 'srun'" in run(*words)[2]
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    monkeypatch.setenv("SLURM_STEP_ID", "0")
-    assert "without srun" in refused(*words)
+
+
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where launchers meet that take themselves for nodes, all on this host."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
 
 
 def test_ranks_on_several_nodes(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher on each node, which has found the others."""
     allocate(monkeypatch, 2, SLURM_NTASKS="4", SLURM_CPUS_PER_TASK="3", SLURM_TRES_PER_TASK="cpu=3")
-    outcome = run_launch("--slurm", script(SAY), "--ranks", "9", "a b")
+    free(monkeypatch)
+    outcome = run_launch("--slurm", "--min-ranks", "3", script(SAY), "--ranks", "9", "a b")
     assert outcome.status == 0, outcome.err
-    assert outcome.err.startswith("imece: on several nodes a rank that dies ends the job")
-    assert outcome.err.count("\n") == 1
-    said = [json.loads(line) for line in outcome.out.splitlines()]
+    lines = sorted(outcome.out.splitlines())
+    assert [line[:9] for line in lines] == [f"[rank {rank}] " for rank in range(4)]
+    said = [json.loads(line[9:]) for line in lines]
     assert [arguments for _, arguments in said] == [["--ranks", "9", "a b"]] * 4
-    worlds = sorted((read_world(environ) for environ, _ in said), key=lambda world: world.rank)
-    assert [(world.rank, world.world_size, world.local_rank, world.local_world_size) for world in worlds] == [
-        (0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2),
+    worlds = [read_world(environ) for environ, _ in said]
+    assert [(world.rank, world.world_size, world.local_rank, world.member) for world in worlds] == [
+        (0, 4, 0, 0), (1, 4, 1, 1), (2, 4, 0, 2), (3, 4, 1, 3),
     ]  # fmt: skip
-    assert {world.master_addr for world in worlds} == {"node1"} and len({w.master_port for w in worlds}) == 1
+    assert [world.host for world in worlds] == ["node0", "node0", "node1", "node1"]
+    assert not [name for environ, _ in said for name in environ if "TOKEN" in name]
     ((words, noted),) = fake.calls("srun")
-    assert words[:5] == [
-        "--nodes=2",
-        "--ntasks=4",
-        "--ntasks-per-node=2",
-        "--cpus-per-task=4",
-        "--kill-on-bad-exit=1",
-    ]
-    assert noted["environ"]["OMP_NUM_THREADS"] == "4"
+    assert words[:4] == ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=8"]
     assert not noted["environ"].keys() & {"SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK"}
+    secret = noted["environ"]["IMECE_TOKEN"]
+    assert len(secret) == 64 and secret not in " ".join(words) + outcome.out + outcome.err
 
 
-def test_signals_and_statuses(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal comes to every rank, and they save together; a rank that dies ends the others."""
+@pytest.mark.slow
+def test_a_signal_to_all_nodes(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes to every rank once, and leaves time to save."""
     allocate(monkeypatch, 2)
+    free(monkeypatch)
     text = """
 import os, signal, sys, time
 def save(number, frame):
+    time.sleep(1)
     os.write(1, b"saved\\n")
-    open("saved-" + os.environ["SLURM_PROCID"], "x").close()
-    while len([name for name in os.listdir() if name.startswith("saved")]) < 2: time.sleep(0.01)
-    sys.exit(128 + number)
+    sys.exit(0)
 signal.signal(signal.SIGTERM, save)
 os.write(1, b"ready\\n")
-if sys.argv[1] == "die" and os.environ["SLURM_PROCID"] == "1": os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(60)
 """
-    with Launcher("--slurm", "--ranks-per-node", "1", script(text), "stay") as launcher:
-        launcher.wait_for("ready\nready\n")
+    with Launcher("--slurm", "--ranks-per-node", "1", script(text)) as launcher:
+        launcher.wait_for("[rank 0] ready")
+        launcher.wait_for("[rank 1] ready")
         launcher.signal(signal.SIGTERM)
         outcome = launcher.wait()
-    assert (outcome.status, outcome.out) == (143, "ready\nready\nsaved\nsaved\n")
-    outcome = run_launch("--slurm", "--ranks-per-node", "1", script(text), "die")
-    assert outcome.status == 137 and "saved" not in outcome.out
+    assert outcome.status == 143 and outcome.out.count("saved") == 2, outcome
+    assert outcome.err.count("ended by SIGTERM") == 2
+
+
+def test_a_node_that_is_lost_ends_no_other(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun tells of the worst node; the batch file knows that the others have finished."""
+    (fake.folder / "node").write_text(
+        '#!/bin/bash\n[ "$SLURM_NODEID" = 1 ] && kill -KILL $$\ntouch "$IMECE_FINISHED"\n'
+    )
+    (fake.folder / "node").chmod(0o755)
+    text = batch_file(Batch(Layout(2, 1, 1), "x"), [str(fake.folder / "node")], os.getcwd())
+    environ = {**os.environ, "SLURM_JOB_ID": "5"}
+    for token in ({}, {"IMECE_TOKEN": "mine"}, {"IMECE_TOKEN_FILE": "file"}):
+        done = subprocess.run(["bash"], input=text, text=True, env=environ | token, check=False)
+        assert done.returncode == 0 and not fake.calls("scontrol") and os.listdir() == []
+        found = fake.calls("srun")[-1][1]["environ"]
+        if token:
+            assert {name: found[name] for name in found if "TOKEN" in name} == token
+        else:
+            assert re.fullmatch("[0-9a-f]{64}", found["IMECE_TOKEN"])
+    text = batch_file(Batch(Layout(2, 1, 1), "x"), ["bash", "-c", "kill -KILL $$"], os.getcwd())
+    assert subprocess.run(["bash"], input=text, text=True, env=environ, check=False).returncode == 137
+    assert [words for words, _ in fake.calls("scontrol")] == [["requeue", "5"]]
+
+
+@pytest.mark.faults
+def test_a_rank_dies_on_one_of_several_nodes(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is replaced; then all nodes get SLURM's signal, and the job would start again."""
+    free(monkeypatch)
+    hurry = Path("hurry")
+    text = batch_file(
+        Batch(Layout(2, 2, 1), "x", signal_s=30),
+        [sys.executable, "-m", "imece", "launch", "--slurm", "--ranks", "2", "--grace-s", "30",
+         script(RESILIENT), "100000", "replicate", str(hurry)],
+        os.getcwd(),
+    )  # fmt: skip
+    environ = {**os.environ, "SLURM_JOB_ID": "5"}
+    with Path("out").open("wb") as output:
+        batch = subprocess.Popen(["bash", "-c", text], env=environ, stdout=output, stderr=output)
+    whole = psutil.Process(batch.pid)
+    started: list[psutil.Process] = []
+    try:
+        agent = Agent(batch, Path("out"))
+        agent.wait_for_step(20, 4)
+        (victim,) = {line.pid for line in agent.steps() if line.slot == 3}
+        since = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+
+        def again() -> list[float]:
+            return [line.time_s for line in agent.steps() if line.ranks == 4 and line.time_s > since + 0.5]
+
+        agent.wait_for(lambda _: again(), "4 ranks")
+        started = whole.children(recursive=True)
+        whole.children()[0].send_signal(signal.SIGTERM)  # srun, as by scancel
+        assert agent.end(60) == 143, agent.text
+        assert not [process for process in started if process.is_running()]
+    finally:
+        for process in [*started, whole]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        batch.wait()
+    assert f"rank 3 (host 1, pid {victim}) was killed by signal 9" in agent.text
+    assert [words for words, _ in fake.calls("scontrol")] == [["requeue", "5"]]
+    print(f"\nunder srun, a rank of node 1 killed: 4 ranks again after {again()[0] - since:.1f} s")
 
 
 def test_one_node_replaces_its_ranks_itself(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,17 +394,20 @@ def test_one_node_replaces_its_ranks_itself(fake: FakeSlurm, monkeypatch: pytest
         assert (world.rank, world.world_size, world.member) == (rank, 2, rank)
 
 
-def test_submit(fake: FakeSlurm) -> None:
-    """All the way: imece launch, sbatch, the batch file, srun, the ranks."""
+@pytest.mark.slow
+def test_submit(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All the way: imece launch, sbatch, the batch file, srun, the launchers, the ranks."""
+    free(monkeypatch)
     words = ("--slurm", "--nodes", "2", "--ranks=1", "--submit")
     outcome = run_launch(*words, script(SAY), *NASTY[:6])
     assert (outcome.status, outcome.out, outcome.err) == (0, "4711\n", "")
     *lines, status = fake.output.splitlines()
-    assert status == "status 0" and [json.loads(line)[1] for line in lines] == [NASTY[:6]] * 2
+    assert status == "status 0" and [json.loads(line[9:])[1] for line in lines] == [NASTY[:6]] * 2
     ((words_of_sbatch, _),) = fake.calls("sbatch")
     assert words_of_sbatch == ["--parsable"] and not fake.calls("scontrol")
-    outcome = run_launch(*words, "--sbatch", "job.sh", "train.py")
+    run_launch("--slurm", "--ranks=1", "--submit", "--sbatch", "job.sh", "train.py")
     assert fake.calls("sbatch")[1] == (["--parsable", "job.sh"], {"text": Path("job.sh").read_text()})
+    assert sorted(os.listdir()) == ["job.sh", "train.py"], "nothing tells of the job's end any more"
     run_launch("--slurm", "--ranks=1", "--sbatch", "job.sh", "train.py")
     assert len(fake.calls("sbatch")) == 2 and "--nodes=1" in Path("job.sh").read_text()
 

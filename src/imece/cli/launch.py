@@ -102,9 +102,14 @@ def run(argv: Sequence[str]) -> int:
         options, command = read(LaunchOptions, argv, PROG, DESCRIPTION)
         return start(options, program(command, options))
     wanted = launch_slurm.read(asked)
-    words = [*own, "--ranks", str(wanted.layout.ranks), "--", *command]
+    words = [*wanted.words(own), "--", *command]
     options, command = read(LaunchOptions, words, launch_slurm.PROG, DESCRIPTION)
-    return launch_slurm.run(wanted, own, command, program(command, options))
+    words = program(command, options)
+    if wanted.task is None:
+        return launch_slurm.run(wanted, own, command)
+    status = start(options, words, launch_slurm.environment())
+    launch_slurm.finished(status)
+    return status
 
 
 def read(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +14,15 @@ import tyro
 from imece.cli.options import parse
 from imece.errors import UserError
 from imece.launch import slurm
+from imece.world import in_job_step
 
 PROG = "imece launch --slurm"
 DESCRIPTION = (
     "Run a script on SLURM: imece launch --slurm --ranks-per-node 4 [options] script.py [its arguments]. "
-    "In an allocation the ranks start at once, with srun. Elsewhere a batch file is written: to stdout, to "
-    "--sbatch FILE, or straight to sbatch with --submit. On one node ranks that die are replaced, and imece "
-    "launch's own options are taken too; on several nodes the job starts again from its checkpoint. What "
-    "else your site asks for: edit the file, or set SBATCH_QOS and the like."
+    "In an allocation srun starts a launcher on each node at once. Elsewhere a batch file is written: to "
+    "stdout, to --sbatch FILE, or straight to sbatch with --submit. Ranks that die are replaced, a node that "
+    "fails ends none of the others, and imece launch's own options are taken too. What else your site asks "
+    "for: edit the file, or set SBATCH_QOS and the like."
 )
 WITH_VALUE = (
     "--nodes", "--ranks-per-node", "--cpus-per-rank", "--gpus-per-node", "--time", "--partition", "--account",
@@ -30,7 +31,6 @@ WITH_VALUE = (
 _FLAGS = ("--submit", "--no-submit")
 _SAME = {"--ranks": "--ranks-per-node", "--nproc-per-node": "--ranks-per-node", "--nnodes": "--nodes"}
 _OF_THE_BATCH = ("gpus_per_node", "time", "partition", "account", "job_name")
-_OF_A_SCRIPT = ("-m", "--module", "--no-module", "--python", "--no-python", "--standalone")
 _CPUS = 4
 
 
@@ -103,14 +103,27 @@ class Wanted:
     layout: slurm.Layout
     here: bool
     """Whether the ranks start here and now."""
+    task: slurm.Task | None = None
+    """What this process is, if srun has started it already: the launcher of one node."""
+
+    def words(self, own: Sequence[str]) -> list[str]:
+        """The options of `imece launch` for the launcher of one node. own: those that were given."""
+        words = [*own, "--ranks", str(self.layout.ranks)]
+        if self.layout.nodes == 1:
+            return words
+        node = self.task or slurm.Task(self.layout.nodes, 0, "node:1", "slurm", None)  # of no matter here
+        words += ["--hosts", str(node.nodes), "--host-rank", str(node.node)]
+        return [*words, "--rendezvous", node.rendezvous, "--job", node.job]
 
 
 def read(words: Sequence[str]) -> Wanted:
     """UserError for anything that cannot be."""
     options = parse(SlurmOptions, words, PROG, DESCRIPTION)
+    writes = options.submit or options.sbatch is not None
+    task = slurm.task(os.environ) if not writes and in_job_step(os.environ) else None
     try:
         ranks = options.ranks
-        here = not options.submit and options.sbatch is None and slurm.in_allocation(os.environ)
+        here = not writes and (task is not None or slurm.in_allocation(os.environ))
         if here:
             asked = [name for name in _OF_THE_BATCH if getattr(options, name) is not None]
             if asked:
@@ -118,49 +131,56 @@ def read(words: Sequence[str]) -> Wanted:
                 raise UserError(
                     f"{option}: this allocation is there already; for another one add --submit or --sbatch"
                 )
+        if task is not None and ranks is None:
+            ranks = task.ranks
+        if here and task is None:
             layout = slurm.allocated(os.environ, options.nodes, ranks, options.cpus_per_rank)
         elif ranks is None:
             raise UserError(f"how many ranks on a node? For two: {PROG} --ranks-per-node 2 ...")
         else:
             cpus = _CPUS if options.cpus_per_rank is None else options.cpus_per_rank
-            layout = slurm.Layout(1 if options.nodes is None else options.nodes, ranks, cpus)
+            nodes = task.nodes if task is not None else options.nodes
+            layout = slurm.Layout(1 if nodes is None else nodes, ranks, cpus)
     except ValueError as error:
         raise UserError(str(error)) from None
-    return Wanted(options, layout, here)
+    return Wanted(options, layout, here, task)
 
 
-def run(wanted: Wanted, own: Sequence[str], script: Sequence[str], program: Sequence[str]) -> int:
+def run(wanted: Wanted, own: Sequence[str], script: Sequence[str]) -> int:
     """Start it, write it or submit it: 0, or with the first, srun's status.
 
-    own: options of `imece launch`. script: as typed. program: the command of a rank.
+    own: options of `imece launch`. script: as typed.
     """
-    layout = wanted.layout
-    command = _task(wanted, own, script, program)
-    if not wanted.here:
-        _batch(wanted, command, script)
-        return 0
-    if layout.nodes > 1:
-        print(
-            "imece: on several nodes a rank that dies ends the job there; it goes on from its checkpoint "
-            "when it is started again, as imece train does (a job made by --submit starts again by itself)",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
-    return slurm.start(layout, command, os.environ)
+    command = _task(wanted, own, script)
+    if wanted.here:
+        return slurm.start(wanted.layout, command, os.environ)
+    _batch(wanted, command, script)
+    return 0
 
 
-def _task(wanted: Wanted, own: Sequence[str], script: Sequence[str], program: Sequence[str]) -> list[str]:
+def environment() -> dict[str, str]:
+    """Of what a launcher starts: not its own."""
+    return {name: value for name, value in os.environ.items() if name != slurm.FINISHED}
+
+
+def finished(status: int, environ: Mapping[str, str] = os.environ) -> None:
+    """The launcher of one node is about to end with this status: if all is well, the batch file is told."""
+    if status == 0 and slurm.FINISHED in environ:
+        try:
+            Path(environ[slurm.FINISHED]).touch()
+        except OSError as error:
+            why = f"{error.strerror}: SLURM may start the job again, though it has finished"
+            print(f"imece: cannot write {environ[slurm.FINISHED]!r} ({why})", file=sys.stderr)
+
+
+def _task(wanted: Wanted, own: Sequence[str], script: Sequence[str]) -> list[str]:
     """What each task runs."""
     layout = wanted.layout
-    if layout.nodes > 1:
-        stray = [word for word in own if word.startswith("-") and word not in _OF_A_SCRIPT]
-        if stray:
-            name = stray[0].partition("=")[0]
-            raise UserError(f"{name}: on several nodes SLURM starts the ranks, and none is replaced")
-        return list(program)
     grace = [] if _has(own, "--grace-s") else ["--grace-s", str(max(30, wanted.options.signal_s))]
     dashes = ["--"] if script[0].startswith("-") else []
+    slurms = ["--slurm"] if layout.nodes > 1 else []  # to find the others
     ranks = ["--ranks", str(layout.ranks)]
-    return [sys.executable, "-m", "imece", "launch", *ranks, *grace, *own, *dashes, *script]
+    return [sys.executable, "-m", "imece", "launch", *slurms, *ranks, *grace, *own, *dashes, *script]
 
 
 def _batch(wanted: Wanted, command: Sequence[str], script: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
-"""SLURM: the srun that starts ranks in an allocation, and the batch file that asks for one.
+"""SLURM: the srun that starts launchers in an allocation, and the batch file that asks for one.
 
-One node     one task, `imece launch`: a rank that dies is replaced there
-several      a task for each rank: one that dies ends all, and the job goes on from its checkpoint
+Each node has one task, `imece launch`, which starts the ranks there and replaces those that die. On several
+nodes the launchers meet (hosts/): a node that fails ends none of the others.
 
 Text and words alone; `start` and `submit`, at the end, are all that runs anything.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -18,10 +19,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from imece.errors import UserError
-from imece.world import in_job_step
+from imece.launch.hosts.token import TOKEN, VARIABLES
+from imece.world import LOOPBACK, read_world
 
 MARK = "# Written by imece launch --slurm"
 """How a batch file of ours begins, below the line that names its shell."""
+FINISHED = "IMECE_FINISHED"
+"""Names a file that launchers on several nodes make once the job has ended well: srun's status is that of the
+worst node, and tells of one that was lost though the others went on to the end."""
 _MOST = 100_000
 _MOST_SIGNAL_S = 65_535  # SLURM's own limit
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+@:/-]{0,199}")
@@ -31,6 +36,18 @@ _TIME = re.compile(r"(?:([0-9]{1,4})-)?([0-9]{1,6})(?::([0-9]{2}))?(?::([0-9]{2}
 _OF_THE_ALLOCATION = (
     "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_NODE",
 )  # fmt: skip
+_ALONE = ("--kill-on-bad-exit=1",)
+# A node that is lost, or leaves in order, is no reason to end the others.
+_ON_THEIR_OWN = ("--kill-on-bad-exit=0", "--no-kill", "--wait=0")
+_SEVERAL = (
+    "",
+    "# What the launchers prove to each other that they know. It is in no command line.",
+    f'[ -n "$IMECE_TOKEN$IMECE_TOKEN_FILE" ] || {TOKEN}=$(od -An -N32 -tx1 /dev/urandom | tr -d " \\n")',
+    f"export {TOKEN}",
+    "# This file is made when the job has ended well, though a node may have been lost on the way.",
+    f'export {FINISHED}="$PWD/.imece-finished-$SLURM_JOB_ID"',
+    f'rm -f -- "${FINISHED}"',
+)
 
 
 @dataclass(frozen=True)
@@ -53,13 +70,22 @@ class Layout:
                 raise ValueError(f"{name} {value}: from 1 to {_MOST} are possible")
 
     @property
-    def tasks(self) -> int:
-        """On each node."""
-        return 1 if self.nodes == 1 else self.ranks
+    def cpus_per_node(self) -> int | None:
+        return None if self.cpus is None else self.cpus * self.ranks
 
-    @property
-    def cpus_per_task(self) -> int | None:
-        return None if self.cpus is None else self.cpus * self.ranks // self.tasks
+
+@dataclass(frozen=True)
+class Task:
+    """What a task of srun's knows of the other launchers."""
+
+    nodes: int
+    node: int
+    """Which of them this is."""
+    rendezvous: str
+    """HOST:PORT, on the first of them."""
+    job: str
+    ranks: int | None
+    """On this node: one for each GPU that SLURM gives it, if it gives any."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +153,7 @@ def seconds(time: str) -> int:
 
 
 def in_allocation(environ: Mapping[str, str]) -> bool:
-    """Whether SLURM has given this process an allocation; UserError if it is one of its tasks already."""
-    if in_job_step(environ):
-        raise UserError("this is a task of a job step already: start imece launch --slurm without srun")
+    """Whether SLURM has given this process an allocation."""
     return "SLURM_JOB_ID" in environ
 
 
@@ -162,36 +186,50 @@ def _fewest_cpus(text: str) -> int:
     return min((int(count[1]) if count else 0 for count in counts), default=0)
 
 
+def task(environ: Mapping[str, str]) -> Task:
+    """The launcher that this process is to be, a task of srun's. UserError unless it is alone on its node.
+
+    The launchers meet on the first node, at a port that follows from the job, or where MASTER_ADDR and
+    MASTER_PORT say.
+    """
+    world = read_world(environ)
+    if world.local_world_size != 1:
+        raise UserError(
+            f"srun started {world.local_world_size} tasks on this node, and imece launch --slurm starts the "
+            "ranks itself: srun --ntasks-per-node=1"
+        )
+    address = world.master_addr or LOOPBACK
+    rendezvous = f"[{address}]:{world.master_port}" if ":" in address else f"{address}:{world.master_port}"
+    job = f"slurm-{environ.get('SLURM_JOB_ID', '')}"
+    return Task(world.world_size, world.rank, rendezvous, job, _number(environ, "SLURM_GPUS_ON_NODE"))
+
+
 def srun(layout: Layout) -> list[str]:
-    """The words that start the tasks of a layout; what they run follows."""
-    cpus = [] if layout.cpus_per_task is None else [f"--cpus-per-task={layout.cpus_per_task}"]
+    """The words that start the launchers of a layout; what they run follows."""
+    cpus = [] if layout.cpus_per_node is None else [f"--cpus-per-task={layout.cpus_per_node}"]
     return [
         "srun",
         f"--nodes={layout.nodes}",
-        f"--ntasks={layout.nodes * layout.tasks}",
-        f"--ntasks-per-node={layout.tasks}",
+        f"--ntasks={layout.nodes}",
+        "--ntasks-per-node=1",
         *cpus,
-        "--kill-on-bad-exit=1",
-        *(["--label"] if layout.nodes > 1 else []),  # imece launch has prefixes of its own
+        # One that is lost, or leaves in order, is no reason to end the others.
+        *(
+            ["--kill-on-bad-exit=0", "--no-kill", "--wait=0"]
+            if layout.nodes > 1
+            else ["--kill-on-bad-exit=1"]
+        ),
     ]
 
 
-def environment(layout: Layout) -> dict[str, str]:
-    """What tasks should find where the person has set nothing else; `imece launch` sets it itself."""
-    if layout.nodes == 1:
-        return {}
-    threads = {} if layout.cpus is None else {"OMP_NUM_THREADS": str(layout.cpus)}
-    return {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **threads}
-
-
 def batch_file(batch: Batch, command: Sequence[str], folder: str) -> str:
-    """A whole batch file that runs `command` in `folder` as the task of each rank, or the one of a node."""
+    """A whole batch file that runs `command` in `folder` as the task of each node."""
     layout = batch.layout
     asked = {
         "job-name": batch.name,
         "nodes": layout.nodes,
-        "ntasks-per-node": layout.tasks,
-        "cpus-per-task": layout.cpus_per_task,
+        "ntasks-per-node": 1,
+        "cpus-per-task": layout.cpus_per_node,
         "gpus-per-node": batch.gpus_per_node,
         "time": batch.time,
         "partition": batch.partition,
@@ -211,20 +249,22 @@ def batch_file(batch: Batch, command: Sequence[str], folder: str) -> str:
             "# (With B: only this shell would be told.)",
             f"#SBATCH --signal=TERM@{batch.signal_s}",
         ]
+    if layout.nodes > 1:
+        lines += ["# When a node fails, the others go on.", "#SBATCH --no-kill"]
     lines += [
-        "# After a preemption, or when a node fails, SLURM starts the job again.",
+        "# After a preemption, or when the first node fails, SLURM starts the job again.",
         f"#SBATCH --{'requeue' if batch.requeues else 'no-requeue'}",
         "",
         f"cd -- {quoted(folder)} || exit 2",
-        *(f'export {name}="${{{name}:-{value}}}"' for name, value in environment(layout).items()),
+        *(_SEVERAL if layout.nodes > 1 else ()),
         "",
-        "# One task, which starts the ranks and replaces those that die."
-        if layout.nodes == 1
-        else "# A task for each rank. One that dies ends all, and they go on from their checkpoint.",
+        "# One task on each node, which starts the ranks there and replaces those that die.",
         f"{' '.join(map(quoted, srun(layout)))} \\",
         f"    {' '.join(map(quoted, command))}",
         "status=$?",
     ]
+    if layout.nodes > 1:
+        lines += [f'[ ! -e "${FINISHED}" ] || {{ status=0; rm -f -- "${FINISHED}"; }}']
     if batch.requeues:
         lines += [
             "",
@@ -248,7 +288,7 @@ def quoted(word: str) -> str:
 
 
 def start(layout: Layout, command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Become the srun that runs `command` as each task: signals go to it, and its status is ours."""
+    """Become the srun that runs `command` on each node: signals go to it, and its status is ours."""
     path = shutil.which("srun")
     if path is None:
         raise UserError("there is no program 'srun' on PATH, though SLURM_JOB_ID is set")
@@ -257,7 +297,9 @@ def start(layout: Layout, command: Sequence[str], environ: Mapping[str, str]) ->
         signal.signal(number, signal.SIG_DFL)
     # --disable-status: the first Ctrl-C goes to the ranks, which save, and not into a report of srun's.
     words = [*srun(layout), "--disable-status", "--input=none", *command]
-    os.execve(path, words, {**environment(layout), **inherited})
+    if layout.nodes > 1 and not any(environ.get(name) for name in VARIABLES):
+        inherited[TOKEN] = secrets.token_hex(32)  # of this job alone; srun passes its environment on
+    os.execve(path, words, inherited)
 
 
 def submit(text: str, file: str | None) -> str:

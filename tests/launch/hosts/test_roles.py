@@ -52,6 +52,8 @@ class FakeHost:
         self.published: list[Generation] = []
         self.said: list[str] = []
         self.ended_by: list[int] = []
+        self.graces_s: list[float] = []
+        self.obstinate = False  # its ranks end by SIGKILL alone
         self.resilient = True
         self.meeting_port = 1000 + number
 
@@ -72,7 +74,9 @@ class FakeHost:
         for member in members:
             if number and member in self.crew.living:
                 self.ended_by.append(number)
-                self.dies(member, -number, by_us=True)
+                self.graces_s.append(grace_s)
+                if not self.obstinate:
+                    self.dies(member, -number, by_us=True)
 
     def leaves(self) -> None:
         """As ranks do that see that they are asked to."""
@@ -407,6 +411,23 @@ def test_all_hosts_are_asked_to_go(cluster: Make, order: tuple[int, int]) -> Non
         assert outcome is not None and outcome.status == 143 and "passed on to 4 ranks" in outcome.line
         assert made.hosts[host].ended_by == [15, 15], "each rank gets the signal"
         assert len(made.hosts[host].endings) == 2, "nobody is replaced"
+
+
+@pytest.mark.parametrize("number", [2, 15])
+def test_one_signal_to_all_hosts_is_one(cluster: Make, number: int) -> None:
+    """As from SLURM: ranks keep their time to save. The second one of a host is another."""
+    made = cluster(3)
+    for host in made.hosts.values():
+        host.resilient, host.obstinate = False, True
+    for number_of_host in (2, 0, 1):
+        made.agents[number_of_host].role.signalled(number)
+    made.settle()
+    for host in made.hosts.values():
+        assert host.ended_by == [number] * 2 and host.graces_s == [30.0] * 2
+    made.agents[0].role.signalled(number)
+    made.settle()
+    for host in made.hosts.values():
+        assert host.graces_s == [30.0] * 2 + [0.0] * 2
 
 
 def test_one_asked_to_go_goes_though_the_coordinator_dies(cluster: Make) -> None:

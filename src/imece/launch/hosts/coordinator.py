@@ -48,6 +48,8 @@ class Coordinator:
         self._empty: set[int] = set()  # in the job, and without members
         self._told_to_wait: set[int] = set()
         self._leaving: dict[int, int] = {}  # hosts that were asked to go, by which signal
+        self._signalled: set[int] = set()  # hosts that got a signal
+        self._ends = False  # whether one of them ends the job
         self._late: list[tuple[int, dict[str, Any]]] = []  # said before the job goes on
         self._numbers = (here.newest.number, 0)  # generations and members that there were before
         self._dial_at = _NEVER
@@ -100,7 +102,7 @@ class Coordinator:
             case {"say": "cannot", "member": int(member), "why": str(why)}:
                 self._job.cannot_start(member, why, now)
             case {"say": "signal", "number": int(number)}:
-                self._job.signalled(number, f" on host {host}")
+                self._end(host, number)
             case {"say": "leave", "number": int(number)} if far is not None:
                 self._leave(host, number)
 
@@ -124,7 +126,7 @@ class Coordinator:
             name = signal.Signals(number).name
             self._finish(Outcome(128 + number, f"imece: ended by {name}, before all hosts had come"))
         elif number == signal.SIGINT:
-            self._job.signalled(number)
+            self._end(here.me, number)
         else:
             self._leave(here.me, number)
 
@@ -293,12 +295,21 @@ class Coordinator:
             self._here.asked_to_go = number
         if host not in self._leaving and self._job.leave(host):
             self._leaving[host] = number
+            self._signalled.add(host)
             self._job.say(f"imece: host {host} got {name}: its ranks leave in order, the others go on")
         elif host in self._leaving:
             self._job.cut_short(host)
         else:
             self._leaving.clear()  # all are
+            self._end(host, number)
+
+    def _end(self, host: int, number: int) -> None:
+        """A signal ends the job. All hosts may get it at once, as SLURM's do: only the second one that a host
+        gets is in a hurry."""
+        if not self._ends or host in self._signalled:
+            self._ends = True
             self._job.signalled(number, "" if host == self._here.me else f" on host {host}")
+        self._signalled.add(host)
 
     def _let_go(self, host: int, number: int) -> None:
         """Its members have left."""
