@@ -12,7 +12,7 @@ the other hosts, and brings the row that has come to the ranks of its host.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,11 @@ from imece.collectives import native
 from imece.collectives.execute import TAG_HIERARCHICAL, Message, post
 from imece.collectives.pending import Waitable, wait_for
 from imece.collectives.shared_memory.arithmetic import reduction
+from imece.collectives.shared_memory.group import SharedMemoryGroup
 
-Row = list[torch.Tensor]
-Cut = Callable[[torch.Tensor, int], Row]
+Tensor = torch.Tensor
+Row = list[Tensor]
+Cut = Callable[[Tensor, int], Row]
 """(a tensor, a place) -> the row of that place in it, for one chunk."""
 Stage = Callable[[], None]
 
@@ -54,12 +56,12 @@ class Chunk:
         self,
         hosts: HostGroups,
         peers: Sequence[int],
-        tensor: torch.Tensor,
-        in_host: Sequence[torch.Tensor],
+        tensor: Tensor,
+        in_host: Sequence[Tensor],
         cut: Cut,
         op: str = "sum",
         wire: str | None = None,
-        whole: torch.Tensor | None = None,
+        whole: Tensor | None = None,
     ) -> None:
         """peers: of `hosts`. tensor: this rank's, 1D. in_host: those of all ranks of the host, if this one
         can reach into them. whole: all rows of `tensor`, if they lie one after the other."""
@@ -75,7 +77,7 @@ class Chunk:
         self.works: list[Waitable] = []
         self.arrived: Row = []  # by host, this one's included
 
-    def reduce_scatter(self, out: torch.Tensor) -> list[Stage]:
+    def reduce_scatter(self, out: Tensor) -> list[Stage]:
         """out: [n], where the sum of the own part goes; nothing else is written."""
         self.part = out
         return [self._send_sums, self._add_up]
@@ -124,7 +126,7 @@ class Chunk:
                 _reduce(self.op, [row[at] for row in self.theirs], place)
         else:
             rows = self.whole if self.whole is not None else torch.cat(self._rows())
-            wait_for(native.reduce_scatter(sums.view(-1), rows, self.op, self.host), "the sum in the host")
+            self._in_host("reduce_scatter", rows, sums.view(-1))
         return list(sums)
 
     # All-gather.
@@ -161,7 +163,7 @@ class Chunk:
         own = rows[self.place * length : (self.place + 1) * length]
         if self.whole is None:
             torch.cat(self.mine, out=own)
-        wait_for(native.all_gather(rows, own, self.host), "the gather in the host")
+        self._in_host("all_gather", own, rows)
         if self.whole is None:
             for target, part in zip(self._rows(), rows.view(-1, self.part.numel()), strict=True):
                 target.copy_(part)
@@ -182,6 +184,15 @@ class Chunk:
         """The parts of all ranks, by place and host."""
         return [part for place in range(self.host.size()) for part in self.cut(self.tensor, place)]
 
+    def _in_host(self, what: Literal["reduce_scatter", "all_gather"], source: Tensor, target: Tensor) -> None:
+        """Where this rank cannot reach into the others' tensors."""
+        if isinstance(self.host, SharedMemoryGroup) and source.device.type == "cpu":
+            self.host.run_now(what, source, target, self.op if what == "reduce_scatter" else "")
+        elif what == "reduce_scatter":
+            wait_for(native.reduce_scatter(target, source, self.op, self.host), "the sum in the host")
+        else:
+            wait_for(native.all_gather(target, source, self.host), "the gather in the host")
+
     def _exchange(self, sent: Row, places: Row) -> None:
         """sent, places: by host; what goes there, and where what comes from there is to lie."""
         others = [(self.here + i) % len(self.peers) for i in range(1, len(self.peers))]  # not all to one
@@ -195,7 +206,7 @@ class Chunk:
         self.works = []
 
 
-def _reduce(op: str, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def _reduce(op: str, parts: Sequence[Tensor], out: Tensor) -> None:
     """out = op over parts, in their order; `out` may be one of them."""
     how = reduction(op, out.dtype)
     in_place = all(out.data_ptr() != each.data_ptr() for each in parts[2:])

@@ -91,9 +91,9 @@ def all_reduce(
         return tensor
     group, name = group_or_default(group), op_name(op)
     call = Call("all_reduce", group, tensor, name, label=label)
-    schedule = _chosen("all_reduce", schedule, tensor, group)
     if wire is not None:
         _check_wire(tensor, name, schedule, wire)
+    schedule = _chosen("all_reduce", schedule, tensor, group)
     hosts = _hosts(group) if schedule == "hierarchical" else None
     if hosts is not None:
         return call.scheduled(
@@ -147,9 +147,9 @@ def reduce_scatter(
         group.run_now("reduce_scatter", input, output, name, label=label)
         return output
     call = Call("reduce_scatter", group, input, name, label=label)
-    schedule = _chosen("reduce_scatter", schedule, input, group)
     if wire is not None:
         _check_wire(input, name, schedule, wire)
+    schedule = _chosen("reduce_scatter", schedule, input, group)
     hosts = _hosts(group) if schedule == "hierarchical" else None
     if hosts is not None:
         return call.scheduled(
@@ -350,10 +350,10 @@ def _ready(tensor: Tensor, op: str, group: Group, native: bool = True) -> tuple[
 
 
 def _check_wire(tensor: Tensor, op: str, schedule: str | None, wire: str) -> None:
-    """ValueError unless this can go in fewer bits, on this way."""
+    """ValueError unless this can go in fewer bits, on the way that was asked for."""
     if wire != "bf16":
         raise ValueError(f"unknown wire {wire!r}: None or 'bf16'")
-    if schedule not in (None, "hierarchical"):
+    if schedule not in (None, "auto", "hierarchical"):
         raise ValueError(f"wire='bf16' has its own schedule, or 'hierarchical', but not {schedule!r}")
     check_bf16(tensor, op)
 
