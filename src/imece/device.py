@@ -45,6 +45,21 @@ def choose_device(asked: str | torch.device | None, world: World) -> torch.devic
     return torch.device("cuda", index)
 
 
+def home_among(group: dist.ProcessGroup) -> torch.device:
+    """Where a model that has no memory yet is to be, if its ranks are all that is known: on this rank's GPU
+    if there is one and they have a backend for it; but Gloo, which takes both, is what CPUs meet over.
+    """
+    if torch.cuda.is_available() and _by_device(group).get("cuda", "gloo") != "gloo":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _by_device(group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """The backends of a group; None: of all ranks."""
+    config = str(dist.get_backend_config(group))  # as "cpu:gloo,cuda:nccl"
+    return dict(part.split(":", 1) for part in config.split(","))
+
+
 def check_backend(asked: str | None) -> None:
     """UserError if torch does not have the backend `asked` for."""
     known = list(dist.Backend.backend_list)
@@ -67,8 +82,8 @@ def choose_backends(device: torch.device, one_host: bool, asked: str | None) -> 
 
 def adopted_backends(device: torch.device, asked: str | None) -> Backends:
     """The backends of the process group that exists; UserError if they are not what was `asked` for."""
-    config = str(dist.get_backend_config())  # as "cpu:gloo,cuda:nccl"
-    own = dict(part.split(":", 1) for part in config.split(",")).get(device.type)
+    config = str(dist.get_backend_config())
+    own = _by_device().get(device.type)
     if own is None:
         raise UserError(f"torch.distributed was initialized with {config}: not for {device.type} tensors")
     if asked is not None and own != asked and config != asked:

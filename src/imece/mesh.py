@@ -25,7 +25,7 @@ from imece.device import Backends, adopted_backends, check_backend, choose_backe
 from imece.errors import UserError
 from imece.opening import opened
 from imece.store import connect, launchers_store, swap_notes
-from imece.world import LOOPBACK, World, host_id, read_world
+from imece.world import BACKEND, LOOPBACK, World, host_id, read_world
 
 _MEETING_S = 600.0  # ranks that have not met by then never will
 _SHOWN_CHARS = 200
@@ -202,8 +202,9 @@ def init(
 
     axes: sizes by name whose product is the number of ranks; all in "replicate" by default.
     ranks: the number of ranks the script is made for; any other is an error.
-    backend: of torch.distributed; by default "shm" on one host's CPUs, "gloo" for CPUs of several hosts,
-        and NCCL beside either of them on GPUs.
+    backend: of torch.distributed; by default IMECE_BACKEND of the environment, else "shm" on one host's CPUs,
+        "gloo" for CPUs of several hosts, and NCCL beside either of them on GPUs. Ranks that share a GPU take
+        "gloo".
     device: "cpu" or "cuda[:i]"; by default this rank's own GPU if the host has any.
     timeout: for collectives, and (up to 10 minutes) for the ranks to meet.
 
@@ -213,6 +214,9 @@ def init(
     Raises UserError if the world is not the one asked for, or the ranks do not ask for the same.
     """
     global _open, _opened_with, _openings
+    adopted = dist.is_initialized() if _open is None else not _open._owns_world
+    if backend is None and not adopted:
+        backend = os.environ.get(BACKEND) or None
     asked: _Asked = (None if axes is None else dict(axes), ranks, backend, str(device), timeout)
     if _open is not None:
         if asked != _opened_with:
@@ -220,7 +224,6 @@ def init(
         return _open
     check_backend(backend)
     _openings += 1
-    adopted = dist.is_initialized()
     try:
         _open = _arrange(axes, ranks, backend, device, timeout, adopted)
     except BaseException:
@@ -254,7 +257,7 @@ def reform(rank: int, world_size: int, store: dist.Store) -> Mesh:
     hosts = _meet(store, world, sizes, backend, mesh.device, min(timeout, timedelta(seconds=_MEETING_S)))
     backends = choose_backends(mesh.device, len(hosts) == 1, backend)
     hook = sys.excepthook
-    _open_default_group(world, backends.world, mesh.device, store, timeout)
+    _open_default_group(world, backends.world, store, timeout)
     sys.excepthook = hook  # torch puts one around it each time, which prefixes every line
     mesh._take(world, backends, hosts, sizes, dist.PrefixStore("mesh", store))
     return mesh
@@ -297,12 +300,12 @@ def _arrange(
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     alone = f"joining/{world.member}/" if world.joining else ""
     store = dist.PrefixStore(f"imece/{alone}{attempt}/{_openings}", store)
-    hosts = _meet(store, world, sizes, backend, own_device, meeting)
+    hosts = _meet(store, world, sizes, backend, own_device, meeting, adopted)
     if adopted:
         backends = adopted_backends(own_device, backend)
     else:
         backends = choose_backends(own_device, len(hosts) == 1, backend)
-        _open_default_group(world, backends.world, own_device, store, timeout)
+        _open_default_group(world, backends.world, store, timeout)
     if (dist.get_world_size(), dist.get_rank()) != (world.world_size, world.rank):
         raise UserError(
             f"torch.distributed sees rank {dist.get_rank()} of {dist.get_world_size()}, "
@@ -321,8 +324,10 @@ def _meet(
     backend: str | None,
     device: torch.device,
     timeout: timedelta,
+    adopted: bool = False,
 ) -> Partition:
     """Compare what all ranks want, and return the ranks of each host."""
+    own = adopted_backends(device, None).own if adopted else choose_backends(device, True, backend).own
     note: dict[str, Any] = {
         "world size": world.world_size,
         "axes": dict(sizes),
@@ -342,10 +347,10 @@ def _meet(
     for rank, other in enumerate(notes):
         hosts.setdefault(str(other["host"]), []).append(rank)
         first = gpus.setdefault((str(other["host"]), str(other["gpu"])), rank)
-        if other["gpu"] is not None and first != rank:
+        if own == "nccl" and other["gpu"] is not None and first != rank:
             raise UserError(
-                f"ranks {first} and {rank} share GPU {other['gpu']}: "
-                "start one rank for each GPU, or use device='cpu'"
+                f"ranks {first} and {rank} share GPU {other['gpu']}, which NCCL cannot: start one rank for "
+                "each GPU, or use backend='gloo' (IMECE_BACKEND=gloo) or device='cpu'"
             )
     return tuple(tuple(ranks) for ranks in hosts.values())
 
@@ -363,9 +368,11 @@ def _adopted_world(world: World) -> World:
     return world
 
 
-def _open_default_group(
-    world: World, backend: str, device: torch.device, store: dist.Store, timeout: timedelta
-) -> None:
+def _open_default_group(world: World, backend: str, store: dist.Store, timeout: timedelta) -> None:
+    """Without torch's `device_id`: torch would ask the group for its backend in C++, and one of "shm" has
+    none; and for every later group all ranks would split NCCL's communicator, where the members of a group
+    that has shm beside NCCL do not take part. The device is the current one.
+    """
     if world.master_addr in (LOOPBACK, "localhost", None) and world.agent_port is None:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # or they would listen on the network
             os.environ.setdefault(variable, "lo")
@@ -376,7 +383,6 @@ def _open_default_group(
             rank=world.rank,
             world_size=world.world_size,
             timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
         )
 
 

@@ -40,6 +40,16 @@ def in_shared_memory(group: dist.ProcessGroup, tensor: torch.Tensor) -> bool:
     return isinstance(group, SharedMemoryGroup) and tensor.device.type == "cpu"
 
 
+def host_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where a number that the host knows travels in this group: on the CPU if it moves such tensors.
+
+    Beside a model on a GPU, `device`, it would have to be copied there and back, and the host would wait for
+    all that the GPU has still to do.
+    """
+    has_cpu = isinstance(group, SharedMemoryGroup) or torch.device("cpu") in group._device_types
+    return torch.device("cpu") if has_cpu else device
+
+
 def flat_place(tensor: torch.Tensor) -> torch.Tensor:
     """Flat memory to receive into: the tensor's own if it is contiguous."""
     return flattened(tensor) if tensor.is_contiguous() else tensor.new_empty(tensor.numel())
@@ -135,9 +145,16 @@ class Call:
             return self.group.inline()
         return contextlib.nullcontext()
 
+    @property
+    def _in_shared_memory(self) -> bool:
+        """Whether our engine moves it, not NCCL in a group for "cpu:shm,cuda:nccl"; None is a barrier's."""
+        return isinstance(self.group, SharedMemoryGroup) and (
+            self.tensor is None or in_shared_memory(self.group, self.tensor)
+        )
+
     def _enter(self) -> int | None:
         """The recorder's token; None for what shared memory notes by itself."""
-        if isinstance(self.group, SharedMemoryGroup):
+        if self._in_shared_memory:
             return None
         dtype, shape = (self.tensor.dtype, self.tensor.shape) if self.tensor is not None else (None, ())
         return recorder.enter(
@@ -145,7 +162,7 @@ class Call:
         )
 
     def _checker(self) -> checks.Checker | None:
-        if isinstance(self.group, SharedMemoryGroup) or self.op in POINT_TO_POINT or self.group.size() == 1:
+        if self._in_shared_memory or self.op in POINT_TO_POINT or self.group.size() == 1:
             return None
         return checks.checker(self.group) or checks.guard(self.group, companions(self.group))
 

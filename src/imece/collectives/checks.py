@@ -39,6 +39,7 @@ from imece.collectives import fingerprint as fp
 from imece.collectives import recorder
 from imece.collectives.companions import Companions
 from imece.collectives.rollcall import RollCall
+from imece.collectives.streams import Place
 from imece.errors import CollectiveError, CollectiveTimeoutError, MismatchError, PeerLostError
 
 # What travels: number of the call, fingerprint, six dims + 1 (0: none); and the label, which is not compared.
@@ -101,8 +102,7 @@ class CheckedWork:
         self._launched = threading.Event()
         self._work: dist.Work | None = None
         self._error: BaseException | None = None
-        # NCCL orders a collective behind what the *current* stream holds; the thread that starts it has none.
-        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        self._place = Place()
 
     def done(self) -> bool:
         """Whether `wait` would not block."""
@@ -129,7 +129,7 @@ class CheckedWork:
         try:
             self._check._gather(None)
             # Grad mode belongs to a thread too, and a tensor that is reduced in place may want gradients.
-            with torch.no_grad(), torch.cuda.stream(self._stream):  # None: does nothing
+            with torch.no_grad(), self._place.behind():
                 self._work = self._launch()
         except BaseException as error:  # noqa: BLE001 - raised again by wait()
             self._error = error

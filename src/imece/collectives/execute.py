@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from imece.collectives.pending import Waitable, wait_for
 from imece.collectives.reduction import combine
 from imece.collectives.schedules import Schedule, Step
+from imece.collectives.shared_memory.group import on_device
 
 CHUNK_BYTES = 512 * 1024
 ROUNDS_AHEAD = 3
@@ -49,8 +51,11 @@ class Traffic:
 
 def post(sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup) -> list[Waitable]:
     """Starts all of them at once. Receives first, so that a message never waits for its place."""
-    if any(message.tensor.is_cuda for message in (*sends, *receives)):
-        return _post_batch(sends, receives, group)
+    for message in (*sends, *receives):
+        if message.tensor.is_cuda:
+            group = on_device(group, message.tensor)
+            batched = group._get_backend(message.tensor.device).supports_coalescing
+            return (_post_batch if batched else _post_staged)(sends, receives, group)
     works: list[Waitable] = [group.recv([m.tensor], m.peer, m.tag) for m in receives]
     works += [group.send([m.tensor], m.peer, m.tag) for m in sends]
     return works
@@ -60,9 +65,40 @@ def _post_batch(
     sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup
 ) -> list[Waitable]:
     """NCCL runs calls one after the other unless they are batched: the first would wait forever."""
-    calls = [dist.P2POp(dist.irecv, m.tensor, group=group, tag=m.tag, group_peer=m.peer) for m in receives]
-    calls += [dist.P2POp(dist.isend, m.tensor, group=group, tag=m.tag, group_peer=m.peer) for m in sends]
-    return list(dist.batch_isend_irecv(calls)) if calls else []
+    device = (*sends, *receives)[0].tensor.device
+    group._start_coalescing(device)
+    for message in receives:
+        group.recv([message.tensor], message.peer, message.tag)
+    for message in sends:
+        group.send([message.tensor], message.peer, message.tag)
+    work = group._end_coalescing(device)
+    return [work] if work is not None else []
+
+
+def _post_staged(
+    sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup
+) -> list[Waitable]:
+    """Gloo takes a GPU's tensors in collectives, but in messages it would read their addresses as its own."""
+    works: list[Waitable] = []
+    for message in receives:
+        place = torch.empty_like(message.tensor, device="cpu")
+        works.append(_Staged(group.recv([place], message.peer, message.tag), place, message.tensor))
+    return works + [group.send([m.tensor.cpu()], m.peer, m.tag) for m in sends]
+
+
+class _Staged:
+    """A message that comes to the host, and is at its place after `wait`."""
+
+    def __init__(self, work: Waitable, place: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._work, self._place, self._tensor = work, place, tensor
+
+    def wait(self, *timeout: timedelta) -> bool:
+        self._work.wait(*timeout)
+        self._tensor.copy_(self._place)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
 
 
 def run_schedule(

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from imece.collectives import recorder
+from imece.collectives.streams import Place
 from imece.collectives.waited import waiting
 from imece.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 
@@ -117,12 +118,15 @@ class Task:
         self._run: Callable[[], object] | None = run
         self._ended = threading.Event()
         self._error: BaseException | None = None
+        self._place = Place()
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:
         if not self._ended.wait(timeout.total_seconds() if timeout is not None else None):
             raise CollectiveTimeoutError("it is still under way in the background")
         if self._error is not None:
             raise self._error
+        self._place.join()
+        self._run = None  # a GPU may have needed its tensors until now
         return True
 
     def is_completed(self) -> bool:
@@ -135,12 +139,13 @@ class Task:
     def execute(self) -> None:
         try:
             assert self._run is not None
-            with torch.no_grad():
+            with torch.no_grad(), self._place.behind():
                 self._run()
         except BaseException as error:  # noqa: BLE001 — kept, and raised in the thread that waits
             self._error = error
         finally:
-            self._run = None  # it holds tensors
+            if not self._place.on_gpu:
+                self._run = None  # it holds tensors
             self._ended.set()
 
 

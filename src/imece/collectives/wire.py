@@ -19,6 +19,7 @@ from imece.collectives import native
 from imece.collectives.execute import TAG_WIRE, Message, post
 from imece.collectives.pending import Waitable, in_background, wait_for
 from imece.collectives.reduction import flattened
+from imece.collectives.streams import Place
 
 OPS = ("sum", "avg")
 
@@ -154,10 +155,11 @@ def bf16_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch
     group = state if state is not None else dist.group.WORLD
     assert group is not None, "torch.distributed is not initialized"
     buffer = bucket.buffer()
-    if buffer.is_cuda:  # all of it is only queued on the stream, in the order of buckets
-        all_reduce_bf16(buffer, group, "avg")
+    if buffer.is_cuda:  # all of it is only queued, in the order of buckets; backward goes on beside it
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device])
-        done.set_result(buffer)
+        with Place(buffer.device).behind():
+            all_reduce_bf16(buffer, group, "avg")
+            done.set_result(buffer)  # whoever waits for it waits for the stream that is current here
         return done
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from imece.collectives import ops
+from imece.collectives.calls import host_device
 from imece.collectives.pending import Pending
 
 Over = Literal["ranks", "samples", "tokens"]
@@ -32,7 +33,7 @@ class Average:
             raise ValueError(f"average={over!r}: one of {', '.join(OVER)}")
         self.over = over
         self.present_only = False  # under join: ranks that have ended do not count
-        self._group, self._device = group, device
+        self._group, self._device = group, host_device(group, device)
         self._world_size = group.size()
         self._weight = 0.0  # of this rank's micro-batches since the last synchronisation
         self._weighed = False  # whether there were any

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from imece.collectives import ops
 from imece.collectives.auto import links_of
+from imece.collectives.calls import host_device
 from imece.collectives.pending import Pending
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel import in_backward, refusals
@@ -88,6 +89,7 @@ class Reducer:
         self._cap_bytes, self._first_bytes, self._choose_cap = cap_bytes, first_bytes, choose_cap
         self.sharding = sharding
         self._laid = sharding or self._lay_out(named_parameters)
+        self._told_on = host_device(group, named_parameters[0][1].device)
         self._fired = [0] * len(self.slots)  # by parameter: gradients in this backward
         self._touched = [0] * len(self.slots)  # and whether any came in one that was not synchronised
         self._closed = False
@@ -440,9 +442,7 @@ class Reducer:
         if self.static_graph and not self._learning:
             return None
         counts = map(max, self._fired, self._touched) if any(self._touched) else self._fired
-        used = torch.frombuffer(bytearray(map(bool, counts)), dtype=torch.uint8).to(
-            self.buckets[0].flat.device
-        )
+        used = torch.frombuffer(bytearray(map(bool, counts)), dtype=torch.uint8).to(self._told_on)
         work: Pending | torch.Tensor = ops.all_reduce(
             used, "max", group=self.group, async_op=self.way.overlap, label="used parameters"
         )
@@ -450,7 +450,7 @@ class Reducer:
 
     def _note_used(self, used: Pending | torch.Tensor, *, read: bool) -> None:
         flags = used.wait() if isinstance(used, Pending) else used
-        if read:  # on a GPU reading waits for it, which only ranks with an unused parameter need to do
+        if read:  # where it is on a GPU, reading waits for all of backward: only for an unused parameter
             assert flags is not None
             self._used_anywhere = flags.tolist()
 
@@ -541,7 +541,7 @@ class Reducer:
             cap = cap_over(
                 links, self.way.schedule or "native", self._arrivals, self._first_bytes, self.way.overlap
             )
-        agreed = torch.tensor([cap, *order], dtype=torch.int64, device=self.buckets[0].flat.device)
+        agreed = torch.tensor([cap, *order], dtype=torch.int64, device=self._told_on)
         ops.broadcast(agreed, 0, group=self.group, label="order of gradients")
         cap, *order = agreed.tolist()
         if cap:

@@ -40,6 +40,12 @@ def _op_name(opts: Any) -> str:
     return name
 
 
+def on_device(group: dist.ProcessGroup, tensor: Tensor) -> dist.ProcessGroup:
+    """The group that really moves this tensor: another one for a GPU's in a "cpu:shm,cuda:nccl" group."""
+    other = group._others.group(tensor, group) if isinstance(group, SharedMemoryGroup) else None
+    return other if other is not None else group
+
+
 class SharedMemoryGroup(DirectCalls):
     """A group of CPU ranks of one host. Made by torch.distributed for backend "shm"."""
 

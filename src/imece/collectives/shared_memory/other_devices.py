@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import GroupName
 
 
 class OtherDevices:
@@ -46,7 +47,10 @@ class OtherDevices:
         group = dist.ProcessGroup(store, self._rank, self._world_size)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
+        options.group_name = GroupName(f"{owner.group_name} {device}")
+        options.global_ranks_in_group = dist.get_process_group_ranks(owner)
         nccl = dist.ProcessGroupNCCL(store, self._rank, self._world_size, options)
+        nccl._set_sequence_number_for_group()
         group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.NCCL, nccl)
         return group

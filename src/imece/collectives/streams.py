@@ -1,0 +1,74 @@
+"""On a GPU: the place of a call in the order of its work, also when another thread carries it out.
+
+A collective of torch's begins when what the *current* stream holds at its launch is over, and whoever waits
+for it lets the current stream wait. A thread that launches for another has a current stream of its own, and
+by then the caller's holds more, which the collective need not wait for.
+
+    place     an event on the caller's stream, at the call
+    beside    a stream that only one thread uses, for work that comes behind a place
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+
+_FIRST = -1  # priority: what others wait for goes before what computes
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.beside: dict[int, torch.cuda.Stream] = {}  # by device
+
+
+_here = _Here()
+
+
+class Place:
+    """Where the current stream is now. Without a GPU there is none, and nothing to wait for."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """device: of the tensors of the call; None: the current one."""
+        self._stream: torch.cuda.Stream | None = None
+        self._end: torch.cuda.Event | None = None
+        if torch.cuda.is_initialized() and (device is None or device.type == "cuda"):
+            self._stream = torch.cuda.current_stream(device)
+            self._begin = self._stream.record_event()
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the host only queues what it does there, and does not know when it is over."""
+        return self._stream is not None
+
+    @contextlib.contextmanager
+    def behind(self) -> Iterator[None]:
+        """What this thread queues inside begins when all before the place is over, beside what came since.
+
+        Tensors of the caller must live until it has called `join`, or has waited for what was launched.
+        """
+        if self._stream is None:
+            yield
+            return
+        stream = _beside(self._stream.device)
+        with torch.cuda.stream(stream):  # makes its device the current one too
+            stream.wait_event(self._begin)
+            try:
+                yield
+            finally:
+                self._end = stream.record_event()
+
+    def join(self) -> None:
+        """What the current stream gets from now on begins when all that was queued in `behind` is over."""
+        if self._end is not None and self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._end)
+
+
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """One a thread, whose work has one order: two threads' streams cannot wait for each other in a circle."""
+    index = device.index or 0
+    if index not in _here.beside:
+        _here.beside[index] = torch.cuda.Stream(device, priority=_FIRST)
+    return _here.beside[index]
