@@ -5,7 +5,11 @@ that is there and for what the planner expects of one that is not.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Literal, Protocol
+
+Offload = Literal["optimizer", "parameters"]
+OFFLOADS: tuple[Offload, ...] = ("optimizer", "parameters")
+"""What may lie in the host's memory: what the optimizer steps; this rank's parts of the parameters too."""
 
 
 @dataclass(frozen=True)
@@ -18,17 +22,20 @@ class Footprint:
     """Its state, and the masters of parameters that are kept in fewer bits."""
     communication: int
     """Buckets on their way, and units that are gathered."""
+    host: int = 0
+    """All that is offloaded, in the host's memory. The rest is on the device."""
 
     @property
     def total(self) -> int:
+        """On the device."""
         return self.parameters + self.gradients + self.optimizer + self.communication
 
     def __str__(self) -> str:
-        """ "12.6 parameters + 12.6 gradients + 12.6 optimizer = 37.8 MB"; what is nothing is left out."""
-        parts = {name: nbytes / 1e6 for name, nbytes in asdict(self).items() if nbytes}
-        return (
-            f"{' + '.join(f'{size:.1f} {name}' for name, size in parts.items())} = {self.total / 1e6:.1f} MB"
-        )
+        """ "12.6 parameters + 12.6 gradients = 25.2 MB, and 18.9 MB in host memory"; nothing of what is 0."""
+        parts = {name: nbytes / 1e6 for name, nbytes in asdict(self).items() if nbytes and name != "host"}
+        sizes = " + ".join(f"{size:.1f} {name}" for name, size in parts.items())
+        hosted = f", and {self.host / 1e6:.1f} MB in host memory" if self.host else ""
+        return f"{sizes} = {self.total / 1e6:.1f} MB{hosted}"
 
 
 class Divides(Protocol):
@@ -81,22 +88,29 @@ def footprint(
     state_bytes: float,
     sum_bytes: float | None = None,
     own_bytes: float | None = None,
+    offload: Offload | None = None,
 ) -> Footprint:
     """*_bytes of an element: of parameters, of gradients in buckets, of what the optimizer steps if that is
     not the parameters (else the same or 0); but state_bytes: all of the optimizer's state on this rank.
 
     sum_bytes: of gradients as the optimizer reads them; None: as what it steps. own_bytes: of a shard of
-    parameters, where they are gathered from something else.
+    parameters, where they are gathered from something else. offload: what lies in the host's memory.
     """
     summed = (master_bytes or parameter_bytes) if sum_bytes is None else sum_bytes
     own = parameter_bytes if own_bytes is None else own_bytes
     shard = sizes.shard if divides.optimizer else sizes.whole
     parameters = own * shard if divides.parameters else parameter_bytes * sizes.whole
-    gradients = summed * shard if divides.gradients else reduce_bytes * sizes.whole
-    if not divides.gradients and reduce_bytes != summed:
-        gradients += summed * shard
-    optimizer = state_bytes
-    if parameter_bytes != master_bytes:
-        optimizer += master_bytes * shard
+    buckets = 0.0 if divides.gradients else reduce_bytes * sizes.whole
+    sums = summed * shard if divides.gradients or reduce_bytes != summed or offload else 0.0
+    masters = master_bytes * shard if parameter_bytes != master_bytes else 0.0
     communication = reduce_bytes * sizes.filling + parameter_bytes * sizes.gathered
-    return Footprint(round(parameters), round(gradients), round(optimizer), round(communication))
+    if offload is None:
+        return Footprint(
+            round(parameters), round(buckets + sums), round(state_bytes + masters), round(communication)
+        )
+    hosted = state_bytes + sums + masters
+    if offload == "parameters":
+        hosted, parameters = hosted + parameters, 0.0
+    elif not masters:  # what is stepped is a copy of the parameters, which stay where they are
+        hosted += parameter_bytes * shard
+    return Footprint(round(parameters), round(buckets), 0, round(communication), round(hosted))

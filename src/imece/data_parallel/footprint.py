@@ -13,7 +13,7 @@ from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.strategy import Strategy
-from imece.footprint import Footprint, Sizes, footprint
+from imece.footprint import Footprint, Offload, Sizes, footprint
 from imece.layout import Bucket, Layout
 
 # Tensors as large as the parameter that an optimizer keeps of each; of others nobody knows beforehand.
@@ -31,12 +31,14 @@ def predict(
     master_bytes: int = 4,
     filling: Collection[int] = (),
     gathered: Collection[int] = (),
+    offload: Offload | None = None,
 ) -> Footprint:
     """From arithmetic on the layout. rank: in its shard group.
 
     state_bytes: by bucket, bytes of optimizer state for an element of it. *_bytes: of an element of
     parameters, of buckets of gradients, of what the optimizer steps. filling: buckets that have memory at a
-    time, where gradients are sharded. gathered: buckets of parameters that are there at a time.
+    time, where gradients are sharded. gathered: buckets of parameters that are there at a time. offload: what
+    lies in the host's memory.
     """
 
     def owned(bucket: Bucket) -> int:
@@ -52,7 +54,7 @@ def predict(
     )
     return footprint(
         sizes, strategy, parameter_bytes=parameter_bytes, reduce_bytes=reduce_bytes,
-        master_bytes=master_bytes, state_bytes=state,
+        master_bytes=master_bytes, state_bytes=state, offload=offload,
     )  # fmt: skip
 
 
@@ -83,6 +85,7 @@ def expected(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) ->
         master_bytes=store.master.itemsize,
         filling=_filling(sharding),
         gathered=_gathered(sharding),
+        offload=sharding.offload.name if sharding.offload is not None else None,
     )
 
 
@@ -95,32 +98,30 @@ def counted(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> 
         return Footprint(
             _bytes(model.module.parameters()), sum(each.nbytes for each in buckets), optimizer, 0
         )
-    sharding = model.sharding
-    parameters = gradients = communication = 0
+    sharding, offload = model.sharding, model.sharding.offload
+    own = parameters = gradients = sums = communication = 0
     in_buckets = {bucket.flat.untyped_storage()._cdata for bucket in sharding.all if bucket.attached}
     for store in sharding.stores:
-        masters = store.master.nbytes if store.master.dtype != store.parameters.dtype else 0
-        optimizer += masters
+        optimizer += store.master.nbytes if store.master is not store.own else 0
+        own += store.own.nbytes
         if sharding.common_parameters:
             parameters += store.parameters.nbytes // sharding.size
-        elif sharding.gathering is not None:
-            parameters += store.own.nbytes
-        else:
+        elif sharding.gathering is None:
             parameters += store.parameters.nbytes
-        in_bucket = (
-            not sharding.strategy.gradients
-            and store.gradient is not None
-            and (store.gradient.untyped_storage()._cdata in in_buckets)
-        )
-        if store.gradient is not None and not in_bucket:
-            gradients += store.gradient.nbytes
+        if store.gradient is not None and store.gradient.untyped_storage()._cdata not in in_buckets:
+            sums += store.gradient.nbytes
     if sharding.gathering is not None:
         communication += sharding.gathering.most_bytes
+        parameters += own
     if sharding.strategy.gradients:
         communication += sharding.bucket_bytes
     else:
         gradients += sharding.bucket_bytes
-    return Footprint(parameters, gradients, optimizer, communication)
+    if offload is None:
+        return Footprint(parameters, gradients + sums, optimizer, communication)
+    if offload.parameters:
+        parameters, optimizer = 0, optimizer + own
+    return Footprint(parameters, gradients, 0, communication, optimizer + sums)
 
 
 def _filling(sharding: Sharding) -> list[int]:

@@ -47,12 +47,15 @@ def fill_state(gathering: Gathering, state: dict[str, Any]) -> None:
 def _take_over(sharding: Sharding) -> None:
     """This rank's part of what was written goes where it stays."""
     sharding.check_views()
+    sharding.lane.wait()
     for store in sharding.stores:
         start, stop = store.plan.shard(sharding.rank)
-        new = store.parameters[start:stop]
+        new = store.parameters[start:stop].to(store.master.device)
         if store.own.dtype != store.master.dtype:
             written = store.master.to(new.dtype) != new  # the others keep all their bits
             store.master.copy_(torch.where(written, new.to(store.master.dtype), store.master))
+        elif store.own is not store.master:
+            store.master.copy_(new)
         if sharding.gathering is not None:
             store.own.copy_(new)
 

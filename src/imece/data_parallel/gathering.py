@@ -52,9 +52,15 @@ class GatherOptions:
 class Gathering:
     """The hooks on the modules of all units, and who is gathered."""
 
-    def __init__(self, units: Sequence[Unit], group: dist.ProcessGroup, options: GatherOptions) -> None:
-        """units: the root first; their buckets are added after this."""
-        self.units, self._group, self.options = list(units), group, options
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        group: dist.ProcessGroup,
+        options: GatherOptions,
+        schedule: str | None = None,
+    ) -> None:
+        """units: the root first; their buckets are added after this. schedule: as for ops.all_gather."""
+        self.units, self._group, self.options, self._schedule = list(units), group, options, schedule
         self._ahead = options.in_flight - 1
         self._order: list[Unit] = []  # in which units ran in the last forward that came to its end
         self._path: list[Unit] = []  # in this one
@@ -209,9 +215,9 @@ class Gathering:
         if at_end and not self._ending:
             self._ending = True
             _queue_callback(self._end)
-        unit.gather(self._group)
+        unit.gather(self._group, self._schedule)
         for each in then:
-            each.start(self._group)
+            each.start(self._group, self._schedule)
         self.most_bytes = max(self.most_bytes, sum(each.nbytes for each in self.units if each.is_there))
 
     def _free(self, units: Iterable[Unit]) -> None:
@@ -235,7 +241,7 @@ class Gathering:
         self._held += 1
         try:
             for unit in units or self.units:
-                unit.gather(self._group)
+                unit.gather(self._group, self._schedule)
             yield
         finally:
             self._held -= 1

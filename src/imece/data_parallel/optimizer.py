@@ -7,6 +7,7 @@ looks at that element alone may have matrices cut anywhere; one that looks at wh
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
@@ -213,12 +214,14 @@ def _by_index(parts: Iterable[Part]) -> dict[int, list[Part]]:
 
 def _part_of_state(state: Mapping[str, Any], part: Part) -> dict[str, Any]:
     """What an optimizer kept of a whole parameter, cut as the parameter is."""
-    whole = 1
-    for size in part.shape:
-        whole *= size
-    return {
-        key: value.reshape(-1)[part.start : part.stop].clone().view(part.parameter.shape)
-        if isinstance(value, torch.Tensor) and value.numel() == whole and value.ndim
-        else value
-        for key, value in state.items()
-    }
+    whole = math.prod(part.shape)
+    home = part.parameter.device
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.numel() == whole and value.ndim:
+            mine = value.reshape(-1)[part.start : part.stop].clone().view(part.parameter.shape)
+            return mine.to(home)
+        # A count of steps may lie on a GPU, but not beside a part that is stepped on the CPU.
+        return value.cpu() if isinstance(value, torch.Tensor) and home.type == "cpu" else value
+
+    return {key: cut(value) for key, value in state.items()}

@@ -14,11 +14,13 @@ from imece import mesh as meshes
 from imece.data_parallel.average import Over
 from imece.data_parallel.gathering import GatherOptions
 from imece.data_parallel.meta import Init, is_meta
+from imece.data_parallel.offload import Offload, check_steps_on_host, check_strategy, offload_of
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.shard import MixedPrecision
 from imece.data_parallel.sharded import ShardedDataParallel
-from imece.data_parallel.strategy import ShardGroups, choose_strategy
+from imece.data_parallel.strategy import ShardGroups, Strategy, choose_strategy
 from imece.data_parallel.units import Wanted
+from imece.device import home_among
 from imece.mesh import Mesh
 
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer | Sequence[Optimizer]]
@@ -40,6 +42,7 @@ def parallelize(
     gathers_in_flight: int = 2,
     gather: bool = False,
     init: Init | None = None,
+    offload: Literal["optimizer", "parameters"] | Offload | None = None,
 ) -> tuple[DistributedDataParallel, Any]:
     """A model and its optimizer, trained as one by all ranks: `loss.backward(); optimizer.step()` as ever.
 
@@ -74,7 +77,12 @@ def parallelize(
     A model made on the meta device gets its memory here, unit by unit: no rank ever holds all of it. init
     fills one module; by default its `reset_parameters` does.
 
-    ValueError: an unknown strategy, one that cannot be on this mesh, an optimizer that cannot be sharded.
+    offload: of a model on a GPU, "optimizer" keeps in the host's memory what the optimizer steps (masters,
+    summed gradients and its state, of each this rank's part), and it steps there; "parameters", where units
+    are gathered, keeps this rank's part of the parameters there too.
+
+    ValueError: an unknown strategy, one that cannot be on this mesh, an optimizer that cannot be sharded or
+    offloaded, offload of a model that is on the CPU.
     """
     arranged = mesh if mesh is not None else meshes.current()
     chosen = choose_strategy(strategy, arranged)
@@ -89,6 +97,8 @@ def parallelize(
     options = GatherOptions(units, reshard_after_forward, gathers_in_flight, gather)
     joins = isinstance(arranged, Mesh) and arranged.world.joining  # it is alone, and will not stay so
     groups, meta = ShardGroups.of(chosen, arranged, spread=joins), is_meta(model)
+    home = (arranged.device if isinstance(arranged, Mesh) else home_among(arranged)) if meta else None
+    hosted = _offload(offload, chosen, model, optimizers, home) if offload is not None else None
     if not chosen.optimizer:
         if meta:
             raise ValueError("strategy='replicate' takes no model on the meta device: sharded ones do")
@@ -109,6 +119,22 @@ def parallelize(
         overlap=overlap,
         options=options,
         init=init,
-        home=(arranged.device if isinstance(arranged, Mesh) else torch.device("cpu")) if meta else None,
+        home=home,
+        offload=hosted,
     )
     return wrapped, made
+
+
+def _offload(
+    asked: str | Offload,
+    strategy: Strategy,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    home: torch.device | None,
+) -> Offload:
+    """What was asked for, if it can be. home: where a model on the meta device is to be."""
+    check_strategy(asked if isinstance(asked, str) else asked.name, strategy)
+    check_steps_on_host(optimizers)
+    if isinstance(asked, Offload):
+        return asked
+    return offload_of(asked, [home] if home is not None else {each.device for each in model.parameters()})

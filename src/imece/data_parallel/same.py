@@ -49,8 +49,17 @@ def texts_that_differ(
     return [] if same else gather_texts(mine, group, device)
 
 
-def sync_from(root: int, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, label: str) -> None:
-    """Rank `root`'s values in all tensors of all ranks. They travel flat, up to 64 MiB at a time."""
+def sync_from(
+    root: int,
+    tensors: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    label: str,
+    device: torch.device | None = None,
+) -> None:
+    """Rank `root`'s values in all tensors of all ranks. They travel flat, up to 64 MiB at a time.
+
+    device: on which they travel, if some lie in a memory that the group does not reach.
+    """
     flats: list[list[torch.Tensor]] = []
     open_flat: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
     for tensor in tensors:
@@ -64,6 +73,7 @@ def sync_from(root: int, tensors: Sequence[torch.Tensor], group: dist.ProcessGro
     with torch.no_grad():
         for members in flats:
             flat = torch.cat([each.reshape(-1) for each in members])
+            flat = flat.to(device) if device is not None else flat
             ops.broadcast(flat, root, group=group, label=label)
             for member, part in zip(members, flat.split([each.numel() for each in members]), strict=True):
                 member.copy_(part.view(member.shape))

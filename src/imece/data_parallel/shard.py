@@ -27,9 +27,9 @@ from imece.collectives.common import common_zeros
 from imece.collectives.pending import Pending
 from imece.collectives.shared_memory import shared_empty
 from imece.collectives.shared_memory.group import SharedMemoryGroup
-from imece.collectives.wire import reduce_scatter_bf16
 from imece.data_parallel.buckets import Bucket, Slot
 from imece.data_parallel.gathering import Gathering
+from imece.data_parallel.offload import Direct, Lane, Offload
 from imece.data_parallel.parts import ALIGN_BYTES, Part, items_of, make_parts, move_into
 from imece.data_parallel.strategy import ShardGroups, Strategy
 from imece.data_parallel.units import Flat
@@ -60,8 +60,8 @@ class _Store:
     kind: int
     parameters: torch.Tensor  # [numel]
     own: torch.Tensor  # [shard_numel], a view of `parameters` unless those are gathered
-    master: torch.Tensor  # the same as `own` unless that has fewer bits
-    gradient: torch.Tensor | None  # [shard_numel]; None: nothing came yet
+    master: torch.Tensor  # `own` itself unless that has fewer bits or lies in another memory; see offload.py
+    gradient: torch.Tensor | None  # [shard_numel], where `master` lies; None: nothing came yet
     parts: list[Part]
     older: torch.Tensor | None = None  # what the sum under way is to be added to
 
@@ -81,34 +81,40 @@ class Sharding:
         cap_bytes: int,
         precision: MixedPrecision,
         wire: str | None = None,
+        schedule: str | None = None,
         units: Sequence[int] | None = None,
         gathering: Gathering | None = None,
         fill: Callable[[int], None] | None = None,
         dtypes: Sequence[torch.dtype] | None = None,
+        offload: Offload | None = None,
     ) -> None:
         """named: parameters that want a gradient; kinds: of each the number of its optimizer.
 
         whole: optimizers that step whole matrices; blocks: of others, how many elements must not be cut.
         wire: "bf16" for gradients that travel in bf16 and are summed in fp32, in hybrid strategies between
-        hosts only, as in a hierarchical all-reduce. units: of each parameter the number of its unit, which it
-        shares a bucket with. gathering: of parameters that are not in common memory. fill: gives a unit's
-        parameters memory and values, if they have none. All ranks of `groups.world` construct together.
-        dtypes: of the parameters' masters, where parameters are in fewer bits already.
+        hosts only, as in a hierarchical all-reduce. schedule: of reduce-scatters and all-gathers, as for ops.
+        units: of each parameter the number of its unit, which it shares a bucket with. gathering: of
+        parameters that are not in common memory. fill: gives a unit's parameters memory and values, if they
+        have none. All ranks of `groups.world` construct together. dtypes: of the parameters' masters, where
+        parameters are in fewer bits already. offload: where what the optimizer steps lies, if not with the
+        parameters.
         """
         self.strategy, self.groups, self.whole = strategy, groups, frozenset(whole)
         self.kinds = list(kinds)  # by parameter
         self.dtypes = list(dtypes or (each.dtype for _, each in named))  # by parameter; of masters
         self._parameters = [each for _, each in named]
-        self.precision, self._wire = precision, wire
+        self.precision, self._wire, self._schedule = precision, wire, schedule
         self._in_common = isinstance(groups.shard, SharedMemoryGroup)
-        self.gathering = gathering
+        self._in_reach = self._in_common or schedule == "hierarchical"  # of some ranks of the shard group
+        self.gathering, self.offload = gathering, offload
+        self.lane: Lane = offload.lane if offload is not None else Direct()
         self.common_parameters = self._in_common and strategy.parameters and gathering is None
         self.rank, self.size = groups.shard.rank(), groups.shard.size()
         pairs = list(zip(units or [0] * len(named), kinds, strict=True))
         self._pairs = sorted(set(pairs))  # by group of the layout: (unit, kind)
         self.layout = layout.build(
             items_of(named, self.dtypes, [self._pairs.index(pair) for pair in pairs]),
-            cap_bytes=cap_bytes if units is None else _NO_CAP,
+            cap_bytes=cap_bytes if gathering is None else _NO_CAP,
             shards=self.size,
             align_bytes=ALIGN_BYTES,
             modules_whole=True,
@@ -155,20 +161,30 @@ class Sharding:
             master = before[start:stop].clone()
         move_into(flat, plan, self._parameters, copy=not self.common_parameters or self.rank == 0)
         unit, kind = self._pairs[plan.group]
+        if self.common_parameters:
+            ops.barrier(group=self.groups.shard)
+        own, master = self._kept(own, master)
         if self.gathering is not None:
-            own = own.clone()
-            master = own if dtype == own_dtype else master
             names = [
                 (self.layout.items[place.item].name, self._parameters[place.item]) for place in plan.places
             ]
-            self.gathering.units[unit].add(Flat(flat, own, names))
-        elif self.common_parameters:
-            ops.barrier(group=self.groups.shard)
+            lane = self.lane if self.offload is not None and self.offload.parameters else None
+            self.gathering.units[unit].add(Flat(flat, own, names, lane))
         parts = make_parts(plan, self.layout.items, self.rank, master, kind in self.whole)
         return _Store(plan, unit, kind, flat, own, master, None, parts)
 
+    def _kept(self, own: torch.Tensor, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both where they stay: in memory of their own if units are gathered, and in the host's."""
+        offload, same = self.offload, master is own
+        if self.gathering is not None:
+            own = offload.hosted(own) if offload is not None and offload.parameters else own.clone()
+            master = own if same else master
+        if offload is not None and not (offload.parameters and same):
+            master = offload.hosted(master)
+        return own, master
+
     def _parameter_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if device.type != "cpu" or not self._in_common or self.gathering is not None:
+        if device.type != "cpu" or not self._in_reach or self.gathering is not None:
             return torch.zeros(numel, dtype=dtype, device=device)
         if self.common_parameters:
             nbytes = numel * dtype.itemsize
@@ -196,11 +212,12 @@ class Sharding:
         ]
         if fitting:
             memory = self._spare.pop(min(fitting, key=lambda at: self._spare[at].nbytes))
+            self.lane.reuse(memory)
         else:
             alike = [each.plan.numel for each in self.stores if each.kind == store.kind]
             most = max(alike) * dtype.itemsize
             most = most if self.strategy.gradients and self.gathering is None else nbytes
-            shared = self._in_common and device.type == "cpu"
+            shared = self._in_reach and device.type == "cpu"
             memory = shared_empty(most, torch.uint8) if shared else torch.empty(
                 most, dtype=torch.uint8, device=device
             )  # fmt: skip
@@ -225,6 +242,7 @@ class Sharding:
 
     def let_go(self) -> None:
         """Of all memory but what parameters lie in, whatever is under way. Nothing comes after it."""
+        self.lane.wait()
         for store in self.stores:
             store.parts.clear()
         for kept in (self.stores, self.parts, self._spare):
@@ -261,19 +279,18 @@ class Sharding:
         start, stop = self.stores[bucket.index].plan.shard(self.rank)
         own, flat, groups = bucket.flat[start:stop], bucket.flat, self.groups
         replicas = groups.replicas
-        call = Call("reduce_scatter", groups.shard, flat, "sum", label=bucket.label)
-        if replicas is None and self._wire is None:
-            work = ops.reduce_scatter(own, flat, group=groups.shard, async_op=async_op, label=bucket.label)
-        elif replicas is None:
-            work = call.scheduled(
-                lambda: reduce_scatter_bf16(own, flat, groups.shard, collective=not async_op), own, async_op
-            )
+        if replicas is None:
+            work = ops.reduce_scatter(
+                own, flat, group=groups.shard, schedule=self._schedule, wire=self._wire,
+                async_op=async_op, label=bucket.label,
+            )  # fmt: skip
         else:
 
             def both() -> None:
                 ops.reduce_scatter(own, flat, group=groups.shard, label=bucket.label)
                 ops.all_reduce(own, group=replicas, wire=self._wire, label=bucket.label)
 
+            call = Call("reduce_scatter", groups.shard, flat, "sum", label=bucket.label)
             work = call.scheduled(both, own, async_op, replicas)
         return work if isinstance(work, Pending) else None
 
@@ -282,22 +299,28 @@ class Sharding:
         store = self.stores[bucket.index]
         start, stop = store.plan.shard(self.rank)
         own = bucket.flat[start:stop]
-        if not self.strategy.gradients and own.dtype == store.master.dtype:
+        if not self.strategy.gradients and own.dtype == store.master.dtype and self.offload is None:
             store.gradient = own
         else:
             if store.gradient is None:
-                store.gradient = torch.empty_like(store.master)
-            store.gradient.copy_(own)
-        if store.older is not None:
-            store.gradient.add_(store.older)
-            store.older = None
+                store.gradient = self._like_master(store)
+            self.lane.copy(store.gradient, own)
         if self.strategy.gradients:
             self._detach(bucket)
 
+    def _like_master(self, store: _Store) -> torch.Tensor:
+        if self.offload is None:
+            return torch.empty_like(store.master)
+        return self.offload.empty(store.master.numel(), store.master.dtype)
+
     def finish(self, unused: Collection[int]) -> None:
         """Backward is over: parts have their gradients. unused: parameters that no rank used."""
+        self.lane.wait()  # whoever clips or steps reads them, and no stream holds back the host
         for store in self.stores:
             assert store.gradient is not None
+            if store.older is not None:
+                store.gradient.add_(store.older)
+                store.older = None
             for part in store.parts:
                 if part.index not in unused:
                     part.parameter.grad = part.of(store.gradient)
@@ -307,6 +330,7 @@ class Sharding:
     def before_step(self) -> None:
         """Nobody may write what others still read."""
         self.check_views()
+        self.lane.wait()
         if self.gathering is not None:
             self.gathering.before_step()
         if self.common_parameters:
@@ -314,14 +338,24 @@ class Sharding:
 
     def after_step(self, kinds: Collection[int]) -> None:
         """The optimizers of these numbers have stepped this rank's shard: bring the others'."""
+        works: list[Pending] = []
         for store in self.stores:
             if store.kind not in kinds:
                 continue
-            if store.own.dtype != store.master.dtype:
-                store.own.copy_(store.master)
+            if store.own is not store.master:
+                self.lane.copy(store.own, store.master)
             if not self.common_parameters and self.gathering is None:
                 label = f"parameters of {self.all[store.plan.index].label}"
-                ops.all_gather(store.parameters, store.own, group=self.groups.shard, label=label)
+                with self.lane.within():
+                    work = ops.all_gather(
+                        store.parameters, store.own, group=self.groups.shard, schedule=self._schedule,
+                        label=label, async_op=self.offload is not None or self._schedule is not None,
+                    )  # fmt: skip
+                works += [work] if isinstance(work, Pending) else []
+        while works:
+            works.pop(0).wait()
+        self.lane.join()
+        self.lane.wait()  # or the next one to write masters, a checkpoint say, would write what still goes up
         if self.common_parameters:
             ops.barrier(group=self.groups.shard)
 
@@ -351,4 +385,6 @@ class Sharding:
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The sum of all squares, fp64 scalar: rounded to fp32, it does not depend on who holds which of them."""
     norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors]
-    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(norms).square().sum().to(device)  # of parts in the host's memory it is made there

@@ -23,6 +23,7 @@ from imece.data_parallel.gathered import fill_state, gathered
 from imece.data_parallel.gathering import Gathering, GatherOptions
 from imece.data_parallel.joining import ShardedJoinHook, Turn, next_turn
 from imece.data_parallel.meta import Filling, Init
+from imece.data_parallel.offload import Offload
 from imece.data_parallel.optimizer import (
     SteppedParts,
     is_element_wise,
@@ -61,11 +62,13 @@ class ShardedDataParallel(DistributedDataParallel):
         options: GatherOptions,
         init: Init | None,
         home: torch.device | None,
+        offload: Offload | None = None,
     ) -> None:
         """As `parallelize`; groups: who shares what; home: where a model on the meta device is to be."""
         self._optimizers, self._groups = list(optimizers), groups
         self._strategy, self._precision = find_strategy(strategy), precision
         self._options, self._init, self._home, self._overlap = options, init, home, overlap
+        self._offload = offload
         self._dtypes: list[torch.dtype] | None = None  # of masters; None until there are any
         self._stepped: list[SteppedParts] = []
         self.has_joined = False  # this rank does what another one tells it, under join
@@ -91,10 +94,12 @@ class ShardedDataParallel(DistributedDataParallel):
             cap_bytes=self._cap_bytes(),
             precision=self._precision,
             wire=self._way.wire,
+            schedule=self._schedule,
             units=unit_numbers(self.module, units, [each for _, each in named]) if units else None,
             gathering=gathering,
             fill=fill,
             dtypes=self._dtypes,
+            offload=self._offload,
         )
         if fill is not None:
             fill.rest()
@@ -183,6 +188,11 @@ class ShardedDataParallel(DistributedDataParallel):
             return _BORROWED_CAP_BYTES
         return self.bucket_bytes_cap
 
+    @property
+    def _schedule(self) -> str | None:
+        """That of the group of all ranks is for no other."""
+        return self._way.schedule if self._groups.shard is self._groups.world else None
+
     def _divide(self) -> tuple[list[Unit], Gathering | None, Filling | None]:
         """The units if there is something to do unit by unit, and who does it."""
         group, home = self._groups.shard, self._home
@@ -195,10 +205,12 @@ class ShardedDataParallel(DistributedDataParallel):
             check_same_shapes(everything, self.process_group, home)
         in_common = isinstance(group, SharedMemoryGroup) and self.device_type == "cpu"
         gathers = self._strategy.parameters and (self._options.always or not in_common)
+        if self._offload is not None and self._offload.parameters and not gathers:
+            raise ValueError("offload='parameters' needs units that are gathered: pass gather=True")
         units = find_units(self.module, self._options.units) if gathers or home is not None else []
         return (
             units,
-            Gathering(units, group, self._options) if gathers else None,
+            Gathering(units, group, self._options, self._schedule) if gathers else None,
             Filling(units, home, self.process_group, self._init) if home is not None and fills else None,
         )
 

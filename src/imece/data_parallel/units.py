@@ -1,6 +1,6 @@
 """The units of a model: modules whose parameters are gathered and freed as one.
 
-    own      this rank's shard of a bucket, in memory of its own
+    own      this rank's shard of a bucket, in memory of its own; the host's, if parameters are offloaded
     full     all of the bucket; the parameters are views of it, for good
     freed    the storage of `full` has size 0, and the parameters are FreedParameters
     coming   it has memory again, and an all-gather fills it
@@ -11,8 +11,9 @@ A freed storage that comes back is the same storage: views and what autograd sav
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 from imece.collectives import ops
 from imece.collectives.pending import Pending
 from imece.data_parallel import freed
+from imece.data_parallel.offload import Lane
 
 Wanted = Sequence[type[nn.Module]] | int | None
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # nobody calls them
@@ -42,6 +44,18 @@ class Flat:
     full: torch.Tensor  # 1D, padded
     own: torch.Tensor  # [shard]
     named: list[tuple[str, torch.Tensor]]
+    lane: Lane | None = None  # by which `own` comes, if it lies in another memory than `full`
+
+    @contextlib.contextmanager
+    def own_here(self, rank: int) -> Iterator[torch.Tensor]:
+        """`own` where `full` lies; what is begun inside comes behind it."""
+        if self.lane is None:
+            yield self.own
+            return
+        here = self.full[rank * self.own.numel() :][: self.own.numel()]
+        self.lane.copy(here, self.own)
+        with self.lane.within():
+            yield here
 
     def revive(self) -> None:
         """It holds what it should."""
@@ -91,21 +105,23 @@ class Unit:
         flat.free(str(self))
         self.flats.append(flat)
 
-    def start(self, group: dist.ProcessGroup) -> None:
-        """Gather it in the background."""
+    def start(self, group: dist.ProcessGroup, schedule: str | None = None) -> None:
+        """Gather it in the background. schedule: as for ops.all_gather."""
         if self.state is not State.FREED:
             return
         self.state = State.COMING
         for flat in self.flats:
             flat.full.untyped_storage().resize_(flat.full.nbytes)
-            work = ops.all_gather(
-                flat.full, flat.own, group=group, async_op=True, label=f"parameters of {self}"
-            )
+            with flat.own_here(group.rank()) as own:
+                work = ops.all_gather(
+                    flat.full, own, group=group, schedule=schedule, async_op=True,
+                    label=f"parameters of {self}",
+                )  # fmt: skip
             self._works.append(work)
 
-    def gather(self, group: dist.ProcessGroup) -> None:
+    def gather(self, group: dist.ProcessGroup, schedule: str | None = None) -> None:
         """Its parameters can be used when this returns."""
-        self.start(group)
+        self.start(group, schedule)
         if self.state is State.COMING:
             self.settle()
             for flat in self.flats:

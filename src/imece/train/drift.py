@@ -97,12 +97,15 @@ class Drift:
         if any(each.root is None for each in found):
             raise DriftError(self._refusal(step, texts))
         tensors = dict(self._named)
+        model = self._model
+        if isinstance(model, ShardedDataParallel):
+            model.sharding.lane.wait()
         for each in own:
             assert each.root is not None
             kept = self._kept(tensors[each.name])
             label = f"{each.name} as most ranks hold it"
-            sync_from(members.index(each.root), [tensors[each.name], *kept], self._group, label)
-        model = self._model
+            at = members.index(each.root)
+            sync_from(at, [tensors[each.name], *kept], self._group, label, model.device)
         if found and isinstance(model, ShardedDataParallel) and model.sharding.strategy.parameters:
             model.take_over_masters()
         return texts

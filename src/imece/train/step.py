@@ -43,8 +43,8 @@ class Step:
     The gradient is that of the mean over all tokens of the global batch. Since it is bit-equal on all ranks
     after the sum, they all see the same norm, and skip or make the update without asking each other.
 
-    What a model draws at random in a micro-batch depends on the seed, the step and where in the global batch the
-    micro-batch begins: not on what was drawn before, nor on the number of ranks.
+    What a model draws at random in a micro-batch depends on the seed, the step and where in the global batch
+    the micro-batch begins: not on what was drawn before, nor on the number of ranks.
     """
 
     def __init__(
@@ -150,8 +150,10 @@ class Step:
         for optimizer in self._optimizers:
             found = list(self._scaler._found_inf_per_device(optimizer).values())
             # A rank without a part of this optimizer's gradients has looked at nothing, and takes part.
-            flag = found[0] if found else torch.zeros(1, device=self._model.device)
-            ops.all_reduce(flag, "max", group=self._model.process_group, label="fp16 overflow")
+            flag = found[0] if found else torch.zeros(1)
+            agreed = flag.to(self._model.device)  # of offloaded gradients it is on the CPU
+            ops.all_reduce(agreed, "max", group=self._model.process_group, label="fp16 overflow")
+            flag.copy_(agreed)
 
     def _not_finite(self, gradients: tuple[Tensor | None, ...]) -> list[str]:
         names = [name for name, each in self._model.module.named_parameters() if each.requires_grad]
