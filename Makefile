@@ -7,7 +7,7 @@ PIP_FLAGS ?=
 ARGS ?=
 # Of `make soak`
 KILLS ?= 200
-# `make test-gpu PYTHON=python3` uses a Python that already has a CUDA build of torch.
+# `make test-gpu PYTHON=python3` uses a Python that already has a CUDA build of torch; so does bench-gpu.
 PYTHON ?= .venv/bin/python
 
 VENV_PYTHON := .venv/bin/python
@@ -15,7 +15,7 @@ SETUP_STAMP := .venv/.imece-setup
 BENCH_STAMP := .venv/.imece-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all faults test-gpu lint format bench soak clean
+.PHONY: help setup train test test-all faults test-gpu lint format bench bench-gpu soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -76,6 +76,9 @@ bench: setup $(BENCH_STAMP)  ## measure the collectives; figures go to build/ben
 	$(VENV_PYTHON) -m imece bench save --json build/bench/save.json
 	$(VENV_PYTHON) -m imece bench recovery --json build/bench/recovery.json
 	$(VENV_PYTHON) -m imece bench train --json build/bench/train.json
+
+bench-gpu:  ## measure one GPU (ARGS="--model small" for a smaller one); build/bench/gpu.json
+	PYTHONPATH=src $(PYTHON) -m imece bench gpu --json build/bench/gpu.json $(ARGS)
 
 soak: setup  ## kill a rank of a training every 15 s, KILLS=200 times (about an hour); prints the goodput
 	@mkdir -p build/bench

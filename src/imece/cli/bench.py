@@ -9,6 +9,8 @@ from typing import Any
 from imece.bench import (
     collectives,
     ddp,
+    gpu,
+    gpu_targets,
     hosts,
     machine,
     memory,
@@ -26,6 +28,7 @@ from imece.bench import (
     train_targets,
 )
 from imece.bench.namespaces import HostsUnavailable
+from imece.cli.bench_gpu import GpuOptions
 from imece.cli.bench_options import (
     CollectivesOptions,
     DdpOptions,
@@ -56,6 +59,7 @@ def run(argv: Sequence[str]) -> int:
         "recovery": (run_recovery, "ranks of a real training are killed at random, beside torchrun"),
         "planner": (run_planner, "predictions of imece plan beside published measurements; nothing is run"),
         "train": (run_train, "imece train beside a plain loop with torch on Gloo, and the machine's limit"),
+        "gpu": (run_gpu, "one GPU: imece beside the bare model and torch's DDP, compiled, loop, optimizer"),
     }
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: imece bench WHAT [options]\n")
@@ -243,6 +247,22 @@ def run_train(argv: Sequence[str]) -> int:
         "what the plan of this project asks for, on an idle machine with two cores",
         targets.lines(train_targets.TRAIN, results.found),
     )
+    _write_figures(options.json, results.as_json())
+    return 1 if results.odd_ones else 0
+
+
+def run_gpu(argv: Sequence[str]) -> int:
+    """`imece bench gpu`."""
+    options = parse(
+        GpuOptions, argv, "imece bench gpu",
+        "Time a 1.3B model in bf16 on one GPU: bare, in imece's and in torch's DistributedDataParallel.",
+    )  # fmt: skip
+    plan = options.plan()
+    report.check_writable(options.json)
+    print(machine.describe())
+    results = gpu.run(plan, _say)
+    judged = targets.lines(gpu_targets.GPU, results.found)
+    _say_targets("what the plan of this project asks for, on an idle GPU", judged)
     _write_figures(options.json, results.as_json())
     return 1 if results.odd_ones else 0
 

@@ -1,0 +1,59 @@
+"""What was promised of one GPU, beside what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+BARE, OURS, TORCH, COMPILED = "bare", "imece", "torch-ddp", "imece-compiled"
+FLAT, FUSED, FOREACH = "flat-shards", "fused", "foreach"
+WAYS = (BARE, OURS, TORCH)
+OPTIMIZERS = (FLAT, FUSED, FOREACH)
+
+
+@dataclass(frozen=True)
+class GpuTarget:
+    """One line of the plan's promises."""
+
+    what: Literal["time", "peak", "syncs", "rate", "overhead", "optimizer"]
+    """time: a step of `way` takes at most `bound` times as long as one of `against`; peak: as much memory is
+    allocated, at most; optimizer: its step alone takes as long, at most. syncs: times that the host waits for
+    the GPU in a step, at most. rate: share of the matrix rate that a step reaches, at least. overhead: share
+    of a step of `imece train` that is the loop's own, at most."""
+    bound: float
+    way: str = OURS
+    against: str = ""
+
+    @property
+    def text(self) -> str:
+        """As the summary names it."""
+        return {
+            "time": f"{self.way}: at most {self.bound:g} x the time of {self.against}",
+            "peak": f"{self.way}: peak memory at most {self.bound:g} x that of {self.against}",
+            "syncs": f"{self.way}: the host waits for the GPU at most {self.bound:g} times in a step",
+            "rate": f"{self.way}: at least {self.bound:.0%} of the rate of large matrix products",
+            "overhead": f"imece train: at most {self.bound:.0%} of a step is the loop's own",
+            "optimizer": f"AdamW {self.way}: at most {self.bound:g} x the time of AdamW {self.against}",
+        }[self.what]
+
+    def met(self, found: float) -> bool:
+        """Whether the measured figure is good enough."""
+        return found >= self.bound if self.what == "rate" else found <= self.bound
+
+    def figure(self, found: float) -> str:
+        """The measured figure as a person reads it."""
+        if self.what in ("rate", "overhead"):
+            return f"{found:.2%}"
+        return f"{found:.1f}" if self.what == "syncs" else f"{found:.3f} x"
+
+
+GPU = (
+    GpuTarget("time", 1.01, OURS, BARE),
+    GpuTarget("time", 1.0, OURS, TORCH),
+    GpuTarget("peak", 1.0, OURS, TORCH),
+    GpuTarget("syncs", 0.0, OURS),
+    GpuTarget("rate", 0.5, COMPILED),
+    GpuTarget("overhead", 0.01),
+    GpuTarget("optimizer", 1.0, FLAT, FUSED),
+    GpuTarget("optimizer", 1.0, FLAT, FOREACH),
+)

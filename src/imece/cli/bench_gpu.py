@@ -1,0 +1,51 @@
+"""Options of `imece bench gpu`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from imece.bench import gpu, report
+from imece.bench.gpu import PARTS
+from imece.errors import UserError
+
+
+@dataclass(frozen=True)
+class GpuOptions:
+    """Options of `imece bench gpu`."""
+
+    parts: str = ",".join(PARTS)
+    """Which: a step with and without wrappers, compiled, the loop of imece train, the optimizer alone."""
+    model: Literal["tiny", "small", "medium", "1.3b"] = "1.3b"
+    """A preset, in bf16."""
+    sequences: int = 4
+    """Sequences of a step, each as long as the model's context."""
+    rounds: int = 5
+    """Alternating rounds."""
+    steps: int = 5
+    """Training steps of a round."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """cpu: only with --model tiny, to see that it works, not to quote."""
+    json: Path | None = None
+    """Write all figures to this file."""
+
+    def plan(self) -> gpu.Plan:
+        """What to measure; UserError for what cannot be."""
+        for option, number in (
+            ("--sequences", self.sequences), ("--rounds", self.rounds), ("--steps", self.steps)
+        ):  # fmt: skip
+            if number < 1:
+                raise UserError(f"{option} {number}: at least 1 is needed")
+        parts = tuple(report.read_choices(self.parts, PARTS, "--parts"))
+        if self.device == "cpu" and self.model != "tiny":
+            raise UserError(f"--device cpu --model {self.model}: on a CPU only --model tiny is measured")
+        if self.device == "cuda":
+            import torch
+
+            if not torch.cuda.is_available():
+                raise UserError(
+                    "imece bench gpu needs a CUDA device, and torch sees none here: install a CUDA build of "
+                    "torch, or try it with --device cpu --model tiny"
+                )
+        return gpu.Plan(self.device, self.model, parts, self.sequences, self.rounds, self.steps)

@@ -1,0 +1,100 @@
+"""`imece bench gpu`: its figures, its targets, what it says to mistakes, and all of it on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from imece.bench.gpu import Plan, Results, lines
+from imece.bench.gpu_targets import BARE, COMPILED, FLAT, FOREACH, FUSED, GPU, OURS, TORCH
+from imece.bench.gpu_ways import Timed
+from imece.bench.targets import lines as judged
+from imece.cli.main import main
+
+
+def results(ours_s: float, *, peak: int = 50, syncs: float = 0.0, loss: float = 7.0) -> Results:
+    """A run of which only imece's figures vary."""
+    ways = {
+        BARE: [Timed(1.0, 7.0, 40), Timed(2.0, 7.0, 40)],
+        OURS: [Timed(ours_s, loss, peak, syncs), Timed(2 * ours_s, loss, peak, syncs)],
+        TORCH: [Timed(1.02, 7.0, 50), Timed(2.04, 7.0, 50)],
+        COMPILED: [Timed(0.5, 7.01, 30), Timed(0.7, 7.01, 30)],
+    }
+    optimizers = {FLAT: [0.1, 0.3], FUSED: [0.1, 0.2], FOREACH: [0.2, 0.6]}
+    return Results(Plan(rounds=2), "a GPU", 10**9, 8192, 6e12, 2e13, ways, optimizers, 0.004)
+
+
+def test_ratios_are_of_rounds_and_shares_of_the_matrix_rate() -> None:
+    found = [results(1.005).found(target) for target in GPU]
+    assert found == pytest.approx([1.005, 1.005 / 1.02, 1.0, 0.0, 0.5, 0.004, 1.25, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("run", "missed"),
+    [
+        (results(1.005), 1),  # the optimizer, beside the fused one
+        (results(1.03), 3),
+        (results(1.005, peak=51), 2),
+        (results(1.005, syncs=1.0), 2),
+    ],
+)
+def test_what_is_worse_than_promised_is_missed(run: Results, missed: int) -> None:
+    said = judged(GPU, run.found)
+    assert len(said) == len(GPU)
+    assert sum("MISSED" in line for line in said) == missed
+
+
+def test_what_was_not_measured_is_said_so() -> None:
+    nothing = Results(Plan(parts=()))
+    assert all("not measured" in line for line in judged(GPU, nothing.found))
+    assert lines(nothing)
+
+
+def test_a_way_that_trains_something_else_is_noticed() -> None:
+    assert results(1.0).odd_ones == []
+    assert results(1.0, loss=7.2).odd_ones == [OURS]
+    assert results(1.0, loss=float("nan")).odd_ones == [OURS]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--device", "cpu"], "only --model tiny"),
+        ([], "needs a CUDA device"),
+        (["--device", "cpu", "--model", "tiny", "--rounds", "0"], "--rounds 0: at least 1"),
+        (["--parts", "optimiser"], "--parts 'optimiser'"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "gpu", *words]) == 2
+    told = capsys.readouterr().err.strip()
+    assert said in told
+    assert "\n" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--device", "cpu", "--model", "tiny", "--sequences", "1", "--rounds", "1", "--steps", "1"],
+        pytest.param(["--model", "small", "--rounds", "1", "--steps", "2"], marks=pytest.mark.gpu),
+    ],
+)
+def test_all_parts_run(words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "gpu", *words, "--json", str(tmp_path / "gpu.json")]) == 0
+    out = capfd.readouterr().out
+    content = json.loads((tmp_path / "gpu.json").read_text())
+    assert set(content["ways"]) == {BARE, OURS, TORCH, COMPILED}
+    assert set(content["optimizers"]) == {FLAT, FUSED, FOREACH}
+    on_cpu = "cpu" in words
+    unmeasured = [each["what"] for each in content["targets"] if each["measured"] is None]
+    assert unmeasured == (["peak", "syncs"] if on_cpu else [])
+    assert sum(line.strip().startswith(("met", "MISSED")) for line in out.splitlines()) == len(GPU) - len(
+        unmeasured
+    )
