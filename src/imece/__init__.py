@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from imece.collectives.shared_memory import shared_empty
     from imece.data.sampler import DistributedSampler
     from imece.data_parallel.batch_norm import SyncBatchNorm, convert_sync_batchnorm
+    from imece.data_parallel.compiled import compile_blocks
     from imece.data_parallel.parallelize import parallelize
     from imece.data_parallel.replicate import DistributedDataParallel
     from imece.data_parallel.shard import MixedPrecision
@@ -50,6 +51,7 @@ _HOMES = {
     "collectives.shared_memory": ["shared_empty"],
     "data.sampler": ["DistributedSampler"],
     "data_parallel.batch_norm": ["SyncBatchNorm", "convert_sync_batchnorm"],
+    "data_parallel.compiled": ["compile_blocks"],
     "data_parallel.parallelize": ["parallelize"],
     "data_parallel.replicate": ["DistributedDataParallel"],
     "data_parallel.shard": ["MixedPrecision"],
@@ -75,6 +77,7 @@ __all__ = [
     "all_reduce",
     "barrier",
     "broadcast",
+    "compile_blocks",
     "convert_sync_batchnorm",
     "errors",
     "exchange",

@@ -1,8 +1,8 @@
 """What is drawn at random in a step: a function of the seed, the step and a place, as what is read is.
 
-torch's generators remember all that was drawn before, which a rank that takes over does not know. So they begin
-anew before each part of a step, and a step that is made again, a run that is gone on with and a rank that
-joins draw what would have been drawn: the masks of dropout, say. No state of a generator is ever carried.
+torch's generators remember all that was drawn before, which a rank that takes over does not know. So they
+begin anew before each part of a step, and a step that is made again, a run that is gone on with and a rank
+that joins draw what would have been drawn: the masks of dropout, say. No state of a generator is carried.
 """
 
 from __future__ import annotations

@@ -86,9 +86,9 @@ def steps(
     as a list. also: learning-rate schedulers and the like, whose state_dict is JSON: a rank that was behind
     gets that of the rank that was furthest. recovered: called on every rank that has come into a generation.
 
-    seed: of what is drawn in the steps from torch's generators, of the CPU and of this rank's device; by default
-    the one that the script gave to torch.manual_seed. Each step begins them anew, from the seed, the step's
-    number and the rank: so a step that is made again, and a run that begins at `start`, draw the same.
+    seed: of what is drawn in the steps from torch's generators, of the CPU and of this rank's device; by
+    default the one that the script gave to torch.manual_seed. Each step begins them anew, from the seed, the
+    step's number and the rank: so a step that is made again, and a run that begins at `start`, draw the same.
 
     Ranks are replaced under `imece launch`. Under other launchers (torchrun, srun) the loop is a plain one:
     a rank that dies ends all, and rank 0 says so at first. imece.init()'s mesh, the model and the optimizer

@@ -76,15 +76,20 @@ class Transformer(nn.Module):
             x = self.embed(tokens)
             rotation = rotation_at(self.config, start, start + tokens.shape[1], x.device)
             for block in self.blocks:
-                if self.checkpoint_blocks and torch.is_grad_enabled():
-                    x = checkpoint(block, x, rotation, use_reentrant=False)
-                else:
-                    x = block(x, rotation, cache)
+                x = self.through(block, x, rotation, cache)
             x = self.norm(x[:, -1:] if last_only else x)
             logits = F.linear(x, self.embed.weight) if self.config.tied_head else self.head(x)
         if cache is not None:
             cache.length += tokens.shape[1]
         return cast(Tensor, logits)
+
+    def through(
+        self, block: nn.Module, x: Tensor, rotation: Rotation, cache: KVCache | None = None
+    ) -> Tensor:
+        """What a block makes of the residual x, as `forward` goes through it."""
+        if self.checkpoint_blocks and torch.is_grad_enabled():
+            return cast(Tensor, checkpoint(block, x, rotation, use_reentrant=False))
+        return cast(Tensor, block(x, rotation, cache))
 
     def loss(
         self, tokens: Tensor, targets: Tensor, ignore: int = -100, reduction: Reduction = "mean"
@@ -148,11 +153,13 @@ class Attention(nn.Module):
             k, v = cache.extend(self.layer, k, v)
         new, seen = q.shape[2], k.shape[2]
         mask = None
-        if 1 < new < seen:
+        if cache is not None and 1 < new < seen:
             # is_causal counts from the first key, so it would hide most of the cache from the new tokens.
             mask = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril(seen - new)
+        # Without a cache nothing is compared: torch.compile knows no answer to it where any length may come.
+        causal = cache is None or new == seen
         mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=new == seen, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
         )
         return cast(Tensor, self.out(mixed.transpose(1, 2).flatten(2)))
 

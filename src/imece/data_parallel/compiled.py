@@ -1,0 +1,44 @@
+"""`imece.compile_blocks`: torch.compile where gradients can still leave while backward goes on.
+
+A model that is compiled as a whole has one backward, which gives out all gradients at its end, when there is
+nothing left to hide their sum behind. Compiled block by block it has one for each: what is in a block leaves
+when that is over, units are gathered and freed between blocks, and since blocks share their code, it is
+compiled once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from imece.data_parallel.units import Wanted, find_units
+
+
+def compile_blocks(
+    model: nn.Module,
+    *,
+    units: Wanted = None,
+    backend: str | Callable[..., Any] = "inductor",
+    mode: str | None = None,
+    dynamic: bool | None = None,
+) -> list[str]:
+    """torch.compile for each of the model's repeated blocks, in place; their names.
+
+    Before or after imece.parallelize and DistributedDataParallel, with any strategy. Parameters keep their
+    names, and a copy or pickle of the model is not compiled. units: which modules, as for imece.parallelize:
+    by default the children of the outermost lists (nn.ModuleList, nn.Sequential) that share a class, or
+    classes, or how many elements a block has at least. backend, mode, dynamic: torch.compile's.
+
+    ValueError for a model without such blocks.
+    """
+    blocks = [unit for unit in find_units(model, units) if unit.number]
+    if not blocks:
+        raise ValueError(
+            f"compile_blocks: {type(model).__name__} has no list (nn.ModuleList, nn.Sequential) of blocks of "
+            "one class: name their classes with units=[...], or call model.compile()"
+        )
+    for block in blocks:
+        block.module.compile(backend=backend, mode=mode, dynamic=dynamic)
+    return [block.name for block in blocks]

@@ -1,0 +1,32 @@
+"""torch.compile in `imece train`: the blocks, before the first step, for the shape of its micro-batches.
+
+Whatever comes in another shape is computed as if nothing was compiled: validation, sampling, micro-batches
+that are smaller because a rank has died. So nobody waits for a compiler in the middle of a run, and a run
+that is gone on with computes each micro-batch as the undisturbed one does.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from imece.data_parallel.compiled import compile_blocks
+from imece.models.transformer import Transformer, rotation_at
+from imece.train.batch import BatchPlan
+from imece.train.precision import Precision
+
+
+def compile_now(model: Transformer, plan: BatchPlan, precision: Precision) -> float:
+    """Compile the blocks of a model that is not wrapped yet; seconds. One block is run, for all."""
+    began = time.perf_counter()
+    compile_blocks(model, dynamic=False)
+    block, device = model.blocks[0], model.embed.weight.device
+    residual = torch.zeros(plan.micro, plan.seq, model.config.width, device=device, requires_grad=True)
+    rotation = rotation_at(model.config, 0, plan.seq, device)
+    with torch.compiler.set_stance("default"):  # an earlier session in this process has set the other
+        with precision.autocast():
+            out = model.through(block, residual.clone(), rotation)
+        torch.autograd.grad(out.sum(), [residual, *block.parameters()])
+    torch.compiler.set_stance("eager_on_recompile")
+    return time.perf_counter() - began

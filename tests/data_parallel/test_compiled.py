@@ -1,0 +1,145 @@
+"""Blocks that are compiled one by one: one graph for all of them, and gradients that leave block by block."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+
+import imece
+
+LAYERS = 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.up(self.norm(x)).tanh()
+        return out
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Backend:
+    """Runs graphs as they are, and counts how often."""
+
+    def __init__(self) -> None:
+        self.forwards = self.backwards = 0
+        self.compile: Callable[..., Any] = aot_autograd(
+            fw_compiler=self._counted("forwards"), bw_compiler=self._counted("backwards")
+        )
+
+    def _counted(self, name: str) -> Callable[..., Any]:
+        def compiler(graph: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+            def run(values: list[Any]) -> Any:
+                setattr(self, name, getattr(self, name) + 1)
+                found = graph(*values)
+                values.clear()
+                return found
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        return compiler
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def made() -> Small:
+    torch.manual_seed(1)
+    return Small()
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
+
+
+def test_one_graph_for_all_blocks() -> None:
+    model, backend, x = made(), Backend(), torch.randn(4, 5, 8)
+    names, expected = list(model.state_dict()), gradients(model, x)
+    assert imece.compile_blocks(model, backend=backend.compile) == [f"blocks.{at}" for at in range(LAYERS)]
+    assert list(model.state_dict()) == names
+    for _ in range(2):
+        for got, each in zip(gradients(model, x), expected, strict=True):
+            torch.testing.assert_close(got, each)
+    assert (backend.forwards, backend.backwards) == (2 * LAYERS, 2 * LAYERS)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def test_other_lengths_are_one_graph_more() -> None:
+    model, backend = made(), Backend()
+    imece.compile_blocks(model, backend=backend.compile)
+    gradients(model, torch.randn(4, 5, 8))
+    with torch.no_grad():
+        for length in range(6, 12):
+            model(torch.randn(4, length, 8))
+    # One that trains; one of the first other length, and one of any.
+    assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]
+    assert backend.forwards == 7 * LAYERS, "all of them compiled"
+
+
+def gone_before_the_first(compile: Callable[[Small, Backend], object]) -> tuple[int, int]:
+    """Graphs of backward that had run when a gradient of the last block came, and in all."""
+    model, backend = made(), Backend()
+    compile(model, backend)
+    seen: list[int] = []
+    weight = model.get_parameter(f"blocks.{LAYERS - 1}.up.weight")
+    weight.register_post_accumulate_grad_hook(lambda _: seen.append(backend.backwards))
+    left = []
+    model.get_parameter("blocks.0.up.weight").register_post_accumulate_grad_hook(
+        lambda _: left.append(weight.grad is not None)
+    )
+    model(torch.randn(2, 8)).sum().backward()
+    assert left == [True]
+    return seen[0], backend.backwards
+
+
+def test_gradients_of_a_block_leave_when_it_is_over() -> None:
+    blocks = gone_before_the_first(lambda m, b: imece.compile_blocks(m, backend=b.compile))
+    assert blocks == (1, LAYERS)
+    whole = gone_before_the_first(lambda m, b: m.compile(backend=b.compile))
+    assert whole == (1, 1), "compiled as a whole, all of backward is over before the first gradient leaves"
+
+
+def test_a_copy_is_not_compiled() -> None:
+    model, backend = made(), Backend()
+    imece.compile_blocks(model, backend=backend.compile)
+    copy.deepcopy(model)(torch.randn(2, 8))
+    assert not backend.forwards
+    model(torch.randn(2, 8))
+    assert backend.forwards == LAYERS
+
+
+def test_which_modules() -> None:
+    model = made()
+    assert imece.compile_blocks(model, units=[nn.Linear], backend="eager")[0] == "first"
+    with pytest.raises(ValueError, match=r"Block has no list \(nn.ModuleList, nn.Sequential\) of blocks of"):
+        imece.compile_blocks(Block())
+    with pytest.raises(ValueError, match="no such module"):
+        imece.compile_blocks(model, units=[nn.Conv1d])

@@ -1,0 +1,136 @@
+"""`imece train --compute.compile`: with inductor, in every strategy; and what is not compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+
+import imece
+from imece.models.generate import generate
+from imece.models.presets import PRESETS
+from imece.models.transformer import Transformer, token_loss
+from imece.train import compiling
+from imece.train.batch import BatchPlan
+from imece.train.precision import Precision
+from tests.ranks import run_ranks
+
+SEQ, MICRO, LAYERS = 8, 2, 2
+PLAN = BatchPlan(SEQ, 2 * MICRO, 2, MICRO, 1)
+
+
+def made(recompute: bool = False) -> Transformer:
+    config = dataclasses.replace(PRESETS["tiny"], vocab_size=32, width=16, mlp_width=24, max_seq=4 * SEQ)
+    assert config.layers == LAYERS
+    model = Transformer(config, generator=torch.Generator().manual_seed(1))
+    model.checkpoint_blocks = recompute
+    return model
+
+
+def tokens(rows: int, length: int) -> Tensor:
+    return torch.randint(0, 32, (rows, length), generator=torch.Generator().manual_seed(rows * length))
+
+
+def compiled_calls(
+    model: Any, inputs: Tensor, precision: Precision, backward: bool
+) -> tuple[int, int, float]:
+    """Compiled forwards and backwards of one step, and its loss."""
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        with precision.autocast():
+            loss = token_loss(model(inputs), inputs)
+        if backward:
+            loss.backward()
+    names = [event.name for event in seen.events()]
+    return names.count("CompiledFunction"), names.count("CompiledFunctionBackward"), float(loss.detach())
+
+
+def trained(strategy: str, options: dict[str, Any], recompute: bool, dtype: str, compile: bool) -> list[Any]:
+    """Two steps; each [compiled forwards, backwards, loss]."""
+    mesh, model, precision = imece.init(), made(recompute), Precision(dtype, "cpu")
+    torch.compiler.set_stance("default")  # or a plain block in a checkpoint would use what another one has
+    if compile:
+        compiling.compile_now(model, PLAN, precision)
+    wrapped, optimizer = imece.parallelize(
+        model, torch.optim.AdamW(model.parameters(), lr=0.01), strategy, mesh, **options
+    )
+    told = []
+    for step in range(2):
+        inputs = tokens(MICRO, SEQ).roll(step + mesh.rank)
+        told.append(list(compiled_calls(wrapped, inputs, precision, True)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return told
+
+
+STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "replicate": ("replicate", {}),
+    "zero1": ("zero1", {}),
+    "zero2": ("zero2", {}),
+    "zero3": ("zero3", {}),
+    "zero3 gathered": ("zero3", {"gather": True}),
+}
+
+
+def all_strategies() -> list[str]:
+    """What is wrong, in words."""
+    wrong = []
+    for dtype, recompute in (("fp32", False), ("bf16", False), ("fp32", True)):
+        torch._dynamo.reset()
+        for name, (strategy, options) in STRATEGIES.items():
+            where = f"{name}, {dtype}{', recomputed' if recompute else ''}"
+            counters.clear()
+            plain = trained(strategy, options, recompute, dtype, False)
+            got = trained(strategy, options, recompute, dtype, True)
+            calls = [each[:2] for each in got]
+            if calls != [[LAYERS * (1 + recompute), LAYERS]] * 2 or any(each[0] for each in plain):
+                wrong.append(f"{where}: compiled calls {calls}")
+            graphs = counters["stats"]["unique_graphs"]
+            if graphs > 1 or counters["graph_break"]:
+                wrong.append(f"{where}: {graphs} graphs, breaks {dict(counters['graph_break'])}")
+            losses, expected = ([each[2] for each in steps] for steps in (got, plain))
+            if losses != pytest.approx(expected, rel=1e-5 if dtype == "fp32" else 2e-2):
+                wrong.append(f"{where}: {losses}, not {expected}")
+    return wrong
+
+
+@pytest.mark.slow
+def test_in_every_strategy() -> None:
+    for wrong in run_ranks(all_strategies, 2, backend="gloo", timeout_s=400):
+        assert not wrong, "\n".join(wrong)
+
+
+def steps_of(model: Transformer, rows: int, length: int, backward: bool) -> list[int]:
+    """Compiled forwards and backwards of one."""
+    return list(compiled_calls(model, tokens(rows, length), Precision("fp32", "cpu"), backward)[:2])
+
+
+@pytest.fixture
+def anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch.compiler.set_stance("default")
+    torch._dynamo.reset()
+
+
+def test_other_shapes_are_not_compiled(anew: None) -> None:
+    model, cheap = made(), functools.partial(imece.compile_blocks, backend="aot_eager")
+    with mock.patch("imece.train.compiling.compile_blocks", cheap):
+        compiling.compile_now(model, PLAN, Precision("fp32", "cpu"))
+    assert all(each.grad is None for each in model.parameters())
+    assert steps_of(model, MICRO, SEQ, True) == [LAYERS, LAYERS]
+    assert steps_of(model, 1, SEQ, True) == [0, 0], "a micro-batch that is smaller"
+    with torch.no_grad():
+        for length in (SEQ, SEQ + 1, SEQ + 2):
+            assert steps_of(model, 4, length, False) == [0, 0], "validation"
+    assert len(list(generate(model, [1, 2], 4))) == 4
+    assert steps_of(model, MICRO, SEQ, True) == [LAYERS, LAYERS]
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
