@@ -30,6 +30,7 @@ from imece.train.agreeing import together
 from imece.train.alike import check_same_tokens
 from imece.train.batch import BatchPlan, plan_batch, shared_among
 from imece.train.clock import Clock
+from imece.train.compiling import compile_now
 from imece.train.config import TrainConfig
 from imece.train.optimizer import make_optimizers
 from imece.train.peak import measured_peak
@@ -92,7 +93,7 @@ class Session:
         model = Transformer(shape, generator=torch.Generator().manual_seed(config.seed)).to(mesh.device)
         model.checkpoint_blocks = config.compute.recompute
         if config.compute.compile:
-            model.compile()
+            compile_now(model, plan, precision)
         optimizers = make_optimizers(model, config.optimizer)
         strategy = _strategy(config, shape, plan, precision, machine, mesh)
         # This has collectives within, but what it refuses it refuses on all ranks before them.
@@ -236,7 +237,7 @@ class Session:
         }
 
     def _resume(self) -> None:
-        """The position in the data and all that is drawn follow from the step's number: nothing else is lost."""
+        """The place in the data and all that is drawn follow from the step's number: nothing else is lost."""
         damaged: list[str] = []
         saved = newest(self.folder.checkpoints, damaged.append)
         if self.mesh.rank == 0:  # all see the same, and one to say so is enough
