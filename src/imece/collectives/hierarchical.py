@@ -44,31 +44,29 @@ def all_reduce(
     """In place; every rank gets the same bits.
 
     tensor: any shape, M bytes. op: sum, avg, min, max, product. wire="bf16": between hosts half the bytes
-    (sum and avg of floating point only; summed in fp32). Bytes sent a rank: 2(H−1)/H · M in the host,
-    2(K−1)/K · M/H between hosts. ValueError for an operation that the dtype or the wire does not know.
+    (sum and avg of floating point only; summed in fp32, as in wire.py). Bytes sent a rank: 2(H−1)/H · M in
+    the host, 2(K−1)/K · M/H between hosts. ValueError for an operation that the dtype or the wire does not
+    know.
     """
     _check_wire(tensor, op, wire)
-    world_size, per_host = hosts.world_size, hosts.host.size()
+    world_size = hosts.world_size
     with torch.no_grad():
         buffer, base = prepared(tensor, op, world_size)
         if wire is not None:
             buffer = buffer.float()
-        # Of two hosts both sum all that they exchange: as many bytes as by halves, and one wait less.
-        row = 1 if hosts.cross.size() <= 2 else hosts.cross.size()
-        parts = per_host * row
-        even = buffer.numel() // parts * parts
+        even = buffer.numel() // world_size * world_size
         peers, in_host = hosts.peers, _open(buffer, hosts.host)
 
         def cut(each: torch.Tensor, place: int) -> Row:
-            return list(each.view(per_host, row, -1)[place])
+            return list(each.view(hosts.host.size(), hosts.cross.size(), -1)[place])
 
         chunks = [
             Chunk(hosts, peers, buffer[start:stop], [each[start:stop] for each in in_host], cut, base, wire,
                   whole=buffer[start:stop])
-            for start, stop in pieces(even, _length(buffer, parts, chunk_bytes) * parts)
+            for start, stop in pieces(even, _length(buffer, world_size, chunk_bytes) * world_size)
         ]  # fmt: skip
         # Every chunk has equal parts; what is left over makes a padded one.
-        tail = buffer.new_zeros(parts) if even < buffer.numel() else None
+        tail = buffer.new_zeros(world_size) if even < buffer.numel() else None
         if tail is not None:
             tail[: buffer.numel() - even].copy_(buffer[even:])
             chunks.append(Chunk(hosts, peers, tail, [], cut, base, wire, whole=tail))
@@ -149,11 +147,11 @@ def _check_wire(tensor: torch.Tensor, op: str, wire: str | None) -> None:
         raise ValueError(f"unknown wire {wire!r}: None or 'bf16'")
 
 
-def _length(tensor: torch.Tensor, parts: int, chunk_bytes: int | None) -> int:
-    """Elements of one of so many parts of a chunk."""
+def _length(tensor: torch.Tensor, world_size: int, chunk_bytes: int | None) -> int:
+    """Elements of one rank's part of a chunk."""
     if chunk_bytes is None:
-        chunk_bytes = max(CHUNK_BYTES, LEAST_BYTES * parts)
-    return max(1, chunk_bytes // tensor.itemsize // parts)
+        chunk_bytes = max(CHUNK_BYTES, LEAST_BYTES * world_size)
+    return max(1, chunk_bytes // tensor.itemsize // world_size)
 
 
 def _cut(hosts: HostGroups, numel: int, start: int, stop: int) -> Cut:

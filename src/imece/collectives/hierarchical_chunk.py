@@ -71,8 +71,7 @@ class Chunk:
         self.wire = wire if hosts.cross.size() > 1 else None
         self.mine = cut(tensor, self.place)
         self.theirs = [cut(each, self.place) for each in in_host]
-        self.alike = len(self.mine) == 1  # every host sums the whole row, which is one part then
-        self.part = self.mine[0 if self.alike else self.here]
+        self.part = self.mine[self.here]
         # What is under way, and is let go when it has come.
         self.works: list[Waitable] = []
         self.arrived: Row = []  # by host, this one's included
@@ -87,9 +86,7 @@ class Chunk:
         return [self._send_part, self._take_parts]
 
     def all_reduce(self) -> list[Stage]:
-        """In place."""
-        if self.alike:
-            return [self._send_sums, self._add_up_and_bring]
+        """In place: the one and then the other."""
         return [self._send_sums, self._add_up_and_send, self._take_parts]
 
     # Reduce-scatter.
@@ -98,15 +95,13 @@ class Chunk:
         sums = self._sum_in_host()
         if self.wire is not None:
             sums = [each.to(torch.bfloat16) for each in sums]
-        if self.alike:
-            sums = sums * self.cross.size()
         self.arrived = [
             each if host == self.here else torch.empty_like(each) for host, each in enumerate(sums)
         ]
         self._exchange(sums, self.arrived)
 
     def _add_up(self) -> None:
-        """All hosts add the same numbers in the same order, so they get the same bits."""
+        """In the order of hosts, whoever adds."""
         self._wait()
         if self.wire is None:
             _reduce(self.op, self.arrived, self.part)
@@ -168,17 +163,11 @@ class Chunk:
             for target, part in zip(self._rows(), rows.view(-1, self.part.numel()), strict=True):
                 target.copy_(part)
 
-    # All-reduce.
-
-    def _add_up_and_bring(self) -> None:
-        self._add_up()
-        self._bring()
+    # Helpers.
 
     def _add_up_and_send(self) -> None:
         self._add_up()
         self._send_part()
-
-    # Helpers.
 
     def _rows(self) -> Row:
         """The parts of all ranks, by place and host."""
