@@ -282,7 +282,7 @@ class Case:
                 one.step()
             for scheduler in schedulers:
                 scheduler.step()
-            return state_of(model.module) | {"loss": torch.stack(losses)}
+            return whole_state_of(model) | {"loss": torch.stack(losses)}
 
         if not self.lengths:
             yield from map(one_step, range(self.steps))
@@ -303,6 +303,12 @@ def clip(model: nn.Module, max_norm: float) -> None:
 
 def state_of(model: nn.Module) -> State:
     return {name: each.detach().clone() for name, each in model.state_dict().items()}
+
+
+def whole_state_of(model: Any) -> State:
+    """Of a wrapped model: all ranks call it."""
+    with model.gathered() if hasattr(model, "gathered") else contextlib.nullcontext():
+        return state_of(model.module)
 
 
 def first_difference(got: Sequence[State], expected: Sequence[State], limit: float = 0.0) -> str | None:

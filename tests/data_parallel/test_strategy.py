@@ -6,13 +6,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import imece
+from imece.collectives.execute import post
+from imece.data_parallel import replicate
 from imece.data_parallel.strategy import STRATEGIES, ShardGroups, Strategy, choose_strategy, find_strategy
 from imece.mesh import Mesh
-from tests.data_parallel.test_parallelize import EXACT, Case, first_difference, momentum, muon_and_adamw
+from tests.data_parallel.test_parallelize import (
+    EXACT,
+    Case,
+    first_difference,
+    momentum,
+    muon_and_adamw,
+    plain,
+)
 from tests.data_parallel.test_parity import replaced
 from tests.ranks import run_ranks
 
@@ -100,32 +112,77 @@ CASES = {
     "sgd": Case(make=momentum, micros=2, clip=0.05),
     "muon and adamw": Case(make=muon_and_adamw, schedule=True),
 }
-TWO_HOSTS = ("replicate", "zero1", "zero2", "hybrid", "hybrid_zero2")
+TWO_HOSTS = ("replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2")
 
 
 def alone_in_its_host(strategy: Strategy, mesh: Mesh, spread: bool) -> ShardGroups:
     return replace(of(strategy, mesh, spread), replicas=None)
 
 
-def on_two_hosts() -> dict[str, list[str] | str]:
-    """What is wrong, and what is when hosts keep their sums for themselves."""
+def flat(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Instead of the schedule that is best between hosts."""
+    return None
+
+
+def on_two_hosts() -> dict[str, Any]:
+    """What is wrong, and what is when hosts keep their sums for themselves, or go the backend's own way."""
     mesh = imece.init()
     assert len(mesh.hosts) == 2 and mesh.world_size == 4
+    group = mesh.world_group
 
-    def differences(case: Case, strategies: Sequence[str]) -> list[str]:
+    def differences(case: Case, strategies: Sequence[str]) -> tuple[list[str], list[str]]:
+        """From one process, and from the bits of replicate."""
         case = replace(case, mesh=mesh)
         expected = list(case.alone(4))
-        got = {name: list(case.together(name, mesh.world_group)) for name in strategies}
+        got = {name: list(case.together(name, group)) for name in strategies}
         found = {name: first_difference(each, expected, EXACT) for name, each in got.items()}
-        return [f"{name}: {each}" for name, each in found.items() if each]
+        bits = {name: first_difference(each, got[strategies[0]]) for name, each in got.items()}
+        return [f"{name}: {each}" for name, each in found.items() if each], [
+            f"{name}: {each}" for name, each in bits.items() if each
+        ]
 
-    wrong = [said for case in CASES.values() for said in differences(case, TWO_HOSTS)]
+    wrong = [differences(case, TWO_HOSTS) for case in CASES.values()]
     with replaced(ShardGroups, "of", alone_in_its_host):
-        noticed = differences(CASES["sgd"], ["hybrid", "hybrid_zero2"])
-    return {"wrong": wrong, "noticed": noticed, "auto": choose_strategy("auto", mesh).name}
+        noticed, _ = differences(CASES["sgd"], ["hybrid", "hybrid_zero2"])
+    case = replace(CASES["sgd"], mesh=mesh)
+    whole = list(case.together("replicate", group))
+    with replaced(replicate, "_best_schedule", flat):
+        other_bits = first_difference(list(case.together("zero1", group)), whole)
+    return {
+        "wrong": wrong,
+        "noticed": noticed,
+        "other bits": other_bits,
+        "sent": {name: sent_between_hosts(name, mesh) for name in ("zero1", "zero2", "zero3")},
+        "auto": choose_strategy("auto", mesh).name,
+    }
+
+
+def sent_between_hosts(strategy: str, mesh: Mesh) -> tuple[int, int]:
+    """Bytes that this rank sends to the other host in a step, and what they should be."""
+    model, optimizer = Case(mesh=mesh).wrapped(strategy, mesh.world_group)
+    sent: list[int] = []
+
+    def counting(sends: Any, receives: Any, group: Any) -> Any:
+        sent.extend(message.tensor.nbytes for message in sends)
+        return post(sends, receives, group)
+
+    with mock.patch("imece.collectives.hierarchical_chunk.post", counting):
+        for turn in range(2):
+            sent.clear()
+            plain(model, turn, mesh.rank).backward()
+            optimizer.step()
+    stores = model.sharding.stores
+    nbytes = sum(store.parameters.numel() * store.parameters.itemsize for store in stores)
+    # Units but the root are gathered twice, the root once: it stays from forward to the end of backward.
+    root = sum(store.parameters.numel() * store.parameters.itemsize for store in stores if store.unit == 0)
+    moved = 2 * nbytes if strategy != "zero3" else 3 * nbytes - root
+    return sum(sent), moved // 2 // 2
 
 
 def test_two_hosts() -> None:
     for told in run_ranks(on_two_hosts, 4, backend=None, ranks_per_host=2):
-        assert told["wrong"] == [] and len(told["noticed"]) == 2
+        assert told["wrong"] == [[[], []], [[], []]] and len(told["noticed"]) == 2
+        assert told["other bits"] is not None
+        for name, (sent, expected) in told["sent"].items():
+            assert sent == expected > 0, f"{name} sends {sent} bytes instead of {expected}"
         assert told["auto"] == "replicate"  # tests/train/test_faults.py sees what it is on one host

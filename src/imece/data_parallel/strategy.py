@@ -48,7 +48,8 @@ def find_strategy(name: str) -> Strategy:
 def choose_strategy(name: str, ranks: Mesh | dist.ProcessGroup) -> Strategy:
     """By any of its names; "auto": zero1, which divides the optimizer's work and moves no more than DDP does.
 
-    Between the CPUs of several hosts it is replicate: there the hierarchical all-reduce sends half the bytes.
+    Between the CPUs of several hosts it is replicate: of as many bytes it hides all behind backward, where
+    zero1's gather of parameters comes after the step, in sight.
     """
     if name.lower() != "auto":
         return find_strategy(name)
