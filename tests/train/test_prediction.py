@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,7 +116,7 @@ def test_predicted_and_measured_are_kept(tmp_path: Path) -> None:
     said = of("zero2", machine(is_measured=True))
     came = measured(tmp_path, Footprint(1, 2, 3, 4), since=0)
     assert came == {
-        "memory_bytes": {"parameters": 1, "gradients": 2, "optimizer": 3, "communication": 4},
+        "memory_bytes": asdict(Footprint(1, 2, 3, 4)),
         "rank_bytes": 1100,
         "step_s": 0.5,
     }
@@ -144,3 +144,24 @@ def test_no_plan_was_chosen_before(tmp_path: Path) -> None:
     for text in ("", "[]", '{"predicted": 1}'):
         (tmp_path / PLAN_FILE).write_text(text)
         assert chosen_before(tmp_path) is None
+
+
+def test_shared_memory_counts_for_each_rank_that_has_it_mapped() -> None:
+    """zero1 of 2 ranks: the other's parameters and gradients, and two copies of each rank's part."""
+    alone, shared = of("zero1", machine()), replace(machine(), shares_memory=True)
+    size, state = 4 * SHAPE.parameter_count, alone.as_json()["counted_bytes"]["optimizer"]
+    plan = plan_batch(CONFIG.batch, SHAPE.max_seq, 2)
+    plain = predict("zero1", CONFIG, SHAPE, plan, BF16, shared)
+    assert plain.needed - alone.needed == pytest.approx(2 * size, rel=0.01)
+    safe = predict("zero1", CONFIG, SHAPE, plan, BF16, shared, copies=True)
+    assert safe.needed - plain.needed == pytest.approx(2 * 2 * (state + size / 2), rel=0.01)
+    whole = predict("replicate", CONFIG, SHAPE, plan, BF16, shared, copies=True)
+    assert whole.mapped == pytest.approx(size, rel=0.01), "of replicas only gradients are shared"
+
+
+def test_what_a_process_has_besides_its_model_is_outside_of_it() -> None:
+    with_model, without = (
+        prediction.machine_of(ONE_HOST, at).cluster.gpu.overhead_bytes for at in (10**8, 0)
+    )
+    assert without - with_model == pytest.approx(10**8, abs=2 * 10**7)
+    assert without > 100 * 2**20, "torch is in it"

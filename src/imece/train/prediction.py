@@ -39,6 +39,9 @@ from imece.train.precision import Precision
 
 _SAME = 0.02  # of a step: no prediction is better, so what is chosen without one is kept
 _WARM = 3  # steps at the beginning that are slower
+_FIRST_STEP_BYTES = 70 << 20
+"""On a CPU, of libraries: code that only a step runs, oneDNN's own memory, what the allocator cannot fill.
+Measured with torch 2.13 as what a process of 4 M and of 11 M parameters has more than its tensors."""
 _UNKNOWN = "no figures of this machine: imece plan --here measures them"
 
 
@@ -48,6 +51,7 @@ class Machine:
 
     cluster: Cluster
     is_measured: bool  # or else only its memory counts
+    shares_memory: bool = False  # the ranks of a host are on CPUs: each has what the others share mapped
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,14 @@ class Prediction:
 
     candidate: Candidate
     machine: Machine
+    mapped: int = 0
+    """Bytes of the memory that CPU ranks of a host share and that is counted for each of them: what others
+    have in it, and copies for when one dies."""
+
+    @property
+    def needed(self) -> int:
+        """Bytes of a rank's whole process, as the system counts them; on a GPU those on the card."""
+        return self.candidate.needed + self.mapped
 
     @property
     def step_s(self) -> float | None:
@@ -64,7 +76,7 @@ class Prediction:
 
     def describe(self) -> str:
         """For the header."""
-        size = f"{gigabytes(self.candidate.needed)} a rank"
+        size = f"{gigabytes(self.needed)} a rank"
         if self.step_s is None:
             return f"{size}; {_UNKNOWN}"
         tokens_per_s = self.candidate.setup.tokens_a_step / self.step_s
@@ -81,23 +93,28 @@ class Prediction:
             "memory_bytes": candidate.memory.by_category(),
             "counted_bytes": _counted(candidate.setup, self.machine.cluster),
             "outside_bytes": self.machine.cluster.gpu.overhead_bytes,
-            "needed_bytes": candidate.needed,
+            "mapped_bytes": self.mapped,
+            "needed_bytes": self.needed,
             "step_s": step_s,
             "parts_s": parts(candidate.time) if candidate.time is not None and step_s is not None else {},
             **({} if step_s is not None else {"why": _UNKNOWN}),
         }
 
 
-def machine_of(mesh: Mesh) -> Machine:
+def machine_of(mesh: Mesh, model_bytes: int = 0) -> Machine:
     """What imece plan --here has kept of this machine; or else a preset with the memory that there is.
 
-    What this process takes on a CPU now, before it has a model, is what it takes outside of the model.
+    model_bytes: of what this process, on a CPU, has of the model now; all else that it takes is outside.
     """
     found = _machine_of(mesh)
     if mesh.device.type != "cpu":
         return found
-    gpu = replace(found.cluster.gpu, overhead_bytes=psutil.Process().memory_info().rss)
-    return replace(found, cluster=replace(found.cluster, gpu=gpu))
+    gpu = replace(found.cluster.gpu, overhead_bytes=_outside(model_bytes))
+    return replace(found, cluster=replace(found.cluster, gpu=gpu), shares_memory=True)
+
+
+def _outside(model_bytes: int) -> int:
+    return int(psutil.Process().memory_info().rss) - model_bytes + _FIRST_STEP_BYTES
 
 
 def _machine_of(mesh: Mesh) -> Machine:
@@ -116,9 +133,9 @@ def _machine_of(mesh: Mesh) -> Machine:
 
 def predict(
     strategy: str, config: TrainConfig, shape: TransformerConfig, plan: BatchPlan, precision: Precision,
-    machine: Machine,
+    machine: Machine, *, copies: bool = False,
 ) -> Prediction:  # fmt: skip
-    """Of the run with that strategy."""
+    """Of the run with that strategy. copies: whether each rank keeps copies of its part, for when it dies."""
     cluster = machine.cluster
     ranks = plan.ranks
     shard = {"replicate": 1, "hybrid": cluster.gpus_per_host, "hybrid_zero2": cluster.gpus_per_host}
@@ -135,7 +152,20 @@ def predict(
     model = from_shape(config.model.preset, shape)
     name = cast(Strategy, strategy)  # as data_parallel/strategy.py has them
     parallel = Parallel(strategy=name, data=ranks, shard=shard.get(strategy, ranks))
-    return Prediction(judge(Setup(model, parallel, recipe), cluster), machine)
+    setup = Setup(model, parallel, recipe)
+    mapped = _mapped(setup, cluster, copies and strategy != "replicate") if machine.shares_memory else 0
+    return Prediction(judge(setup, cluster), machine, mapped)
+
+
+def _mapped(setup: Setup, cluster: Cluster, copies: bool) -> int:
+    """Of the ranks of one host: what lies in shared memory, and its last two states in copies of it."""
+    counted, ranks = _counted(setup, cluster), min(setup.parallel.ranks, cluster.gpus_per_host)
+    shared = counted["gradients"] + counted["communication"]
+    part = counted["optimizer"]
+    if setup.parallel.strategy != "replicate":
+        shared += counted["parameters"]
+        part += 4 * setup.model.parameters / ranks
+    return int((ranks - 1) * shared + (ranks * 2 * part if copies else 0))
 
 
 def _counted(setup: Setup, cluster: Cluster) -> dict[str, float]:
@@ -206,7 +236,7 @@ def measured(folder: Path, counted: Footprint, since: int) -> dict[str, Any]:
 
 def compared(prediction: Prediction, came: dict[str, Any]) -> str:
     """ "predicted 0.62 GB a rank, 550 ms a step; measured 0.70 GB, 562 ms": the end's line."""
-    said, was = [f"{gigabytes(prediction.candidate.needed)} a rank"], []
+    said, was = [f"{gigabytes(prediction.needed)} a rank"], []
     if came["rank_bytes"]:
         was.append(gigabytes(came["rank_bytes"]))
     if prediction.step_s is not None:
