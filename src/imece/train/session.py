@@ -66,6 +66,7 @@ class Session:
     first: int = 0  # of them, before this command
     seconds: float = 0.0  # spent on them
     tokens: int = 0  # that they read
+    compile_s: float = 0.0  # before the first step
     best_val_loss: float | None = None
     checkpoints: Checkpoints = field(init=False)
     recovery: Recovery | None = None  # None: the launcher does not replace ranks
@@ -89,12 +90,11 @@ class Session:
         prepared, plan, batches, precision = together(mesh, inputs)
         check_same_tokens(prepared, mesh)
         shape = config.model.shape(prepared.tokenizer.vocab_size)
-        machine = machine_of(mesh)  # before there is a model
         model = Transformer(shape, generator=torch.Generator().manual_seed(config.seed)).to(mesh.device)
         model.checkpoint_blocks = config.compute.recompute
-        if config.compute.compile:
-            compile_now(model, plan, precision)
-        optimizers = make_optimizers(model, config.optimizer)
+        compile_s = compile_now(model, plan, precision) if config.compute.compile else 0.0
+        optimizers = make_optimizers(model, config.optimizer)  # with it come torch's libraries for them
+        machine = machine_of(mesh, sum(each.nbytes for each in model.parameters()))
         strategy = _strategy(config, shape, plan, precision, machine, mesh)
         # This has collectives within, but what it refuses it refuses on all ranks before them.
         wrapped = together(mesh, lambda: _parallelize(model, optimizers, strategy, mesh))
@@ -105,6 +105,7 @@ class Session:
             TrainingState(wrapped, optimizers),
             Step(wrapped, optimizers, batches, plan, precision, config.optimizer.clip, clock),
             alarms,
+            compile_s=compile_s,
         )  # fmt: skip
         if not mesh.world.joining:
             session.checkpoints = session._open_checkpoints()
@@ -222,7 +223,10 @@ class Session:
     def prediction(self) -> Prediction:
         """What the planner says of this run, with the ranks that it has now."""
         shape = self.model.config
-        return predict(self.strategy, self.config, shape, self.plan, self.precision, self.machine)
+        copies = self.recovery is not None and self.recovery.needs_copies
+        return predict(
+            self.strategy, self.config, shape, self.plan, self.precision, self.machine, copies=copies
+        )
 
     def _state(self) -> dict[str, Any]:
         return {
