@@ -25,10 +25,13 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "imece": imece.DistributedDataParallel,
     "imece bf16": lambda model: imece.DistributedDataParallel(model, wire="bf16"),
 }
-STRATEGIES = ("zero1", "zero3", "hybrid", "hybrid_zero2")
+STRATEGIES = ("zero1", "zero2", "zero3", "hybrid", "hybrid_zero2")
 _CLOSE = 0.2
 TARGETS = ((128, "imece", 1.45), (128, "imece bf16", 2.0), (512, "imece", 1.35))
 """(tokens, way, at least so many times the speed of torch-gloo)."""
+SENT = (("zero1", 1.0), ("zero2", 1.0), ("zero3", 1.5))
+"""(strategy, so many times the bytes that imece sends, within a few headers)."""
+_HEADERS = 1.03
 
 
 @dataclass
@@ -118,6 +121,11 @@ def lines(results: StepResults, bytes_per_s: float = 125e6) -> list[str]:
         found = results.speed(tokens, way)
         text = f"{tokens} tokens a rank, {way}: at least {least:g} x torch-gloo"
         shown.append(verdict(found >= least, text, f"{found:.3g} x"))
+    for way, times in SENT:
+        if way in results.sent_bytes:
+            share = results.sent_bytes[way] / results.sent_bytes["imece"]
+            text = f"{way}: sends at most {times:g} x what imece sends, within 3%"
+            shown.append(verdict(share <= times * _HEADERS, text, f"{share:.3g} x"))
     for tokens, rounds in results.seconds.items():
         if "hybrid" in rounds:
             saved, bytes_say = results.saved_s(tokens, bytes_per_s)

@@ -65,7 +65,8 @@ def parallelize(
 
     mesh: by default that of imece.init(); a process group instead shards over its ranks. average,
     bucket_cap_mb (5 MiB where gradients are sharded on CPUs), overlap: as for DistributedDataParallel.
-    wire="bf16": gradients travel in bf16 and are summed in fp32, in hybrid strategies between hosts only.
+    wire="bf16": gradients travel in bf16 and are summed in fp32, between hosts only in hybrid
+    strategies and on the CPUs of several hosts.
 
     zero3 and hybrid gather parameters by unit, a module whose parameters are there only while it runs; but on
     the CPUs of one host they lie in memory that all its ranks have in common, and nothing is gathered unless
