@@ -139,16 +139,18 @@ def test_memory_falls_as_shards_grow_and_grows_with_the_micro_batch(
 def test_the_total_is_the_sum_of_its_categories() -> None:
     found = of("zero3", 8, recompute="full")
     assert found.total == sum(found.by_category().values())
-    assert list(found.by_category()) == [each.name for each in fields(Memory) if each.name != "notes"]
+    others = {"notes", "host"}
+    assert list(found.by_category()) == [each.name for each in fields(Memory) if each.name not in others]
 
 
 def test_what_eight_bits_adapters_and_the_host_save() -> None:
     whole, less = of(), of(optimizer="adamw-8bit")
     assert whole.optimizer == 8 * N
     assert less.optimizer == pytest.approx(2 * N * (1 + 4 / 256), rel=1e-6)
-    off = of(offload=True)
+    off = of(offload="optimizer")
     assert (off.optimizer, off.masters) == (0, 0)
     assert off.total == whole.total - whole.optimizer - whole.masters
+    assert off.host == 16 * N  # masters, two moments, and the gradients as they are stepped
     lora, qlora = of(adapters="lora"), of(adapters="qlora")
     assert 2 * N < lora.parameters < 2.02 * N  # frozen in bf16; nothing else of them is kept
     assert lora.gradients + lora.optimizer + lora.masters < 0.1 * N
@@ -157,6 +159,26 @@ def test_what_eight_bits_adapters_and_the_host_save() -> None:
     assert qlora.gathered > 0  # a matrix is unpacked to be multiplied with
     assert lora.notes and not whole.notes
     assert of(optimizer="sgd").optimizer == 4 * N
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "hybrid", "hybrid_zero2"])
+def test_what_is_offloaded_is_in_one_memory_or_the_other(strategy: Strategy) -> None:
+    """On the device are whole parameters and gradients alone; all else only moves, but for a second sum."""
+    whole, off = of(strategy, 8), of(strategy, 8, offload="optimizer")
+    kept = (whole.gathered, whole.communication, whole.activations, whole.logits)
+    assert (off.gathered, off.communication, off.activations, off.logits) == kept
+    assert off.parameters == whole.parameters and (off.optimizer, off.masters) == (0, 0)
+    assert off.host == pytest.approx(16 * N / 8, rel=1e-3)
+    if strategy == "zero1":
+        assert off.gradients == pytest.approx(2 * N, rel=1e-3)
+    else:
+        assert off.gradients == 0 and whole.total - off.total == pytest.approx(off.host, rel=1e-6)
+    if STRATEGIES[strategy].parameters:
+        more = of(strategy, 8, offload="parameters")
+        assert more.parameters == 0 and more.host - off.host == pytest.approx(2 * N / 8, rel=1e-3)
+        assert more.total == off.total - off.parameters
+        fp32 = of(strategy, 8, offload="parameters", precision=Precision(4, 4, 0, 0, 4, 4))
+        assert fp32.host == pytest.approx(16 * N / 8, rel=1e-3)  # parts are their own masters
 
 
 def test_fsdp_deals_masters_and_gathers_units_in_fewer_bits() -> None:

@@ -73,6 +73,25 @@ def test_long_sequences_are_shared() -> None:
     assert {each.context for each in arrangements(question(context=4))} == {4}
 
 
+def test_what_can_be_offloaded() -> None:
+    """As the engine has it; on one GPU nothing has to be sharded for it."""
+    one, eight = question(1, 1, 64), question(8, 1, 64, tensor=1, pipeline=1)
+
+    def strategies(asked: Question) -> set[str]:
+        return {each.strategy for each in arrangements(asked)}
+
+    assert strategies(replace(eight, offload="optimizer")) == {"zero1", "zero2", "zero3"}
+    assert strategies(replace(eight, offload="parameters")) == {"zero3"}
+    assert strategies(replace(one, offload="optimizer")) == strategies(one) == {"replicate"}
+    assert strategies(replace(one, offload="parameters")) == {"zero3"}
+    for strategy, offload, message in (
+        ("replicate", "optimizer", "is for a sharded strategy, such as zero1, not for --strategy replicate"),
+        ("zero2", "parameters", "is for zero3 or hybrid, not for --strategy zero2"),
+    ):
+        with pytest.raises(UserError, match=f"--offload {offload} {message}"):
+            check(question(8, 1, 64, tensor=1, pipeline=1, strategy=strategy, offload=offload))
+
+
 @pytest.mark.parametrize("name", ["tensor", "pipeline", "context", "micro_batch", "strategy", "recompute"])
 def test_what_is_asked_for_is_kept(name: str) -> None:
     value: Any = {"strategy": "zero2", "recompute": "full"}.get(name, 2)

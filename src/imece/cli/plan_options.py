@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from imece.errors import UserError
+from imece.footprint import Offload
 from imece.plan.answer.space import RESERVE
 from imece.plan.setup import Adapters, Optimizer, Precision, Recomputation, Strategy
 
@@ -73,8 +74,9 @@ class PlanOptions:
     """lora: train thin matrices beside the frozen model; qlora: and keep the model in 4 bits."""
     adapter_rank: int = 16
     """Of LoRA's matrices."""
-    offload: bool = False
-    """Optimizer state in the host's memory."""
+    offload: Offload | None = None
+    """In the host's memory. optimizer: masters, summed gradients and its state; parameters: each rank's part
+    of the parameters too."""
     precision: PrecisionName = "bf16"
     """bf16, fp16: with fp32 masters, 16 bytes a parameter with AdamW; autocast: fp32 weights, products in
     bf16, as imece train does it; fp32; bf16-pure: no masters."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from imece.footprint import Offload
 from imece.plan.models.model import Model
 
 Strategy = Literal["replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2"]
@@ -68,7 +69,7 @@ class Recipe:
     optimizer: Optimizer = "adamw"
     adapters: Adapters = "none"
     adapter_rank: int = 16
-    offload: bool = False  # optimizer state and masters in host memory
+    offload: Offload | None = None  # in the host's memory: what the optimizer steps, or parameters too
     precision: Precision = field(default_factory=Precision)
     compiled: bool = False  # torch.compile or hand-fused kernels: fewer passes over activations
     bucket_bytes: int = 25 * 2**20

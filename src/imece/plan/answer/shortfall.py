@@ -81,7 +81,8 @@ def _same_machine(question: Question) -> Iterator[tuple[str, Question]]:
         if question.optimizer == "adamw":
             yield "--optimizer adamw-8bit", eight_bit(question)
         if not question.offload:
-            yield "--offload", replace(question, offload=True)
+            yield "--offload optimizer", replace(question, offload="optimizer")
+            yield "--offload parameters", replace(question, offload="parameters")
         yield "--adapters lora", replace(question, adapters="lora")
     if question.adapters != "qlora":
         yield "--adapters qlora", replace(question, adapters="qlora")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from imece.errors import UserError
+from imece.footprint import DIVIDED, Offload
 from imece.plan.hardware import Cluster
 from imece.plan.models.model import Model
 from imece.plan.setup import (
@@ -52,7 +53,7 @@ class Question:
     optimizer: Optimizer = "adamw"
     adapters: Adapters = "none"
     adapter_rank: int = 16
-    offload: bool = False
+    offload: Offload | None = None
     attention: Attention = "flash"
     compiled: bool = False
     precision: Precision = field(default_factory=Precision)
@@ -93,6 +94,9 @@ def check(question: Question) -> None:
             f"{_nearest(ranks, together)}"
         )
     data, micro = ranks // together, question.micro_batch or 1
+    if (strategy := question.strategy) is not None and not _can_offload(question, strategy, data):
+        needs = "zero3 or hybrid" if question.offload == "parameters" else "a sharded strategy, such as zero1"
+        raise UserError(f"--offload {question.offload} is for {needs}, not for --strategy {strategy}")
     if question.global_batch % (data * micro) and not _is_smaller_than_ranks(question, data):
         by = f"{data} ranks" + (f" x micro-batch {micro}" if question.micro_batch else "")
         raise UserError(
@@ -214,13 +218,22 @@ def _strategies(question: Question, tensor: int, ranks: int) -> Iterator[tuple[S
     """(strategy, ranks over which it shards) for `ranks` that hold the same part of the model."""
     inside = max(1, question.cluster.gpus_per_host // tensor)
     for strategy in STRATEGIES if question.strategy is None else (question.strategy,):
+        if not _can_offload(question, strategy, ranks):
+            continue
         if strategy == "replicate":
             yield strategy, 1
         elif strategy.startswith("hybrid"):
             if 1 < inside < ranks and ranks % inside == 0:
                 yield strategy, inside
-        elif ranks > 1 or question.strategy is not None:
+        elif ranks > 1 or question.strategy is not None or question.offload == "parameters":
             yield strategy, ranks
+
+
+def _can_offload(question: Question, strategy: Strategy, ranks: int) -> bool:
+    """As data_parallel/offload.py has it. On one GPU there is no other way to keep what is stepped whole."""
+    if question.offload == "parameters":
+        return DIVIDED[strategy].parameters
+    return question.offload is None or DIVIDED[strategy].optimizer or ranks == 1
 
 
 def _recomputations(question: Question) -> tuple[Recomputation, ...]:

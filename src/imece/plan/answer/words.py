@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from imece.footprint import Offload
 from imece.plan.hardware import Cluster
 from imece.plan.setup import Parallel, Setup, Strategy
 
+_HOSTED: dict[Offload, str] = {
+    "optimizer": "optimizer in host memory",
+    "parameters": "parameters and optimizer in host memory",
+}
 NAMES: dict[Strategy, str] = {
     "replicate": "DDP",
     "zero1": "ZeRO-1",
@@ -106,7 +111,7 @@ def title(setup: Setup) -> str:
     if recipe.adapters != "none":
         parts.append({"lora": "LoRA", "qlora": "QLoRA"}[recipe.adapters])
     if recipe.offload:
-        parts.append("optimizer in host memory")
+        parts.append(_HOSTED[recipe.offload])
     return ", ".join(parts)
 
 
@@ -162,7 +167,14 @@ def meanings(setup: Setup, cluster: Cluster) -> Iterator[tuple[str, str]]:
             "trained",
         )
     if recipe.offload:
-        yield "optimizer in host memory", "its state and the masters lie in the host's memory, not the GPU's"
+        also = "; so do the parts of the parameters, which come for each gather" * (
+            recipe.offload == "parameters"
+        )
+        yield (
+            _HOSTED[recipe.offload],
+            "masters, summed gradients and the optimizer's state lie in the host's memory, and its CPUs make "
+            f"the update{also}",
+        )
 
 
 def _times(number: int) -> str:

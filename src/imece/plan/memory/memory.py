@@ -20,7 +20,7 @@ _FOUR_BIT = (
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, without the device's context, which is the hardware's."""
+    """Bytes of one rank on its device, without the device's context, which is the hardware's."""
 
     parameters: int
     gradients: int
@@ -32,6 +32,7 @@ class Memory:
     logits: int
     overhead: int  # of libraries, and what the allocator has reserved without use
     notes: tuple[str, ...] = ()
+    host: int = 0  # what is offloaded, in the host's memory
 
     @property
     def total(self) -> int:
@@ -89,8 +90,9 @@ def _of_stage(setup: Setup, stage: int, framework: Framework) -> Memory:
     found, gathered, masters = states.all, states.gathered, states.masters
     optimizer = found.optimizer - masters
     if recipe.offload:
-        optimizer = masters = 0.0
-        notes = (*notes, "optimizer state and masters lie in the host's memory")
+        what = "parts of parameters, " * (recipe.offload == "parameters")
+        what += "masters, summed gradients and the optimizer's state"
+        notes = (*notes, f"{what} take {found.host / 1e9:,.1f} GB of the host's memory for each rank")
     parameters = found.parameters
     if recipe.precision.autocast:
         parameters += round(_cast_bytes(part, stage, setup))
@@ -105,7 +107,7 @@ def _of_stage(setup: Setup, stage: int, framework: Framework) -> Memory:
     return Memory(
         parameters, found.gradients, round(optimizer), round(masters), round(gathered),
         round(communication), round(activations), round(logits),
-        framework.workspace_bytes + round(framework.slack * in_use), notes,
+        framework.workspace_bytes + round(framework.slack * in_use), notes, found.host,
     )  # fmt: skip
 
 
@@ -115,7 +117,7 @@ def _states(setup: Setup, part: Held, dealt: Sizes, whole: float, framework: Fra
     precision = recipe.precision
     owned = min(dealt.shard, whole) if divides.optimizer else whole
     reduce_bytes = precision.gradients + precision.main_gradients
-    as_masters = framework.sums_as_masters and divides.optimizer
+    as_masters = framework.sums_as_masters and (divides.optimizer or recipe.offload is not None)
     found = footprint(
         dealt,
         divides,
@@ -125,8 +127,10 @@ def _states(setup: Setup, part: Held, dealt: Sizes, whole: float, framework: Fra
         state_bytes=owned * _moment_bytes(recipe, part),
         sum_bytes=None if as_masters else reduce_bytes,
         own_bytes=0 if framework.masters_are_shards and precision.masters else None,
+        offload=recipe.offload,
     )
-    masters = 0.0 if precision.masters == precision.parameters else precision.masters
+    same = precision.masters == precision.parameters
+    masters = 0.0 if same or recipe.offload else precision.masters
     masters *= dealt.shard if divides.optimizer else dealt.whole
     return _States(found, precision.parameters * dealt.gathered, masters)
 
@@ -171,7 +175,7 @@ def _sum(one: _States, other: _States) -> _States:
     a, b = one.all, other.all
     both = Footprint(
         a.parameters + b.parameters, a.gradients + b.gradients, a.optimizer + b.optimizer,
-        a.communication + b.communication,
+        a.communication + b.communication, a.host + b.host,
     )  # fmt: skip
     return _States(both, one.gathered + other.gathered, one.masters + other.masters)
 

@@ -52,7 +52,7 @@ def synchronise(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime
     """Gradients and parameters of the stage among its data-parallel ranks."""
     parallel = setup.parallel
     ranks = parallel.data * parallel.context
-    if ranks == 1:
+    if ranks == 1 and setup.recipe.offload != "parameters":
         return Synchronisation(0.0, 0.0, 0.0)
     whole = along(cluster, ranks, parallel.tensor)
     if parallel.strategy == "replicate":
@@ -163,12 +163,16 @@ def _sharded(
     setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime, group: Group
 ) -> Synchronisation:
     """ZeRO-3: each layer's parameters are gathered in forward and in backward of every micro-batch."""
-    if group.ranks == 1:
+    offloaded = setup.recipe.offload == "parameters"
+    if group.ranks == 1 and not offloaded:
         return Synchronisation(0.0, 0.0, 0.0)
     units = max(1, stage.layers)
     held = held_parameters(setup, stage) * setup.recipe.precision.parameters
-    gather = collective_s(cluster, "all_gather", held / units, group)
-    scatter = collective_s(cluster, "reduce_scatter", _gradient_bytes(setup, stage) / units, group)
+    gather = held / units / group.ranks / _HOST_LINK if offloaded else 0.0
+    scatter = 0.0
+    if group.ranks > 1:
+        gather += collective_s(cluster, "all_gather", held / units, group)
+        scatter = collective_s(cluster, "reduce_scatter", _gradient_bytes(setup, stage) / units, group)
     if manner.overlap_gathers:
         gathers = exposed_before(stage.forward_lasts, units, gather)
         gathers += exposed_before(stage.backward_lasts, units, gather)
@@ -191,14 +195,15 @@ def optimizer_s(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime
     recipe = setup.recipe
     stepped = trained_parameters(setup, stage) / _parts(setup)
     moved = stepped * manner.optimizer_bytes * _MOVED[recipe.optimizer]
-    if recipe.offload:
-        return stepped * (_SENT_TO_HOST / _HOST_LINK + _OFFLOADED / _HOST_MEMORY)
+    if recipe.offload:  # as masters gradients go there, and come back, but where they stay to be gathered
+        size = recipe.precision.masters or recipe.precision.parameters
+        sent = size * (1 if recipe.offload == "parameters" else 2)
+        return stepped * (sent / _HOST_LINK + _OFFLOADED / _HOST_MEMORY)
     if recipe.optimizer == "muon":  # five products of each matrix with its square, twice
         rate = cluster.gpu.peak * cluster.gpu.reachable * cluster.gpu.sustained
         return stream_s(cluster.gpu, moved) + stepped * setup.model.width * _MUON_FLOPS / rate
     return stream_s(cluster.gpu, moved)
 
 
-_SENT_TO_HOST = 6  # bytes of each parameter: its gradient there, itself back
 _MUON_FLOPS = 30  # for each parameter and row of the matrix's shorter side
 _MOVED = {"adamw": 1.0, "adamw-8bit": 0.65, "sgd": 0.5, "muon": 0.8}  # bytes over those of AdamW
