@@ -1,0 +1,123 @@
+"""One rank of a world that is not there: torch's fake process group gives back what it gets.
+
+What lies where is what a rank of the real world would have; what is computed is not, so only bytes count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import imece
+from imece.data_parallel.footprint import counted, expected
+from imece.data_parallel.sharded import ShardedDataParallel
+from imece.models.shape import TransformerConfig
+from imece.models.transformer import Transformer, token_loss
+from imece.plan.memory.frameworks import IMECE
+from imece.plan.memory.memory import Memory, memory
+from imece.plan.models.from_code import of_module
+from imece.plan.models.model import Model
+from imece.plan.setup import Parallel, Recipe, Setup, Strategy
+
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of rank 0."""
+
+    predicted: dict[str, int]  # by the engine, before the first step
+    counted: dict[str, int]  # in the storages that live, after a backward
+    planned: int  # by the planner: the states of training
+    planned_peak: int  # and what backward keeps
+    gathered: int  # of what was counted: units that are gone again after backward
+    held: int = 0  # allocated on a GPU after a backward
+    peak: int = 0  # and at most, in the last step
+
+
+def enter(world_size: int, device: str) -> None:
+    """Be rank 0 of so many, who can move tensors of `device`."""
+    backend = "cpu:fake,cuda:fake" if device == "cuda" else "cpu:fake"
+    dist.init_process_group(backend, rank=0, world_size=world_size, store=FakeStore())
+
+
+def fill(module: nn.Module) -> None:
+    """As Transformer.reset_parameters, of one module."""
+    for parameter in module.parameters(recurse=False):
+        parameter.normal_(std=0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
+
+
+def measure(
+    device: str, shape: TransformerConfig, world_size: int, strategy: Strategy, seq: int, bucket_mb: float
+) -> Measured:
+    """Some steps of a bf16 model with fp32 masters, made on the meta device and filled shard by shard."""
+    enter(world_size, device)
+    cuda = device == "cuda"
+    try:
+        with torch.device("meta"):
+            model = Transformer(shape)
+            described = of_module(model, "model")
+        bf16 = torch.bfloat16
+        wrapped, optimizer = imece.parallelize(
+            model, lambda parameters: torch.optim.AdamW(parameters, fused=True), strategy, dist.group.WORLD,
+            precision=imece.MixedPrecision(bf16, bf16), bucket_cap_mb=bucket_mb, init=fill,
+        )  # fmt: skip
+        predicted = expected(wrapped, [optimizer])
+        assert predicted is not None
+        words = torch.zeros(1, seq, dtype=torch.long, device=device)
+        for step in range(STEPS):
+            if cuda and step:
+                torch.cuda.reset_peak_memory_stats()
+            token_loss(wrapped(words), words).backward()
+            found = counted(wrapped, [optimizer])
+            held = torch.cuda.memory_allocated() if cuda else 0
+            optimizer.step()
+            optimizer.zero_grad()
+        assert isinstance(wrapped, ShardedDataParallel)
+        gathering = wrapped.sharding.gathering
+        planned = plan(described, world_size, strategy, seq, bucket_mb)
+        states = planned.total - planned.activations - planned.logits - planned.overhead
+        return Measured(
+            asdict(predicted), asdict(found), states, planned.total - planned.overhead,
+            gathering.most_bytes if gathering is not None else 0,
+            held, torch.cuda.max_memory_allocated() if cuda else 0,
+        )  # fmt: skip
+    finally:
+        dist.destroy_process_group()
+
+
+def plan(model: Model, world_size: int, strategy: Strategy, seq: int, bucket_mb: float) -> Memory:
+    """What the planner says of the same."""
+    recipe = Recipe(seq, bucket_bytes=int(bucket_mb * 2**20))
+    return memory(Setup(model, Parallel(strategy, world_size, world_size), recipe), framework=IMECE)
+
+
+def peak_of_fully_shard(device: str, shape: TransformerConfig, world_size: int, seq: int) -> int:
+    """The most that was allocated in the second step of the same with torch's own; 0 on the CPU."""
+    enter(world_size, device)
+    try:
+        ranks = init_device_mesh(device, (world_size,))
+        with torch.device("meta"):
+            model = Transformer(shape)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=ranks, mp_policy=policy)
+        model.to_empty(device=device)
+        model.apply(lambda module: torch.no_grad()(fill)(module))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        words = torch.zeros(1, seq, dtype=torch.long, device=device)
+        for step in range(STEPS):
+            if device == "cuda" and step:
+                torch.cuda.reset_peak_memory_stats()
+            token_loss(model(words), words).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,68 @@
+"""Bytes of rank 0 of many, as the engine and the planner foretell them; on a GPU, as its allocator counts."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from imece.models.shape import TransformerConfig
+from imece.plan.setup import Strategy
+from tests.gpu.fake_world import measure, peak_of_fully_shard
+
+SMALL = TransformerConfig(vocab_size=512, layers=6, width=128, heads=4, kv_heads=2, mlp_width=384, max_seq=64)
+SMALL_BUCKET_MB = 0.25  # as many to a block as 25 MB are of a 7B's
+# Llama 2's 7B.
+LARGE = TransformerConfig(
+    vocab_size=32000, layers=32, width=4096, heads=32, kv_heads=32, mlp_width=11008, max_seq=4096
+)
+STRATEGIES: tuple[Strategy, ...] = ("zero1", "zero2", "zero3")
+ROOM = 0.05
+
+
+@pytest.mark.parametrize("world_size", [8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_live_storages_take_what_was_predicted_and_planned(strategy: Strategy, world_size: int) -> None:
+    found = measure("cpu", SMALL, world_size, strategy, 8, SMALL_BUCKET_MB)
+    total = sum(found.counted.values())
+    assert total == pytest.approx(sum(found.predicted.values()), rel=ROOM)
+    assert total == pytest.approx(found.planned, rel=ROOM)
+    for name in ("parameters", "gradients", "optimizer"):
+        assert found.counted[name] == pytest.approx(found.predicted[name], rel=0.001), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", [8, 64])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_gpu_has_allocated_what_was_predicted_and_planned_of_7b(
+    strategy: Strategy, world_size: int
+) -> None:
+    _needs_bytes(70e9 if strategy == "zero1" else 50e9)
+    found = measure("cuda", LARGE, world_size, strategy, 1024, 25)
+    assert found.held == pytest.approx(sum(found.predicted.values()) - found.gathered, rel=ROOM)
+    assert found.peak == pytest.approx(found.planned_peak, rel=ROOM)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", [8, 64])
+def test_a_gpu_has_allocated_less_of_7b_than_with_fully_shard(world_size: int) -> None:
+    _needs_bytes(50e9)
+    ours = measure("cuda", LARGE, world_size, "zero3", 1024, 25).peak
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert ours < peak_of_fully_shard("cuda", LARGE, world_size, 1024)
+
+
+@pytest.mark.slow
+def test_fully_shard_runs_in_a_world_that_is_not_there() -> None:
+    """What it is compared with on a GPU; of a CPU nobody counts what is allocated."""
+    assert peak_of_fully_shard("cpu", SMALL, 8, 32) == 0
+
+
+def _needs_bytes(nbytes: float) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    if free < nbytes:
+        pytest.skip(f"needs {nbytes / 1e9:.0f} GB of a GPU, {free / 1e9:.0f} GB are free")
