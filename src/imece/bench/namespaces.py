@@ -34,7 +34,7 @@ INTERFACE = "imece0"
 _BURST = "128kb"
 # How long packets may queue. Less loses packets that a switch would keep, more only adds delay.
 _QUEUE = "10ms"
-_NAME = re.compile(r"^imece-(\d+)-(\d+)-[ab]$")
+_NAME = re.compile(r"^imece-(\d+)-(\d+)-[a-z]$")
 
 
 class HostsUnavailable(Exception):

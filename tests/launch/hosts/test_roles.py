@@ -319,6 +319,19 @@ def test_a_launcher_dies_and_comes_again(cluster: Make, victim: int) -> None:
     assert made.networks[victim].leads_to == (f"10.0.0.{left[0] + 1}", 29400 + left[0])
 
 
+def test_one_comes_again_though_host_0_is_gone(cluster: Make) -> None:
+    """It looks for the job at the rendezvous, where nobody is; whoever leads looks for it."""
+    made = cluster(3)
+    made.die(0)
+    made.die(1)
+    made.start(1)
+    made.settle()
+    assert made.leaders == [2] and made.newest(1).members == (4, 5, 6, 7)
+    made.start(0)
+    made.settle()
+    assert made.leaders == [2] and made.newest(0).members == (4, 5, 6, 7, 8, 9)
+
+
 @pytest.mark.parametrize(
     ("hosts", "side", "leader"),
     [

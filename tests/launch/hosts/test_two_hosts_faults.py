@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from imece.bench.namespaces import reason_against, two_hosts
-from tests.launch.hosts.two import RESILIENT, Agent, Line, Pair
+from tests.launch.hosts.two import RESILIENT, Pair, gone_within, is_whole, went_on
 
 pytestmark = [
     pytest.mark.faults,
@@ -35,38 +34,6 @@ def pair(folder: Path, *, ranks: int = 1, steps: int = STEPS, strategy: str = "r
         assert made.left() == []
 
 
-def went_on(agent: Agent, since_s: float, ranks: int, pids: set[int] | None = None) -> Line:
-    """The first step that one of its ranks finished after `since_s` as one of so many."""
-
-    def lines() -> list[Line]:
-        return [
-            line
-            for line in agent.steps()
-            if line.time_s > since_s and line.ranks == ranks and (pids is None or line.pid in pids)
-        ]
-
-    agent.wait_for(lambda _: lines(), f"a step of {ranks} ranks")
-    return lines()[0]
-
-
-def is_whole(*agents: Agent, again: int = 0) -> None:
-    """Every step was finished, and no rank made more than `again` steps once more."""
-    lines = [line for agent in agents for line in agent.steps()]
-    assert {line.step for line in lines} == set(range(STEPS))
-    for pid in {line.pid for line in lines}:
-        own = [line.step for line in lines if line.pid == pid]
-        assert len(own) - len(set(own)) <= again, f"pid {pid} made steps again: {own}"
-
-
-def gone_within(pids: set[int], limit_s: float) -> float:
-    """Seconds until none of these lives."""
-    begin = time.monotonic()
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
-        assert time.monotonic() < begin + limit_s, "ranks outlived their launcher"
-        time.sleep(0.01)
-    return time.monotonic() - begin
-
-
 @pytest.mark.parametrize("strategy", ["replicate", "zero1", "zero3"])
 def test_a_rank_is_killed_and_replaced(tmp_path: Path, strategy: str) -> None:
     with pair(tmp_path, ranks=2, strategy=strategy) as two:
@@ -79,7 +46,7 @@ def test_a_rank_is_killed_and_replaced(tmp_path: Path, strategy: str) -> None:
         two.hurry()
         assert (a.end(), b.end()) == (0, 0), a.text + b.text
     assert f"rank 3 (host 1, pid {victim}) was killed by signal 9" in a.text
-    is_whole(a, b, again=1)
+    is_whole(a, b, steps=STEPS, again=1)
     print(
         f"\n{strategy}, a rank of host 1 killed: 3 ranks after {three.time_s - since:.2f} s, "
         f"4 again after {four.time_s - since:.1f} s"
@@ -107,7 +74,7 @@ def test_a_launcher_is_killed_and_started_again(tmp_path: Path, name: str) -> No
     assert f"host {number} (10.115.0.{number + 1}) is gone: its launcher has ended" in other.text
     assert ("host 1 leads the job now" in other.text) == (name == "a")
     assert f"host {number} has come; its ranks are starting" in again.text
-    is_whole(agents[name], other, again, again=1)
+    is_whole(agents[name], other, again, steps=STEPS, again=1)
     print(
         f"\nthe launcher of host {number} killed: its rank gone after {died_s:.2f} s, "
         f"the other's next step after {first.time_s - since:.2f} s, 2 ranks after {both.time_s - since:.1f} s"
@@ -135,7 +102,7 @@ def test_the_link_is_cut_and_mended(tmp_path: Path) -> None:
     assert "host 1 was cut off from host 0" in b.text and "host 1 is back" in b.text
     assert last < since + 1.0, "no step is made by a host that is cut off"
     assert not [line for line in b.steps() if line.pid in cut_off and line.time_s > since + 1.0]
-    is_whole(a, b, again=1)
+    is_whole(a, b, steps=STEPS, again=1)
     print(
         f"\nlink cut: the other side's rank ended after {fenced_s:.1f} s, host 0 went on after "
         f"{first.time_s - since:.1f} s (--silent-s {SILENT_S}), 2 ranks {both.time_s - mended:.1f} s after "
@@ -162,7 +129,7 @@ def test_a_host_is_asked_to_go(tmp_path: Path, name: str, strategy: str) -> None
     assert goes.text.splitlines()[-1] == (
         f"imece: ended by SIGTERM: the ranks of host {number} have left in order, the others go on"
     )
-    is_whole(goes, stays)
+    is_whole(goes, stays, steps=STEPS)
     print(
         f"\n{strategy}, host {number} asked to go: it left after {left_s:.2f} s, the other one's next step "
         f"alone after {first.time_s - since:.2f} s"

@@ -1,4 +1,4 @@
-"""Two launchers with one job, each on a host of its own: network namespaces, or two names on loopback."""
+"""Launchers with one job, each on a host of its own: network namespaces, or two names on loopback."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+import psutil
 
 from imece.bench.namespaces import ADDRESSES, INTERFACE, Hosts
 from imece.launch.left_over import Traces
@@ -93,29 +95,46 @@ class Agent:
             raise AssertionError(f"the launcher still runs\n{self.text}") from None
 
 
-class Pair:
-    """Two hosts in namespaces, and the launchers on them."""
+class Launchers:
+    """Hosts in namespaces, "a" (number 0), "b" and so on, and the launchers on them."""
 
-    def __init__(self, hosts: Hosts, folder: Path, *words: str | Path, ranks: int = 1) -> None:
+    def __init__(
+        self, hosts: Hosts, addresses: Mapping[str, str], folder: Path, *words: str | Path, ranks: int = 1
+    ) -> None:
         """`words`: more options, and the script with its arguments; the file to hurry follows."""
         self.hosts, self.traces = hosts, Traces()
-        self._folder, self._ranks, self._files = folder, ranks, list[BinaryIO]()
+        self._addresses, self._folder, self._ranks = addresses, folder, ranks
+        self._files: list[BinaryIO] = []
         self._words = [*words, folder / "hurry"]
         self._environ = {**os.environ, **self.traces.environ, "IMECE_TOKEN": "0123456789abcdef" * 2}
 
     def start(self, name: str) -> Agent:
-        """Start the launcher of host "a" (number 0) or "b"; again, if there was one."""
+        """Start the launcher of a host; again, if there was one."""
         output = self._folder / f"{name}-{len(self._files)}.out"
         self._files.append(output.open("wb"))
+        names = list(self._addresses)
         command = [
-            sys.executable, "-m", "imece", "launch", "--hosts", "2", "--host-rank", str(NAMES.index(name)),
-            "--rendezvous", f"{ADDRESSES['a']}:{PORT}", "--ranks", str(self._ranks), *map(str, self._words),
+            sys.executable, "-m", "imece", "launch", "--hosts", str(len(names)),
+            "--host-rank", str(names.index(name)), "--rendezvous", f"{self._addresses['a']}:{PORT}",
+            "--ranks", str(self._ranks), *map(str, self._words),
         ]  # fmt: skip
         return Agent(self.hosts.start(name, command, self._environ, self._files[-1]), output)
 
     def hurry(self) -> None:
         """Nobody is waited for any more."""
         (self._folder / "hurry").touch()
+
+    def left(self) -> list[str]:
+        """What is left of the job: processes, files in /dev/shm, ports."""
+        listening = [self.hosts.run(name, ["ss", "-ltnH"]) for name in self._addresses]
+        return [*self.traces.left(), *(each for each in listening if each)]
+
+
+class Pair(Launchers):
+    """Two hosts, joined by a cable."""
+
+    def __init__(self, hosts: Hosts, folder: Path, *words: str | Path, ranks: int = 1) -> None:
+        super().__init__(hosts, ADDRESSES, folder, *words, ranks=ranks)
 
     def cut(self) -> None:
         """Nothing crosses from now on."""
@@ -125,14 +144,41 @@ class Pair:
         """All crosses again."""
         self._link("up")
 
-    def left(self) -> list[str]:
-        """What is left of the job: processes, files in /dev/shm, ports."""
-        listening = [self.hosts.run(name, ["ss", "-ltnH"]) for name in NAMES]
-        return [*self.traces.left(), *(each for each in listening if each)]
-
     def _link(self, state: str) -> None:
         command = ["ip", "-n", self.hosts.names["a"], "link", "set", INTERFACE, state]
         subprocess.run(command, check=True)
+
+
+def went_on(agent: Agent, since_s: float, ranks: int, pids: set[int] | None = None) -> Line:
+    """The first step that one of its ranks finished after `since_s` as one of so many."""
+
+    def lines() -> list[Line]:
+        return [
+            line
+            for line in agent.steps()
+            if line.time_s > since_s and line.ranks == ranks and (pids is None or line.pid in pids)
+        ]
+
+    agent.wait_for(lambda _: lines(), f"a step of {ranks} ranks")
+    return lines()[0]
+
+
+def is_whole(*agents: Agent, steps: int, again: int = 0) -> None:
+    """Every one of so many steps was finished, and no rank made more than `again` of them once more."""
+    lines = [line for agent in agents for line in agent.steps()]
+    assert {line.step for line in lines} == set(range(steps))
+    for pid in {line.pid for line in lines}:
+        own = [line.step for line in lines if line.pid == pid]
+        assert len(own) - len(set(own)) <= again, f"pid {pid} made steps again: {own}"
+
+
+def gone_within(pids: set[int], limit_s: float) -> float:
+    """Seconds until none of these lives."""
+    begin = time.monotonic()
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+        assert time.monotonic() < begin + limit_s, "ranks outlived their launcher"
+        time.sleep(0.01)
+    return time.monotonic() - begin
 
 
 def free_port() -> int:

@@ -8,6 +8,7 @@ far, words                        the hands of another host, and what is said ab
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 from imece.errors import UserError
 from imece.launch.crew import Crew
 from imece.launch.host import Host, Order, Start
-from imece.launch.hosts.addresses import address_towards, describe, interface_of
+from imece.launch.hosts.addresses import Address, address_towards, describe, interface_of
 from imece.launch.hosts.coordinator import Coordinator
 from imece.launch.hosts.events import Down, Event, Refused, Said, Up
 from imece.launch.hosts.follower import Follower
@@ -53,7 +54,7 @@ def launch_here(
     order = Order(command, environ, plan.grace_s, False, rank_silent_s)
     with Network(token, plan.me, job, silent_s=plan.silent_s) as network:
         network.hello = {"hosts": plan.hosts, "ranks": plan.ranks}
-        network.listen(own, plan.rendezvous[1] if plan.me == 0 else 0)
+        _listen(network, plan, own)
         with Crew(logs) as crew:
             crew.wakes(network.wake)
             host = Host(order, crew, _environment(plan, network, environ, own, lambda: here.run), plan.me)
@@ -169,12 +170,26 @@ def _own_address(plan: Plan) -> str:
             f"--rendezvous {describe(plan.rendezvous)}: this host takes {name} for {own}, which is itself "
             "alone; give host 0's address"
         )
-    if plan.me == 0 and own not in {found[4][0] for found in socket.getaddrinfo(*plan.rendezvous)}:
+    if plan.me == 0 and own not in _addresses(plan.rendezvous):
         raise UserError(
             f"--rendezvous {describe(plan.rendezvous)} is not an address of this host, which is host 0; "
             f"{own} is one"
         )
     return own
+
+
+def _listen(network: Network, plan: Plan, own: str) -> None:
+    """Host 0 where the hosts meet; any other at the same port of its own, if that is free: there it is looked
+    for when it has been started again."""
+    if plan.me and own not in _addresses(plan.rendezvous):
+        with contextlib.suppress(UserError):
+            network.listen(own, plan.rendezvous[1])
+            return
+    network.listen(own, 0 if plan.me else plan.rendezvous[1])
+
+
+def _addresses(where: Address) -> set[str]:
+    return {str(found[4][0]) for found in socket.getaddrinfo(*where)}
 
 
 def _environment(

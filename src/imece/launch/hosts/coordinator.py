@@ -68,7 +68,7 @@ class Coordinator:
             self._change_view()
         for host in here.up:
             self.up(host)
-        self._dial_host_0()
+        self._dial_missing()
 
     def up(self, host: int) -> None:
         """Let it know who leads."""
@@ -110,8 +110,7 @@ class Coordinator:
         """A host is gone, or nobody knows."""
         if host in self._far:
             self._give_up(host, self._here.how_lost(host, why, surely))
-        if host == 0:
-            self._dial_at = time.monotonic() + _DIAL_S
+        self._dial_at = time.monotonic() + _DIAL_S
 
     def ended(self, endings: Mapping[int, Ending], now: float) -> None:
         """Members on this host have ended."""
@@ -137,7 +136,7 @@ class Coordinator:
     def on_time(self, now: float) -> None:
         """Do what is due."""
         if now >= self._dial_at:
-            self._dial_host_0()
+            self._dial_missing()
         if not self.runs:
             if self._gathers:
                 self._look_who_is_missing(now)
@@ -250,6 +249,7 @@ class Coordinator:
         for host, far in self._far.items():
             if host not in self._new:
                 self._job.take(host, far)
+        here.was_cut_off = False
         if self._gathers:
             self._gathers = False
             self._job.begin_after(here.snapshot, *self._numbers)
@@ -356,11 +356,15 @@ class Coordinator:
                 message = {"do": "know", "snapshot": snapshot, "book": self._here.said_book()}
                 self._here.send(host, message)
 
-    def _dial_host_0(self) -> None:
-        """Whoever is started as host 0 again waits at the rendezvous, and is told there where the job is."""
+    def _dial_missing(self) -> None:
+        """Whoever is started again looks for host 0, and does not know that another one leads now; host 0
+        itself waits at the rendezvous."""
         here, self._dial_at = self._here, _NEVER
-        if here.me != 0 and 0 not in here.up:
-            here.network.dial(0, here.plan.rendezvous, patience_s=_FOR_EVER_S)
+        if here.me == 0:
+            return
+        for host, address in {**here.book, 0: here.plan.rendezvous}.items():
+            if host != here.me and host not in here.up:
+                here.network.dial(host, address, patience_s=_FOR_EVER_S)
 
 
 def _left(host: int, number: int) -> str:

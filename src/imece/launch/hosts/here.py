@@ -48,7 +48,7 @@ class Seek:
     """Look for whoever leads."""
 
     why: str = ""
-    """How this host was cut off, in words; "" if it had no part in the job yet."""
+    """How this host was cut off, in words; "" if it had no part in the job yet, or has said so."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,8 @@ class Here:
         """The newest that was published on this host."""
         self.run = ""
         """Names the job for its ranks."""
+        self.was_cut_off = False
+        """Whether it had a part in the job, and has not come back yet."""
         self.asked_to_go: int | None = None
         """By which signal, if there was one."""
         self.turn: Turn | None = None

@@ -22,7 +22,8 @@ class Seeker:
     """Dials everybody it knows of, and follows whoever leads."""
 
     def __init__(self, here: Here, seek: Seek) -> None:
-        self._here, self._was_cut_off = here, bool(seek.why)
+        self._here, self._gathers = here, bool(seek.why) and here.me == 0
+        here.was_cut_off |= bool(seek.why)
         self._until = time.monotonic() + here.plan.patience_s
         self._shows = False
         self._dial_at: dict[int, float] = {}
@@ -64,8 +65,9 @@ class Seeker:
                 if leader not in here.up and leader != here.me:
                     self._dial(leader, time.monotonic())
             case {"do": "view"} if self._shows:
-                if self._was_cut_off:
+                if here.was_cut_off:
                     here.say(f"host {here.me} is back, and follows host {host}")
+                here.was_cut_off = False
                 here.turn = Follow(host, message)
             case {"do": "say", "line": str(line)}:
                 here.host.say(line)
@@ -77,7 +79,7 @@ class Seeker:
     def down(self, host: int, why: str, surely: bool, told: bool) -> None:
         """Try again, unless somebody there has said why not, and this host is new."""
         self._why_not = why
-        if told and not self._was_cut_off:
+        if told and not self._here.was_cut_off:
             raise UserError(f"host {self._here.me} cannot join: {why}")
         self._asked.pop(host, None)
         self._dial_at[host] = time.monotonic() + _AGAIN_S
@@ -106,7 +108,7 @@ class Seeker:
                 here.send(host, {"say": "role", "role": "seeks"})
             for host in here.book:
                 self._dial(host, now)
-            if here.me == 0 and self._was_cut_off:
+            if self._gathers:
                 here.turn = Lead()  # unless the job goes on elsewhere, it starts again once all are here
         for host in [host for host, at in self._dial_at.items() if now >= at]:
             self._dial(host, now)
@@ -122,7 +124,7 @@ class Seeker:
         here = self._here
         patience = f"{here.plan.patience_s:.0f} s"
         why = f" ({self._why_not})" if self._why_not else ""
-        if self._was_cut_off:
+        if here.was_cut_off:
             line = f"imece: host {here.me} found nobody within {patience} who goes on with the job{why}"
             here.outcome = Outcome(1, line)
             return
