@@ -45,6 +45,8 @@ class Results:
     """Way -> a figure for each round."""
     losses: dict[str, float] = field(default_factory=dict)
     """Way -> the last step's mean loss over the ranks."""
+    compile_s: dict[str, float] = field(default_factory=dict)
+    """Of the ways that compile, before the first step: nothing was compiled before."""
     phases: list[dict[str, float]] = field(default_factory=list)
     """Of each step of the default: seconds by name, as rank 0's records have them."""
     save: Save = field(default_factory=Save)
@@ -103,6 +105,8 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
         contenders = start_all(plan, config, Path(name), crews)
         for way, contender in contenders.items():
             opened = contender.open()
+            if opened.get("compile_s"):
+                results.compile_s[way] = opened["compile_s"]
             if way == plan.default:
                 results.parameters, results.batch = opened["parameters"], opened["batch"]
             results.seconds[way] = []
@@ -146,6 +150,7 @@ def lines(results: Results) -> list[str]:
         }
         parts = ", ".join(f"{name} {milliseconds:.2f}" for name, milliseconds in middle.items())
         shown.append(f"  medians of {plan.default} in ms: {parts}")
+    shown += [f"  {way}: {each:.0f} s of compiling before" for way, each in results.compile_s.items()]
     if results.save.delays:
         shown.append(f"  {_save_line(results.save)}")
     return shown

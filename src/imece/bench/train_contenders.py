@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from imece.bench.crew import Crew
-from imece.bench.train_targets import ALONE, ONE_RANK, OURS, PLAIN, SAME_LOSS
+from imece.bench.train_targets import ALONE, COMPILED, ONE_RANK, OURS, PLAIN, SAME_LOSS
 from imece.data.prepare import prepare
 from imece.train.batch import BatchPlan, plan_batch
 from imece.train.config import (
@@ -103,13 +103,17 @@ def start_all(
     Ways that are alike share processes, for only one of them works at a time; a plain loop has its own.
     """
 
-    def start(name: str, module: str, ranks: int) -> Crew:
-        return crews.enter_context(Crew.of_ranks(name, module, ranks))
+    # Empty: what was compiled before is no help.
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
 
+    def start(name: str, module: str, ranks: int) -> Crew:
+        return crews.enter_context(Crew.of_ranks(name, module, ranks, extra=[cache] * ranks))
+
+    ours = {*OURS.values(), *COMPILED.values()}
     started: dict[str, list[Crew]] = {}
     contenders = {}
     for way in plan.ways:
-        kind = "alone" if way in (ONE_RANK, ALONE) else "ours" if way in OURS.values() else "plain"
+        kind = "alone" if way in (ONE_RANK, ALONE) else "ours" if way in ours else "plain"
         if kind not in started and kind == "alone":
             started[kind] = [start(f"{kind} {rank}", _OURS_MODULE, 1) for rank in range(plan.ranks)]
         elif kind not in started:
@@ -128,7 +132,7 @@ def batch_of(config: TrainConfig, ranks: int) -> BatchPlan:
 
 def _config_of(way: str, plan: Plan, config: TrainConfig, run_folder: Path) -> TrainConfig:
     computed: tuple[Dtype, ...] = ("bf16", "fp32")
-    dtypes = {names[dtype]: dtype for names in (OURS, PLAIN, SAME_LOSS) for dtype in computed}
+    dtypes = {names[dtype]: dtype for names in (OURS, COMPILED, PLAIN, SAME_LOSS) for dtype in computed}
     dtype = dtypes[way if way in dtypes else plan.default]
     batch = config.batch
     if way == ALONE:  # each of them does what one of the ranks does together with others
@@ -139,7 +143,7 @@ def _config_of(way: str, plan: Plan, config: TrainConfig, run_folder: Path) -> T
         run=str(run_folder),
         steps=_NEVER_DONE,
         batch=batch,
-        compute=dataclasses.replace(config.compute, dtype=dtype),
+        compute=dataclasses.replace(config.compute, dtype=dtype, compile=way in COMPILED.values()),
         validate=ValidateSection(every=0),
         checkpoint=CheckpointSection(every=0),
     )

@@ -60,11 +60,15 @@ class Rank:
         self._runs: dict[str, tuple[Session, _Pausing, Loop]] = {}
 
     def open(self, way: str, folder: str) -> dict[str, Any]:
-        """Begin the run of a run folder's config; its size, and its batch in words."""
+        """Begin the run of a run folder's config; its size, its batch in words, how long it compiled."""
         session = Session.open(RunFolder(Path(folder)).config(), self._mesh)
         watching = _Pausing(session)
         self._runs[way] = session, watching, Loop(session, watching, Stop())
-        return {"parameters": session.model.config.parameter_count, "batch": session.plan.describe()}
+        return {
+            "parameters": session.model.config.parameter_count,
+            "batch": session.plan.describe(),
+            "compile_s": session.compile_s,
+        }
 
     def measure(self, way: str, steps: int) -> dict[str, Any]:
         """Seconds of one of `steps` steps after a barrier, the last loss, and every step's phases."""

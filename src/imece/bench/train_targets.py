@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 OURS = {"bf16": "imece-bf16", "fp32": "imece-fp32"}
+COMPILED = {"bf16": "imece-compiled-bf16", "fp32": "imece-compiled-fp32"}
+"""The same with --compute.compile."""
 PLAIN = {"bf16": "plain-bf16", "fp32": "plain-fp32"}
 SAME_LOSS = {"bf16": "plain-loss-bf16", "fp32": "plain-loss-fp32"}
 ONE_RANK, ALONE = "imece-1-rank", "no-sync"
-WAYS = (*OURS.values(), *PLAIN.values(), *SAME_LOSS.values(), ONE_RANK, ALONE)
+WAYS = (*OURS.values(), *COMPILED.values(), *PLAIN.values(), *SAME_LOSS.values(), ONE_RANK, ALONE)
 DEFAULT = "default"
 """The one of OURS with the precision that `imece train` takes here."""
 
@@ -55,6 +57,7 @@ class TrainTarget:
 
 TRAIN = (
     TrainTarget("speed", 1.2, OURS["fp32"], PLAIN["fp32"]),
+    TrainTarget("speed", 1.2, COMPILED["fp32"], PLAIN["fp32"]),
     TrainTarget("speed", 1.2, OURS["bf16"], PLAIN["bf16"]),
     TrainTarget("speed", 1.6, DEFAULT, PLAIN["fp32"]),
     TrainTarget("limit", 0.95, DEFAULT, ALONE),

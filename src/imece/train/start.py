@@ -16,6 +16,7 @@ from imece.data.batches import Batches
 from imece.data.files import write_whole
 from imece.data.prepare import Prepared, prepare
 from imece.data_parallel.footprint import expected
+from imece.data_parallel.offload import check_strategy
 from imece.data_parallel.strategy import find_strategy
 from imece.errors import UserError
 from imece.membership.recovery import Recovered
@@ -47,6 +48,7 @@ def make_ready(config: TrainConfig, progress: Progress | None) -> int:
     kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     choose_precision(config.compute.dtype, kind)
     _check_strategy(config.strategy)
+    _check_offload(config, kind)
     plan = plan_batch(config.batch, config.model.shape(config.data.vocab_size).max_seq, ranks)
     folder = RunFolder(config.folder)
     with folder.begun(config):
@@ -62,6 +64,22 @@ def _check_strategy(name: str) -> None:
             f"--strategy {name}: it shards inside hosts and replicates between them, and these ranks are all "
             "on this host: use zero3, or start it on several with torchrun or SLURM"
         )
+
+
+def _check_offload(config: TrainConfig, kind: torch.device) -> None:
+    """On this kind of device, with the strategy that was named."""
+    if config.offload is None:
+        return
+    if kind.type != "cuda":
+        raise UserError(
+            f"--offload {config.offload} moves to the host's memory what is in a GPU's, and there is no GPU "
+            "here: leave it out"
+        )
+    if config.strategy != "auto":
+        try:
+            check_strategy(config.offload, find_strategy(config.strategy))
+        except ValueError as error:
+            raise UserError(f"--offload {config.offload}: {error}") from None
 
 
 def default_ranks() -> int:
@@ -173,7 +191,7 @@ def header(session: Session) -> list[tuple[str, str]]:
             "ranks",
             f"{mesh.world_size} on {hosts} host{'s' if hosts > 1 else ''} "
             f"({mesh.device.type}, {mesh.backend}), strategy {session.strategy}, {session.precision.name}"
-            f"{', compiled' if config.compute.compile else ''}",
+            f"{f', compiled in {session.compile_s:.0f} s' if session.compile_s else ''}",
         ),
         ("batch", session.plan.describe()),
         ("memory", _memory(session)),
