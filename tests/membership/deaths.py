@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from imece.checkpoint.save import Checkpoints
-from imece.models.transformer import token_loss
+from imece.models.transformer import Block, token_loss
 from imece.train.finish import finish
 from imece.train.loop import Loop
 from imece.train.session import Session
@@ -76,6 +76,16 @@ def death(
             mock.patch("imece.train.step.token_loss", deadly).start()
 
     return prepare
+
+
+def dropping() -> None:
+    """In all ranks: half of what a block makes is dropped while it trains."""
+    forward = Block.forward
+
+    def drops(self: Block, *args: Any) -> torch.Tensor:
+        return torch.nn.functional.dropout(forward(self, *args), training=self.training)
+
+    mock.patch.object(Block, "forward", drops).start()
 
 
 def slower(seconds: float) -> Callable[[], None]:

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from imece.train.step import Step
-from tests.membership.deaths import PLACES, death, difference, slower
+from tests.membership.deaths import PLACES, death, difference, dropping, slower
 from tests.train.command import Train, in_fork, train
 from tests.train.compare import records, summary
 from tests.train.small import options
@@ -80,6 +80,30 @@ def test_a_death_anywhere(tmp_path: Path, strategy: str, members: list[int]) -> 
         f"\n{strategy}: members {members} killed in {', '.join(PLACES)}: {len(PLACES) - len(wrong)} survived"
     )
     assert wrong == []
+
+
+def drops(folder: str, strategy: str) -> None:
+    """A model with dropout, in micro-batches of one sequence: as many ranks as there are draw the same."""
+    path = Path(folder)
+    words = ["--ranks=3", f"--steps={STEPS}", f"--strategy={strategy}", "--batch.micro=1"]
+    dies = death("update", [1], AT)
+
+    def both() -> None:
+        dropping()
+        dies()
+
+    for name, fault in (("whole", dropping), ("nothing dropped", lambda: None), ("run", both)):
+        outcome = train(options(path, name, *words), path, fault=fault)
+        assert outcome.status == 0, outcome.err
+    assert "rank 1" in outcome.err and any("generation" in each for each in records(path / "run"))
+    assert difference(path / "run", path / "whole") < ROUNDING
+    assert difference(path / "nothing dropped", path / "whole") > 100 * ROUNDING
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+def test_what_is_dropped_after_a_death(tmp_path: Path, strategy: str) -> None:
+    in_fork(drops, str(tmp_path), strategy)
 
 
 def joins(folder: str, number: int) -> None:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from imece.train.step import Step
+from tests.membership.deaths import dropping
 from tests.train.command import Train, in_fork, train
 from tests.train.compare import assert_same_run, exact, files, last, records, summary
 from tests.train.small import options
@@ -121,6 +122,26 @@ def signalled(folder: str) -> None:
 
 def test_signals(tmp_path: Path) -> None:
     in_fork(signalled, str(tmp_path))
+
+
+def drops(folder: str) -> None:
+    """A model with dropout, killed, and gone on with."""
+    path = Path(folder)
+    assert train(words(path, "whole"), path, fault=dropping).status == 0
+    with Train(words(path, "run"), path, forked=True, fault=dropping) as running:
+        assert running.wait_until(reached(path / "run", 5))
+        running.kill()
+        running.wait()
+    assert 3 <= last(path / "run").step < STEPS
+    assert train(words(path, "run"), path, fault=dropping).status == 0
+    assert_same_run(path / "run", path / "whole")
+    assert train(words(path, "nothing dropped"), path).status == 0
+    assert exact(path / "nothing dropped")[-1] != exact(path / "whole")[-1]
+
+
+@pytest.mark.slow
+def test_what_is_dropped_after_a_kill(tmp_path: Path) -> None:
+    in_fork(drops, str(tmp_path))
 
 
 def stuck_in_step_5() -> None:
