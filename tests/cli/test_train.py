@@ -153,6 +153,8 @@ def test_ranks_by_default(tmp_path: Path, launched: list[Launch], monkeypatch: p
         (["--steps=many"], r"'many'.*--steps|--steps.*'many'"),
         (["--strategy=zero9"], r"'zero9'.*'auto', 'replicate', 'zero1'"),
         (["--strategy=hybrid"], "--strategy hybrid: it shards inside hosts.*use zero3"),
+        (["--offload=optimizer"], "--offload optimizer moves .* and there is no GPU here: leave it out"),
+        (["--offload=disk"], r"'disk'.*'none', 'optimizer', 'parameters'"),
         (["--model=smal"], r"there is no preset 'smal': did you mean 'small'\?"),
         (["--model.heads=3"], r"width is 16, which cannot be divided among heads = 3"),
         (["--optimizer.lr=nan"], r"optimizer\.lr is nan: at least 0"),

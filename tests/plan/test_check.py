@@ -40,6 +40,13 @@ def test_rows_compare_alike_with_alike() -> None:
     }
 
 
+def test_what_is_offloaded_has_a_row() -> None:
+    counted = {"counted_bytes": CONTENT["predicted"]["counted_bytes"] | {"host": 60}}
+    measured = {"memory_bytes": CONTENT["measured"]["memory_bytes"] | {"host": 50}}
+    found = {row.what: row.off for row in rows({"predicted": counted, "measured": measured})}
+    assert found["host memory"] == pytest.approx(0.2) and found["state"] == pytest.approx(310 / 315 - 1)
+
+
 def test_lines_name_the_worst() -> None:
     lines = list(check_lines(CONTENT))
     assert lines[-1] == "furthest off: step, predicted 50.0 % too high"

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -83,6 +83,24 @@ def test_hybrid_is_considered_on_hosts_alone(monkeypatch: pytest.MonkeyPatch) ->
     slower(monkeypatch, {"hybrid_zero2": 0.1})
     assert chosen(monkeypatch, on, mesh=TWO_HOSTS) == "hybrid_zero2"
     assert chosen(monkeypatch, on, mesh=ONE_HOST) != "hybrid_zero2"
+
+
+def test_auto_takes_what_can_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    slower(monkeypatch, {"replicate": 0.1, "zero2": 0.5})
+    plan, on = plan_batch(CONFIG.batch, SHAPE.max_seq, 2), machine(is_measured=True)
+    for offload, wanted in (("none", "replicate"), ("optimizer", "zero2"), ("parameters", "zero3")):
+        config = replace(CONFIG, compute=replace(CONFIG.compute, offload=cast(Any, offload)))
+        assert choose(config, SHAPE, plan, BF16, on, ONE_HOST) == wanted
+        assert choose(config, SHAPE, plan, BF16, machine(), ONE_HOST) in ("zero1", "zero3")
+
+
+def test_what_is_offloaded_is_said() -> None:
+    config = replace(CONFIG, compute=replace(CONFIG.compute, offload="optimizer"))
+    gpus = Machine(find_cluster("H100", 2), False)
+    said = predict("zero2", config, SHAPE, plan_batch(CONFIG.batch, SHAPE.max_seq, 2), BF16, gpus)
+    host = said.candidate.memory.host
+    assert said.as_json()["counted_bytes"]["host"] == host > 4 * SHAPE.parameter_count
+    assert f"and {host / 1e9:.2f} GB of the host's memory" in said.describe()
 
 
 def test_a_machine_is_what_was_kept_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

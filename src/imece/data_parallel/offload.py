@@ -163,6 +163,11 @@ def check_strategy(name: str, strategy: Strategy) -> None:
         )
 
 
+def can_offload(name: str, strategy: Strategy) -> bool:
+    """Whether `check_strategy` has nothing against it."""
+    return strategy.optimizer and (name == "optimizer" or strategy.parameters)
+
+
 def check_steps_on_host(optimizers: Iterable[Optimizer]) -> None:
     """ValueError, with the reason, for an optimizer that steps on GPUs alone."""
     for optimizer in optimizers:

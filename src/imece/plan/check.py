@@ -61,6 +61,7 @@ def rows(content: Mapping[str, Any]) -> list[Row]:
     state, counted = predicted.get("counted_bytes", {}), measured.get("memory_bytes", {})
     found = [Row(name, "bytes", state.get(name), counted.get(name)) for name in _STATE]
     found.append(Row("state", "bytes", _total(state), _total(counted)))
+    found.append(Row("host memory", "bytes", state.get("host"), counted.get("host")))
     found.append(Row("whole rank", "bytes", predicted.get("needed_bytes"), measured.get("rank_bytes")))
     found.append(Row("step", "s", predicted.get("step_s"), measured.get("step_s")))
     return [row for row in found if row.predicted or row.measured]

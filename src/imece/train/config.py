@@ -33,6 +33,7 @@ Strategy = Literal[
 Optimizer = Literal["muon", "adamw"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Dtype = Literal["auto", "bf16", "fp32", "fp16"]
+Offload = Literal["none", "optimizer", "parameters"]
 
 
 def _also(*names: str) -> Any:
@@ -162,6 +163,10 @@ class ComputeSection:
     """torch.compile: a minute of compiling that a long run on a GPU earns back."""
     recompute: bool = False
     """Keep only each block's input for backward: less memory, a third more work."""
+    offload: Annotated[Offload, _also("--offload")] = "none"
+    """On GPUs, what lies in the host's memory, whose CPUs make the update then. optimizer: masters, summed
+    gradients and its state, up to 16 bytes a parameter in all; parameters: also each rank's part of them
+    (zero3, hybrid). Slower, for what does not fit otherwise."""
     bad_steps: int = 5
     """So many steps in a row without a finite gradient end the run."""
 
@@ -246,6 +251,11 @@ class TrainConfig:
             raise ValueError(f"seed is {self.seed}: from 0 to {2**63 - 1}")
 
     @property
+    def offload(self) -> Literal["optimizer", "parameters"] | None:
+        """What lies in the host's memory."""
+        return None if self.compute.offload == "none" else self.compute.offload
+
+    @property
     def folder(self) -> Path:
         """The run folder."""
         return Path(self.run) if self.run else Path("runs") / self.model.preset
@@ -263,6 +273,7 @@ MAY_CHANGE = frozenset(
         "data.folder",
         "compute.compile",
         "compute.recompute",
+        "compute.offload",
         "compute.bad_steps",
         "validate.every",
         "validate.tokens",

@@ -15,7 +15,8 @@ import psutil
 import torch
 
 from imece.data.files import write_whole
-from imece.data_parallel.strategy import choose_strategy
+from imece.data_parallel.offload import can_offload
+from imece.data_parallel.strategy import choose_strategy, find_strategy
 from imece.errors import UserError
 from imece.footprint import Footprint
 from imece.mesh import Mesh
@@ -77,6 +78,8 @@ class Prediction:
     def describe(self) -> str:
         """For the header."""
         size = f"{gigabytes(self.needed)} a rank"
+        if self.candidate.memory.host:
+            size += f" and {gigabytes(self.candidate.memory.host)} of the host's memory"
         if self.step_s is None:
             return f"{size}; {_UNKNOWN}"
         tokens_per_s = self.candidate.setup.tokens_a_step / self.step_s
@@ -147,6 +150,7 @@ def predict(
         recompute="full" if config.compute.recompute else "none",
         optimizer=config.optimizer.kind,
         compiled=config.compute.compile,
+        offload=config.offload,
         precision=Bytes(parameters=4, gradients=4, masters=0, moments=4, activations=itemsize),
     )
     model = from_shape(config.model.preset, shape)
@@ -178,6 +182,7 @@ def _counted(setup: Setup, cluster: Cluster) -> dict[str, float]:
         "gradients": found.gradients,
         "optimizer": found.optimizer + found.masters,
         "communication": found.gathered + found.communication,
+        "host": found.host,
     }
 
 
@@ -198,6 +203,8 @@ def choose(
     sharded: list[Strategy] = ["zero1", "replicate", "zero2", "zero3"]
     if len(mesh.hosts) > 1 and mesh.cross_group is not None:
         sharded += ["hybrid", "hybrid_zero2"]
+    if config.offload is not None:
+        sharded = [each for each in sharded if can_offload(config.offload, find_strategy(each))]
     found = {each: predict(each, config, shape, plan, precision, machine).candidate for each in sharded}
     room = (1 - RESERVE) * machine.cluster.gpu.memory_bytes
     fits = [name for name in sharded if found[name].needed <= room]

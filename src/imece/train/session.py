@@ -92,12 +92,14 @@ class Session:
         shape = config.model.shape(prepared.tokenizer.vocab_size)
         model = Transformer(shape, generator=torch.Generator().manual_seed(config.seed)).to(mesh.device)
         model.checkpoint_blocks = config.compute.recompute
-        compile_s = compile_now(model, plan, precision) if config.compute.compile else 0.0
+        compile_s = 0.0
+        if config.compute.compile:
+            compile_s = together(mesh, lambda: compile_now(model, plan, precision))
         optimizers = make_optimizers(model, config.optimizer)  # with it come torch's libraries for them
         machine = machine_of(mesh, sum(each.nbytes for each in model.parameters()))
         strategy = _strategy(config, shape, plan, precision, machine, mesh)
         # This has collectives within, but what it refuses it refuses on all ranks before them.
-        wrapped = together(mesh, lambda: _parallelize(model, optimizers, strategy, mesh))
+        wrapped = together(mesh, lambda: _parallelize(model, optimizers, strategy, config, mesh))
         clock, alarms = Clock(mesh.device), deque[str]()
         session = cls(
             config, folder, mesh, prepared, plan, precision, machine, model, wrapped, optimizers, batches,
@@ -304,10 +306,16 @@ def _strategy(
 
 
 def _parallelize(
-    model: Transformer, optimizers: list[torch.optim.Optimizer], strategy: str, mesh: Mesh
+    model: Transformer,
+    optimizers: list[torch.optim.Optimizer],
+    strategy: str,
+    config: TrainConfig,
+    mesh: Mesh,
 ) -> DistributedDataParallel:
+    offload = config.offload
     try:
-        wrapped, _ = parallelize(model, optimizers, strategy, mesh, average="tokens")
-    except ValueError as error:  # a strategy that cannot be on these hosts
-        raise UserError(f"--strategy {strategy}: {error}") from None
+        wrapped, _ = parallelize(model, optimizers, strategy, mesh, average="tokens", offload=offload)
+    except ValueError as error:  # what cannot be on these hosts, or with this strategy
+        option = f" --offload {offload}" if offload is not None else ""
+        raise UserError(f"--strategy {strategy}{option}: {error}") from None
     return wrapped
