@@ -8,6 +8,7 @@ from tests.gpu.devices import DEVICES, run_on
 from tests.gpu.training import HYBRIDS, STEPS, WAYS, all_ways, beside_torch
 
 ROOM = 1e-4  # some kernels of a GPU add in no fixed order
+ROUNDED = 5e-4  # a sum without the other rank's part is ten times as far off
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -37,10 +38,10 @@ def test_all_strategies_train_alike_on_two_ranks(device: str) -> None:
             assert found[name] == pytest.approx(found["accumulated replicate"], abs=ROOM), name
         assert found["accumulated zero1"] != pytest.approx(found["zero1"], abs=1e-3)
         for name in ("wire replicate", "wire zero1", "wire zero2"):
-            assert found[name] == pytest.approx(found["replicate"], abs=1e-2), name
+            assert found[name] == pytest.approx(found["replicate"], abs=ROUNDED), name
             assert found[name] != found["replicate"], name
         for name in ("bf16 zero1", "bf16 zero2", "bf16 zero3"):
-            assert found[name] == pytest.approx(found["replicate"], abs=5e-2), name
+            assert found[name][:-1] == pytest.approx(found["replicate"][:-1], abs=4 * ROUNDED), name
             assert found[name] == pytest.approx(found["bf16 zero1"], abs=1e-3), name
     for name in WAYS:
         assert by_rank[0][name][-1] == pytest.approx(by_rank[1][name][-1], abs=1e-6), name
@@ -52,4 +53,4 @@ def test_hybrid_strategies_train_alike_on_two_hosts_of_one_rank(device: str) -> 
         assert set(found) == set(HYBRIDS)
         for name in ("hybrid", "hybrid_zero2"):
             assert found[name] == pytest.approx(found["replicate"], abs=ROOM), name
-        assert found["wire hybrid"] == pytest.approx(found["replicate"], abs=1e-2)
+        assert found["wire hybrid"] == pytest.approx(found["replicate"], abs=ROUNDED)
