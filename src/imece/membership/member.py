@@ -19,6 +19,7 @@ from imece import connections
 from imece import mesh as meshes
 from imece.collectives import companions
 from imece.errors import CollectiveError, PeerLostError, UserError
+from imece.membership.aborting import Aborting
 from imece.membership.guarded import GuardedStore
 from imece.membership.roster import Generation, Roster
 from imece.mesh import Mesh
@@ -56,6 +57,7 @@ class Member:
         self._members = set(self._roster.generation(self._at).members if self._at >= 0 else ())
         self._moving = threading.Lock()  # what is cut must not be the next generation's
         self._cut_at = math.inf
+        self.aborting = Aborting()
         self._stores: list[dist.Store] = []  # a PrefixStore does not keep what is written in Python alive
         self._stop = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="imece-beat", daemon=True)
@@ -125,6 +127,7 @@ class Member:
             self._at = generation.number  # whoever fails from here on waits for the one after it
             self._members, self._cut_at = set(generation.members), math.inf
             connections.forget()
+            self.aborting.begin()
         rank, size = generation.members.index(self.number), len(generation.members)
         guarded = GuardedStore(lambda: _connect(self._meeting), self._check, patience_s)
         self._stores = [*self._stores[-1:], guarded]
@@ -172,6 +175,7 @@ class Member:
         with self._moving:
             if self._at < self._newest and time.monotonic() > self._cut_at:
                 connections.cut()
+                self.aborting.abort()
 
 
 def _connect(where: tuple[str, int]) -> dist.Store:

@@ -95,6 +95,7 @@ class Recovery:
         self._optimizers = list(optimizers)
         self._sharded = isinstance(model, ShardedDataParallel)
         self._copies = Copies(member.mesh)
+        member.aborting.before_updates(self._optimizers, model.device)
         self._fits = True
         self._again: int | None = None  # steps to be made again, until the first one of this generation is
         self._states: dict[str, Json] = {}  # by finished steps, the last two
@@ -126,7 +127,9 @@ class Recovery:
         self.member.goes_on()
 
     def finished(self, step: int) -> None:
-        """This rank has finished so many steps: it copies what it alone holds."""
+        """This rank has finished so many steps: it copies what it alone holds. PeerLostError if it has not
+        made the last update, since its sums were aborted."""
+        self.member.aborting.finish()
         self.member.steps = step
         if self._again is not None:
             self.member.went_on(self._again)
@@ -171,6 +174,7 @@ class Recovery:
         SystemExit, with status 0, for a member that was to leave: the others have what it had.
         """
         began = time.monotonic()
+        step = min(step, self.member.steps)  # less by one that `finished` has refused
         if isinstance(error, MovedOnError) and self._is_alone:
             self._exchange(step)  # nobody would have gone on with a copy until now
         lost_steps = 0

@@ -1,0 +1,101 @@
+"""Collectives on a GPU that wait for a rank that is gone, which no connection tells them: they are aborted.
+
+    aborted   the communicators of a generation's groups on GPUs: what waits for them ends
+    check     says so to a rank that goes on as if its sums had come
+
+A call on the CPU ends with its connections (imece.connections). NCCL's runs on the GPU, and waits there for
+what another rank writes. When it is aborted it leaves anything in its buffers, and tells nobody. So before
+each update a rank waits until the sums are there that it takes, and asks whether they are any.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from imece.errors import PeerLostError
+
+
+class Aborting:
+    """For one member: the groups of the generation that it is in."""
+
+    def __init__(self) -> None:
+        self._aborted = False
+        self._updates = False  # in the step under way, with sums that had come
+
+    def begin(self) -> None:
+        """A generation begins: the groups until now are of no use any more."""
+        self._aborted = self._updates = False
+
+    def abort(self) -> None:
+        """End what waits, once in a generation; in a thread, for that may take its time. From any thread."""
+        if self._aborted:
+            return
+        backends = device_backends()
+        if backends:
+            self._aborted = True  # before any call ends: whoever waited for it asks next
+            threading.Thread(target=_abort, args=(backends,), name="imece-abort", daemon=True).start()
+
+    def check(self) -> None:
+        """PeerLostError if sums of this generation have been aborted."""
+        if self._aborted:
+            raise PeerLostError(
+                "a rank is gone, and what this one had from the GPUs since is no sum: aborted"
+            )
+
+    def finish(self) -> None:
+        """A step is over. PeerLostError if no update was made, since what it needed was aborted."""
+        updates, self._updates = self._updates, False
+        if not updates:
+            self.check()
+
+    def before_updates(
+        self, optimizers: Sequence[Optimizer], device: torch.device, wait: Callable[[], object] | None = None
+    ) -> None:
+        """Let `optimizers` update parameters with sums that have come, and no others.
+
+        wait: until `device` has done what it was given, instead of torch's own. Nothing is to be done on a
+        CPU, where a call that did not come to its end has raised.
+        """
+        if device.type == "cpu":
+            return
+        stream_ends = wait or torch.get_device_module(device).synchronize
+
+        def before(*_: Any) -> None:
+            stream_ends()
+            self.check()
+            self._updates = True
+
+        for optimizer in optimizers:
+            handle = optimizer.register_step_pre_hook(before)
+            # The first of all hooks: those of a sharded model must not be left in between.
+            hooks: Any = optimizer._optimizer_step_pre_hooks
+            hooks.move_to_end(handle.id, last=False)
+
+
+def device_backends() -> list[Any]:
+    """torch's backends for other devices alone (Gloo's are for all), of all groups, the last one first."""
+    found: dict[int, Any] = {}
+    names = dist.distributed_c10d._world.pg_names
+    for group in sorted(names, key=lambda each: names[each], reverse=True):  # NCCL's own order
+        backends = {device.type: group._get_backend(device) for device in group._device_types}
+        on_cpu = backends.pop("cpu", None)
+        found |= {id(each): each for each in backends.values() if each is not on_cpu}
+    return list(found.values())
+
+
+def _abort(backends: Sequence[Any]) -> None:
+    together = [each for each in backends if hasattr(each, "_group_start")]
+    for first in together[:1]:
+        first._group_start()  # or one communicator's abort may wait for another's
+    try:
+        for each in backends:
+            each.abort()
+    finally:
+        for first in together[:1]:
+            first._group_end()

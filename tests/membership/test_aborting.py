@@ -1,0 +1,131 @@
+"""What waits on a GPU for a rank that is gone is aborted, and is no sum; the GPU's part is played."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from imece import connections
+from imece.errors import PeerLostError
+from imece.membership import aborting, member
+from imece.membership.aborting import Aborting, device_backends
+from imece.membership.member import Member, is_peer_gone
+from imece.membership.roster import Generation
+
+GPU = torch.device("cuda")
+
+
+class Waiting:
+    """A backend of which a call is under way that only an abort ends."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.said: list[str] = []
+
+    def _group_start(self) -> None:
+        self.said.append("start")
+
+    def _group_end(self) -> None:
+        self.said.append("end")
+
+    def abort(self) -> None:
+        self.said.append("abort")
+        self.ended.set()
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> Waiting:
+    """The only one on a GPU."""
+    backend = Waiting()
+    monkeypatch.setattr(aborting, "device_backends", lambda: [backend])
+    return backend
+
+
+def test_an_update_is_not_made_with_what_was_aborted(waiting: Waiting) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    came: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: came.append("another"))
+    watched = Aborting()
+    watched.before_updates([optimizer], GPU, wait=lambda: waiting.ended.wait(10))
+    parameter.grad = torch.full((2,), 7.0)  # anything
+    threading.Timer(0.05, watched.abort).start()
+    with pytest.raises(PeerLostError) as failure:
+        optimizer.step()
+    assert parameter.tolist() == [1.0, 1.0] and came == [] and is_peer_gone(failure.value)
+    watched.abort()
+    assert waiting.said == ["start", "abort", "end"], "once in a generation, all communicators together"
+    with pytest.raises(PeerLostError):
+        watched.finish()  # a loop that has made no update, as for a gradient that is not finite
+    watched.begin()
+    optimizer.step()
+    assert parameter.tolist() == [-6.0, -6.0] and came == ["another"]
+    watched.abort()
+    watched.finish()  # this one was made, and counts
+    with pytest.raises(PeerLostError):
+        watched.finish()
+
+
+def test_on_cpus_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a call that does not come to its end raises."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    watched = Aborting()
+    watched.before_updates([optimizer], torch.device("cpu"))
+    assert not optimizer._optimizer_step_pre_hooks
+    monkeypatch.setattr(aborting, "device_backends", list)
+    watched.abort()
+    watched.check()
+
+
+@pytest.mark.parametrize("members", [(0,), (0, 1, 2)])
+def test_a_member_aborts_when_others_are_given_up(
+    members: tuple[int, ...], waiting: Waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not when one is taken in: all come to the border between two steps then."""
+    now = [100.0]
+    monkeypatch.setattr(member, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(connections, "cut", lambda: 0)
+    roster = SimpleNamespace(generation=lambda number: Generation(number, members))
+    own = SimpleNamespace(
+        _newest=1, _at=0, _members={0, 1}, _cut_at=math.inf, _moving=threading.Lock(), aborting=Aborting()
+    )
+    for _ in range(3):
+        Member._cut_off(cast(Member, own), cast(Any, roster))
+        now[0] += 0.9
+    gone = members == (0,)
+    assert waiting.ended.wait(10 if gone else 0.05) is gone
+    if gone:
+        with pytest.raises(PeerLostError):
+            own.aborting.check()
+    else:
+        own.aborting.check()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A world of one rank, whose groups have a backend on the GPU beside Gloo."""
+
+    def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    if "PLAYED" not in dist.Backend._plugins:
+        dist.Backend.register_backend("played", create, devices=["cuda"])
+    dist.init_process_group("cpu:gloo,cuda:played", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_backends_of_all_groups_on_gpus_are_found(alone: None) -> None:
+    world = dist.group.WORLD
+    other = dist.new_group([0])
+    dist.new_group([0], backend="gloo")
+    assert world is not None and other is not None
+    found = device_backends()
+    assert {id(each) for each in found} == {id(group._get_backend(GPU)) for group in (world, other)}
