@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 import imece
+from imece.errors import UserError
 from imece.models.generate import generate
 from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer, token_loss
@@ -134,3 +135,15 @@ def test_other_shapes_are_not_compiled(anew: None) -> None:
     assert len(list(generate(model, [1, 2], 4))) == 4
     assert steps_of(model, MICRO, SEQ, True) == [LAYERS, LAYERS]
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def test_without_a_compiler(anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(graph: Any, inputs: Any) -> Any:
+        raise OSError("no working C++ compiler\nand a long story")
+
+    monkeypatch.setattr(compiling, "compile_blocks", functools.partial(imece.compile_blocks, backend=none))
+    with pytest.raises(
+        UserError, match=r"compile: no working C.. compiler; .* or leave that option out"
+    ) as said:
+        compiling.compile_now(made(), PLAN, Precision("fp32", "cpu"))
+    assert "\n" not in str(said.value)

@@ -12,21 +12,39 @@ import time
 import torch
 
 from imece.data_parallel.compiled import compile_blocks
+from imece.errors import UserError
 from imece.models.transformer import Transformer, rotation_at
 from imece.train.batch import BatchPlan
 from imece.train.precision import Precision
 
 
 def compile_now(model: Transformer, plan: BatchPlan, precision: Precision) -> float:
-    """Compile the blocks of a model that is not wrapped yet; seconds. One block is run, for all."""
+    """Compile the blocks of a model that is not wrapped yet; seconds. One block is run, for all.
+
+    UserError where there is nothing to compile with.
+    """
+    from torch._dynamo.exc import BackendCompilerFailed  # a second, which others need not wait for
+
     began = time.perf_counter()
     compile_blocks(model, dynamic=False)
+    try:
+        with torch.compiler.set_stance("default"):  # an earlier session in this process has set the other
+            _run_a_block(model, plan, precision)
+    except BackendCompilerFailed as error:
+        why = str(error.inner_exception).partition("\n")[0]
+        raise UserError(
+            f"--compute.compile: {why}; on a CPU torch wants a C++ compiler, such as g++, on a GPU triton: "
+            "install it, or leave that option out"
+        ) from None
+    torch.compiler.set_stance("eager_on_recompile")
+    return time.perf_counter() - began
+
+
+def _run_a_block(model: Transformer, plan: BatchPlan, precision: Precision) -> None:
+    """Forward and backward, as training does it; parameters keep no gradient of it."""
     block, device = model.blocks[0], model.embed.weight.device
     residual = torch.zeros(plan.micro, plan.seq, model.config.width, device=device, requires_grad=True)
     rotation = rotation_at(model.config, 0, plan.seq, device)
-    with torch.compiler.set_stance("default"):  # an earlier session in this process has set the other
-        with precision.autocast():
-            out = model.through(block, residual.clone(), rotation)
-        torch.autograd.grad(out.sum(), [residual, *block.parameters()])
-    torch.compiler.set_stance("eager_on_recompile")
-    return time.perf_counter() - began
+    with precision.autocast():
+        out = model.through(block, residual.clone(), rotation)
+    torch.autograd.grad(out.sum(), [residual, *block.parameters()])
