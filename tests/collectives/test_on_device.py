@@ -80,14 +80,19 @@ def test_a_task_begins_behind_its_call_and_who_waits_comes_behind_the_task(on_gp
     ]  # fmt: skip
 
 
-def test_a_checked_call_is_launched_behind_its_place(on_gpu: Streams) -> None:
-    check: Any = SimpleNamespace(_gather=lambda deadline: on_gpu.told.append("all have come"))
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_checked_call_is_launched_behind_its_place(beside: bool, on_gpu: Streams) -> None:
+    checker = SimpleNamespace(launches_beside=beside)
+    check: Any = SimpleNamespace(
+        _gather=lambda deadline: on_gpu.told.append("all have come"), _checker=checker
+    )
     work = checks.CheckedWork(check, lambda: on_gpu.told.append(f"launched on {on_gpu.now().name}"))
     on_gpu.told.append("the caller goes on")
     work._run()
     assert on_gpu.told[:2] == ["caller records", "the caller goes on"]
+    where = "beside -1" if beside else "caller"
     assert on_gpu.told[2:5] == [
-        "all have come", "beside -1 waits for event of caller", "launched on beside -1"
+        "all have come", f"{where} waits for event of caller", f"launched on {where}"
     ]  # fmt: skip
 
 

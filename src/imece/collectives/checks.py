@@ -102,7 +102,7 @@ class CheckedWork:
         self._launched = threading.Event()
         self._work: dist.Work | None = None
         self._error: BaseException | None = None
-        self._place = Place()
+        self._place = Place(beside=check._checker.launches_beside)
 
     def done(self) -> bool:
         """Whether `wait` would not block."""
@@ -148,6 +148,8 @@ class Checker:
         self.group, self.companions = group, companions
         self.ranks: list[int] = dist.get_process_group_ranks(group)  # global ranks, in group order
         assert len(companions.order) == group.size(), "group and companions hold different ranks"
+        # Gloo copies a GPU's tensors at launch and reads the copies in `wait`: on one stream, the caller's.
+        self.launches_beside = "nccl" in str(dist.get_backend_config(group))
         self._number = 0
         self._lock = threading.Lock()  # numbers go to the check group in their own order
         self.failure: CollectiveError | None = None  # the first

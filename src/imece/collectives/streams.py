@@ -30,8 +30,11 @@ _here = _Here()
 class Place:
     """Where the current stream is now. Without a GPU there is none, and nothing to wait for."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        """device: of the tensors of the call; None: the current one."""
+    def __init__(self, device: torch.device | None = None, *, beside: bool = True) -> None:
+        """device: of the tensors of the call; None: the current one. beside: if False, what comes behind is
+        queued on the caller's own stream, after all that this has by then.
+        """
+        self._beside = beside
         self._stream: torch.cuda.Stream | None = None
         self._end: torch.cuda.Event | None = None
         if torch.cuda.is_initialized() and (device is None or device.type == "cuda"):
@@ -52,7 +55,7 @@ class Place:
         if self._stream is None:
             yield
             return
-        stream = _beside(self._stream.device)
+        stream = _beside(self._stream.device) if self._beside else self._stream
         with torch.cuda.stream(stream):  # makes its device the current one too
             stream.wait_event(self._begin)
             try:

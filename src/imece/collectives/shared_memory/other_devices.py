@@ -53,6 +53,7 @@ class OtherDevices:
         nccl._set_sequence_number_for_group()
         group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.NCCL, nccl)
+        group._set_group_name(options.group_name)
         return group
 
     def shutdown(self) -> None:
