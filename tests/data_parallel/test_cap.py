@@ -11,6 +11,7 @@ from torch import nn
 
 from imece import DistributedDataParallel
 from imece.data_parallel.cap import CAPS_BYTES, EACH_S, MIB, best_cap
+from imece.data_parallel.whole import WholeGradients
 from tests.data_parallel.checks import Check, Job, jobs, passed
 
 ARRIVALS = [(MIB, 0.010 * (at + 1)) for at in range(16)]  # 16 gradients of 1 MiB, one each 10 ms
@@ -79,7 +80,9 @@ def chosen_by_all(group: dist.ProcessGroup) -> None:
     model = DistributedDataParallel(
         nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))), process_group=group, bucket_cap_mb="auto"
     )
-    before = model.reducer.cap_bytes
+    gradients = model.reducer.gradients
+    assert isinstance(gradients, WholeGradients)
+    before = gradients.cap_bytes
     for step in range(3):
         x = torch.full((4, 256), float(dist.get_rank() + 1))
         alone = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
@@ -95,10 +98,10 @@ def chosen_by_all(group: dist.ProcessGroup) -> None:
                 each += parameter.grad / group.size()
         for each, parameter in zip(expected, model.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad, each)
-        assert step or model.reducer.cap_bytes == before, "nothing is known before the first backward"
+        assert step or gradients.cap_bytes == before, "nothing is known before the first backward"
     found: list[object] = [None] * group.size()
-    dist.all_gather_object(found, (model.reducer.cap_bytes, len(model.reducer.buckets)), group=group)
-    assert found.count(found[0]) == group.size() and model.reducer.cap_bytes in CAPS_BYTES
+    dist.all_gather_object(found, (gradients.cap_bytes, len(model.reducer.buckets)), group=group)
+    assert found.count(found[0]) == group.size() and gradients.cap_bytes in CAPS_BYTES
     assert model.reducer.rebuilt
 
 

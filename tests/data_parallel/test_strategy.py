@@ -146,7 +146,7 @@ def on_two_hosts() -> dict[str, Any]:
         noticed, _ = differences(CASES["sgd"], ["hybrid", "hybrid_zero2"])
     case = replace(CASES["sgd"], mesh=mesh)
     whole = list(case.together("replicate", group))
-    with replaced(replicate, "_best_schedule", flat):
+    with replaced(replicate, "best_schedule", flat):
         other_bits = first_difference(list(case.together("zero1", group)), whole)
     return {
         "wrong": wrong,

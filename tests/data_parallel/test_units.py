@@ -424,7 +424,7 @@ def late_gradient(group: dist.ProcessGroup) -> None:
     model, _ = wrap(made(), group)
 
     def hook(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
-        output.register_hook(lambda _: model.reducer._units_over({2}))
+        output.register_hook(lambda _: model.reducer.gradients.gathering.when_over({2}))
 
     model.module.blocks[1].up.register_forward_hook(hook)
     words = r"parameter blocks.1.up.* got a gradient after its unit was over"

@@ -1,21 +1,18 @@
-"""The buckets of a model in memory: one piece of it for all of them, cut up by layout.py.
+"""Where a reducer's gradients lie: in flat buckets, each of which travels as one message.
 
-When the order of parameters changes the same memory is cut anew, so a rebuild needs no second one.
+Who keeps them is one of two: WholeGradients (whole.py), all of them on every rank; Sharding (shard.py), in
+the end this rank's part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from imece import layout
 from imece.collectives.pending import Pending
-from imece.collectives.shared_memory import shared_empty
-
-_ALIGN_BYTES = 64
 
 
 @dataclass(eq=False, slots=True)
@@ -59,86 +56,53 @@ class Bucket:
         return self.flat[: self.used_numel]
 
 
-class Buckets:
-    """All buckets of one model; `slots` stay the same objects when they are laid anew."""
+class Gradients:
+    """The buckets of one model. A reducer says when one is full, then it is summed by this, or by a hook."""
 
-    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], *, shared: bool) -> None:
-        """shared: whether ranks of this host reduce in place, so that memory on the CPU is to be shared."""
-        self._items = [
-            layout.Item(name, tuple(each.shape), _dtype(each), each.itemsize, str(each.device))
-            for name, each in named
-        ]
-        self._parameters = [parameter for _, parameter in named]
-        self._shared = shared
-        self._memory: dict[torch.device, torch.Tensor] = {}  # uint8
-        self.all: list[Bucket] = []
-        self.slots: list[Slot] = []  # by parameter, in registration order
+    all: list[Bucket]
+    """In the order in which they leave."""
+    slots: list[Slot]
+    """By parameter, in registration order; they stay the same objects when buckets are laid anew."""
+    is_whole = False
+    """Whether `.grad` is a view into its bucket; otherwise it goes to the part of it that is this rank's."""
+    borrows = False
+    """Whether buckets take memory when their first gradient comes, so that a full one must leave at once."""
+    gathers = False
+    """Whether parameters are gathered between buckets, which may then not leave as soon as they are full."""
 
-    def lay(
-        self, cap_bytes: int | Sequence[int], first_bytes: int | None, order: Sequence[int] | None
-    ) -> None:
-        """Buckets and views for this order of parameters. Gradients that lie in old views move over."""
-        self.layout = layout.build(
-            self._items, cap_bytes=cap_bytes, first_bytes=first_bytes, order=order, align_bytes=_ALIGN_BYTES
-        )
-        moving = [
-            (slot, slot.parameter.grad.clone()) for slot in self.slots if slot.parameter.grad is slot.view
-        ]
-        free = {device: memory.zero_() for device, memory in self._all_memory().items()}
-        before, self.all = self.slots, []
-        slots: dict[int, Slot] = {}
-        for plan in self.layout.buckets:
-            device = self._parameters[plan.places[0].item].device
-            taken = -(-plan.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-            flat = free[device][: plan.nbytes].view(self._parameters[plan.places[0].item].dtype)
-            free[device] = free[device][taken:]
-            names = [self._items[place.item].name for place in plan.places]
-            label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-            bucket = Bucket(plan.index, flat, plan.used_numel, label)
-            for place in plan.places:
-                parameter = self._parameters[place.item]
-                view = _view(flat[place.start : place.stop], parameter)
-                if before:
-                    slot = before[place.item]
-                    slot.bucket, slot.view = bucket, view
-                else:
-                    slot = Slot(place.item, self._items[place.item].name, parameter, bucket, view)
-                slots[place.item] = slot
-                bucket.slots.append(slot)
-            self.all.append(bucket)
-        self.slots = [slots[index] for index in range(len(self._items))]
-        for slot, grad in moving:
-            slot.view.copy_(grad)
-            slot.parameter.grad = slot.view
+    def reduce(self, bucket: Bucket, async_op: bool) -> Pending | None:
+        """Sum a full bucket over the ranks; None: it is done."""
+        raise NotImplementedError
+
+    def finish(self, absent: Sequence[Slot], used_anywhere: Sequence[int]) -> None:
+        """All are summed: leave `.grad` right.
+
+        absent: what this rank did not use. used_anywhere: by parameter, whether some rank did.
+        """
+        raise NotImplementedError
 
     def let_go(self) -> None:
-        """Of the memory for all layouts."""
-        self._memory.clear()
+        """Of all memory and of the group, whatever is under way. Nothing comes after it."""
+        raise NotImplementedError
 
-    def _all_memory(self) -> dict[torch.device, torch.Tensor]:
-        """Enough for any layout of these parameters: each of them might end a bucket, and be padded."""
-        if not self._memory:
-            sizes: dict[torch.device, int] = {}
-            for parameter in self._parameters:
-                padded = parameter.nbytes + 2 * _ALIGN_BYTES
-                sizes[parameter.device] = sizes.get(parameter.device, 0) + padded
-            for device, nbytes in sizes.items():
-                if self._shared and device.type == "cpu":
-                    self._memory[device] = shared_empty((nbytes,), torch.uint8)
-                else:
-                    self._memory[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return self._memory
+    def start(self) -> None:
+        """A synchronised backward begins."""
 
+    def attach(self, bucket: Bucket) -> None:
+        """Give a bucket memory, where buckets borrow it."""
 
-def _view(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """`flat`, [numel], shaped and strided as the parameter if that leaves no gaps."""
-    expected = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return flat.view(parameter.shape)
-        expected *= size
-    return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+    def leaves(self, bucket: Bucket, by_hook: bool) -> None:
+        """A bucket is about to be reduced."""
 
+    def reduced(self, bucket: Bucket) -> None:
+        """The sum of a bucket is there."""
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    def rebuild(self, came: Sequence[int], arrivals: Sequence[tuple[int, float]], overlap: bool) -> None:
+        """Lay whole ones anew by the order in which gradients came in the first backward; all ranks call it.
+
+        came: parameters. arrivals: bytes and time of each, in that order. overlap: whether buckets leave
+        while backward goes on.
+        """
+
+    def when_over(self, tell: Callable[[Sequence[Bucket]], None]) -> None:
+        """Who is to be told of buckets to which no more gradients come in this backward, full or not."""

@@ -18,24 +18,19 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from imece.collectives import ops
-from imece.collectives.auto import links_of
 from imece.collectives.calls import host_device
 from imece.collectives.pending import Pending
-from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel import in_backward, refusals
 from imece.data_parallel.average import Average
-from imece.data_parallel.buckets import Bucket, Buckets, Slot
-from imece.data_parallel.cap import cap_over
+from imece.data_parallel.buckets import Bucket, Gradients, Slot
 from imece.data_parallel.finite import Finite
 from imece.data_parallel.grad_bucket import GradBucket, Hook, is_one_call
-from imece.data_parallel.shard import Sharding
 from imece.data_parallel.trace import BucketTrace
 from imece.data_parallel.watch import Watch
 
@@ -47,49 +42,29 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 _lines: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Reducer]] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class Way:
-    """How a bucket is reduced where no hook does it, as for ops.all_reduce; and when."""
-
-    schedule: str | None = None
-    wire: str | None = None
-    overlap: bool = True  # as soon as it is ready; False: when backward is over, on its own thread
-
-
 class Reducer:
     """The gradients of one model's parameters, reduced over one group."""
 
     def __init__(
         self,
-        named_parameters: Sequence[tuple[str, torch.Tensor]],
+        gradients: Gradients,
         group: dist.ProcessGroup,
         average: Average,
         *,
-        cap_bytes: int | Sequence[int],
-        first_bytes: int | None,
-        choose_cap: bool = False,
-        way: Way,
+        overlap: bool,
         static_graph: bool = False,
         finite: Finite | None = None,
-        sharding: Sharding | None = None,
     ) -> None:
-        """named_parameters: those that want a gradient, in registration order, the same on all ranks.
-
-        choose_cap: cap_bytes is for the first backward only; after that it is what cap.py finds.
-        sharding: has the buckets, which stay as they are then, and sums them; gradients go to its parts.
-        """
-        self.group, self.average, self.way, self.finite = group, average, way, finite
-        self.static_graph = static_graph
+        """overlap: whether a bucket leaves as soon as it is full; otherwise when backward is over."""
+        self.gradients, self.group, self.average, self.finite = gradients, group, average, finite
+        self.overlap, self.static_graph = overlap, static_graph
         self.hook: Hook | None = None
         self.hook_state: Any = None
         self.rebuilt = False
         self.watch: Watch | None = None
         self.stepping: list[torch.Tensor] = []  # parameters with optimizers that step in backward
         self.awaited: list[torch.futures.Future[Any]] = []  # of a hook on buffers: done when backward is
-        self._cap_bytes, self._first_bytes, self._choose_cap = cap_bytes, first_bytes, choose_cap
-        self.sharding = sharding
-        self._laid = sharding or self._lay_out(named_parameters)
-        self._told_on = host_device(group, named_parameters[0][1].device)
+        self._told_on = host_device(group, self.slots[0].parameter.device)
         self._fired = [0] * len(self.slots)  # by parameter: gradients in this backward
         self._touched = [0] * len(self.slots)  # and whether any came in one that was not synchronised
         self._closed = False
@@ -102,42 +77,34 @@ class Reducer:
         self._absent: list[Slot] = []  # in them
         self._scale: float | None = None  # of gradients on their way into buckets; None: not known yet
         self._learning = static_graph  # the first backward counts how often each parameter fires
-        # None where buckets are not rebuilt.
-        self._order: list[int] | None = (
-            None if sharding else []
-        )  # slots as they fire in the first backward; None after it
+        # Slots as they fire in the first backward; None after it, and where buckets are not rebuilt.
+        self._order: list[int] | None = [] if gradients.is_whole else None
         self._came: list[int] | None = None  # that order, until the buckets are rebuilt by it
         self._used: Pending | torch.Tensor | None = None  # their exchange, under way or over
         self._used_anywhere: list[int] = []  # by parameter, in the last backward that asked
         self._arrivals: list[tuple[int, float]] = []  # bytes and time of each, in that order
-        if sharding is not None and sharding.gathering is not None:
-            sharding.gathering.when_over = self._units_over
+        gradients.when_over(self._over)
         self._handles = [
             slot.parameter.register_post_accumulate_grad_hook(self._on_gradient(slot)) for slot in self.slots
         ]
 
-    def _lay_out(self, named_parameters: Sequence[tuple[str, torch.Tensor]]) -> Buckets:
-        in_host = isinstance(self.group, SharedMemoryGroup) or self.way.schedule == "hierarchical"
-        laid = Buckets(named_parameters, shared=in_host)
-        laid.lay(self._cap_bytes, self._first_bytes, None)
-        return laid
-
     @property
     def buckets(self) -> list[Bucket]:
         """In the order in which they leave."""
-        return self._laid.all
+        return self.gradients.all
 
     @property
     def slots(self) -> list[Slot]:
         """By parameter, in registration order."""
-        return self._laid.slots
+        return self.gradients.slots
 
     # Forward.
 
     def prepare(self) -> None:
         """Before a forward whose backward is to be synchronised; a collective of all ranks."""
         if self._came is not None:
-            self._rebuild(self._came)
+            self.gradients.rebuild(self._came, self._arrivals, self.overlap)
+            self.rebuilt, self._came, self._arrivals = True, None, []
         if self.watch is not None:
             self.watch.forward()
 
@@ -173,8 +140,7 @@ class Reducer:
         self._graphed = torch.is_grad_enabled()  # backward(create_graph=True)
         for bucket in self.buckets:
             bucket.pending = len(bucket.slots)
-        if self.sharding is not None:
-            self.sharding.start()
+        self.gradients.start()
         self.average.begin(present=present)
         self._scale = None
         if self.watch is not None:
@@ -184,7 +150,7 @@ class Reducer:
 
     def _on_gradient(self, slot: Slot) -> Callable[[torch.Tensor], None]:
         """What autograd calls after it has written a parameter's gradient. Every microsecond counts here."""
-        index, keep = slot.index, self.sharding is None
+        index, keep = slot.index, self.gradients.is_whole
         multiply = torch.mul if keep else _multiply
 
         def on_gradient(parameter: torch.Tensor) -> None:
@@ -215,12 +181,11 @@ class Reducer:
 
     def _attach(self, bucket: Bucket) -> None:
         """Memory for a bucket that has none: that of the oldest sum under way, if there is one."""
-        assert self.sharding is not None
         for other in self.buckets:
             if other.work is not None:
                 self._wait(other)
                 break
-        self.sharding.attach(bucket)
+        self.gradients.attach(bucket)
 
     def _complete(self, slot: Slot) -> bool:
         """Whether this was the parameter's last gradient in this backward; notes the order in the first."""
@@ -254,8 +219,8 @@ class Reducer:
 
     def _let_go(self) -> None:
         """All buckets that are ready, in order: the same order on every rank."""
-        eager = self.sharding is not None and self.sharding.strategy.gradients
-        if not (self.way.overlap or self._ending or eager) or (self._gathers and not self._ending):
+        early = (self.overlap or self.gradients.borrows) and not self.gradients.gathers
+        if not (early or self._ending):
             return
         line = _lines.get(self.group)
         if not line or line[0] is not self:
@@ -279,31 +244,24 @@ class Reducer:
         if self._one_by_one and bucket.index:
             self._wait(self.buckets[bucket.index - 1])
         launched = time.perf_counter() if self.watch is not None else 0.0
-        if self.sharding is not None:
-            self.sharding.leaves(bucket, by_hook=self.hook is not None)
+        self.gradients.leaves(bucket, by_hook=self.hook is not None)
         with torch.no_grad():
             bucket.work = self._reduce(bucket)
         flat_bytes = bucket.flat.nbytes
-        if self.sharding is not None and bucket.work is None:
-            self.sharding.reduced(bucket)
-        elif self._gathers and self._one_by_one:
+        if bucket.work is None:
+            self.gradients.reduced(bucket)
+        elif self.gradients.gathers and self._one_by_one:
             self._wait(bucket)  # nor may a gather come between a hook's collectives
         if self.watch is not None:
             self.watch.left(BucketTrace(bucket.index, flat_bytes, ready, launched), bucket)
 
-    @property
-    def _gathers(self) -> bool:
-        """Whether gathers come between the buckets, so that these may not leave just when they are ready."""
-        return self.sharding is not None and self.sharding.gathering is not None
-
-    def _units_over(self, numbers: set[int]) -> None:
-        """No more gradients come to these units in this backward: their buckets leave, full or not."""
+    def _over(self, buckets: Sequence[Bucket]) -> None:
+        """No more gradients come to these in this backward: they leave, full or not."""
         line = _lines.get(self.group)
         if not self._syncing or not line or line[0] is not self:
             return
-        assert self.sharding is not None
-        for bucket, store in zip(self.buckets, self.sharding.stores, strict=True):
-            if store.unit in numbers and bucket.index not in self._gone:
+        for bucket in buckets:
+            if bucket.index not in self._gone:
                 self._gone.add(bucket.index)
                 if bucket.pending:
                     with torch.no_grad():
@@ -323,14 +281,8 @@ class Reducer:
 
     def _reduce(self, bucket: Bucket) -> Pending | torch.futures.Future[Any] | None:
         """What its result has to be waited for with; None if it is there."""
-        if self.hook is None and self.sharding is not None:
-            return self.sharding.reduce(bucket, self.way.overlap)
         if self.hook is None:
-            work = ops.all_reduce(
-                bucket.flat, group=self.group, async_op=self.way.overlap, schedule=self.way.schedule,
-                wire=self.way.wire, label=bucket.label,
-            )  # fmt: skip
-            return work if isinstance(work, Pending) else None
+            return self.gradients.reduce(bucket, self.overlap)
         return self.hook(
             self.hook_state,
             GradBucket(
@@ -378,11 +330,7 @@ class Reducer:
         used = self._wait_for_all()
         if used is not None:
             self._note_used(used, read=bool(absent) or self._learning)
-        for slot in absent:
-            self._settle(slot)
-        if self.sharding is not None:
-            flags = self._used_anywhere
-            self.sharding.finish({slot.index for slot in absent if not flags[slot.index]})
+        self.gradients.finish(absent, self._used_anywhere)
         self._end_first()
         self._fired, self._touched = [0] * len(self.slots), [0] * len(self.slots)
         while self.awaited:
@@ -423,7 +371,7 @@ class Reducer:
             if not slot.bucket.attached:
                 self._attach(slot.bucket)
             self._put(grad, slot.view)
-            if self.sharding is not None:
+            if not self.gradients.is_whole:
                 parameter.grad = None
             elif used:
                 parameter.grad = slot.view
@@ -444,7 +392,7 @@ class Reducer:
         counts = map(max, self._fired, self._touched) if any(self._touched) else self._fired
         used = torch.frombuffer(bytearray(map(bool, counts)), dtype=torch.uint8).to(self._told_on)
         work: Pending | torch.Tensor = ops.all_reduce(
-            used, "max", group=self.group, async_op=self.way.overlap, label="used parameters"
+            used, "max", group=self.group, async_op=self.overlap, label="used parameters"
         )
         return work
 
@@ -454,16 +402,6 @@ class Reducer:
             assert flags is not None
             self._used_anywhere = flags.tolist()
 
-    def _settle(self, slot: Slot) -> None:
-        """A parameter that this rank did not use: another's gradient, or what was there before."""
-        if self.sharding is not None:
-            return
-        if self._used_anywhere[slot.index]:
-            slot.parameter.grad = slot.view
-        elif slot.kept is not None:
-            slot.view.copy_(slot.kept)
-        slot.kept = None
-
     def _wait(self, bucket: Bucket) -> None:
         work, bucket.work = bucket.work, None
         if work is None:
@@ -471,8 +409,7 @@ class Reducer:
         result = work.wait()
         if not isinstance(work, Pending):
             self._take(result, bucket)
-        if self.sharding is not None:
-            self.sharding.reduced(bucket)
+        self.gradients.reduced(bucket)
 
     def _take(self, result: Any, bucket: Bucket) -> None:
         """What a communication hook's future gave."""
@@ -514,7 +451,7 @@ class Reducer:
                 if not slot.bucket.attached:
                     self._attach(slot.bucket)
                 self._put(slot.parameter.grad if left else None, slot.view)
-                if left and self.sharding is not None:
+                if left and not self.gradients.is_whole:
                     slot.parameter.grad = None
             for bucket in self.buckets:
                 bucket.pending = 0
@@ -522,39 +459,11 @@ class Reducer:
             self._let_go()
             used = self._wait_for_all()
             if used is not None:
-                self._note_used(used, read=self.sharding is not None)
-            if self.sharding is not None:
-                self.sharding.finish({at for at, flag in enumerate(self._used_anywhere) if not flag})
+                self._note_used(used, read=not self.gradients.is_whole)
+            # Whole gradients of a rank that has ended are its own affair; of a part it is the owner.
+            self.gradients.finish([] if self.gradients.is_whole else self.slots, self._used_anywhere)
             self._touched = [0] * len(self.slots)
             self._end_first()
-
-    # Buckets.
-
-    def _rebuild(self, came: list[int]) -> None:
-        """Once: the order in which gradients really came on rank 0; those that did not come go last."""
-        self.rebuilt, self._came = True, None
-        seen = set(came)
-        order = [*came, *(at for at in reversed(range(len(self.slots))) if at not in seen)]
-        cap = 0
-        if self._choose_cap:
-            links = links_of(self.group, self.buckets[0].flat.device)
-            cap = cap_over(
-                links, self.way.schedule or "native", self._arrivals, self._first_bytes, self.way.overlap
-            )
-        agreed = torch.tensor([cap, *order], dtype=torch.int64, device=self._told_on)
-        ops.broadcast(agreed, 0, group=self.group, label="order of gradients")
-        cap, *order = agreed.tolist()
-        if cap:
-            self._cap_bytes = cap
-        self._arrivals = []
-        assert isinstance(self._laid, Buckets)  # those of a sharding come in no order that was learnt
-        with torch.no_grad():
-            self._laid.lay(self._cap_bytes, self._first_bytes, order)
-
-    @property
-    def cap_bytes(self) -> int | Sequence[int]:
-        """What a bucket holds before it is closed."""
-        return self._cap_bytes
 
     def detach(self) -> None:
         """Take the hooks off the parameters."""
@@ -575,8 +484,7 @@ class Reducer:
         self._used, self.awaited, self.stepping = None, [], []
         for bucket in self.buckets:
             bucket.let_go()
-        if isinstance(self._laid, Buckets):
-            self._laid.let_go()
+        self.gradients.let_go()
         if self.watch is not None:
             self.watch.give_up()
 

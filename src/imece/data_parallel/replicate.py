@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -17,28 +16,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from imece import mesh
 from imece.collectives.calls import group_or_default
-from imece.collectives.shared_memory.group import SharedMemoryGroup
-from imece.data_parallel import in_backward
+from imece.data_parallel import arguments, in_backward
+from imece.data_parallel.arguments import MIB
 from imece.data_parallel.average import Average, Over
 from imece.data_parallel.finite import Finite
 from imece.data_parallel.grad_bucket import Hook, check_hook
 from imece.data_parallel.joining import DDPJoinHook, agree, common_rank
 from imece.data_parallel.outputs import tensors_in
-from imece.data_parallel.reducer import Reducer, Way
+from imece.data_parallel.reducer import Reducer
 from imece.data_parallel.regroup import Kept, leave, regroup
 from imece.data_parallel.same import check_drift, check_same_shapes, sync_from
 from imece.data_parallel.shard import squared_norm
 from imece.data_parallel.trace import StepTrace
 from imece.data_parallel.watch import Watch
-from imece.errors import UserError
+from imece.data_parallel.way import Way, best_schedule, has_spare_core
+from imece.data_parallel.whole import Caps, WholeGradients
 from imece.mesh import Mesh
 
-_MIB = 2**20
 DEFAULT_CAP_MB = 25.0
 BETWEEN_HOSTS_CAP_MB = 5.0  # a slow wire must not wait for the first 25 MiB
-FIRST_BUCKET_BYTES = _MIB
+FIRST_BUCKET_BYTES = MIB
 BufferHook = Callable[[Any, dict[str, torch.Tensor]], list[torch.futures.Future[Any]] | None]
 _BUILTIN_HOOKS = {
     dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
@@ -101,8 +99,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        _refuse(delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision, check_reduction)
-        self.process_group = _group(process_group, device_mesh)
+        arguments.refuse(
+            delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision, check_reduction
+        )
+        self.process_group = arguments.group_of(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self.module = module
@@ -113,9 +113,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         named = self._named_parameters()
         self.device = named[0][1].device
         self.device_type = self.device.type
-        self.is_multi_device_module = len({each.device for _, each in named}) > 1
-        self.device_ids, self.output_device = self._check_devices(device_ids, output_device, named)
-        self.forward_sync_buffers, sync_buffers_now = _buffer_flags(broadcast_buffers, forward_sync_buffers)
+        devices = {each.device for _, each in named}
+        self.is_multi_device_module = len(devices) > 1
+        self.device_ids, self.output_device = arguments.device_indices(device_ids, output_device, devices)
+        flags = arguments.buffer_flags(broadcast_buffers, forward_sync_buffers)
+        self.forward_sync_buffers, sync_buffers_now = flags
         self.find_unused_parameters = find_unused_parameters
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -396,61 +398,21 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _named_parameters(self) -> list[tuple[str, torch.Tensor]]:
         """Those that want a gradient, each once."""
-        named: list[tuple[str, torch.Tensor]] = [
-            (name, parameter)
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad and name not in self.parameters_to_ignore
-        ]
-        if not named:
-            raise RuntimeError(
-                "DistributedDataParallel is not needed when a module doesn't have any parameter that "
-                "requires a gradient"
-            )
-        for name, parameter in named:
-            if isinstance(parameter, nn.parameter.UninitializedParameter):
-                raise RuntimeError(
-                    f"parameter {name} has no shape yet: run one forward before wrapping the module"
-                )
-        for prefix, module in self.module.named_modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                raise ValueError(
-                    f"{prefix or 'the module'} has sparse gradients, which do not fit into a flat bucket: "
-                    f"construct it with sparse=False"
-                )
-        return named
-
-    def _check_devices(
-        self,
-        device_ids: Sequence[int | torch.device] | None,
-        output_device: int | torch.device | None,
-        named: list[tuple[str, torch.Tensor]],
-    ) -> tuple[list[int] | None, int | None]:
-        types = {each.device.type for _, each in named}
-        if len(types) > 1:
-            raise ValueError(f"all parameters must be on one type of device; these are on {sorted(types)}")
-        if device_ids is not None and len(device_ids) > 1:
-            raise ValueError(f"device_ids can name one device of this rank, not {list(device_ids)}")
-        if not device_ids or self.device_type == "cpu" or self.is_multi_device_module:
-            if device_ids or output_device is not None:
-                devices = sorted({str(each.device) for _, each in named})
-                raise ValueError(
-                    f"device_ids={device_ids} and output_device={output_device} are for a module on one GPU; "
-                    f"this one is on {', '.join(devices)}"
-                )
-            return None, None
-        indices = [torch.cuda._utils._get_device_index(each, True) for each in (device_ids[0], output_device)
-                   if each is not None]  # fmt: skip
-        return indices[:1], indices[-1]
+        return arguments.trained(self.module, self.parameters_to_ignore)
 
     def _choose_way(self) -> None:
         """What was not asked for, for this group."""
         schedule, wire, overlap = self._asked_way
         self._way = Way(
-            schedule or _best_schedule(self.process_group, self.device),
+            schedule or best_schedule(self.process_group, self.device),
             wire,
-            _has_spare_core(self.process_group, self.device) if overlap is None else overlap,
+            has_spare_core(self.process_group, self.device) if overlap is None else overlap,
         )
-        self._set_caps(*self._asked_caps)
+        caps, single, self._choose_cap = arguments.bucket_caps(*self._asked_caps)
+        default = BETWEEN_HOSTS_CAP_MB if self._way.schedule == "hierarchical" else DEFAULT_CAP_MB
+        self.bucket_bytes_cap = max(caps, default=int(default * MIB))
+        self.bucket_bytes_cap_list = [] if single else caps
+        self.bucket_bytes_cap_default = not caps
 
     def _let_go(self) -> None:
         """Of what belongs to the ranks until now."""
@@ -467,29 +429,18 @@ class DistributedDataParallel(nn.Module, Joinable):
         everything = [*self.module.named_parameters(), *self.module.named_buffers()]
         return [(name, each) for name, each in everything if name not in self.parameters_to_ignore]
 
-    def _set_caps(self, cap_mb: object, cap_list: Sequence[float] | None) -> None:
-        self._choose_cap = cap_mb == "auto" and not cap_list
-        if self._choose_cap:
-            cap_mb = None
-        given = list(cap_list or (cap_mb if isinstance(cap_mb, list | tuple) else ()))
-        single = given == [] and isinstance(cap_mb, int | float)
-        caps = [float(cap_mb)] if single else given  # type: ignore[arg-type]
-        if any(not each > 0 for each in caps) or (cap_mb is not None and not caps):
-            raise ValueError(f"bucket_cap_mb={cap_mb!r}: MiB, more than 0; a list of them; or 'auto'")
-        default = BETWEEN_HOSTS_CAP_MB if self._way.schedule == "hierarchical" else DEFAULT_CAP_MB
-        self.bucket_bytes_cap = int(max(caps, default=default) * _MIB)
-        self.bucket_bytes_cap_list = [int(each * _MIB) for each in given]
-        self.bucket_bytes_cap_default = not caps
-
     def _make_reducer(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        caps = Caps(
+            self.bucket_bytes_cap_list or self.bucket_bytes_cap,
+            FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else None,
+            self._choose_cap,
+        )
+        way = self._way
         self.reducer = Reducer(
-            named,
+            WholeGradients(named, self.process_group, caps, schedule=way.schedule, wire=way.wire),
             self.process_group,
             Average(self._over, self.process_group, self.device),
-            cap_bytes=self.bucket_bytes_cap_list or self.bucket_bytes_cap,
-            first_bytes=FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else None,
-            choose_cap=self._choose_cap,
-            way=self._way,
+            overlap=way.overlap,
             static_graph=self.static_graph,
             finite=Finite(self.process_group) if self._check_finite else None,
         )
@@ -534,57 +485,3 @@ class DistributedDataParallel(nn.Module, Joinable):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = group_or_default(None)
         self._make_reducer(self._named_parameters())
-
-
-def _refuse(delayed: object, delayed_by: object, mixed_precision: object, check_reduction: bool) -> None:
-    if delayed is not None or delayed_by is not None:
-        raise ValueError(
-            "delay_all_reduce_named_params is not supported: a parameter is reduced as soon as it is ready"
-        )
-    if mixed_precision is not None:
-        raise ValueError("mixed_precision is not supported: use torch.autocast around the forward")
-    if check_reduction:
-        warnings.warn("check_reduction does nothing, as in torch", FutureWarning, stacklevel=3)
-
-
-def _group(group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
-    if device_mesh is None:
-        return group_or_default(group)
-    if group is not None:
-        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
-    if device_mesh.ndim != 1:
-        raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-    return device_mesh.get_group(0)
-
-
-def _best_schedule(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """ "hierarchical" for all CPU ranks of several hosts; NCCL finds such ways by itself."""
-    with contextlib.suppress(UserError):
-        arranged = mesh.current()
-        if device.type == "cpu" and len(arranged.hosts) > 1 and group is arranged.world_group:
-            return "hierarchical" if arranged.cross_group is not None else None
-    return None
-
-
-def _has_spare_core(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether something else than backward can reduce: a network, a GPU, or a core that is free."""
-    if device.type != "cpu" or not isinstance(group, SharedMemoryGroup):
-        return True
-    return group.size() * torch.get_num_threads() < group.cores
-
-
-def _buffer_flags(broadcast: bool | None, forward: bool | None) -> tuple[bool, bool]:
-    """(broadcast buffers before each forward, broadcast them at construction)."""
-    if broadcast is not None:
-        warnings.warn(
-            "Both `broadcast_buffers` and `forward_sync_buffers` were specified; the former, which is "
-            "deprecated, is ignored." if forward is not None else
-            "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead; with False it still "
-            "broadcasts buffers once, at construction.",
-            FutureWarning,
-            stacklevel=3,
-        )  # fmt: skip
-    if forward is not None:
-        return forward, True
-    each = broadcast is not False
-    return each, each

@@ -27,7 +27,7 @@ from imece.collectives.common import common_zeros
 from imece.collectives.pending import Pending
 from imece.collectives.shared_memory import shared_empty
 from imece.collectives.shared_memory.group import SharedMemoryGroup
-from imece.data_parallel.buckets import Bucket, Slot
+from imece.data_parallel.buckets import Bucket, Gradients, Slot
 from imece.data_parallel.gathering import Gathering
 from imece.data_parallel.offload import Direct, Lane, Offload
 from imece.data_parallel.parts import ALIGN_BYTES, Part, items_of, make_parts, move_into
@@ -66,7 +66,7 @@ class _Store:
     older: torch.Tensor | None = None  # what the sum under way is to be added to
 
 
-class Sharding:
+class Sharding(Gradients):
     """The memory of one model under one strategy, and the collectives on it. One reducer uses it."""
 
     def __init__(
@@ -108,6 +108,7 @@ class Sharding:
         self._in_reach = self._in_common or schedule == "hierarchical"  # of some ranks of the shard group
         self.gathering, self.offload = gathering, offload
         self.lane: Lane = offload.lane if offload is not None else Direct()
+        self.gathers, self.borrows = gathering is not None, strategy.gradients
         self.common_parameters = self._in_common and strategy.parameters and gathering is None
         self.rank, self.size = groups.shard.rank(), groups.shard.size()
         pairs = list(zip(units or [0] * len(named), kinds, strict=True))
@@ -254,6 +255,13 @@ class Sharding:
 
     # A backward.
 
+    def when_over(self, tell: Callable[[Sequence[Bucket]], None]) -> None:
+        """As of Gradients: units of parameters that are gathered."""
+        if self.gathering is not None:
+            self.gathering.when_over = lambda units: tell(
+                [bucket for bucket in self.all if self.stores[bucket.index].unit in units]
+            )
+
     def start(self) -> None:
         """A synchronised backward begins. What was summed and not zeroed since then is to be added to."""
         if self.gathering is not None:
@@ -313,9 +321,10 @@ class Sharding:
             return torch.empty_like(store.master)
         return self.offload.empty(store.master.numel(), store.master.dtype)
 
-    def finish(self, unused: Collection[int]) -> None:
-        """Backward is over: parts have their gradients. unused: parameters that no rank used."""
+    def finish(self, absent: Sequence[Slot], used_anywhere: Sequence[int]) -> None:
+        """As of Gradients: parts have them, but for those of parameters that no rank used."""
         self.lane.wait()  # whoever clips or steps reads them, and no stream holds back the host
+        unused = {slot.index for slot in absent if not used_anywhere[slot.index]}
         for store in self.stores:
             assert store.gradient is not None
             if store.older is not None:

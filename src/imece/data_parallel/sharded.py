@@ -32,13 +32,14 @@ from imece.data_parallel.optimizer import (
     set_numbers,
     who_steps,
 )
-from imece.data_parallel.reducer import Reducer, Way
+from imece.data_parallel.reducer import Reducer
 from imece.data_parallel.regroup import regroup
-from imece.data_parallel.replicate import DistributedDataParallel, _has_spare_core
+from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.same import check_same_optimizers, check_same_shapes, sync_from
 from imece.data_parallel.shard import MixedPrecision, Sharding
 from imece.data_parallel.strategy import ShardGroups, find_strategy
 from imece.data_parallel.units import Unit, find_units, unit_numbers
+from imece.data_parallel.way import has_spare_core
 from imece.mesh import Mesh
 
 _BORROWED_CAP_BYTES = 5 * 2**20
@@ -113,13 +114,10 @@ class ShardedDataParallel(DistributedDataParallel):
             for stepped in self._stepped:
                 stepped.divide(self.sharding)
         self.reducer = Reducer(
-            named,
+            self.sharding,
             self.process_group,
             Average(self._over, self.process_group, self.device),
-            cap_bytes=self._cap_bytes(),
-            first_bytes=None,
-            way=Way(None, None, self._way.overlap),
-            sharding=self.sharding,
+            overlap=self._way.overlap,
         )
 
     def _begin(self, parameters: list[torch.Tensor]) -> None:
@@ -167,7 +165,6 @@ class ShardedDataParallel(DistributedDataParallel):
         for stepped in self._stepped:
             stepped.restore()
         super()._let_go()
-        self.sharding.let_go()
         del self.sharding
         self.has_joined = False
 
@@ -200,7 +197,7 @@ class ShardedDataParallel(DistributedDataParallel):
         if home is not None and fills:
             self.device, self.device_type = home, home.type
             if self._overlap is None:
-                self._way = replace(self._way, overlap=_has_spare_core(self.process_group, home))
+                self._way = replace(self._way, overlap=has_spare_core(self.process_group, home))
             everything = [*self.module.named_parameters(), *self.module.named_buffers()]
             check_same_shapes(everything, self.process_group, home)
         in_common = isinstance(group, SharedMemoryGroup) and self.device_type == "cpu"

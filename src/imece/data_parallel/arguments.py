@@ -1,0 +1,123 @@
+"""DistributedDataParallel's arguments, which are torch's: what they mean here, what is refused and why."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from imece.collectives.calls import group_or_default
+
+MIB = 2**20
+
+
+def refuse(delayed: object, delayed_by: object, mixed_precision: object, check_reduction: bool) -> None:
+    """ValueError for those of torch's arguments that there is nothing for here."""
+    if delayed is not None or delayed_by is not None:
+        raise ValueError(
+            "delay_all_reduce_named_params is not supported: a parameter is reduced as soon as it is ready"
+        )
+    if mixed_precision is not None:
+        raise ValueError("mixed_precision is not supported: use torch.autocast around the forward")
+    if check_reduction:
+        warnings.warn("check_reduction does nothing, as in torch", FutureWarning, stacklevel=3)
+
+
+def group_of(group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    """The group that one of the two names; the default one if neither does."""
+    if device_mesh is None:
+        return group_or_default(group)
+    if group is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh.ndim != 1:
+        raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+    return device_mesh.get_group(0)
+
+
+def trained(module: nn.Module, ignored: Collection[str]) -> list[tuple[str, torch.Tensor]]:
+    """Parameters that want a gradient, each once, in registration order.
+
+    RuntimeError if there are none, or if one has no shape yet; ValueError for sparse gradients.
+    """
+    named: list[tuple[str, torch.Tensor]] = [
+        (name, parameter)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    ]
+    if not named:
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that "
+            "requires a gradient"
+        )
+    for name, parameter in named:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise RuntimeError(
+                f"parameter {name} has no shape yet: run one forward before wrapping the module"
+            )
+    for prefix, each in module.named_modules():
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:
+            raise ValueError(
+                f"{prefix or 'the module'} has sparse gradients, which do not fit into a flat bucket: "
+                f"construct it with sparse=False"
+            )
+    return named
+
+
+def device_indices(
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+    devices: Collection[torch.device],
+) -> tuple[list[int] | None, int | None]:
+    """Both as numbers; None where inputs are not to be moved. devices: those of parameters."""
+    types = {each.type for each in devices}
+    if len(types) > 1:
+        raise ValueError(f"all parameters must be on one type of device; these are on {sorted(types)}")
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError(f"device_ids can name one device of this rank, not {list(device_ids)}")
+    if not device_ids or types == {"cpu"} or len(devices) > 1:
+        if device_ids or output_device is not None:
+            raise ValueError(
+                f"device_ids={device_ids} and output_device={output_device} are for a module on one GPU; "
+                f"this one is on {', '.join(sorted(map(str, devices)))}"
+            )
+        return None, None
+    indices = [torch.cuda._utils._get_device_index(each, True) for each in (device_ids[0], output_device)
+               if each is not None]  # fmt: skip
+    return indices[:1], indices[-1]
+
+
+def buffer_flags(broadcast: bool | None, forward: bool | None) -> tuple[bool, bool]:
+    """(broadcast buffers before each forward, broadcast them at construction)."""
+    if broadcast is not None:
+        warnings.warn(
+            "Both `broadcast_buffers` and `forward_sync_buffers` were specified; the former, which is "
+            "deprecated, is ignored." if forward is not None else
+            "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead; with False it still "
+            "broadcasts buffers once, at construction.",
+            FutureWarning,
+            stacklevel=3,
+        )  # fmt: skip
+    if forward is not None:
+        return forward, True
+    each = broadcast is not False
+    return each, each
+
+
+def bucket_caps(cap_mb: object, cap_list: Sequence[float] | None) -> tuple[list[int], bool, bool]:
+    """(caps in bytes, whether one holds for all buckets, whether it is to be chosen by measurement).
+
+    cap_mb: MiB, a list of them, "auto" or None; cap_list: another way to give a list. No caps: the default.
+    """
+    choose = cap_mb == "auto" and not cap_list
+    if choose:
+        cap_mb = None
+    given = list(cap_list or (cap_mb if isinstance(cap_mb, list | tuple) else ()))
+    single = given == [] and isinstance(cap_mb, int | float)
+    caps = [float(cap_mb)] if single else given  # type: ignore[arg-type]
+    if any(not each > 0 for each in caps) or (cap_mb is not None and not caps):
+        raise ValueError(f"bucket_cap_mb={cap_mb!r}: MiB, more than 0; a list of them; or 'auto'")
+    return [int(each * MIB) for each in caps], single, choose

@@ -1,0 +1,38 @@
+"""How and when buckets are reduced on a group, unless somebody asks for another way."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from imece import mesh
+from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.errors import UserError
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a bucket is reduced where no hook does it, as for ops.all_reduce; and when."""
+
+    schedule: str | None = None
+    wire: str | None = None
+    overlap: bool = True  # as soon as it is ready; False: when backward is over, on its own thread
+
+
+def best_schedule(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """ "hierarchical" for all CPU ranks of several hosts; NCCL finds such ways by itself."""
+    with contextlib.suppress(UserError):
+        arranged = mesh.current()
+        if device.type == "cpu" and len(arranged.hosts) > 1 and group is arranged.world_group:
+            return "hierarchical" if arranged.cross_group is not None else None
+    return None
+
+
+def has_spare_core(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether something else than backward can reduce: a network, a GPU, or a core that is free."""
+    if device.type != "cpu" or not isinstance(group, SharedMemoryGroup):
+        return True
+    return group.size() * torch.get_num_threads() < group.cores
