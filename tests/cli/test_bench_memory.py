@@ -14,7 +14,7 @@ from imece.bench.step import Plan as StepPlan
 from imece.bench.step import Results as StepResults
 from imece.cli.main import main
 
-ONE = {"parameters": 40, "gradients": 40, "optimizer": 20, "communication": 0}
+ONE = {"parameters": 40, "gradients": 40, "optimizer": 20, "communication": 0, "host": 0}
 
 
 def test_what_differs_from_the_prediction_is_told() -> None:
@@ -22,6 +22,18 @@ def test_what_differs_from_the_prediction_is_told() -> None:
     far = Row("10.9M", 2, "zero2", 10, ONE, ONE | {"communication": 6}, 0)
     assert near.apart == pytest.approx(0.04)
     assert Results(Plan(), [near, far]).far == [far]
+
+
+def test_the_host_has_a_column_where_something_lies_there() -> None:
+    row = Row("10.9M", 2, "zero1", 10, ONE, ONE, 0)
+    off = Row("10.9M", 2, "zero1", 10, ONE | {"host": 2 * 10**6}, ONE | {"host": 10**6}, 0)
+    assert "host" not in memory.lines([row])[2]
+    _, _, heads, *shown = memory.lines([row, off])
+    assert heads.split().index("host") == 4 and "1.0 (2.0)" in shown[1]
+    plan = Plan(offload="parameters")
+    assert [each for each in plan.strategies if plan.can_be(each)] == ["zero3-gather"]
+    plan = Plan(offload="optimizer")
+    assert [each for each in plan.strategies if not plan.can_be(each)] == ["replicate"]
 
 
 @pytest.mark.slow
@@ -67,6 +79,10 @@ def test_the_targets_of_strategies() -> None:
         (["memory", "--ranks", "1"], "--ranks 1: from 2 to 64"),
         (["memory", "--models", "7B"], "7B"),
         (["memory", "--strategies", "zero9"], "zero9"),
+        (
+            ["memory", "--strategies", "zero1", "--offload", "parameters"],
+            "--offload parameters cannot be with",
+        ),
         (["step", "--strategy", "zero9"], "zero9"),
         (["memory", "--plot", "/dev/null/all.png"], "/dev/null"),
     ],

@@ -11,10 +11,11 @@ from imece.bench import machine
 from imece.bench.crew import Crew
 from imece.bench.reference_model import MODELS
 from imece.bench.step_ways import STRATEGIES
+from imece.footprint import Offload
 
 MODULE = "imece.bench.step_rank"
-CATEGORIES = ("parameters", "gradients", "optimizer", "communication")
-_COLORS = ("#0b5394", "#6fa8dc", "#b45f06", "#999999")
+CATEGORIES = ("parameters", "gradients", "optimizer", "communication", "host")
+_COLORS = ("#0b5394", "#6fa8dc", "#b45f06", "#999999", "#6aa84f")
 CLOSE = 0.05  # counted and predicted differ by no more
 
 
@@ -27,8 +28,16 @@ class Plan:
     ranks: tuple[int, ...] = (2, 4)
     bf16: bool = False
     """Parameters and buckets of gradients in bf16, masters in fp32; replicate has no such kind."""
+    offload: Offload | None = None
+    """What is offloaded: into other memory of the same host here, which is counted as the host's."""
     tokens: int = 128
     steps: int = 3
+
+    def can_be(self, strategy: str) -> bool:
+        """Whether a strategy goes with the other options."""
+        if self.offload == "parameters":
+            return strategy == "zero3-gather"
+        return strategy != "replicate" or not (self.bf16 or self.offload)
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
     for model in plan.models:
         for ranks in plan.ranks:
             for strategy in plan.strategies:
-                if plan.bf16 and strategy == "replicate":
+                if not plan.can_be(strategy):
                     continue
                 with Crew.of_ranks(f"memory of {strategy}", MODULE, ranks) as crew:
                     answers = crew.ask(
@@ -85,6 +94,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
                         way=strategy,
                         model=model,
                         bf16=plan.bf16,
+                        offload=plan.offload,
                         tokens=plan.tokens,
                         steps=plan.steps,
                     )
@@ -95,7 +105,8 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
                         max(answer["peak_bytes"] for answer in answers),
                     )
                 )  # fmt: skip
-            for line in lines([row for row in results.rows if (row.model, row.ranks) == (model, ranks)]):
+            rows = [row for row in results.rows if (row.model, row.ranks) == (model, ranks)]
+            for line in lines(rows) if rows else ():
                 say(line)
     for row in results.far:
         where = f"{row.model}, {row.ranks} ranks, {row.strategy}"
@@ -105,8 +116,8 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
 
 def lines(rows: Sequence[Row]) -> list[str]:
     """The table of one model and number of ranks."""
-    first = rows[0]
-    heads = "".join(f"{name:>20}" for name in (*CATEGORIES, "all"))
+    first, names = rows[0], _names(rows)
+    heads = "".join(f"{name:>20}" for name in (*names, "all"))
     shown = [
         "",
         f"a GPT of {first.parameters / 1e6:.1f}M parameters, AdamW, {first.ranks} ranks; MB of the rank that "
@@ -114,7 +125,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
         f"  {'':<14}{heads}{'a parameter':>14}{'peak':>9}",
     ]
     for row in rows:
-        cells = [_cell(row.counted[name], row.predicted[name]) for name in CATEGORIES]
+        cells = [_cell(row.counted[name], row.predicted[name]) for name in names]
         total = sum(row.counted.values())
         cells.append(_cell(total, sum(row.predicted.values())))
         each = f"{total / row.parameters:.2f} B"
@@ -130,6 +141,7 @@ def draw(results: Results, path: Path, subtitle: str) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
+    colors = {name: _COLORS[CATEGORIES.index(name)] for name in _names(results.rows)}
     panels = list(dict.fromkeys((row.model, row.ranks) for row in results.rows))
     columns = min(2, len(panels))
     rows_of_panels = -(-len(panels) // columns)
@@ -142,7 +154,7 @@ def draw(results: Results, path: Path, subtitle: str) -> None:
         for at, row in enumerate(rows):
             for offset, bytes_of, hatch in ((-0.2, row.predicted, "///"), (0.2, row.counted, "")):
                 bottom = 0.0
-                for name, color in zip(CATEGORIES, _COLORS, strict=True):
+                for name, color in colors.items():
                     height = bytes_of[name] / 1e6
                     style = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0.5}
                     axes.bar(at + offset, height, 0.36, bottom, **style)
@@ -156,13 +168,18 @@ def draw(results: Results, path: Path, subtitle: str) -> None:
         axes.set_axisbelow(True)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    patches = [Patch(color=color, label=name) for name, color in zip(CATEGORIES, _COLORS, strict=True)]
+    patches = [Patch(color=color, label=name) for name, color in colors.items()]
     which = "predicted (left), counted (right)"
     patches.append(Patch(facecolor="#dddddd", hatch="///", edgecolor="white", label=which))
     figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.suptitle(f"Memory that training takes on one rank\n{subtitle}", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    """The categories; of the host's memory only where something lies there."""
+    return [name for name in CATEGORIES if name != "host" or any(row.counted[name] for row in rows)]
 
 
 def _cell(counted: int, predicted: int) -> str:

@@ -75,11 +75,13 @@ class Rank:
         self._update(way)
         return {"peak_bytes": _bytes("status", "VmHWM"), "shared_bytes": shared, "parts_bytes": parts}
 
-    def footprint(self, way: str, model: str, bf16: bool, tokens: int, steps: int) -> dict[str, Any]:
+    def footprint(
+        self, way: str, model: str, bf16: bool, offload: str | None, tokens: int, steps: int
+    ) -> dict[str, Any]:
         """Bytes by category of a model of its own in one strategy, after `steps` steps, and as predicted."""
         shape = MODELS[model]
         precision = MixedPrecision(torch.bfloat16, torch.bfloat16) if bf16 else None
-        made = self._builder.build_strategy(way, shape, precision)
+        made = self._builder.build_strategy(way, shape, precision, offload)
         wrapped, optimizers = made.model, [made.optimizer]
         assert isinstance(wrapped, imece.DistributedDataParallel)
         parameters = sum(each.numel() for each in wrapped.parameters())

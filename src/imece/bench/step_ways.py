@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import imece
 from imece.bench.contenders import remove_deepspeed_segments
 from imece.bench.reference_model import REFERENCE, Shape, new_decoder, optimizer_of
+from imece.data_parallel.offload import Direct, Offload
 from imece.data_parallel.shard import MixedPrecision
 
 ALONE, OURS, OVERLAPPED = "no-sync", "imece", "imece-overlap"
@@ -70,16 +71,21 @@ class Builder:
         wrapped = self.wrap(way, model)
         return Way(wrapped, optimizer_of(wrapped))
 
-    def build_strategy(self, way: str, shape: Shape, precision: MixedPrecision | None = None) -> Way:
-        """A model of this shape in one of STRATEGIES. precision: None for the model's own dtypes."""
+    def build_strategy(
+        self, way: str, shape: Shape, precision: MixedPrecision | None = None, offload: str | None = None
+    ) -> Way:
+        """A model of this shape in one of STRATEGIES. precision: None for the model's own dtypes.
+
+        offload: to memory that is no other than the model's, but counted as the host's.
+        """
         model = new_decoder(shape)
         name, _, gather = way.partition("-")
         group = self._shared_memory()
-        return Way(
-            *imece.parallelize(
-                model, optimizer_of(model), name, group, gather=bool(gather), precision=precision
-            )
+        hosted = Offload(offload == "parameters", Direct(), _empty) if offload is not None else None
+        made = imece.parallelize(
+            model, optimizer_of(model), name, group, gather=bool(gather), precision=precision, offload=hosted
         )
+        return Way(*made)
 
     def wrap(self, way: str, model: nn.Module) -> nn.Module:
         """`model` in the wrapper of `way`: of those that are nothing but a wrapper."""
@@ -98,6 +104,10 @@ class Builder:
         if self._shm is None:
             self._shm = dist.new_group(backend="shm")
         return self._shm
+
+
+def _empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype)
 
 
 def _zero_redundancy(model: nn.Module) -> Way:

@@ -13,6 +13,7 @@ from imece.bench.reference_model import MODELS, REFERENCE
 from imece.bench.step_ways import STRATEGIES, STRATEGY_WAYS, WAYS
 from imece.bench.train_targets import WAYS as TRAIN_WAYS
 from imece.errors import UserError
+from imece.footprint import Offload
 from imece.train.config import TrainConfig
 
 _QUICK_S = 0.004
@@ -183,6 +184,8 @@ class MemoryOptions:
     """Numbers of ranks: a list."""
     bf16: bool = False
     """Parameters and gradients in bf16 with masters in fp32, instead of all in fp32."""
+    offload: Offload | None = None
+    """Count optimizer, or parameters, as what would lie in a GPU's host's memory. Here both are the CPU's."""
     json: Path | None = None
     """Write all figures to this file."""
     plot: Path | None = None
@@ -199,8 +202,11 @@ class MemoryOptions:
             if not 2 <= count <= 64:
                 raise UserError(f"--ranks {count}: from 2 to 64 ranks can be measured")
         if self.quick:
-            return memory.Plan(strategies, models[:1], ranks[:1], self.bf16)
-        return memory.Plan(strategies, models, ranks, self.bf16)
+            models, ranks = models[:1], ranks[:1]
+        plan = memory.Plan(strategies, models, ranks, self.bf16, self.offload)
+        if not any(map(plan.can_be, strategies)):
+            raise UserError(f"--offload {self.offload} cannot be with --strategies {self.strategies}")
+        return plan
 
 
 @dataclass(frozen=True)
