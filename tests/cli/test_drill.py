@@ -16,7 +16,7 @@ import pytest
 
 from imece.cli.main import main
 from imece.launch.drill import Drill
-from imece.launch.drill_record import Fault, Plan, Record, lines
+from imece.launch.drill_record import Fault, Plan, Record, hit, lines
 from imece.launch.left_over import Traces
 from imece.launch.processes import Ending
 from imece.launch.view import Place, View
@@ -68,7 +68,10 @@ def test_a_drill_that_is_survived(tmp_path: Path, options: list[str]) -> None:
     outcome = run_drill(tmp_path, text, "--kills", "1", "--json", str(figures), *options)
     assert outcome.status == 0, outcome.out + outcome.err
     assert "1 of 1 faults fired, 1 of 1 survived; the script ended with status 0" in outcome.out
-    assert re.search(r"fault    1 of 1, .*: went on after \d+\.\d\d s, 0 steps made again", outcome.out)
+    where = r"(in (forward|backward|update) of step \d+|between steps, after step \d+)"
+    assert re.search(
+        rf"fault    1 of 1, .*\) {where}: went on after \d+\.\d\d s, 0 steps made again", outcome.out
+    )
     assert "left     no process, nothing in /dev/shm" in outcome.out
     found = json.loads(figures.read_text())
     assert found["passed"] and found["fired"] == found["survived"] == 1
@@ -229,6 +232,14 @@ def test_the_last_one_alive_is_never_hit() -> None:
     drill, view = Drill(Plan(3, together=2), lambda _: None), FakeView(FakeRoster([(0, 1, 2)]))
     view.endings = {0: Ending(0, 100, -9, 0.0)}
     assert not drill._inject(cast(View, view)) and not drill.record.faults
+
+
+def test_a_fault_in_words() -> None:
+    _, _, fault, _ = after_a_fault(Plan(3, kills=1, together=2))
+    fault.ranks, fault.pids, fault.step = [0, 2], [7, 9], 1040
+    assert hit(fault) == "rank 0 (pid 7), rank 2 (pid 9) after step 1,040"
+    fault.where, fault.hosts = ["in forward of step 1,041", ""], [0, 1]
+    assert hit(fault) == "rank 0 (host 0, pid 7) in forward of step 1,041, rank 2 (host 1, pid 9)"
 
 
 def fault_at(time_s: float, recovery_s: float, again: int = 0) -> Fault:

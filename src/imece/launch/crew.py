@@ -22,6 +22,7 @@ from typing import IO
 from imece.launch.output import LogFile, Printed, RankOutput
 from imece.launch.processes import die_with_parent, kill_group
 from imece.launch.signals import ENDING, signals_as_bytes
+from imece.membership.where import RECORD, new_record, read_record
 
 _READ_BYTES = 65_536
 _DRAIN_S = 1.0  # for output of processes that left the ranks' process groups
@@ -37,11 +38,17 @@ class Process:
     popen: subprocess.Popen[bytes]
     pidfd: int
     outputs: tuple[RankOutput, RankOutput]  # stdout, stderr
+    record: int  # the descriptor of what it notes of itself
 
     @property
     def pid(self) -> int:
         """Its process id, and its process group's."""
         return self.popen.pid
+
+    @property
+    def where(self) -> str:
+        """In which phase of which step it is, or was; "" if it has not said so."""
+        return read_record(self.record)
 
 
 class Crew:
@@ -81,6 +88,7 @@ class Crew:
         finally:
             for process in processes:
                 process.popen.wait()
+                os.close(process.record)
             for stream, _ in self._open.values():
                 stream.close()
             for process in self.living.values():
@@ -102,16 +110,21 @@ class Crew:
 
         Raises OSError, ValueError or subprocess.SubprocessError.
         """
-        launcher = os.getpid()
-        popen = subprocess.Popen(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,  # a background group that reads the terminal would be stopped
-            stdout=None if direct else subprocess.PIPE,
-            stderr=None if direct else subprocess.PIPE,
-            process_group=0,
-            preexec_fn=lambda: die_with_parent(launcher),
-        )
+        launcher, record = os.getpid(), new_record()
+        try:
+            popen = subprocess.Popen(
+                command,
+                env={**environ, RECORD: str(record)},
+                stdin=subprocess.DEVNULL,  # a background group that reads the terminal would be stopped
+                stdout=None if direct else subprocess.PIPE,
+                stderr=None if direct else subprocess.PIPE,
+                pass_fds=(record,),
+                process_group=0,
+                preexec_fn=lambda: die_with_parent(launcher),
+            )
+        except BaseException:
+            os.close(record)
+            raise
         log = None if direct else self._log_of(slot, popen.pid)
         outputs = (
             RankOutput(slot, sys.stdout.buffer, self._printed, log),
@@ -122,8 +135,9 @@ class Crew:
         except OSError:
             kill_group(popen.pid)
             popen.wait()
+            os.close(record)
             raise
-        process = self.living[member] = Process(member, slot, popen, pidfd, outputs)
+        process = self.living[member] = Process(member, slot, popen, pidfd, outputs, record)
         self._selector.register(pidfd, selectors.EVENT_READ, process)
         for stream, output in zip((popen.stdout, popen.stderr), outputs, strict=True):
             if stream is not None:
@@ -162,6 +176,7 @@ class Crew:
             while self._read(fd):  # what it left in the pipe, which another process may hold open
                 pass
         process.popen.wait()
+        os.close(process.record)
 
     def say(self, line: str) -> None:
         """One line of our own."""

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from imece.launch.drill_record import Fault, Plan, Record, outcome
+from imece.launch.drill_record import Fault, Plan, Record, hit, outcome
 from imece.launch.processes import Ending
 from imece.launch.view import View
 from imece.membership.roster import Generation
@@ -96,13 +96,14 @@ class Drill:
         places = {member: at for member, at in view.living().items() if member in newest.members}
         if len(places) <= self._plan.together or not view.roster.all_resilient(places):
             return False
-        hit = sorted(self._random.sample(sorted(places), self._plan.together))
+        members = sorted(self._random.sample(sorted(places), self._plan.together))
         fault = Fault(
             self._now, newest.number, self.record.seen[-1][1] if self.record.seen else None,
-            [places[member].slot for member in hit], [places[member].pid for member in hit], hit,
+            [places[member].slot for member in members], [places[member].pid for member in members], members,
+            hosts=[places[member].host for member in members],
         )  # fmt: skip
         self.record.faults.append(fault)
-        for member in hit:
+        for member in members:
             view.signal(member, SIGNALS[self._plan.signal])
         return True
 
@@ -125,6 +126,7 @@ class Drill:
         ends = [end for member in fault.members if (end := view.ending(member)) is not None]
         if fault.fired is None and len(ends) == len(fault.members):
             fault.fired = all(self._is_by_signal(end) for end in ends)
+            fault.where = [end.where for end in ends]
         hit_later = {
             member for other in self.record.faults if other.time_s > fault.time_s for member in other.members
         }
@@ -164,9 +166,7 @@ class Drill:
 
     def _tell(self, fault: Fault) -> None:
         number = self.record.faults.index(fault) + 1
-        who = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in zip(fault.ranks, fault.pids, strict=True))
-        where = "" if fault.step is None else f" after step {fault.step:,}"
         self._say(
-            f"fault    {number} of {self._plan.kills}, {fault.time_s:.1f} s: SIG{self._plan.signal} to {who}"
-            f"{where}: {outcome(fault)}"
+            f"fault    {number} of {self._plan.kills}, {fault.time_s:.1f} s: SIG{self._plan.signal} to "
+            f"{hit(fault)}: {outcome(fault)}"
         )

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from imece.launch.processes import name_of
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -51,6 +53,10 @@ class Fault:
     """None too where the steps were over before any survivor could make another."""
     again: int = 0
     """Steps that were finished before and had to be made once more."""
+    where: list[str] = field(default_factory=list)
+    """In which phase of which step each was, as "in backward of step 41"; "" if it had not noted that."""
+    hosts: list[int | None] = field(default_factory=list)
+    """Of each, if there are several."""
 
     @property
     def is_open(self) -> bool:
@@ -140,6 +146,16 @@ class Record:
             if before <= time_s <= after:
                 return less + (more - less) * (time_s - before) / (after - before)
         return self.seen[0][1] if time_s < self.seen[0][0] else self.seen[-1][1]
+
+
+def hit(fault: Fault) -> str:
+    """Who, and where that rank was: "rank 2 (host 1, pid 4711) in backward of step 41"."""
+    count = len(fault.ranks)
+    hosts, where = fault.hosts or [None] * count, fault.where or [""] * count
+    names = [name_of(*each) for each in zip(fault.ranks, fault.pids, hosts, strict=True)]
+    if any(where):
+        return ", ".join(f"{name} {at}".strip() for name, at in zip(names, where, strict=True))
+    return ", ".join(names) + ("" if fault.step is None else f" after step {fault.step:,}")
 
 
 def outcome(fault: Fault) -> str:

@@ -281,4 +281,7 @@ class Host:
         early = code == 0 and status.left_early(self.store, member)
         silent_s = self._order.silent_s if member in self._evicted else None
         self._kill_at.pop(member, None)
-        return Ending(process.slot, process.pid, code, now, failure, early, by_us, silent_s, self.number)
+        return Ending(
+            process.slot, process.pid, code, now, failure, early, by_us, silent_s, self.number,
+            where=process.where,
+        )  # fmt: skip

@@ -37,6 +37,7 @@ class Ending:
     silent_s: float | None = None  # it was ended because it had not been heard of for so long
     host: int | None = None  # where, if there are several
     lost: str = ""  # how its whole host went, which is all that is known of it
+    where: str = ""  # "in backward of step 41", if it has noted that (membership/where.py)
 
     @property
     def ok(self) -> bool:

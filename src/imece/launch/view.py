@@ -22,6 +22,8 @@ class Place(NamedTuple):
     slot: int
     """By which a person knows the rank."""
     pid: int
+    host: int | None = None
+    """If there are several."""
 
 
 class View:

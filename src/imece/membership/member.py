@@ -22,6 +22,7 @@ from imece.errors import CollectiveError, PeerLostError, UserError
 from imece.membership.aborting import Aborting
 from imece.membership.guarded import GuardedStore
 from imece.membership.roster import Generation, Roster
+from imece.membership.where import Where
 from imece.mesh import Mesh
 from imece.status import says_peer_gone
 from imece.store import client
@@ -47,6 +48,7 @@ class Member:
         assert world.member is not None and world.master_addr and world.master_port
         self.mesh, self.number = mesh, world.member
         self.steps = 0  # finished ones, for the launcher: one that makes none again and again is given up
+        self.where = Where(lambda: self.steps)
         self._meeting = (world.master_addr, world.master_port)
         own = world.agent_port
         self._launcher = self._meeting if own is None else (LOOPBACK, own)

@@ -96,6 +96,7 @@ class Recovery:
         self._sharded = isinstance(model, ShardedDataParallel)
         self._copies = Copies(member.mesh)
         member.aborting.before_updates(self._optimizers, model.device)
+        member.where.watch(model, self._optimizers)
         self._fits = True
         self._again: int | None = None  # steps to be made again, until the first one of this generation is
         self._states: dict[str, Json] = {}  # by finished steps, the last two
@@ -131,6 +132,7 @@ class Recovery:
         made the last update, since its sums were aborted."""
         self.member.aborting.finish()
         self.member.steps = step
+        self.member.where.note("between steps")
         if self._again is not None:
             self.member.went_on(self._again)
             self._again = None
