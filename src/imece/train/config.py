@@ -160,7 +160,7 @@ class ComputeSection:
     dtype: Dtype = "auto"
     """Of products: auto is bf16 where the processor or GPU multiplies in it, else fp32. Weights stay fp32."""
     compile: bool = False
-    """torch.compile: a minute of compiling that a long run on a GPU earns back."""
+    """torch.compile for each block, before the first step: some ten seconds, which longer runs earn back."""
     recompute: bool = False
     """Keep only each block's input for backward: less memory, a third more work."""
     offload: Annotated[Offload, _also("--offload")] = "none"
