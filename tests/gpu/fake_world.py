@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import imece
@@ -100,6 +98,9 @@ def plan(model: Model, world_size: int, strategy: Strategy, seq: int, bucket_mb:
 
 def peak_of_fully_shard(device: str, shape: TransformerConfig, world_size: int, seq: int) -> int:
     """The most that was allocated in the second step of the same with torch's own; 0 on the CPU."""
+    from torch.distributed.device_mesh import init_device_mesh  # here: they take a second to import
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     enter(world_size, device)
     try:
         ranks = init_device_mesh(device, (world_size,))

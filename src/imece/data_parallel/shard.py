@@ -348,6 +348,7 @@ class Sharding(Gradients):
     def after_step(self, kinds: Collection[int]) -> None:
         """The optimizers of these numbers have stepped this rank's shard: bring the others'."""
         works: list[Pending] = []
+        at_once = self.offload is not None or self._schedule is not None
         for store in self.stores:
             if store.kind not in kinds:
                 continue
@@ -358,7 +359,7 @@ class Sharding(Gradients):
                 with self.lane.within():
                     work = ops.all_gather(
                         store.parameters, store.own, group=self.groups.shard, schedule=self._schedule,
-                        label=label, async_op=self.offload is not None or self._schedule is not None,
+                        label=label, async_op=at_once or store.parameters.is_cuda,
                     )  # fmt: skip
                 works += [work] if isinstance(work, Pending) else []
         while works:
