@@ -350,15 +350,35 @@ def checkpoints(group: dist.ProcessGroup) -> None:
         assert torch.equal(torch.stack(list(clipped(model, optimizers, 2))), wanted), way
 
 
+def fail_in_backward(model: Any, offload: Any) -> int:
+    """When most buckets have left. Returns copies that nobody has made sure of."""
+
+    def refuse(_gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def arm(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        output.register_hook(refuse)
+
+    handle = model.module.first.register_forward_hook(arm)
+    with pytest.raises(ArithmeticError):
+        loss_of(model, 5).backward()
+    handle.remove()
+    for bucket in model.reducer.buckets:
+        model.reducer._wait(bucket)
+    return len(offload.lane.waiting) if offload is not None else 0
+
+
 def regrouped(group: dist.ProcessGroup) -> None:
     """The ranks go on in another group, from what they had."""
+    under_way = 0
     for way in WAYS:
         losses = []
         for offload in (None, way.offload):
-            model, optimizers, made = wrap(replace(way, offload=offload), group)
+            model, optimizers, made = wrap(replace(way, offload=offload), group, overlap=True)
             list(clipped(model, optimizers, 2))
             state = TrainingState(model, optimizers)
             kept = all_of(state.own(), group)
+            under_way += fail_in_backward(model, made)
             other = dist.new_group()
             model.regroup(cast(Any, other))
             assert made is None or not made.lane.waiting
@@ -369,6 +389,7 @@ def regrouped(group: dist.ProcessGroup) -> None:
             model.leave()
             dist.destroy_process_group(other)
         assert torch.equal(*losses), way
+    assert under_way
 
 
 def joined(group: dist.ProcessGroup) -> None:
@@ -470,6 +491,7 @@ LONG_JOBS = [
     *jobs(__name__, ["clipped", "muon", "half"], (2, "shm")),
     *jobs(__name__, ["clipped", "accumulated", "memories", "checkpoints"], (3, "gloo")),
     *jobs(__name__, ["two hosts"], (4, "gloo")),
+    *jobs(__name__, ["clipped", "accumulated"], (1, "gloo")),
 ]
 
 
