@@ -87,6 +87,12 @@ def test_killed_at_random_instants(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_compiled_and_killed(tmp_path: Path) -> None:
+    seen = kills(str(tmp_path), ["step", "save"], random.randrange(10**6), False, ["--compute.compile"])
+    assert seen["killed"] == 2, seen
+
+
+@pytest.mark.slow
 def test_real_processes_killed_at_random_instants(tmp_path: Path) -> None:
     instants = ["start", "start", "step", "save"] * 3
     seen = kills(str(tmp_path), instants, random.randrange(10**6), False, ["--compute.dtype=auto"])
