@@ -11,8 +11,8 @@ from imece.models.shape import TransformerConfig
 from imece.plan.setup import Strategy
 from tests.gpu.fake_world import measure, peak_of_fully_shard
 
-SMALL = TransformerConfig(vocab_size=512, layers=6, width=128, heads=4, kv_heads=2, mlp_width=384, max_seq=64)
-SMALL_BUCKET_MB = 0.25  # as many to a block as 25 MB are of a 7B's
+SMALL = TransformerConfig(vocab_size=256, layers=6, width=128, heads=4, kv_heads=2, mlp_width=384, max_seq=64)
+SMALL_BUCKET_MB = 0.125  # a matrix, as 25 MB are of a 7B model
 # Llama 2's 7B.
 LARGE = TransformerConfig(
     vocab_size=32000, layers=32, width=4096, heads=32, kv_heads=32, mlp_width=11008, max_seq=4096
