@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,6 +61,16 @@ def test_it_outlives_its_process_and_is_of_that_alone(record: int) -> None:
     )
     done = subprocess.run([sys.executable, "-c", text], pass_fds=(record,), check=False)
     assert done.returncode == -9 and read_record(record) == "in backward of step 1,234"
+
+
+def test_another_file_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may have closed all descriptors, and this number is another one's now."""
+    with (tmp_path / "file").open("w+b") as file:
+        file.write(b"a" * 16)
+        file.flush()
+        monkeypatch.setenv(RECORD, str(file.fileno()))
+        Where(lambda: 0).note("forward")
+        assert (tmp_path / "file").read_bytes() == b"a" * 16
 
 
 @pytest.mark.parametrize("given", [None, "", "x", "0", "99999"])

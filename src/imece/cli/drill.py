@@ -19,7 +19,8 @@ PROG = "imece drill"
 DESCRIPTION = (
     "A fault drill: run a script as imece launch does, hit random ranks with a signal at random instants, "
     "and tell what became of each fault: imece drill --ranks 4 [options] script.py [its arguments]. The "
-    "script has to be resilient (imece.steps), as imece train is. What follows it belongs to the script."
+    "script has to be resilient (imece.steps), as imece train is. What follows it belongs to the script. On "
+    "several hosts: this on host 0, with --hosts, imece launch on the others; ranks of all of them are hit."
 )
 _WITH_VALUE = ("--kills", "--every-s", "--signal", "--together", "--seed", "--start-s", "--json")
 _MAX_SECONDS = 86_400.0
@@ -46,24 +47,33 @@ class DrillOptions(LaunchOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hosts > 1:
-            raise ValueError(f"--hosts {self.hosts}: imece drill hits ranks of one host")
+        if self.host_rank:
+            raise ValueError(
+                f"--host-rank {self.host_rank}: give imece drill on host 0, and imece launch on the others"
+            )
         if self.kills < 1:
             raise ValueError(f"--kills {self.kills}: at least 1 is needed")
         for name, seconds in (("--every-s", self.every_s), ("--start-s", self.start_s)):
             if not 0 < seconds <= _MAX_SECONDS:
                 raise ValueError(f"{name} {seconds}: more than 0 and up to {_MAX_SECONDS:.0f} seconds")
-        if not 1 <= self.together < self.ranks:
+        if not 1 <= self.together < self.all_ranks:
             raise ValueError(
-                f"--together {self.together}: at least 1, and fewer than the {self.ranks} ranks, "
+                f"--together {self.together}: at least 1, and fewer than the {self.all_ranks} ranks, "
                 "so that one survives"
             )
         if self.signal == "STOP" and not self.silent_s:
             raise ValueError("--signal STOP needs a --silent-s, after which a silent rank is ended")
 
+    @property
+    def all_ranks(self) -> int:
+        """On all hosts."""
+        return self.ranks * self.hosts
+
     def plan(self) -> Plan:
         """Which faults."""
-        return Plan(self.ranks, self.kills, self.every_s, self.signal, self.together, self.seed, self.start_s)
+        return Plan(
+            self.all_ranks, self.kills, self.every_s, self.signal, self.together, self.seed, self.start_s
+        )
 
 
 def run(argv: Sequence[str]) -> int:
@@ -78,7 +88,7 @@ def run(argv: Sequence[str]) -> int:
     if drill.gave_up or (record.status == 0 and not record.resilient):
         when = f"after {options.start_s:g} s (--start-s)" if drill.gave_up else "when it ended"
         raise UserError(
-            f"{command[0]}: not all of its {options.ranks} ranks were resilient {when}; "
+            f"{command[0]}: not all of its {options.all_ranks} ranks were resilient {when}; "
             "does it loop over imece.steps?"
         )
     for line in lines(record):

@@ -19,7 +19,7 @@ from imece.cli.options import parse
 from imece.errors import UserError
 from imece.launch.local import launch
 from imece.launch.processes import MAX_RANKS
-from imece.launch.view import View
+from imece.launch.view import Watched
 
 PROG = "imece launch"
 DESCRIPTION = (
@@ -138,11 +138,11 @@ def start(
     options: LaunchOptions,
     words: Sequence[str],
     environ: Mapping[str, str] = os.environ,
-    watch: Callable[[View], None] | None = None,
+    watch: Callable[[Watched], None] | None = None,
 ) -> int:
     """Run `words` as these options say."""
     if options.hosts > 1:
-        return hosts.start(options, words, environ)
+        return hosts.start(options, words, environ, watch)
     return launch(
         words,
         options.ranks,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from imece.errors import UserError
@@ -10,6 +10,7 @@ from imece.launch.hosts.addresses import parse_endpoint
 
 if TYPE_CHECKING:
     from imece.cli.launch import LaunchOptions
+    from imece.launch.view import Watched
 
 OURS = ("--hosts", "--host-rank", "--rendezvous", "--job")
 _THEIRS = {
@@ -79,7 +80,12 @@ def as_ours(own: Sequence[str]) -> tuple[list[str], list[str]]:
     return left, needless
 
 
-def start(options: LaunchOptions, words: Sequence[str], environ: Mapping[str, str]) -> int:
+def start(
+    options: LaunchOptions,
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    watch: Callable[[Watched], None] | None = None,
+) -> int:
     """Run `words` on this host's ranks, together with the other hosts."""
     from imece.launch.generations import Limits
     from imece.launch.hosts.agent import launch_here
@@ -102,8 +108,9 @@ def start(options: LaunchOptions, words: Sequence[str], environ: Mapping[str, st
         options.silent_s or _SILENT_S,
     )
     return launch_here(
-        words, plan, job=options.job, environ=environ, logs=options.log_dir, rank_silent_s=options.silent_s
-    )
+        words, plan, job=options.job, environ=environ, logs=options.log_dir, rank_silent_s=options.silent_s,
+        watch=watch,
+    )  # fmt: skip
 
 
 def _number(hosts: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from imece.launch.drill_record import Fault, Plan, Record, hit, outcome
 from imece.launch.processes import Ending
-from imece.launch.view import View
+from imece.launch.view import Watched
 from imece.membership.roster import Generation
 
 _POLL_S = 0.02
@@ -32,7 +32,7 @@ class Drill:
         self._random = random.Random(plan.seed)
         self._began = 0.0
 
-    def watch(self, view: View) -> None:
+    def watch(self, view: Watched) -> None:
         """In a thread of the launcher: wait for all ranks, then one fault after another."""
         plan = self._plan
         if not self._wait_for_all(view):
@@ -63,7 +63,7 @@ class Drill:
     def _pause(self) -> float:
         return self._plan.every_s * self._random.uniform(1 - _SPREAD, 1 + _SPREAD)
 
-    def _wait_for_all(self, view: View) -> bool:
+    def _wait_for_all(self, view: Watched) -> bool:
         """Until all ranks are resilient; False, and the run's end, if that does not come."""
         until = time.monotonic() + self._plan.start_s
         while not view.over.wait(_POLL_S):
@@ -77,20 +77,20 @@ class Drill:
                 return False
         return False
 
-    def _full(self, view: View) -> Generation | None:
+    def _full(self, view: Watched) -> Generation | None:
         """The newest generation, if it has all ranks and each of them is resilient."""
         newest = view.roster.generation(view.roster.newest())
         full = len(newest.members) == self._plan.ranks and view.roster.all_resilient(newest.members)
         return newest if full and set(newest.members) <= view.living().keys() else None
 
-    def _is_calm(self, view: View) -> bool:
+    def _is_calm(self, view: Watched) -> bool:
         """Whether nothing of the last fault is left, and enough is known of the run without any."""
         if any(fault.is_open for fault in self.record.faults) or self._full(view) is None:
             return False
         seen = self.record.seen
         return len(seen) > 1 and seen[-1][1] - seen[0][1] >= _CALM_STEPS
 
-    def _inject(self, view: View) -> bool:
+    def _inject(self, view: Watched) -> bool:
         """One fault, in members that live; False if too few do, or one of them no longer goes on."""
         newest = view.roster.generation(view.roster.newest())
         places = {member: at for member, at in view.living().items() if member in newest.members}
@@ -107,7 +107,7 @@ class Drill:
             view.signal(member, SIGNALS[self._plan.signal])
         return True
 
-    def _observe(self, view: View) -> None:
+    def _observe(self, view: Watched) -> None:
         """How far the members are, and what became of faults."""
         newest = view.roster.newest()
         beats = [view.roster.beat(member) for member in view.roster.generation(newest).members]
@@ -121,7 +121,7 @@ class Drill:
             if fault in under_way and not fault.is_open:
                 self._tell(fault)
 
-    def _look_at(self, fault: Fault, newest: int, view: View) -> None:
+    def _look_at(self, fault: Fault, newest: int, view: Watched) -> None:
         """Whether it fired, and how the others came into a generation without those that were hit."""
         ends = [end for member in fault.members if (end := view.ending(member)) is not None]
         if fault.fired is None and len(ends) == len(fault.members):

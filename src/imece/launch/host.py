@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ from imece import status
 from imece.launch.crew import Crew
 from imece.launch.processes import Ending, Outcome, is_stopped, name_of, prints_stacks
 from imece.launch.silence import Silence
-from imece.launch.view import View
+from imece.launch.view import View, hit
 from imece.membership.roster import Generation, Roster
 from imece.store import listen, serve
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # ranks are started before torch is imported here, which take
 
 _STACKS_S = 0.5  # for a silent rank to show where it is
 _NEVER = float("inf")
+_GENERATIONS = 3  # so many follow each other within a moment at most
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ class Host:
         """Of the store in which ranks meet each other: another one once all have started again."""
         self._meeting: dist.Store | None = None
         self._unsaid: list[Generation] = []  # published before the store is served
+        self._newest: deque[int] = deque(maxlen=_GENERATIONS)
+        self._gone_on: dict[int, dict[int, tuple[float, int]]] = {}
         self._silence = Silence(order.silent_s)
         self._look_at = 0.0
         self._over_since = _NEVER  # when its ranks were first asked to end
@@ -129,6 +133,19 @@ class Host:
     def _roster(self) -> Roster:
         return self._served[1]
 
+    def hit(self, member: int, number: int) -> bool:
+        """Send a member a signal that it is not prepared for; from any thread. False if it has ended."""
+        return hit(self.crew, member, number)
+
+    def went_on(self, member: int) -> list[tuple[int, float, int]]:
+        """Of the newest generations: the number, when a member finished its first step in it, and how many it
+        had to make again."""
+        for number in self._newest:
+            known = self._gone_on.setdefault(member, {})
+            if number not in known and (found := self._roster.went_on(member, number)) is not None:
+                known[number] = found
+        return [(number, *found) for number, found in self._gone_on.get(member, {}).items()][-_GENERATIONS:]
+
     def view(self) -> View:
         """For a thread beside this one."""
         self.beats(())  # the store is to be served before somebody else in this process asks it
@@ -149,6 +166,7 @@ class Host:
 
     def publish(self, generation: Generation) -> None:
         """Tell its ranks of a new generation."""
+        self._newest.append(generation.number)
         if "_served" in self.__dict__:
             self._roster.publish(generation)
         else:

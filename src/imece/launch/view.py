@@ -6,13 +6,13 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from imece.launch.crew import Crew
 from imece.launch.processes import Ending
-from imece.membership.roster import Roster
+from imece.membership.roster import Generation, Roster
 from imece.world import LOOPBACK
 
 
@@ -34,10 +34,15 @@ class View:
         import torch.distributed as dist
 
         # A connection of its own: the job must not wait for what a watcher asks.
-        self.roster = Roster(dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False))
+        self._roster = Roster(dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False))
         self.over = threading.Event()
         """Set once every rank has ended."""
         self._crew, self._endings = crew, endings
+
+    @property
+    def roster(self) -> Roster:
+        """What members say."""
+        return self._roster
 
     def living(self) -> dict[int, Place]:
         """The members that have not ended."""
@@ -51,31 +56,62 @@ class View:
 
     def signal(self, member: int, number: int) -> bool:
         """Send it a signal; False if it has ended."""
-        process = self._crew.living.get(member)
-        if process is None:
-            return False
-        try:
-            pidfd = os.pidfd_open(process.pid)
-        except ProcessLookupError:
-            return False
-        try:
-            # Only now: one that is still among the living was not reaped before the line above.
-            if member not in self._crew.living:
-                return False
-            signal.pidfd_send_signal(pidfd, number)
-        except ProcessLookupError:
-            return False
-        finally:
-            os.close(pidfd)
-        return True
+        return hit(self._crew, member, number)
 
     def end(self) -> None:
         """End the job as a person's SIGTERM would."""
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def hit(crew: Crew, member: int, number: int) -> bool:
+    """Send a member a signal, from any thread; False if it has ended."""
+    process = crew.living.get(member)
+    if process is None:
+        return False
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return False
+    try:
+        # Only now: one that is still among the living was not reaped before the line above.
+        if member not in crew.living:
+            return False
+        signal.pidfd_send_signal(pidfd, number)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(pidfd)
+    return True
+
+
+class Says(Protocol):
+    """What members have said, by their numbers; see Roster."""
+
+    def newest(self) -> int: ...
+    def generation(self, number: int) -> Generation: ...
+    def all_resilient(self, members: Iterable[int]) -> bool: ...
+    def beat(self, member: int) -> tuple[int, int] | None: ...
+    def went_on(self, member: int, generation: int) -> tuple[float, int] | None: ...
+
+
+class Watched(Protocol):
+    """A running job, on one host (View) or several (hosts/wide_view.py)."""
+
+    over: threading.Event
+
+    @property
+    def roster(self) -> Says: ...
+    def living(self) -> dict[int, Place]: ...
+    def ending(self, member: int) -> Ending | None: ...
+    def signal(self, member: int, number: int) -> bool: ...
+    def end(self) -> None: ...
+
+
+Seen = TypeVar("Seen", bound=Watched)
+
+
 @contextlib.contextmanager
-def watched(watch: Callable[[View], None] | None, view: Callable[[], View]) -> Iterator[None]:
+def watched(watch: Callable[[Seen], None] | None, view: Callable[[], Seen]) -> Iterator[None]:
     """Run `watch` in a thread as long as the block; it has to return soon after `over` is set.
 
     What it raises is raised at the block's end.

@@ -20,6 +20,7 @@ from imece.launch.hosts.agent import Agent
 from imece.launch.hosts.coordinator import Coordinator
 from imece.launch.hosts.events import Down, Event, Said, Up
 from imece.launch.hosts.here import Here, Plan
+from imece.launch.hosts.wide_view import WideView
 from imece.launch.processes import Ending
 from imece.membership.roster import Generation
 
@@ -108,6 +109,13 @@ class FakeHost:
 
     def name(self, member: int, slot: int) -> str:
         return f"rank {slot}"
+
+    def went_on(self, member: int) -> list[tuple[int, float, int]]:
+        return [(self.published[-1].number, 5.0, 0)] if self.published else []
+
+    def hit(self, member: int, number: int) -> bool:
+        self.dies(member, -number)
+        return True
 
 
 class FakeNetwork:
@@ -424,6 +432,24 @@ def test_all_hosts_are_asked_to_go(cluster: Make, order: tuple[int, int]) -> Non
         assert outcome is not None and outcome.status == 143 and "passed on to 4 ranks" in outcome.line
         assert made.hosts[host].ended_by == [15, 15], "each rank gets the signal"
         assert len(made.hosts[host].endings) == 2, "nobody is replaced"
+
+
+def test_a_watcher_sees_and_hits_members_of_all_hosts(cluster: Make) -> None:
+    made = cluster(2)
+    view = made.heres[0].view = WideView(made.heres[0])
+    assert view.newest() == -1 and not view.living() and not view.signal(3, 9)
+    made.settle()
+    assert view.living() == {member: (member, 100 + member, member // 2) for member in range(4)}
+    assert view.generation(view.newest()).members == (0, 1, 2, 3)
+    assert view.roster.all_resilient(range(4)) and not view.all_resilient([0, 7]) and view.ending(3) is None
+    assert view.went_on(0, 0) == view.went_on(3, 0) == (5.0, 0), "ages are times again"
+    assert view.signal(3, 9) and view.signal(0, 11)
+    made.settle()
+    ends = view.ending(3), view.ending(0)
+    assert [(end.status, end.host) for end in ends if end is not None] == [(-9, 1), (-11, 0)]
+    assert view.living().keys() == {1, 2, 4, 5} and not view.signal(3, 9)
+    assert {*view.generation(view.newest()).members} == {1, 2, 4, 5}
+    assert view.generation(0).members == (0, 1, 2, 3), "earlier ones are kept"
 
 
 @pytest.mark.parametrize("number", [2, 15])

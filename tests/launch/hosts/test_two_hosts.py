@@ -25,13 +25,15 @@ class Two:
     def __init__(self, folder: Path) -> None:
         self._folder, self.port, self._stack = folder, free_port(), ExitStack()
 
-    def start(self, host: int, text: str, *words: str, ranks: int = 1, token: str = TOKEN) -> Launcher:
+    def start(
+        self, host: int, text: str, *words: str, ranks: int = 1, token: str = TOKEN, command: str = "launch"
+    ) -> Launcher:
         """The launcher of a host, with this script."""
         script = self._folder / "script.py"
         script.write_text("import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + text)
         rendezvous = ["--host-rank", str(host), "--rendezvous", f"127.0.0.1:{self.port}"]
         hosts = [] if "--hosts" in words else ["--hosts", "2"]
-        argv = ["launch", *hosts, *rendezvous, "--ranks", str(ranks), *words, str(script), str(self._folder)]
+        argv = [command, *hosts, *rendezvous, "--ranks", str(ranks), *words, str(script), str(self._folder)]
 
         def call() -> int:
             os.environ.update(environment("ab"[min(host, 1)], token))
@@ -152,6 +154,32 @@ def test_agents_that_do_not_belong_together(two: Two) -> None:
     assert "choose another port" in refused(two.start(0, text))
     second = two.start(1, text)
     assert first.wait(20).status == 0 and second.wait(20).status == 0
+
+
+@pytest.mark.slow
+def test_a_drill_on_two_hosts(two: Two, tmp_path: Path) -> None:
+    """On host 0 imece drill in the place of imece launch; the seed hits a rank of the other one."""
+    text = """
+import torch, imece
+mesh = imece.init()
+model = imece.DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in imece.steps(500, model, optimizer):
+    with step:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.02)
+"""
+    figures = tmp_path / "drill.json"
+    words = ("--kills", "1", "--every-s", "1", "--seed", "0", "--json", str(figures))
+    first, second = two.start(0, text, *words, command="drill"), two.start(1, text)
+    outcome = first.wait(150)
+    assert outcome.status == 0 and second.wait(30).status == 0, outcome.out + outcome.err
+    (fault,) = json.loads(figures.read_text())["faults"]
+    assert fault["hosts"] == fault["ranks"] == [1] and 0 < fault["recovery_s"] < 30
+    assert f"SIGKILL to rank 1 (host 1, pid {fault['pids'][0]}) {fault['where'][0]}: went on" in outcome.out
+    assert fault["where"][0].startswith(("in ", "between steps")) and fault["survived"]
 
 
 @pytest.mark.slow

@@ -27,7 +27,9 @@ from imece.launch.hosts.here import Follow, Here, Lead, Plan, Role, Seek, Turn
 from imece.launch.hosts.network import Network
 from imece.launch.hosts.seeker import Seeker
 from imece.launch.hosts.token import VARIABLES, find_token
+from imece.launch.hosts.wide_view import WideView
 from imece.launch.processes import Outcome, worker_environment
+from imece.launch.view import watched
 from imece.world import AGENT_PORT
 
 _LONGEST_S = 60.0
@@ -41,11 +43,13 @@ def launch_here(
     environ: Mapping[str, str] = os.environ,
     logs: Path | None = None,
     rank_silent_s: float = 10.0,
+    watch: Callable[[WideView], None] | None = None,
 ) -> int:
     """Run `command` as this host's ranks, together with the agents of the other hosts; the exit status.
 
-    As launch/local.py, on several hosts. job: a name that all agents have to give. Raises UserError if the
-    other agents cannot be met, or have another plan.
+    As launch/local.py, on several hosts. job: a name that all agents have to give. watch: called in a thread
+    of its own, with a view that shows something as long as this host leads. Raises UserError if the other
+    agents cannot be met, or have another plan.
     """
     own = _own_address(plan)
     token, said = find_token(environ, create=plan.me == 0)
@@ -59,7 +63,10 @@ def launch_here(
             crew.wakes(network.wake)
             host = Host(order, crew, _environment(plan, network, environ, own, lambda: here.run), plan.me)
             here = Here(plan, host, network)
-            outcome = Agent(here).run()
+            if watch is not None:
+                here.view = WideView(here)
+            with watched(watch, lambda: here.view or WideView(here)):
+                outcome = Agent(here).run()
         host.tell(outcome)
     return outcome.status
 

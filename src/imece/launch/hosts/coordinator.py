@@ -25,6 +25,7 @@ from imece.launch.processes import Ending, Outcome
 
 _SAY_WHO_IS_MISSING_S = 3.0
 _KNOW_S = 0.05
+_LOOK_S = 0.05
 _NEVER = float("inf")
 _DIAL_S = 1.0
 _FOR_EVER_S = 30 * 86_400.0
@@ -53,6 +54,7 @@ class Coordinator:
         self._late: list[tuple[int, dict[str, Any]]] = []  # said before the job goes on
         self._numbers = (here.newest.number, 0)  # generations and members that there were before
         self._dial_at = _NEVER
+        self._look_at = 0.0
         self._id = secrets.token_hex(4)
         self._until = time.monotonic() + plan.patience_s
         self._say_at = time.monotonic() + _SAY_WHO_IS_MISSING_S
@@ -93,11 +95,11 @@ class Coordinator:
                     self._heard.add(host)
                     self._settle()
             case {"say": "seen", "members": list(members)} if far is not None:
-                far.seen = to_seen(members)
+                far.seen = to_seen(members, now)
             case {"say": "ended" | "cannot" | "signal" | "leave"} if not self.runs:
                 self._late.append((host, message))
             case {"say": "ended", "members": list(members), "endings": list(endings)} if far is not None:
-                far.seen = to_seen(members)
+                far.seen = to_seen(members, now)
                 self._job.ended(to_endings(endings, host, now), now)
             case {"say": "cannot", "member": int(member), "why": str(why)}:
                 self._job.cannot_start(member, why, now)
@@ -131,7 +133,10 @@ class Coordinator:
 
     def next_time(self) -> float:
         """When `on_time` has something to do."""
-        return min(self._dial_at, self._job.next_time() if self.runs else min(self._until, self._say_at))
+        if not self.runs:
+            return min(self._dial_at, self._until, self._say_at)
+        look_at = _NEVER if self._here.view is None else self._look_at
+        return min(self._dial_at, self._job.next_time(), look_at)
 
     def on_time(self, now: float) -> None:
         """Do what is due."""
@@ -147,6 +152,10 @@ class Coordinator:
             here.outcome = Outcome(128 + number, _left(here.me, number))
             return
         self._job.on_time(now)
+        if self._here.view is not None and now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            seen = {member: each for far in self._far.values() for member, each in far.seen.items()}
+            self._here.view.look(self._job, seen | self._here.seen())
         for host, number in list(self._leaving.items()):
             if host != self._here.me and not self._job.has_members(host):
                 self._let_go(host, number)

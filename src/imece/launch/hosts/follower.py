@@ -44,7 +44,7 @@ class Follower:
         self._asked: set[int] = set()
         self._votes: dict[int, Report] = {}
         self._look_at = self._beats_at = 0.0
-        self._said: dict[int, tuple[bool, bool]] = {}
+        self._said: dict[int, tuple[Any, ...]] = {}
         here.network.serve_store(None)
         here.network.lead_to(here.up[follow.leader])
         self._obey(follow.view)
@@ -94,7 +94,7 @@ class Follower:
             last[member] = Seen(ending.rank, ending.pid, count, steps, False, False)
         message = {
             "say": "ended",
-            "members": of_seen(here.seen() | last),
+            "members": of_seen(here.seen() | last, now),
             "endings": of_endings(endings, now),
         }
         here.send(self._leader, message)
@@ -128,10 +128,10 @@ class Follower:
             return
         self._look_at = now + _SEEN_S
         seen = self._here.seen()
-        told = {member: (each.ready, each.resilient) for member, each in seen.items()}
+        told = {member: (each.ready, each.resilient, each.gone_on) for member, each in seen.items()}
         if told != self._said or now >= self._beats_at:
             self._said, self._beats_at = told, now + _BEATS_S
-            self._here.send(self._leader, {"say": "seen", "members": of_seen(seen)})
+            self._here.send(self._leader, {"say": "seen", "members": of_seen(seen, now)})
 
     @property
     def _patience_s(self) -> float:
@@ -147,6 +147,8 @@ class Follower:
                 host.publish(here.newest)
             case {"do": "end", "members": list(members), "signal": int(number), "grace_s": float(grace_s)}:
                 host.end(members, number, grace_s)
+            case {"do": "hit", "member": int(member), "signal": int(number)}:
+                host.hit(member, number)
             case {"do": "kill", "members": list(members)}:
                 host.kill(members)
             case {"do": "forget", "members": list(members)}:

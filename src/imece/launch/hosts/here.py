@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from imece.launch.generations import Limits
 from imece.launch.host import Host
@@ -20,6 +20,9 @@ from imece.launch.hosts.succession import Standing
 from imece.launch.hosts.words import Report, Seen, of_report
 from imece.launch.processes import Ending, Outcome
 from imece.membership.roster import Generation
+
+if TYPE_CHECKING:
+    from imece.launch.hosts.wide_view import WideView
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,8 @@ class Here:
         """Whether it had a part in the job, and has not come back yet."""
         self.asked_to_go: int | None = None
         """By which signal, if there was one."""
+        self.view: WideView | None = None
+        """Of somebody who looks on in another thread, as long as this one leads."""
         self.turn: Turn | None = None
         """The role to turn to."""
         self.outcome: Outcome | None = None
@@ -132,7 +137,8 @@ class Here:
         for member, process in living.items():
             count, steps = beats.get(member, (None, 0))
             resilient = host.all_resilient([member])
-            found[member] = Seen(process.slot, process.pid, count, steps, member in ready, resilient)
+            gone_on = tuple(host.went_on(member))
+            found[member] = Seen(process.slot, process.pid, count, steps, member in ready, resilient, gone_on)
         return found
 
     def report(self) -> Report:

@@ -32,6 +32,8 @@ class WideJob(Job):
         """`anew` is called when all ranks have ended, before they start again."""
         super().__init__(limits, grace_s, False, hands, per_host)
         self.generations: WideGenerations = WideGenerations(limits)
+        self.all_endings: dict[int, Ending] = {}
+        """Of members on all hosts."""
         self._anew = anew
         self._parting: set[int] = set()
         self._set_places()
@@ -44,6 +46,10 @@ class WideJob(Job):
             self.generations.starts += 1
             self.generations.stopping = False
         self.generations.follow_up(Generation(generation, ()), members)
+
+    def ended(self, endings: Mapping[int, Ending], now: float) -> None:
+        self.all_endings |= endings
+        super().ended(endings, now)
 
     def has_members(self, host: int) -> bool:
         """Whether any live there."""

@@ -29,6 +29,8 @@ class Seen:
     steps: int
     ready: bool
     resilient: bool
+    gone_on: tuple[tuple[int, float, int], ...] = ()
+    """(generation, when it finished its first step in that, how many it had to make again)."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,23 @@ def to_generation(said: Mapping[str, Any]) -> Generation:
     return Generation(int(said["number"]), members, tuple(map(str, said["lost"])), leaving)
 
 
-def of_seen(seen: Mapping[int, Seen]) -> list[list[Any]]:
+def of_seen(seen: Mapping[int, Seen], now: float) -> list[list[Any]]:
     return [
-        [member, each.slot, each.pid, each.beats, each.steps, each.ready, each.resilient]
+        [
+            member,
+            each.slot,
+            each.pid,
+            each.beats,
+            each.steps,
+            each.ready,
+            each.resilient,
+            [[number, now - time_s, again] for number, time_s, again in each.gone_on],
+        ]
         for member, each in seen.items()
     ]
 
 
-def to_seen(said: Sequence[Any]) -> dict[int, Seen]:
+def to_seen(said: Sequence[Any], now: float) -> dict[int, Seen]:
     return {
         int(member): Seen(
             int(slot),
@@ -88,8 +99,9 @@ def to_seen(said: Sequence[Any]) -> dict[int, Seen]:
             int(steps),
             bool(ready),
             bool(resilient),
+            tuple((int(number), now - float(age_s), int(again)) for number, age_s, again in gone_on),
         )
-        for member, slot, pid, beats, steps, ready, resilient in said
+        for member, slot, pid, beats, steps, ready, resilient, gone_on in said
     }
 
 
@@ -119,7 +131,7 @@ def to_endings(said: Sequence[Any], host: int, now: float) -> dict[int, Ending]:
 
 def of_report(report: Report, now: float) -> dict[str, Any]:
     return {
-        "members": of_seen(report.members),
+        "members": of_seen(report.members, now),
         "endings": of_endings(report.endings, now),
         "newest": of_generation(report.newest),
     }
@@ -127,7 +139,7 @@ def of_report(report: Report, now: float) -> dict[str, Any]:
 
 def to_report(said: Mapping[str, Any], host: int, now: float) -> Report:
     endings = to_endings(said["endings"], host, now)
-    return Report(to_seen(said["members"]), endings, to_generation(said["newest"]))
+    return Report(to_seen(said["members"], now), endings, to_generation(said["newest"]))
 
 
 def of_outcome(outcome: Outcome) -> dict[str, Any]:

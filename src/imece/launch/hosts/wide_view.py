@@ -1,0 +1,101 @@
+"""A running job on several hosts as a thread beside the agent that leads it sees it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from imece.launch.hosts.here import Here
+from imece.launch.hosts.wide_job import WideJob
+from imece.launch.hosts.words import Seen
+from imece.launch.processes import Ending
+from imece.launch.view import Place
+from imece.membership.roster import Generation
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the one that leads knows at a moment; replaced as a whole, for another thread reads it."""
+
+    newest: int = -1
+    generations: Mapping[int, Generation] = field(default_factory=dict)
+    seen: Mapping[int, Seen] = field(default_factory=dict)
+    endings: Mapping[int, Ending] = field(default_factory=dict)
+
+
+class WideView:
+    """Its own roster: what members say comes from the agents of their hosts, and is a moment old."""
+
+    def __init__(self, here: Here) -> None:
+        self.over = threading.Event()
+        """Set once all is over for this host."""
+        self._here, self._per_host, self._known = here, here.plan.ranks, _Known()
+        self._gone_on: dict[tuple[int, int], tuple[float, int]] = {}
+
+    @property
+    def roster(self) -> WideView:
+        """What members say."""
+        return self
+
+    def look(self, job: WideJob, seen: Mapping[int, Seen]) -> None:
+        """The agent that leads says how things are."""
+        for member, each in seen.items():
+            for generation, time_s, again in each.gone_on:
+                self._gone_on.setdefault((member, generation), (time_s, again))
+        newest = job.generations.newest
+        generations = {**self._known.generations, newest.number: newest}
+        self._known = _Known(newest.number, generations, dict(seen), dict(job.all_endings))
+
+    def living(self) -> dict[int, Place]:
+        """The members that have not ended."""
+        known = self._known
+        return {
+            member: Place(each.slot, each.pid, each.slot // self._per_host)
+            for member, each in known.seen.items()
+            if member not in known.endings
+        }
+
+    def ending(self, member: int) -> Ending | None:
+        """How it ended; None as long as it lives, or if there is none."""
+        return self._known.endings.get(member)
+
+    def signal(self, member: int, number: int) -> bool:
+        """Have a signal sent to it by its own host; False if it has ended."""
+        place = self.living().get(member)
+        if place is None:
+            return False
+        here = self._here
+        if place.host == here.me:
+            here.host.hit(member, number)
+        else:
+            here.network.send(place.host or 0, {"do": "hit", "member": member, "signal": number})
+        return True
+
+    def end(self) -> None:
+        """End the job as a person's Ctrl-C would."""
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def newest(self) -> int:
+        """The newest generation's number; -1 before the first."""
+        return self._known.newest
+
+    def generation(self, number: int) -> Generation:
+        """One that was seen here; one that was over at once may not have been, and then has no members."""
+        return self._known.generations.get(number, Generation(number, ()))
+
+    def all_resilient(self, members: Iterable[int]) -> bool:
+        """Whether each of them would go on without another. False for none."""
+        seen, members = self._known.seen, list(members)
+        return bool(members) and all(member in seen and seen[member].resilient for member in members)
+
+    def beat(self, member: int) -> tuple[int, int] | None:
+        """(beats, finished steps) as it last said; None before its first beat."""
+        each = self._known.seen.get(member)
+        return None if each is None or each.beats is None else (each.beats, each.steps)
+
+    def went_on(self, member: int, generation: int) -> tuple[float, int] | None:
+        """When a member finished its first step in a generation, and how many it had to make again."""
+        return self._gone_on.get((member, generation))
