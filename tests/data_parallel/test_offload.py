@@ -246,7 +246,7 @@ def same_bits(train: Train = clipped, ways: Sequence[Way] = WAYS, **options: Any
 def same_bits_on_two_hosts(group: dist.ProcessGroup) -> None:
     with two_hosts(group) as mesh:
         same_bits(mesh=mesh, ways=HYBRIDS, overlap=False)(group)
-        same_bits(accumulated, HYBRIDS, mesh=mesh, make=muon_and_adamw, overlap=False)(group)
+        same_bits(accumulated, HYBRIDS, mesh=mesh, make=muon_and_adamw, overlap=True)(group)
 
 
 def unheard(group: dist.ProcessGroup) -> None:

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import torch
 
 from imece import layout
-from imece.collectives import ops
-from imece.collectives.calls import Call
+from imece.collectives import native, ops
+from imece.collectives.calls import Call, in_shared_memory
 from imece.collectives.common import common_zeros
-from imece.collectives.pending import Pending
+from imece.collectives.pending import Pending, wait_for
 from imece.collectives.shared_memory import shared_empty
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel.buckets import Bucket, Gradients, Slot
@@ -295,7 +295,10 @@ class Sharding(Gradients):
         else:
 
             def both() -> None:
-                ops.reduce_scatter(own, flat, group=groups.shard, label=bucket.label)
+                if in_shared_memory(groups.shard, flat):
+                    ops.reduce_scatter(own, flat, group=groups.shard, label=bucket.label)
+                else:  # checked as `call`: a second check would be numbered while the next bucket's is
+                    wait_for(native.reduce_scatter(own, flat, "sum", groups.shard), "the sum in the host")
                 ops.all_reduce(own, group=replicas, wire=self._wire, label=bucket.label)
 
             call = Call("reduce_scatter", groups.shard, flat, "sum", label=bucket.label)
