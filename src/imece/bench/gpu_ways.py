@@ -113,7 +113,7 @@ class Rank:
         model: nn.Module = self._model()
         optimizer = self._adamw(model)
         if way == COMPILED:
-            model.compile()
+            imece.compile_blocks(model)
         if way == TORCH:
             model = DistributedDataParallel(model, process_group=self._group, gradient_as_bucket_view=True)
         elif way != BARE:
