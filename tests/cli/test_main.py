@@ -72,7 +72,7 @@ def test_help_and_version() -> None:
         ("launch --nnodes 2 --node-rank 0 --master-addr a --ranks 2 x.py", "'a:' is no HOST:PORT"),
         ("launch --hosts 2 --host-rank 0 --rendezvous a:1 --ranks 2 --min-ranks 5 x.py", "from 1 to 4"),
         ("launch --slurm --hosts 2 --ranks 2 x.py", "--hosts: with --slurm the hosts are SLURM's nodes"),
-        ("drill --hosts 2 --host-rank 0 --rendezvous a:1 --ranks 2 x.py", "imece drill hits ranks of one"),
+        ("drill --hosts 2 --host-rank 1 --rendezvous a:1 --ranks 2 x.py", "give imece drill on host 0"),
         ("launch --max-restarts 2 x.py", "how many ranks?"),
         ("launch --ranks 2 --max-restarts -1 x.py", "--max-restarts -1"),
         ("launch --ranks 2 --min-ranks 3 x.py", "--min-ranks 3: from 1 to 2"),

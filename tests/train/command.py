@@ -17,6 +17,7 @@ a run measures of the machine and draws at its end, seconds of work, is left out
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import os
@@ -219,6 +220,7 @@ class ForkedRank:
         stdin: int,
         stdout: int | None,
         stderr: int | None,
+        pass_fds: Sequence[int],
         process_group: int,
         preexec_fn: Callable[[], None],
     ) -> None:
@@ -236,7 +238,7 @@ class ForkedRank:
                 preexec_fn()
                 for target, (_, writer) in pipes.items():
                     os.dup2(writer, target)
-                status = _as_rank(list(command[3:]), env)
+                status = _as_rank(list(command[3:]), env, pass_fds)
             finally:
                 os._exit(status)
         for _, writer in pipes.values():
@@ -249,11 +251,13 @@ class ForkedRank:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def _as_rank(words: list[str], env: dict[str, str]) -> int:
+def _as_rank(words: list[str], env: dict[str, str], kept: Sequence[int]) -> int:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    os.closerange(3, 256)
+    for fd in set(range(3, 256)).difference(kept):
+        with contextlib.suppress(OSError):
+            os.close(fd)
     os.environ.clear()
     os.environ.update(env)
     status = _status_of(words)
