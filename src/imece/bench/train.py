@@ -132,12 +132,12 @@ def lines(results: Results) -> list[str]:
         f"{plan.config.model.preset}, {results.parameters / 1e6:.1f}M parameters, {results.batch}",
         f"1 thread a rank, medians of {plan.rounds} alternating rounds of {plan.steps} "
         f"step{'s' * (plan.steps != 1)}; {plan.default} is what imece train does by default",
-        f"  {'':<17}{'ms/step':>9}{'tokens/s':>10}" + "".join(f"{'x ' + way:>14}" for way in against),
+        f"  {'':<21}{'ms/step':>9}{'tokens/s':>10}" + "".join(f"{'x ' + way:>14}" for way in against),
     ]
     for way, rounds in seconds.items():
         ratios = "".join(f"{results.speed(way, than):>14.3f}" for than in against)
         milliseconds = statistics.median(rounds) * 1e3
-        shown.append(f"  {way:<17}{milliseconds:>9.1f}{results.tokens_per_s(way):>10.0f}{ratios}")
+        shown.append(f"  {way:<21}{milliseconds:>9.1f}{results.tokens_per_s(way):>10.0f}{ratios}")
     if ONE_RANK in seconds:
         text = f"from 1 to {plan.ranks} ranks {results.speed(plan.default, ONE_RANK):.3f} x"
         if ALONE in seconds:
