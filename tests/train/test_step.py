@@ -350,5 +350,7 @@ def test_a_steps_time_is_divided(by_two_ranks: Found) -> None:
             assert all(seconds > 0 for seconds in parts.values()), parts
             assert sum(parts.values()) < whole
             assert own.keys() == {"data", "forward", "backward", "optimizer", "other"}
-            assert all(0 < own[name] <= parts[name] for name in own.keys() - {"other"}), (parts, own)
+            # What follows the last gradient is "exposed", and not all of it is spent waiting.
+            most = parts | {"backward": parts["backward"] + parts["exposed"]}
+            assert all(0 < own[name] <= most[name] for name in own.keys() - {"other"}), (parts, own)
             assert sum(own.values()) < whole
