@@ -42,7 +42,7 @@ _SAME = 0.02  # of a step: no prediction is better, so what is chosen without on
 _WARM = 3  # steps at the beginning that are slower
 _FIRST_STEP_BYTES = 70 << 20
 """On a CPU, of libraries: code that only a step runs, oneDNN's own memory, what the allocator cannot fill.
-Measured with torch 2.13: what a process with the preset "small" has more than its tensors after some steps."""
+Measured with torch 2.13: what a process of the preset "small" has more than its tensors after some steps."""
 _UNKNOWN = "no figures of this machine: imece plan --here measures them"
 
 
