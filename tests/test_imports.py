@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "device": _BASE | {"world"},
     "mesh": _RANKS,
     "collectives": _RANKS,
-    "data_parallel": _RANKS | {"collectives"},
+    "data_parallel": _RANKS | {"collectives", "plan.answer.auto", "plan.setup"},  # for strategy="auto"
     "model_parallel": _RANKS | {"collectives", "data_parallel"},
     "data": _BASE,  # of ranks it knows two numbers, and these are arguments
     "models": _BASE,

@@ -137,6 +137,16 @@ class Mesh:
             )
         return self._device_mesh
 
+    def decide(self, key: str, text: str) -> None:
+        """Leave what these ranks have agreed on to those that join later, and run the same lines alone."""
+        if self.world.member is not None:
+            self._launchers.set(f"imece/decided/{key}", text)
+
+    def decided(self, key: str) -> str | None:
+        """What others have left; None if nobody on this host was there to do it."""
+        name = f"imece/decided/{key}"
+        return self._launchers.get(name).decode() if self._launchers.check([name]) else None
+
     def close(self) -> None:
         """Destroy the groups, the last one first, and tell the launcher that this rank leaves in order."""
         if self._closed:

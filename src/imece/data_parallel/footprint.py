@@ -62,7 +62,7 @@ def expected(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) ->
     """What this rank will take once it trains. None if an optimizer is not known."""
     kept: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
-        tensors = _kept(optimizer)
+        tensors = optimizer_tensors(optimizer)
         if tensors is None:
             return None
         kept[number] = tensors
@@ -149,7 +149,8 @@ def _gathered(sharding: Sharding) -> list[int]:
     return [plan.index for plans in there for plan in plans]
 
 
-def _kept(optimizer: Optimizer) -> int | None:
+def optimizer_tensors(optimizer: Optimizer) -> int | None:
+    """As large as the parameter that it keeps of each; None for one that nobody knows."""
     name = type(optimizer).__name__
     if name == "SGD":
         return 1 if any(group["momentum"] for group in optimizer.param_groups) else 0

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from imece import mesh as meshes
+from imece.data_parallel.auto import Given, choose
 from imece.data_parallel.average import Over
 from imece.data_parallel.gathering import GatherOptions
 from imece.data_parallel.meta import Init, is_meta
@@ -18,9 +19,10 @@ from imece.data_parallel.offload import Offload, check_steps_on_host, check_stra
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.shard import MixedPrecision
 from imece.data_parallel.sharded import ShardedDataParallel
-from imece.data_parallel.strategy import ShardGroups, Strategy, choose_strategy
+from imece.data_parallel.strategy import ShardGroups, Strategy, find_strategy
 from imece.data_parallel.units import Wanted
 from imece.device import home_among
+from imece.footprint import OFFLOADS
 from imece.mesh import Mesh
 
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer | Sequence[Optimizer]]
@@ -43,6 +45,7 @@ def parallelize(
     gather: bool = False,
     init: Init | None = None,
     offload: Literal["optimizer", "parameters"] | Offload | None = None,
+    activation_bytes: int | None = None,
 ) -> tuple[DistributedDataParallel, Any]:
     """A model and its optimizer, trained as one by all ranks: `loss.backward(); optimizer.step()` as ever.
 
@@ -82,23 +85,34 @@ def parallelize(
     summed gradients and its state, of each this rank's part), and it steps there; "parameters", where units
     are gathered, keeps this rank's part of the parameters there too.
 
+    strategy="auto": the usual one (zero1; between the CPUs of several hosts replicate), or the first of
+    zero1, replicate, zero2 and zero3 whose parameters, gradients and optimizer state fit into the memory that
+    is free now. Rank 0 decides for all, and says on stderr what it took and why. A quarter of the memory is
+    left for what forward keeps; activation_bytes: how much that is on a rank at most, if you know.
+
     ValueError: an unknown strategy, one that cannot be on this mesh, an optimizer that cannot be sharded or
-    offloaded, offload of a model that is on the CPU.
+    offloaded, offload of a model that is on the CPU; "auto" where nothing fits, with what would.
     """
     arranged = mesh if mesh is not None else meshes.current()
-    chosen = choose_strategy(strategy, arranged)
+    named = find_strategy(strategy) if strategy.lower() != "auto" else None
     made = optimizer if isinstance(optimizer, Optimizer | Sequence) else optimizer(model.parameters())
     optimizers = [made] if isinstance(made, Optimizer) else list(made)
     if not optimizers:
         raise ValueError("there is no optimizer: give one, a list of them, or a function that makes one")
     if wire not in (None, "bf16"):
         raise ValueError(f"unknown wire {wire!r}: None or 'bf16'")
+    options = GatherOptions(units, reshard_after_forward, gathers_in_flight, gather)
+    chosen = named or choose(
+        Given(
+            model, optimizers, arranged, _home(model, arranged), options, precision, _name_of(offload),
+            bucket_cap_mb, activation_bytes,
+        )
+    )  # fmt: skip
     if precision is not None and not chosen.optimizer:
         raise ValueError(f"precision is for sharded strategies, such as zero1, not for {chosen.name!r}")
-    options = GatherOptions(units, reshard_after_forward, gathers_in_flight, gather)
     joins = isinstance(arranged, Mesh) and arranged.world.joining  # it is alone, and will not stay so
     groups, meta = ShardGroups.of(chosen, arranged, spread=joins), is_meta(model)
-    home = (arranged.device if isinstance(arranged, Mesh) else home_among(arranged)) if meta else None
+    home = _home(model, arranged) if meta else None
     hosted = _offload(offload, chosen, model, optimizers, home) if offload is not None else None
     if not chosen.optimizer:
         if meta:
@@ -124,6 +138,24 @@ def parallelize(
         offload=hosted,
     )
     return wrapped, made
+
+
+def _home(model: nn.Module, ranks: Mesh | dist.ProcessGroup) -> torch.device:
+    """Where it is, or is to be if it has no memory yet."""
+    first = next(model.parameters(), None)
+    if first is not None and not is_meta(model):
+        return first.device
+    return ranks.device if isinstance(ranks, Mesh) else home_among(ranks)
+
+
+def _name_of(offload: str | Offload | None) -> Literal["optimizer", "parameters"] | None:
+    """ValueError for an unknown one."""
+    if offload is None or isinstance(offload, Offload):
+        return offload.name if offload is not None else None
+    for name in OFFLOADS:
+        if name == offload:
+            return name
+    raise ValueError(f"unknown offload {offload!r}: None, {' or '.join(map(repr, OFFLOADS))}")
 
 
 def _offload(

@@ -42,7 +42,7 @@ from imece.data_parallel.units import Unit, find_units, unit_numbers
 from imece.data_parallel.way import has_spare_core
 from imece.mesh import Mesh
 
-_BORROWED_CAP_BYTES = 5 * 2**20
+BORROWED_CAP_BYTES = 5 * 2**20
 
 
 class ShardedDataParallel(DistributedDataParallel):
@@ -182,7 +182,7 @@ class ShardedDataParallel(DistributedDataParallel):
     def _cap_bytes(self) -> int:
         """Where buckets are memory that is borrowed, and a message costs little, small ones by default."""
         if self.bucket_bytes_cap_default and self._strategy.gradients and self.device_type == "cpu":
-            return _BORROWED_CAP_BYTES
+            return BORROWED_CAP_BYTES
         return self.bucket_bytes_cap
 
     @property

@@ -23,6 +23,7 @@ from imece.mesh import Mesh
 from imece.models.shape import TransformerConfig
 from imece.observe.metrics import read_metrics
 from imece.observe.units import gigabytes, milliseconds
+from imece.plan.answer.auto import ORDER, Way, fitting
 from imece.plan.answer.explain import parts
 from imece.plan.answer.search import Candidate, framework_on, judge
 from imece.plan.answer.space import RESERVE
@@ -38,7 +39,6 @@ from imece.train.batch import BatchPlan
 from imece.train.config import TrainConfig
 from imece.train.precision import Precision
 
-_SAME = 0.02  # of a step: no prediction is better, so what is chosen without one is kept
 _WARM = 3  # steps at the beginning that are slower
 _FIRST_STEP_BYTES = 70 << 20
 """On a CPU, of libraries: code that only a step runs, oneDNN's own memory, what the allocator cannot fill.
@@ -200,22 +200,16 @@ def choose(
     fits it is the one that needs least.
     """
     usual = choose_strategy("auto", mesh).name
-    sharded: list[Strategy] = ["zero1", "replicate", "zero2", "zero3"]
-    if len(mesh.hosts) > 1 and mesh.cross_group is not None:
-        sharded += ["hybrid", "hybrid_zero2"]
+    on_hosts = len(mesh.hosts) > 1 and mesh.cross_group is not None
+    sharded = [each for each in ORDER if on_hosts or not each.startswith("hybrid")]
     if config.offload is not None:
         sharded = [each for each in sharded if can_offload(config.offload, find_strategy(each))]
     found = {each: predict(each, config, shape, plan, precision, machine).candidate for each in sharded}
-    room = (1 - RESERVE) * machine.cluster.gpu.memory_bytes
-    fits = [name for name in sharded if found[name].needed <= room]
-    if not fits:
-        return min(sharded, key=lambda name: found[name].needed)
-    fastest = min(fits, key=lambda name: found[name].seconds)
-    for name in fits:
-        slower = found[name].seconds / found[fastest].seconds - 1
-        if name == usual and (not machine.is_measured or slower <= _SAME):
-            return name
-    return fastest if machine.is_measured else fits[0]
+    ways = [
+        Way(name, each.needed, each.seconds if machine.is_measured else None) for name, each in found.items()
+    ]
+    taken = fitting(ways, (1 - RESERVE) * machine.cluster.gpu.memory_bytes, usual)
+    return (taken or min(ways, key=lambda way: way.needed)).strategy
 
 
 def chosen_before(folder: Path) -> str | None:

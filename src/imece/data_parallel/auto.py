@@ -1,0 +1,295 @@
+"""strategy="auto" of `parallelize`: what is known of a model that was given, for the planner's rule.
+
+    known        its tensors, its optimizers, the ranks and their hosts, the memory that they may still have
+    not known    what forward keeps for backward (but see activation_bytes), and so how long a step takes
+
+Rank 0 decides, the others are told. One that joins later is alone when it asks: it finds what they were told.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from imece import layout
+from imece import mesh as meshes
+from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.collectives.shared_memory.segment import available_bytes
+from imece.collectives.texts import gather_texts
+from imece.data_parallel.arguments import MIB, trained
+from imece.data_parallel.block_wise import block_of
+from imece.data_parallel.footprint import optimizer_tensors, predict
+from imece.data_parallel.gathering import GatherOptions
+from imece.data_parallel.meta import is_meta
+from imece.data_parallel.offload import can_offload
+from imece.data_parallel.optimizer import is_element_wise, kinds_of
+from imece.data_parallel.parts import ALIGN_BYTES, items_of
+from imece.data_parallel.replicate import DEFAULT_CAP_MB
+from imece.data_parallel.shard import MixedPrecision
+from imece.data_parallel.sharded import BORROWED_CAP_BYTES
+from imece.data_parallel.strategy import STRATEGIES, Strategy, choose_strategy
+from imece.data_parallel.units import find_units, unit_numbers
+from imece.footprint import OFFLOADS, Footprint
+from imece.footprint import Offload as Hosted
+from imece.mesh import Mesh
+
+if TYPE_CHECKING:  # of use to no other strategy
+    from imece.plan.answer.auto import Asked
+    from imece.plan.setup import Strategy as Name
+
+_ADAM = 2  # tensors that an optimizer nobody knows is taken to keep of each parameter
+_MOST_TIMES = 64  # as many ranks, of which it is tried whether the model would fit
+_calls = itertools.count()  # of `choose`: in one process after the other the same lines are run
+
+
+@dataclass(frozen=True)
+class Given:
+    """What `parallelize` was asked for, as far as memory depends on it."""
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    ranks: Mesh | dist.ProcessGroup
+    device: torch.device
+    options: GatherOptions
+    precision: MixedPrecision | None
+    offload: Hosted | None
+    cap_mb: float | None
+    activation_bytes: int | None
+
+
+def choose(given: Given) -> Strategy:
+    """What "auto" is. All ranks call it; rank 0 says on stderr what was taken and why.
+
+    ValueError, on all ranks, if nothing fits: by how much, and what would.
+    """
+    usual, ranks, key = choose_strategy("auto", given.ranks), given.ranks, f"strategy/{next(_calls)}"
+    mesh = ranks if isinstance(ranks, Mesh) else None
+    if mesh is not None and mesh.world.joining:
+        return STRATEGIES[mesh.decided(key) or usual.name]
+    group = _group(ranks)
+    if group.size() == 1:
+        return usual  # there is nobody to share with
+    found = _footprints(given, group.size())  # by all: what is wrong with the model is so on all of them
+    memory, told = _memory(given, group), ["", ""]
+    if group.rank() == 0:
+        told = _decide(given, found, memory, usual)
+    name, words = gather_texts(told, group, given.device, "strategy of rank 0")[0]
+    if not name:
+        raise ValueError(words)
+    if mesh is not None:
+        mesh.decide(key, name)
+    if group.rank() == 0:
+        print(f"imece: {words}", file=sys.stderr, flush=True)
+    return STRATEGIES[name]
+
+
+def _footprints(given: Given, size: int) -> dict[Name, Footprint]:
+    """Of each strategy that is possible."""
+    from imece.plan.answer.auto import ORDER
+
+    return {
+        name: footprint_of(given, STRATEGIES[name], size, given.offload)
+        for name in ORDER
+        if can_be(given, STRATEGIES[name], size)
+    }
+
+
+def _decide(given: Given, found: dict[Name, Footprint], memory_bytes: int, usual: Strategy) -> list[str]:
+    """(name, why); ("", what is wrong) if nothing fits."""
+    from imece.plan.answer.auto import Asked
+
+    if not found:  # the usual one says why it cannot be
+        return [usual.name, f"strategy {usual.name}: there is no other for such a model and optimizer"]
+    size = _group(given.ranks).size()
+    asked = Asked(found, memory_bytes, usual.name, given.activation_bytes)
+    taken = asked.take()
+    if taken is None:
+        return ["", asked.misses(_would_fit(given, asked, size))]
+    return [taken, asked.why(taken)]
+
+
+def can_be(given: Given, strategy: Strategy, size: int) -> bool:
+    """Whether `parallelize` would not refuse it for another reason than memory."""
+    if strategy.hybrid:
+        mesh = given.ranks
+        if not isinstance(mesh, Mesh) or len(mesh.hosts) < 2 or len({len(host) for host in mesh.hosts}) > 1:
+            return False
+    if not strategy.optimizer:
+        return given.precision is None and given.offload is None and not is_meta(given.model)
+    if given.offload is not None and not can_offload(given.offload, strategy):
+        return False
+    if sum(each.numel() for _, each in _trained(given.model)) < size:
+        return False
+    try:
+        for optimizer in given.optimizers:
+            if is_element_wise(optimizer):
+                block_of(optimizer)
+    except ValueError:
+        return False
+    return True
+
+
+def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | None) -> Footprint:
+    """Bytes of rank 0 of `size`, activations not counted; what is not trained is among the parameters."""
+    named = _trained(given.model)
+    kept = {id(each) for _, each in named}
+    others = (each for each in (*given.model.parameters(), *given.model.buffers()) if id(each) not in kept)
+    rest = sum(each.nbytes for each in others)
+    kinds = kinds_of(named, given.optimizers, given.model)
+    tensors = [optimizer_tensors(each) for each in given.optimizers]
+    state = {at: _ADAM if count is None else count for at, count in enumerate(tensors)}
+    if not strategy.optimizer:
+        whole = sum(each.nbytes for _, each in named)
+        kept_bytes = sum(
+            each.nbytes * state.get(kind, 0) for (_, each), kind in zip(named, kinds, strict=True)
+        )
+        return Footprint(whole + rest, whole, kept_bytes, 0)
+    laid, numbers = _lay(given, named, kinds, strategy, size)
+    largest: dict[tuple[bool, int], layout.Bucket] = {}
+    by_unit: dict[int, list[layout.Bucket]] = defaultdict(list)
+    for bucket in laid.buckets:
+        unit, kind = numbers[bucket.group]
+        by_unit[unit].append(bucket)
+        place = largest.setdefault((unit == 0, kind), bucket)
+        largest[unit == 0, kind] = max(place, bucket, key=lambda each: each.numel)
+    gathers = _gathers(given, strategy)
+    root = by_unit.pop(0, [])
+    units = sorted(by_unit.values(), key=lambda each: -sum(bucket.numel for bucket in each))
+    there = [bucket for each in (root, *units[: given.options.in_flight]) for bucket in each]
+    master = named[0][1].itemsize
+    precision = given.precision or MixedPrecision()
+    parameter = precision.param.itemsize if precision.param is not None else master
+    found = predict(
+        laid,
+        strategy,
+        0,
+        {bucket.index: state.get(numbers[bucket.group][1], 0) * master for bucket in laid.buckets},
+        parameter_bytes=parameter,
+        reduce_bytes=precision.reduce.itemsize if precision.reduce is not None else parameter,
+        master_bytes=master,
+        filling=[bucket.index for bucket in largest.values()] if strategy.gradients else (),
+        gathered=[bucket.index for bucket in there] if gathers else (),
+        offload=offload,
+    )
+    return replace(found, parameters=found.parameters + rest)
+
+
+def _lay(
+    given: Given,
+    named: list[tuple[str, torch.Tensor]],
+    kinds: list[int],
+    strategy: Strategy,
+    size: int,
+) -> tuple[layout.Layout, list[tuple[int, int]]]:
+    """As data_parallel/shard.py lays it; and of each of its groups (unit, number of the optimizer)."""
+    gathers = _gathers(given, strategy)
+    in_units = find_units(given.model, given.options.units) if gathers else []
+    units = unit_numbers(given.model, in_units, [each for _, each in named]) if in_units else [0] * len(named)
+    pairs = list(zip(units, kinds, strict=True))
+    numbers = sorted(set(pairs))
+    cuts = [is_element_wise(each) for each in given.optimizers]
+    laid = layout.build(
+        items_of(named, [each.dtype for _, each in named], [numbers.index(pair) for pair in pairs]),
+        cap_bytes=2**62 if gathers else _cap_bytes(given, strategy),
+        shards=_shards(given.ranks, strategy, size),
+        align_bytes=ALIGN_BYTES,
+        modules_whole=True,
+        whole=[group for group, (_, kind) in enumerate(numbers) if kind >= 0 and not cuts[kind]],
+        blocks={
+            group: block_of(given.optimizers[kind]) if kind >= 0 and cuts[kind] else 1
+            for group, (_, kind) in enumerate(numbers)
+        },
+    )
+    return laid, numbers
+
+
+def _would_fit(given: Given, asked: Asked, size: int) -> list[str]:
+    """Changes with which some strategy would fit."""
+    said = []
+    for offload in OFFLOADS if given.device.type == "cuda" and given.offload is None else ():
+        found = footprint_of(given, STRATEGIES["zero3"], size, offload)
+        if asked.fits(found):
+            said.append(
+                f"offload={offload!r} with zero3 fits: {found.total / 1e9:.2f} GB of a GPU and "
+                f"{found.host / 1e9:.2f} GB of the host's memory for each rank"
+            )
+            break
+    times = 2
+    while times <= _MOST_TIMES:
+        found = footprint_of(given, STRATEGIES["zero3"], times * size, given.offload)
+        if can_be(given, STRATEGIES["zero3"], times * size) and asked.fits(found):
+            # More ranks on the same CPUs would have no more memory.
+            what = "ranks" if given.device.type == "cuda" else f"ranks on {times} times as many hosts"
+            return [*said, f"zero3 fits on {times * size} {what}"]
+        times *= 2
+    return said
+
+
+def _trained(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return trained(model, getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def _gathers(given: Given, strategy: Strategy) -> bool:
+    """Whether parameters come unit by unit; else those that are shared out lie in common memory."""
+    if not strategy.parameters or given.options.always or given.device.type != "cpu":
+        return strategy.parameters
+    ranks = given.ranks
+    return not (strategy.hybrid or isinstance(_group(ranks), SharedMemoryGroup))
+
+
+def _cap_bytes(given: Given, strategy: Strategy) -> int:
+    if given.cap_mb is not None:
+        return int(given.cap_mb * MIB)
+    borrows = strategy.gradients and given.device.type == "cpu"
+    return BORROWED_CAP_BYTES if borrows else int(DEFAULT_CAP_MB * MIB)
+
+
+def _shards(ranks: Mesh | dist.ProcessGroup, strategy: Strategy, size: int) -> int:
+    return len(ranks.hosts[0]) if strategy.hybrid and isinstance(ranks, Mesh) else size
+
+
+def _group(ranks: Mesh | dist.ProcessGroup) -> dist.ProcessGroup:
+    return ranks if isinstance(ranks, dist.ProcessGroup) else ranks.world_group
+
+
+# Memory.
+
+
+def _memory(given: Given, group: dist.ProcessGroup) -> int:
+    """Bytes that the rank with least may have for this model, with those that it takes already."""
+    device = given.device
+    tensors = {id(each): each for each in (*given.model.parameters(), *given.model.buffers())}
+    present = sum(each.nbytes for each in tensors.values() if each.device.type == given.device.type)
+    # When all have said this, all models are there: one that came later would take what another counts on.
+    there = gather_texts([str(present)], group, device, "bytes of the model")
+    mine = free_bytes(given.device) + present
+    if given.device.type == "cpu":
+        beside = _on_this_host(group)
+        mine = (free_bytes(given.device) + sum(int(there[rank][0]) for rank in beside)) // len(beside)
+    said = gather_texts([str(mine)], group, device, "bytes that are free")
+    return min(int(text) for (text,) in said)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU, with what torch keeps there without use; or of this host."""
+    if device.type != "cuda":
+        return available_bytes()
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
+
+
+def _on_this_host(group: dist.ProcessGroup) -> list[int]:
+    """Ranks of the group that share this one's memory; all of them where nobody knows the hosts."""
+    members = dist.get_process_group_ranks(group)
+    own = dist.get_rank()
+    host = next((host for host in meshes.known_hosts() if own in host), members)
+    return [at for at, rank in enumerate(members) if rank in host]

@@ -1,0 +1,128 @@
+"""Which strategy "auto" is: one rule for `imece train`, which knows a whole step, and for `parallelize`, that
+is given a model of any kind and knows its tensors alone.
+
+Of the ways that fit the fastest is taken where times are known; else the usual one, or the first that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from imece.footprint import Footprint
+from imece.observe.units import gigabytes
+from imece.plan.answer.space import RESERVE
+from imece.plan.setup import Strategy
+
+ORDER: tuple[Strategy, ...] = ("zero1", "replicate", "zero2", "zero3", "hybrid", "hybrid_zero2")
+"""From what costs a step least; what cannot be told without times comes last."""
+ACTIVATIONS = 0.25  # of the memory, left for what forward keeps where nobody says how much that is
+_SAME = 0.02  # of a step: no prediction is better, so the usual way is kept
+
+
+@dataclass(frozen=True)
+class Way:
+    """One strategy."""
+
+    strategy: Strategy
+    needed: int  # bytes of a rank
+    seconds: float | None = None  # of a step; None where that is not known
+
+
+def fitting(ways: Sequence[Way], room_bytes: float, usual: str) -> Way | None:
+    """What to take of `ways`, in the order in which they are preferred; None if nothing fits."""
+    fits = [way for way in ways if way.needed <= room_bytes]
+    if not fits:
+        return None
+    kept = next((way for way in fits if way.strategy == usual), None)
+    times = [way.seconds for way in fits if way.seconds is not None]
+    if len(times) < len(fits):
+        return kept or fits[0]
+    if kept is not None and kept.seconds is not None and kept.seconds <= (1 + _SAME) * min(times):
+        return kept
+    return fits[times.index(min(times))]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is known where a model is wrapped, before its first forward."""
+
+    found: Mapping[Strategy, Footprint]  # in the order of ORDER; activations not counted
+    memory_bytes: int  # that a rank may have for all of it
+    usual: str
+    activation_bytes: int | None = None  # at the peak of a step; None: nobody knows
+
+    @property
+    def room_bytes(self) -> float:
+        """For what lasts: without what forward keeps."""
+        if self.activation_bytes is None:
+            return (1 - RESERVE - ACTIVATIONS) * self.memory_bytes
+        return (1 - RESERVE) * self.memory_bytes - self.activation_bytes
+
+    def take(self) -> Strategy | None:
+        """The strategy; None if nothing fits.
+
+        Where activations are not known the least is taken if it fits without any: it may well run.
+        """
+        ways = [Way(name, each.total) for name, each in self.found.items()]
+        taken = fitting(ways, self.room_bytes, self.usual)
+        if taken is None and self.activation_bytes is None:
+            least = min(ways, key=lambda way: way.needed)
+            taken = least if least.needed <= self._most_bytes else None
+        return taken.strategy if taken is not None else None
+
+    @property
+    def _most_bytes(self) -> float:
+        """That a way may need and not be refused."""
+        if self.activation_bytes is None:
+            return (1 - RESERVE) * self.memory_bytes
+        return self.room_bytes
+
+    def why(self, taken: Strategy) -> str:
+        """ "strategy zero2: 5.10 GB a rank of 8.00 GB before activations (25 % are left for them); zero1, the
+        usual one here, needs 6.90 GB".
+        """
+        size, usual = self.found[taken].total, self.found.get(_known(self.usual))
+        said = f"strategy {taken}"
+        if taken == self.usual:
+            said += ", the usual one here"
+        said += f": {_size(size)} a rank of {_size(self.memory_bytes)}"
+        said += f" before activations, {self._left()}"
+        if taken != self.usual and usual is not None:
+            said += f"; {self.usual}, the usual one here, needs {_size(usual.total)}"
+        if size > self.room_bytes:
+            said += f"; nothing needs less, and that leaves {_size(self.memory_bytes - size)} for activations"
+        return said
+
+    def _left(self) -> str:
+        if self.activation_bytes is None:
+            return f"for which {ACTIVATIONS:.0%} are kept (activation_bytes= says what they need)"
+        return f"which take {_size(self.activation_bytes)}"
+
+    def misses(self, would_fit: Sequence[str]) -> str:
+        """For the error if nothing fits. would_fit: changes with which it would, and what comes of them."""
+        name = min(self.found, key=lambda each: self.found[each].total)
+        size = self.found[name].total
+        whole = f"{_size(size)} for parameters, gradients and optimizer state"
+        if self.activation_bytes is not None:
+            whole += f" and {_size(self.activation_bytes)} of activations"
+        missing = size - self._most_bytes
+        would = " or ".join(would_fit) if would_fit else "More ranks alone would not do"
+        return (
+            f"no strategy fits: {name}, which needs least, takes {whole} on each rank, which has "
+            f"{_size(self.memory_bytes)} less a reserve of {RESERVE:.0%}: {_size(missing)} too much. "
+            f"{would}. strategy={name!r} tries it all the same"
+        )
+
+    def fits(self, found: Footprint) -> bool:
+        """Whether a way that needs so much would not be refused."""
+        return found.total <= self._most_bytes
+
+
+def _known(name: str) -> Strategy:
+    return next(each for each in ORDER if each == name)
+
+
+def _size(nbytes: float) -> str:
+    """Of small models in MB, or all of it would be 0.00 GB."""
+    return gigabytes(nbytes) if abs(nbytes) >= 1e8 else f"{nbytes / 1e6:.2f} MB"
