@@ -6,6 +6,7 @@ import contextlib
 import io
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from torch.optim import LBFGS, SGD, AdamW, Muon, Optimizer
 
 import imece
 from imece.data_parallel import auto
-from imece.data_parallel.auto import Given, footprint_of
+from imece.data_parallel.auto import Given, _would_fit, footprint_of
 from imece.data_parallel.footprint import expected
 from imece.data_parallel.gathering import GatherOptions
 from imece.data_parallel.sharded import ShardedDataParallel
@@ -158,15 +159,28 @@ def test_it_takes_what_fits() -> None:
         assert "zero3 fits on 4 ranks on 2 times as many hosts" in said
 
 
-def on_one_host() -> list[str]:
-    imece.init()
+def on_one_host() -> dict[str, Any]:
+    mesh = imece.init()
     model = Model()
     wrapped, _ = imece.parallelize(model, LBFGS(model.parameters()))
-    return [chosen([10**9, 10**9], None)[0], type(wrapped).__name__]
+    told: dict[str, Any] = {"usual": chosen([10**9, 10**9], None)[0], "lbfgs": type(wrapped).__name__}
+    model = Model()
+    on_gpu = replace(given(mesh, model, adamw(model)), device=torch.device("cuda"))
+    least = footprint_of(on_gpu, STRATEGIES["zero3"], 2, None)
+    for offload in ("optimizer", "parameters"):
+        hosted = footprint_of(on_gpu, STRATEGIES["zero3"], 2, offload)
+        assert hosted.total < least.total and hosted.host > 0
+        room = Asked({"zero3": least}, int((hosted.total + 100) / (1 - RESERVE)), "zero1", 0)
+        told[offload] = _would_fit(on_gpu, room, 2)
+    return told
 
 
-def test_on_one_host_the_usual_one_is_zero1_and_what_cannot_be_sharded_is_replicated() -> None:
-    assert run_ranks(on_one_host, 2, backend=None) == [["zero1", "DistributedDataParallel"]] * 2
+def test_one_host() -> None:
+    for told in run_ranks(on_one_host, 2, backend=None):
+        assert told["usual"] == "zero1"
+        assert told["lbfgs"] == "DistributedDataParallel", "what cannot be sharded is replicated"
+        for offload in ("optimizer", "parameters"):
+            assert told[offload][0].startswith(f"offload={offload!r} with zero3 fits: ")
 
 
 def test_the_planner_is_not_loaded_before_it_is_asked() -> None:
