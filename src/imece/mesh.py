@@ -77,7 +77,7 @@ class Mesh:
         self._sizes = dict(sizes)
         self._store = store  # of this mesh alone
         self._whole: Partition = (tuple(range(world.world_size)),)
-        self._groups: dict[Partition, dist.ProcessGroup] = {self._whole: _default_group()}
+        self._groups: dict[tuple[Partition, int], dist.ProcessGroup] = {(self._whole, 0): _default_group()}
         self._created: list[dist.ProcessGroup] = []
         self._device_mesh: DeviceMesh | None = None
 
@@ -109,12 +109,16 @@ class Mesh:
     @property
     def world_group(self) -> dist.ProcessGroup:
         """All ranks."""
-        return self._groups[self._whole]
+        return self._groups[self._whole, 0]
 
     @property
     def host_group(self) -> dist.ProcessGroup:
         """The ranks of this host."""
         return self._group(self.hosts)
+
+    def host_group_in(self, lane: int) -> dist.ProcessGroup:
+        """The ranks of this host once more: for calls beside those on `host_group`, which is lane 0."""
+        return self._group(self.hosts, lane)
 
     @property
     def cross_group(self) -> dist.ProcessGroup | None:
@@ -169,8 +173,8 @@ class Mesh:
             named = ", ".join(axes) or "nothing"
             raise UserError(f"{named}: name one or more different axes of {', '.join(AXES)}")
 
-    def _group(self, sets: Partition) -> dist.ProcessGroup:
-        if sets not in self._groups:
+    def _group(self, sets: Partition, lane: int = 0) -> dist.ProcessGroup:
+        if (sets, lane) not in self._groups:
             self._check_same_order(sets)
             on_host = all(any(set(ranks) <= set(host) for host in self.hosts) for ranks in sets)
             backend = self._backends.host if on_host else self._backends.world
@@ -178,9 +182,9 @@ class Mesh:
                 with connections.of_groups():
                     group = dist.new_group(ranks=list(ranks), backend=backend, timeout=self._timeout)
                 if self.rank in ranks:
-                    self._groups[sets] = group
+                    self._groups[sets, lane] = group
                     self._created.append(group)
-        return self._groups[sets]
+        return self._groups[sets, lane]
 
     def _check_same_order(self, sets: Partition) -> None:
         """Creating different groups on different ranks would hang for the whole timeout."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -57,6 +58,12 @@ def test_halves(hosts: int, each: int) -> None:
 
 def test_uneven_hosts_fall_back_to_a_ring() -> None:
     run_ranks(reduce_over_uneven_hosts, 3, backend=None, ranks_per_host=2)
+
+
+def test_asynchronous_calls_go_side_by_side() -> None:
+    """What is held up in one lane holds up neither another one nor a call that waits."""
+    results = run_ranks(side_by_side, 4, backend=None, ranks_per_host=2, env=on_hosts(4, 2), timeout_s=90)
+    assert results == [[1, 2, 0]] * 4
 
 
 # --- run by each rank
@@ -293,3 +300,26 @@ def reduce_over_uneven_hosts() -> None:
         assert torch.equal(tensor, sums)
     words = "becomes a ring: hosts hold different numbers of ranks, 1 to 2"
     assert sum(words in str(each.message) for each in caught) == 3
+
+
+def side_by_side() -> list[int]:
+    """The lanes of three calls, of which the first goes on when the others have ended."""
+    arranged(2)
+    go_on, lanes, whole = threading.Event(), [0, 0, 0], hierarchical.all_reduce
+
+    def held(tensor: torch.Tensor, hosts: HostGroups, *args: Any) -> torch.Tensor:
+        lanes[int(tensor[0])] = hosts.lane
+        if tensor[0] == 0:
+            assert go_on.wait(60), "the other calls have not ended beside this one"
+        return whole(tensor, hosts, *args)
+
+    tensors = [torch.full((1000,), float(each)) for each in range(3)]
+    with mock.patch.object(hierarchical, "all_reduce", held):
+        works = [ops.all_reduce(each, schedule="hierarchical", async_op=True) for each in tensors[:2]]
+        works[1].wait(60)
+        ops.all_reduce(tensors[2], schedule="hierarchical")
+        assert not works[0].done()
+        go_on.set()
+        works[0].wait(60)
+    assert [int(each[0]) for each in tensors] == [0, 4, 8]
+    return lanes

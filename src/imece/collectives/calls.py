@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from imece.collectives import checks, recorder
 from imece.collectives.companions import companions
-from imece.collectives.pending import Pending, Waitable, drain, in_background
+from imece.collectives.pending import Pending, Task, Waitable, drain, in_background
 from imece.collectives.recording import POINT_TO_POINT
 from imece.collectives.reduction import flattened, shares_memory
 from imece.collectives.shared_memory.group import SharedMemoryGroup
@@ -93,7 +93,7 @@ class Call:
             checker = self._checker()
             works: Waitable | list[Waitable]
             if checker is not None and async_op:
-                one = cast(Callable[[], dist.Work], launch)
+                one = cast(Callable[[], Waitable], launch)
                 works = _Checked(checker.call(one, *self._fingerprint()))
             else:
                 with waiting, torch.no_grad(), self._here(async_op):
@@ -138,6 +138,26 @@ class Call:
         if token is not None:
             recorder.leave(token)
         return result
+
+    def in_lane(self, run: Callable[[], object], result: torch.Tensor, lane: int) -> Pending:
+        """As `scheduled`, asynchronously, beside what is in other lanes. run: uses nothing that they use."""
+        token = self._enter()
+        try:
+            checker = self._checker()
+
+            def launch() -> Task:
+                return in_background(run, lane=lane)
+
+            with waiting:
+                if checker is None:
+                    work: Waitable = launch()
+                else:
+                    work = _Checked(checker.call(launch, *self._fingerprint(), meet=True))
+        except BaseException:
+            if token is not None:
+                recorder.fail(token)
+            raise
+        return Pending(self.op, result, [work], None, token)
 
     def _here(self, async_op: bool) -> contextlib.AbstractContextManager[None]:
         """In shared memory a call that waits runs on the thread that makes it."""

@@ -38,6 +38,7 @@ import torch.distributed as dist
 from imece.collectives import fingerprint as fp
 from imece.collectives import recorder
 from imece.collectives.companions import Companions
+from imece.collectives.pending import Waitable
 from imece.collectives.rollcall import RollCall
 from imece.collectives.streams import Place
 from imece.errors import CollectiveError, CollectiveTimeoutError, MismatchError, PeerLostError
@@ -97,10 +98,10 @@ class Check:
 class CheckedWork:
     """A collective that starts as soon as its check says so. Created by `Checker.call`."""
 
-    def __init__(self, check: Check, launch: Callable[[], dist.Work | None]) -> None:
+    def __init__(self, check: Check, launch: Callable[[], Waitable | None]) -> None:
         self._check, self._launch = check, launch
         self._launched = threading.Event()
-        self._work: dist.Work | None = None
+        self._work: Waitable | None = None
         self._error: BaseException | None = None
         self._place = Place(beside=check._checker.launches_beside)
 
@@ -176,21 +177,25 @@ class Checker:
 
     def call(
         self,
-        launch: Callable[[], dist.Work | None],
+        launch: Callable[[], Waitable | None],
         op: str,
         dtype: torch.dtype | None,
         shape: Sequence[int],
         reduce_op: str = "",
         root: int = -1,
         label: str = "",
+        *,
+        meet: bool = False,
     ) -> CheckedWork:
         """Starts a collective as soon as all ranks are known to make it, in the order of the calls.
 
         launch: starts it asynchronously and returns its work; runs in the checker's own thread, and never if
-        ranks differ. Other arguments as for `begin`. Keep the tensors as they are until `wait`.
+        ranks differ. Other arguments as for `begin`. Keep the tensors as they are until `wait`. meet: this
+        thread waits until the ranks of this host have come. Where cores are fewer than ranks those that are
+        ahead then leave theirs to those that are behind, and all the hosts begin to send sooner.
         """
         with self._lock:
-            check = self._begin(op, dtype, shape, reduce_op, root, label, None, inline=False)
+            check = self._begin(op, dtype, shape, reduce_op, root, label, None, inline=meet)
             work = CheckedWork(check, launch)
             self._last = work
             self._queue.put(work)
@@ -276,7 +281,7 @@ def _end() -> None:
     _checkers.clear()
 
 
-def _wait(work: dist.Work, deadline: float | None, what: str, checker: Checker) -> None:
+def _wait(work: Waitable, deadline: float | None, what: str, checker: Checker) -> None:
     """Waits for a work; its backend's RuntimeErrors become ours."""
     try:
         if deadline is None:

@@ -27,8 +27,8 @@ ROUNDS_AHEAD = 3
 # Messages of one pair and tag arrive in the order of their posting; these tags keep ours apart from the
 # user's.
 TAG_SCHEDULE = 0x1ECE0001
-TAG_HIERARCHICAL = 0x1ECE0002
 TAG_WIRE = 0x1ECE0003
+TAG_HIERARCHICAL = 0x1ECE0100  # + the lane
 
 
 class Message(NamedTuple):

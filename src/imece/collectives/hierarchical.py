@@ -29,6 +29,7 @@ from imece.collectives.wire import check_bf16
 __all__ = ["HostGroups", "all_gather", "all_reduce", "reduce_scatter"]
 
 CHUNK_BYTES = 1024 * 1024
+LANE_CHUNK_BYTES = 2 * CHUNK_BYTES  # beside another call the wire has work while this one begins and ends
 LEAST_BYTES = 32 * 1024  # of a message between hosts: with many ranks chunks are larger
 CHUNKS_AHEAD = 3
 
@@ -63,7 +64,7 @@ def all_reduce(
         chunks = [
             Chunk(hosts, peers, buffer[start:stop], [each[start:stop] for each in in_host], cut, base, wire,
                   whole=buffer[start:stop])
-            for start, stop in pieces(even, _length(buffer, world_size, chunk_bytes) * world_size)
+            for start, stop in pieces(even, _length(buffer, hosts, chunk_bytes) * world_size)
         ]  # fmt: skip
         # Every chunk has equal parts; what is left over makes a padded one.
         tail = buffer.new_zeros(world_size) if even < buffer.numel() else None
@@ -105,7 +106,7 @@ def reduce_scatter(
         chunks = [
             Chunk(hosts, peers, buffer, in_host, _cut(hosts, place.numel(), start, stop), base, wire)
             .reduce_scatter(place[start:stop])
-            for start, stop in pieces(place.numel(), _length(buffer, world_size, chunk_bytes))
+            for start, stop in pieces(place.numel(), _length(buffer, hosts, chunk_bytes))
         ]  # fmt: skip
         _pipeline(chunks)
         _close(in_host, hosts.host)
@@ -131,7 +132,7 @@ def all_gather(
         in_host = _open(place, hosts.host)
         chunks = [
             Chunk(hosts, peers, place, in_host, _cut(hosts, numel, start, stop)).all_gather()
-            for start, stop in pieces(numel, _length(place, hosts.world_size, chunk_bytes))
+            for start, stop in pieces(numel, _length(place, hosts, chunk_bytes))
         ]
         _pipeline(chunks)
         _close(in_host, hosts.host)
@@ -147,11 +148,11 @@ def _check_wire(tensor: torch.Tensor, op: str, wire: str | None) -> None:
         raise ValueError(f"unknown wire {wire!r}: None or 'bf16'")
 
 
-def _length(tensor: torch.Tensor, world_size: int, chunk_bytes: int | None) -> int:
+def _length(tensor: torch.Tensor, hosts: HostGroups, chunk_bytes: int | None) -> int:
     """Elements of one rank's part of a chunk."""
     if chunk_bytes is None:
-        chunk_bytes = max(CHUNK_BYTES, LEAST_BYTES * world_size)
-    return max(1, chunk_bytes // tensor.itemsize // world_size)
+        chunk_bytes = max(LANE_CHUNK_BYTES if hosts.lane else CHUNK_BYTES, LEAST_BYTES * hosts.world_size)
+    return max(1, chunk_bytes // tensor.itemsize // hosts.world_size)
 
 
 def _cut(hosts: HostGroups, numel: int, start: int, stop: int) -> Cut:

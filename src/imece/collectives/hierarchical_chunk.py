@@ -36,6 +36,8 @@ class HostGroups(NamedTuple):
     host: dist.ProcessGroup  # the ranks of this host
     cross: dist.ProcessGroup  # the ranks with this rank's place on every host
     ranks: Sequence[Sequence[int]]  # all of them, by host and place
+    lane: int = 0
+    """Calls in different lanes go on side by side: each lane has a `host` group and a tag in `cross`."""
 
     @property
     def world_size(self) -> int:
@@ -66,6 +68,7 @@ class Chunk:
         """peers: of `hosts`. tensor: this rank's, 1D. in_host: those of all ranks of the host, if this one
         can reach into them. whole: all rows of `tensor`, if they lie one after the other."""
         self.host, self.cross, self.place = hosts.host, hosts.cross, hosts.host.rank()
+        self.tag = TAG_HIERARCHICAL + hosts.lane
         self.peers, self.here = peers, peers.index(hosts.cross.rank())
         self.tensor, self.cut, self.op, self.whole = tensor, cut, op, whole
         self.wire = wire if hosts.cross.size() > 1 else None
@@ -185,8 +188,8 @@ class Chunk:
     def _exchange(self, sent: Row, places: Row) -> None:
         """sent, places: by host; what goes there, and where what comes from there is to lie."""
         others = [(self.here + i) % len(self.peers) for i in range(1, len(self.peers))]  # not all to one
-        sends = [Message(sent[host], self.peers[host], TAG_HIERARCHICAL) for host in others]
-        receives = [Message(places[host], self.peers[host], TAG_HIERARCHICAL) for host in others]
+        sends = [Message(sent[host], self.peers[host], self.tag) for host in others]
+        receives = [Message(places[host], self.peers[host], self.tag) for host in others]
         self.works = post(sends, receives, self.cross)
 
     def _wait(self) -> None:

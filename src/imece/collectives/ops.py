@@ -17,14 +17,12 @@ that cannot be meant, before anything is sent; CollectiveError and its kinds for
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 
-from imece import mesh
-from imece.collectives import auto, hierarchical, native, pending
+from imece.collectives import auto, hierarchical, native, over_hosts, pending
 from imece.collectives.calls import (
     Call,
     check_rank,
@@ -34,14 +32,12 @@ from imece.collectives.calls import (
     in_shared_memory,
 )
 from imece.collectives.execute import run_schedule
-from imece.collectives.hierarchical import HostGroups
 from imece.collectives.messages import Recv, Send, exchange, recv, send
 from imece.collectives.pending import Pending
 from imece.collectives.reduction import flattened, landed, op_name, prepared, shares_memory
 from imece.collectives.schedules import DEFAULT_PARTS, SCHEDULES, build, check_name
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.wire import all_reduce_bf16, check_bf16, reduce_scatter_bf16
-from imece.errors import UserError
 
 __all__ = [
     "Pending",
@@ -94,10 +90,10 @@ def all_reduce(
     if wire is not None:
         _check_wire(tensor, name, schedule, wire)
     schedule = _chosen("all_reduce", schedule, tensor, group)
-    hosts = _hosts(group) if schedule == "hierarchical" else None
+    hosts = over_hosts.hosts_of(group) if schedule == "hierarchical" else None
     if hosts is not None:
-        return call.scheduled(
-            lambda: hierarchical.all_reduce(tensor, hosts, name, wire), tensor, async_op, *hosts[:2]
+        return over_hosts.start(
+            call, hosts, lambda groups: hierarchical.all_reduce(tensor, groups, name, wire), tensor, async_op
         )
     if wire is not None:
         return call.scheduled(
@@ -150,13 +146,14 @@ def reduce_scatter(
     if wire is not None:
         _check_wire(input, name, schedule, wire)
     schedule = _chosen("reduce_scatter", schedule, input, group)
-    hosts = _hosts(group) if schedule == "hierarchical" else None
+    hosts = over_hosts.hosts_of(group) if schedule == "hierarchical" else None
     if hosts is not None:
-        return call.scheduled(
-            lambda: hierarchical.reduce_scatter(output, input, hosts, name, wire),
+        return over_hosts.start(
+            call,
+            hosts,
+            lambda groups: hierarchical.reduce_scatter(output, input, groups, name, wire),
             output,
             async_op,
-            *hosts[:2],
         )
     if wire is not None:
         return _reduce_scatter_bf16(call, output, input, name, async_op)
@@ -208,10 +205,10 @@ def all_gather(
         return output
     call = Call("all_gather", group, input, label=label)
     schedule = _chosen("all_gather", schedule, output, group)
-    hosts = _hosts(group) if schedule == "hierarchical" else None
+    hosts = over_hosts.hosts_of(group) if schedule == "hierarchical" else None
     if hosts is not None:
-        return call.scheduled(
-            lambda: hierarchical.all_gather(output, input, hosts), output, async_op, *hosts[:2]
+        return over_hosts.start(
+            call, hosts, lambda groups: hierarchical.all_gather(output, input, groups), output, async_op
         )
     schedule = "ring" if schedule == "hierarchical" else schedule
     place = flat_place(output)
@@ -367,40 +364,14 @@ def _reduce_scatter_bf16(call: Call, output: Tensor, input: Tensor, op: str, asy
     return call.scheduled(run, output, async_op)
 
 
-def _is_whole(group: Group) -> bool:
-    """Whether it is the group of all ranks of a mesh, which knows the hosts."""
-    try:
-        return group is mesh.current().world_group
-    except UserError:
-        return False
-
-
-def _hosts(group: Group) -> HostGroups | None:
-    """The mesh's hosts; None, with a warning that says why, if there is no hierarchy."""
-    try:
-        arranged = mesh.current()
-    except UserError:
-        why = "only imece.init() knows the hosts"
-    else:
-        if group is not arranged.world_group:
-            raise ValueError("schedule='hierarchical' is for the group of all ranks, not for some of them")
-        cross = arranged.cross_group
-        if cross is not None:
-            return HostGroups(arranged.host_group, cross, arranged.hosts)
-        sizes = sorted({len(host) for host in arranged.hosts})
-        why = f"hosts hold different numbers of ranks, {sizes[0]} to {sizes[-1]}"
-    warnings.warn(f"schedule='hierarchical' becomes a ring: {why}", stacklevel=3)
-    return None
-
-
 def _chosen(op: str, schedule: str | None, tensor: Tensor, group: Group) -> str | None:
     """The schedule to run, None for the backend's own way."""
     if schedule is None and auto.FORCED in ("auto", *SCHEDULES[op]):
-        schedule = auto.FORCED if auto.FORCED != "hierarchical" or _is_whole(group) else None
+        schedule = auto.FORCED if auto.FORCED != "hierarchical" or over_hosts.is_whole(group) else None
     if schedule == "auto":
         found = auto.choice(op, tensor.numel() * tensor.itemsize, group, tensor.device)
         names = [found.name, *(name for name, _ in found.others)]
-        schedule = next(name for name in names if name != "hierarchical" or _is_whole(group))
+        schedule = next(name for name in names if name != "hierarchical" or over_hosts.is_whole(group))
         return None if schedule == "native" else schedule
     if schedule is not None:
         check_name(op, schedule)

@@ -5,6 +5,9 @@ post what comes next. For asynchronous calls that is one thread of this process,
 other in the order of their calls; as with any collective, that order is the same on all ranks. A later call
 on a group that such a task still uses waits for it first (`drain`), so messages of the two cannot be taken
 for each other.
+
+A lane is one more such thread, for calls that use nothing that others use at the same time (lanes.py): what
+is in different lanes goes on side by side.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import atexit
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -149,30 +153,45 @@ class Task:
             self._ended.set()
 
 
-_tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+class _Server:
+    """A thread that runs tasks in their order."""
+
+    def __init__(self, lane: int) -> None:
+        self.tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        name = f"imece-lane-{lane}" if lane else "imece-collectives"
+        self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        while (task := self.tasks.get()) is not None:
+            task.execute()
+
+
 unfinished: list[Task] = []  # in the order of their calls; may hold some that have ended
 _lock = threading.Lock()
-_thread: threading.Thread | None = None
+_servers: dict[int, _Server] = {}  # by lane
 
 
-def in_background(run: Callable[[], object], *groups: dist.ProcessGroup) -> Task:
-    """Runs `run` after all tasks before it, without gradients. groups: those whose messages it uses."""
-    global _thread
+def in_background(run: Callable[[], object], *groups: dist.ProcessGroup, lane: int = 0) -> Task:
+    """Runs `run` after all tasks before it in its lane, without gradients.
+
+    groups: those whose messages it uses; none of them in a lane other than 0, where it has its own.
+    """
     task = Task(run, groups)
     with _lock:
-        if _thread is None:
-            _thread = threading.Thread(target=_serve, args=(_tasks,), name="imece-collectives", daemon=True)
-            _thread.start()
+        if not _servers:
             atexit.register(_end)
+        if lane not in _servers:
+            _servers[lane] = _Server(lane)
         unfinished[:] = [each for each in unfinished if not each.is_completed()]
         unfinished.append(task)
-    _tasks.put(task)
+    _servers[lane].tasks.put(task)
     return task
 
 
 def drain(*groups: dist.ProcessGroup) -> None:
     """Waits until no background task uses any of these groups any more."""
-    if not unfinished or threading.current_thread() is _thread:
+    if not unfinished or threading.current_thread() in [each.thread for each in _servers.values()]:
         return
     with _lock:
         unfinished[:] = [task for task in unfinished if not task.is_completed()]
@@ -181,23 +200,22 @@ def drain(*groups: dist.ProcessGroup) -> None:
         task.settled()
 
 
-def _serve(tasks: queue.SimpleQueue[Task | None]) -> None:
-    while (task := tasks.get()) is not None:
-        task.execute()
-
-
 def _end() -> None:
     """Before the interpreter ends: a thread that came back from C++ after that would abort the process."""
-    thread = _thread
-    if thread is not None and thread is not threading.current_thread():
-        _tasks.put(None)
-        thread.join(_PATIENCE_S)  # a task that waits for a lost rank is left behind
+    for server in _servers.values():
+        server.tasks.put(None)
+    until = time.monotonic() + _PATIENCE_S
+    for server in _servers.values():
+        if server.thread is not threading.current_thread():
+            # A task that waits for a lost rank is left behind.
+            server.thread.join(max(0.0, until - time.monotonic()))
 
 
 def _forget_after_fork() -> None:
-    """The thread has stayed in the parent, and so have its tasks."""
-    global _thread, _tasks, _lock
-    _thread, _tasks, _lock = None, queue.SimpleQueue(), threading.Lock()
+    """The threads have stayed in the parent, and so have their tasks."""
+    global _lock
+    _lock = threading.Lock()
+    _servers.clear()
     unfinished.clear()
 
 

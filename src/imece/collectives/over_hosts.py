@@ -1,0 +1,72 @@
+"""How a call over hosts is carried out: on which groups, and in which lane.
+
+A call leaves the wire idle at its ends: before it the ranks agree that they all make it and meet in their
+hosts, after it they meet again. Where ranks compute on all cores meanwhile that is a fourth of its time. So
+asynchronous calls take turns in LANES lanes, and what one of them sends fills the gaps of the other. A lane
+has a thread, groups inside the hosts and a tag for its messages between them: nothing in it can be taken for
+what is in another, and all ranks count alike which lane a call goes in.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from imece import mesh
+from imece.collectives.calls import Call
+from imece.collectives.hierarchical import HostGroups
+from imece.errors import UserError
+
+LANES = 2
+
+_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""Of each group between hosts: how many calls have gone in its lanes."""
+
+
+def is_whole(group: dist.ProcessGroup) -> bool:
+    """Whether it is the group of all ranks of a mesh, which knows the hosts."""
+    try:
+        return group is mesh.current().world_group
+    except UserError:
+        return False
+
+
+def hosts_of(group: dist.ProcessGroup) -> HostGroups | None:
+    """The mesh's hosts; None, with a warning that says why, if there is no hierarchy."""
+    try:
+        arranged = mesh.current()
+    except UserError:
+        why = "only imece.init() knows the hosts"
+    else:
+        if group is not arranged.world_group:
+            raise ValueError("schedule='hierarchical' is for the group of all ranks, not for some of them")
+        cross = arranged.cross_group
+        if cross is not None:
+            return HostGroups(arranged.host_group, cross, arranged.hosts)
+        sizes = sorted({len(host) for host in arranged.hosts})
+        why = f"hosts hold different numbers of ranks, {sizes[0]} to {sizes[-1]}"
+    warnings.warn(f"schedule='hierarchical' becomes a ring: {why}", stacklevel=3)
+    return None
+
+
+def start(
+    call: Call,
+    hosts: HostGroups,
+    run: Callable[[HostGroups], object],
+    result: torch.Tensor,
+    async_op: bool,
+) -> Any:
+    """As Call.scheduled. run: given the groups to use, does the whole call."""
+    # On a GPU calls have one order anyway, and NCCL would have to be told of two threads.
+    if not async_op or result.is_cuda:
+        return call.scheduled(lambda: run(hosts), result, async_op, hosts.host, hosts.cross)
+    made = _calls.get(hosts.cross, 0)
+    _calls[hosts.cross] = made + 1
+    lane = 1 + made % LANES
+    beside = hosts._replace(host=mesh.current().host_group_in(lane), lane=lane)
+    return call.in_lane(lambda: run(beside), result, lane)
