@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, astuple
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import imece
+from imece.data_parallel.buckets import Bucket
 from imece.data_parallel.footprint import counted, expected, predict
+from imece.data_parallel.shard import Sharding
 from imece.data_parallel.strategy import STRATEGIES, find_strategy
 from imece.footprint import DIVIDED, Footprint
 from imece.layout import Item, build
@@ -94,6 +97,37 @@ def test_what_is_counted_was_predicted(strategy: str, gather: bool, bf16: bool) 
             # Scalars of the optimizer, and a unit more or less on its way.
             room = 0.01 * nbytes + 300 if name != "communication" else 0.35 * nbytes
             assert found[name] == pytest.approx(nbytes, abs=room), name
+
+
+def under_way() -> tuple[int, int, int]:
+    """Most sums that are under way while another bucket fills; its memory, predicted and counted."""
+    imece.init()
+    model, optimizer = imece.parallelize(*_new(), "zero2", bucket_cap_mb=0.01)
+    predicted = expected(model, [optimizer])
+    assert predicted is not None
+    most, attach = [0], Sharding.attach
+
+    def noted(self: Sharding, bucket: Bucket) -> None:
+        attach(self, bucket)
+        most[0] = max(most[0], sum(each.work is not None for each in self.all))
+
+    with mock.patch.object(Sharding, "attach", noted):
+        for _ in range(2):
+            model(torch.ones(2, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return most[0], predicted.communication, counted(model, [optimizer]).communication
+
+
+@pytest.mark.parametrize(
+    ("where", "expected_most"), [("shm", 0), ("cpu:gloo", 1), ("two hosts", 2)], ids=["shm", "gloo", "hosts"]
+)
+def test_a_network_has_time_for_the_buckets_under_way(where: str, expected_most: int) -> None:
+    """And what they take was predicted."""
+    hosts = {"ranks_per_host": 2} if where == "two hosts" else {"env": {"IMECE_BACKEND": where}}
+    ranks = 4 if where == "two hosts" else 2
+    for most, predicted, found in run_ranks(under_way, ranks, backend=None, timeout_s=90, **hosts):
+        assert (most, found) == (expected_most, predicted)
 
 
 def other_optimizers() -> list[Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -27,7 +26,7 @@ from imece.collectives.shared_memory.segment import available_bytes
 from imece.collectives.texts import gather_texts
 from imece.data_parallel.arguments import MIB, trained
 from imece.data_parallel.block_wise import block_of
-from imece.data_parallel.footprint import optimizer_tensors, predict
+from imece.data_parallel.footprint import filling, gathered, optimizer_tensors, predict
 from imece.data_parallel.gathering import GatherOptions
 from imece.data_parallel.meta import is_meta
 from imece.data_parallel.offload import can_offload
@@ -38,6 +37,7 @@ from imece.data_parallel.shard import MixedPrecision
 from imece.data_parallel.sharded import BORROWED_CAP_BYTES
 from imece.data_parallel.strategy import STRATEGIES, Strategy, choose_strategy
 from imece.data_parallel.units import find_units, unit_numbers
+from imece.data_parallel.way import best_schedule, most_under_way
 from imece.footprint import OFFLOADS, Footprint
 from imece.footprint import Offload as Hosted
 from imece.mesh import Mesh
@@ -154,17 +154,8 @@ def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | 
         )
         return Footprint(whole + rest, whole, kept_bytes, 0)
     laid, numbers = _lay(given, named, kinds, strategy, size)
-    largest: dict[tuple[bool, int], layout.Bucket] = {}
-    by_unit: dict[int, list[layout.Bucket]] = defaultdict(list)
-    for bucket in laid.buckets:
-        unit, kind = numbers[bucket.group]
-        by_unit[unit].append(bucket)
-        place = largest.setdefault((unit == 0, kind), bucket)
-        largest[unit == 0, kind] = max(place, bucket, key=lambda each: each.numel)
-    gathers = _gathers(given, strategy)
-    root = by_unit.pop(0, [])
-    units = sorted(by_unit.values(), key=lambda each: -sum(bucket.numel for bucket in each))
-    there = [bucket for each in (root, *units[: given.options.in_flight]) for bucket in each]
+    numbered = [(*numbers[bucket.group], bucket) for bucket in laid.buckets]
+    gathers, under_way = _gathers(given, strategy), _most_under_way(given, strategy)
     master = named[0][1].itemsize
     precision = given.precision or MixedPrecision()
     parameter = precision.param.itemsize if precision.param is not None else master
@@ -176,8 +167,8 @@ def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | 
         parameter_bytes=parameter,
         reduce_bytes=precision.reduce.itemsize if precision.reduce is not None else parameter,
         master_bytes=master,
-        filling=[bucket.index for bucket in largest.values()] if strategy.gradients else (),
-        gathered=[bucket.index for bucket in there] if gathers else (),
+        filling=filling(numbered, gathers=gathers, most_under_way=under_way) if strategy.gradients else (),
+        gathered=gathered(numbered, given.options.in_flight) if gathers else (),
         offload=offload,
     )
     return replace(found, parameters=found.parameters + rest)
@@ -244,6 +235,13 @@ def _gathers(given: Given, strategy: Strategy) -> bool:
         return strategy.parameters
     ranks = given.ranks
     return not (strategy.hybrid or isinstance(_group(ranks), SharedMemoryGroup))
+
+
+def _most_under_way(given: Given, strategy: Strategy) -> int:
+    group = _group(given.ranks)
+    shared = isinstance(group, SharedMemoryGroup) and not strategy.hybrid
+    schedule = None if strategy.hybrid else best_schedule(group, given.device)
+    return most_under_way(on_cpu=given.device.type == "cpu", shared=shared, schedule=schedule)
 
 
 def _cap_bytes(given: Given, strategy: Strategy) -> int:

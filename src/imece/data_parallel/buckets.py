@@ -67,6 +67,8 @@ class Gradients:
     """Whether `.grad` is a view into its bucket; otherwise it goes to the part of it that is this rank's."""
     borrows = False
     """Whether buckets take memory when their first gradient comes, so that a full one must leave at once."""
+    most_under_way = 0
+    """How many are being summed while another one fills, where buckets borrow memory."""
     gathers = False
     """Whether parameters are gathered between buckets, which may then not leave as soon as they are full."""
 

@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from imece.data_parallel.optimizer import parameters_of
 from imece.data_parallel.replicate import DistributedDataParallel
-from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.strategy import Strategy
 from imece.footprint import Footprint, Offload, Sizes, footprint
@@ -18,6 +17,9 @@ from imece.layout import Bucket, Layout
 
 # Tensors as large as the parameter that an optimizer keeps of each; of others nobody knows beforehand.
 _KEPT = {"AdamW": 2, "Adam": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Adagrad": 1, "Muon": 1}
+
+Numbered = tuple[int, int, Bucket]
+"""(number of the unit, of the optimizer, the bucket of both)."""
 
 
 def predict(
@@ -75,6 +77,7 @@ def expected(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) ->
     sharding = model.sharding
     store = sharding.stores[0]
     state_bytes = {each.plan.index: kept.get(each.kind, 0) * each.master.itemsize for each in sharding.stores}
+    numbered = [(each.unit, each.kind, each.plan) for each in sharding.stores]
     return predict(
         sharding.layout,
         sharding.strategy,
@@ -83,8 +86,12 @@ def expected(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) ->
         parameter_bytes=store.parameters.itemsize,
         reduce_bytes=(sharding.precision.reduce or store.parameters.dtype).itemsize,
         master_bytes=store.master.itemsize,
-        filling=_filling(sharding),
-        gathered=_gathered(sharding),
+        filling=filling(numbered, gathers=sharding.gathers, most_under_way=sharding.most_under_way)
+        if sharding.strategy.gradients
+        else (),
+        gathered=gathered(numbered, sharding.gathering.options.in_flight)
+        if sharding.gathering is not None
+        else (),
         offload=sharding.offload.name if sharding.offload is not None else None,
     )
 
@@ -124,29 +131,31 @@ def counted(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> 
     return Footprint(parameters, gradients, 0, communication, optimizer + sums)
 
 
-def _filling(sharding: Sharding) -> list[int]:
-    """The largest bucket of each optimizer; of gathered units, which differ more, the root's besides."""
-    if not sharding.strategy.gradients:
-        return []
+def filling(buckets: Collection[Numbered], *, gathers: bool, most_under_way: int) -> list[int]:
+    """Buckets of gradients that have memory at a time, where they borrow it; one twice counts twice.
+
+    That is the largest of each optimizer; of gathered units, which differ more, the root's besides; and the
+    largest of all as often as sums are under way beside them.
+    """
     largest: dict[tuple[bool, int], Bucket] = {}
-    for store in sharding.stores:
-        key = (sharding.gathering is not None and store.unit == 0, store.kind)
-        if key not in largest or largest[key].numel < store.plan.numel:
-            largest[key] = store.plan
-    return [plan.index for plan in largest.values()]
+    for unit, kind, bucket in buckets:
+        key = (gathers and unit == 0, kind)
+        if key not in largest or largest[key].numel < bucket.numel:
+            largest[key] = bucket
+    others = [bucket for (is_root, _), bucket in largest.items() if not is_root]
+    beside = min(most_under_way, len(buckets) - len(largest)) if others else 0
+    most = max(others, key=lambda bucket: bucket.numel, default=None)
+    return [bucket.index for bucket in (*largest.values(), *([most] * beside if most else ()))]
 
 
-def _gathered(sharding: Sharding) -> list[int]:
-    """Buckets of the units that are there at a time: the root, and the largest others."""
-    if sharding.gathering is None:
-        return []
+def gathered(buckets: Iterable[Numbered], in_flight: int) -> list[int]:
+    """Buckets of the units that are there at a time: the root, and the `in_flight` largest others."""
     units: dict[int, list[Bucket]] = defaultdict(list)
-    for store in sharding.stores:
-        units[store.unit].append(store.plan)
+    for unit, _, bucket in buckets:
+        units[unit].append(bucket)
     root = units.pop(0, [])
-    largest = sorted(units.values(), key=lambda plans: -sum(plan.numel for plan in plans))
-    there = [root, *largest[: sharding.gathering.options.in_flight]]
-    return [plan.index for plans in there for plan in plans]
+    largest = sorted(units.values(), key=lambda each: -sum(bucket.numel for bucket in each))
+    return [bucket.index for each in (root, *largest[:in_flight]) for bucket in each]
 
 
 def optimizer_tensors(optimizer: Optimizer) -> int | None:

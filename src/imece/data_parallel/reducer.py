@@ -180,11 +180,10 @@ class Reducer:
         return on_gradient
 
     def _attach(self, bucket: Bucket) -> None:
-        """Memory for a bucket that has none: that of the oldest sum under way, if there is one."""
-        for other in self.buckets:
-            if other.work is not None:
-                self._wait(other)
-                break
+        """Memory for a bucket that has none: that of the oldest sum under way, if enough are."""
+        under_way = [other for other in self.buckets if other.work is not None]
+        if len(under_way) > self.gradients.most_under_way:
+            self._wait(under_way[0])
         self.gradients.attach(bucket)
 
     def _complete(self, slot: Slot) -> bool:

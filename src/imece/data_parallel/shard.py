@@ -33,6 +33,7 @@ from imece.data_parallel.offload import Direct, Lane, Offload
 from imece.data_parallel.parts import ALIGN_BYTES, Part, items_of, make_parts, move_into
 from imece.data_parallel.strategy import ShardGroups, Strategy
 from imece.data_parallel.units import Flat
+from imece.data_parallel.way import most_under_way
 
 _NO_CAP = 2**62  # bytes
 
@@ -109,6 +110,11 @@ class Sharding(Gradients):
         self.gathering, self.offload = gathering, offload
         self.lane: Lane = offload.lane if offload is not None else Direct()
         self.gathers, self.borrows = gathering is not None, strategy.gradients
+        self.most_under_way = most_under_way(
+            on_cpu=named[0][1].device.type == "cpu",
+            shared=self._in_common and groups.replicas is None,
+            schedule=schedule,
+        )
         self.common_parameters = self._in_common and strategy.parameters and gathering is None
         self.rank, self.size = groups.shard.rank(), groups.shard.size()
         pairs = list(zip(units or [0] * len(named), kinds, strict=True))

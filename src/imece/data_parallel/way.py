@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from imece import mesh
+from imece.collectives.over_hosts import LANES
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.errors import UserError
 
@@ -29,6 +30,17 @@ def best_schedule(group: dist.ProcessGroup, device: torch.device) -> str | None:
         if device.type == "cpu" and len(arranged.hosts) > 1 and group is arranged.world_group:
             return "hierarchical" if arranged.cross_group is not None else None
     return None
+
+
+def most_under_way(*, on_cpu: bool, shared: bool, schedule: str | None) -> int:
+    """Buckets that are being summed while another one fills, where they borrow their memory.
+
+    shared: all that sum one share memory. There a sum is over before the next gradient is. On a network it
+    takes as long as the backward of a unit, and has that time; over hosts each lane has one.
+    """
+    if schedule == "hierarchical":
+        return LANES
+    return 0 if on_cpu and shared else 1
 
 
 def has_spare_core(group: dist.ProcessGroup, device: torch.device) -> bool:

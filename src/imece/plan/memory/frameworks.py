@@ -27,7 +27,7 @@ class Framework:
     )
     gathers: bool = True  # units of zero3; False: ranks have the parameters in common memory
     units_at_once: int = 2  # gathered besides the root
-    grown_units: int = 1  # whose whole gradients are there at a time, where gradients are sharded by unit
+    grown_units: int = 1  # or buckets, whose whole gradients are there at a time, where those are sharded
     query_copies: int = 0  # of queries or of what attention gives out, besides those that it keeps
     key_copies: int = 0  # of keys or values likewise
     gated_copies: int = 4  # of a gated MLP's width: gate, its activation, up, and their product
@@ -46,8 +46,9 @@ class Framework:
         return hash(self.name)
 
 
-# Cross-entropy of models/cross_entropy.py: logits and their gradient, in the dtype of activations.
-IMECE = Framework("imece")
+# Cross-entropy of models/cross_entropy.py: logits and their gradient, in the dtype of activations. While the
+# gradients of one unit grow, those of the one before are summed.
+IMECE = Framework("imece", grown_units=2)
 
 # Ours on the CPUs of one host, in fp32: zero3 leaves parameters in memory that the ranks have in common.
 # There RMSNorm is made of several operations, which keep what is normalised too, and what attention gives out

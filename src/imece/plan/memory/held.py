@@ -105,21 +105,28 @@ def sizes(model: Model, parallel: Parallel, recipe: Recipe, part: Held, framewor
     if parallel.tensor == parallel.pipeline == 1 and not model.experts and model.layers * 9 < _MOST_LAID:
         return _laid(
             model, parallel.strategy, parallel.shard, recipe.bucket_bytes, itemsize, by_unit,
-            framework.units_at_once,
+            framework.units_at_once, max(1, framework.grown_units),
         )  # fmt: skip
     root = part.tables + part.rest
     filling = 0.0
     if by_unit:
         filling = root + part.layer * framework.grown_units
     elif divides.gradients:
-        filling = min(part.dense, recipe.bucket_bytes / itemsize)
+        filling = min(part.dense, max(1, framework.grown_units) * recipe.bucket_bytes / itemsize)
     gathered = root + framework.units_at_once * part.layer if by_unit else 0.0
     return Sizes(part.dense, part.dense / parallel.shard, filling, gathered)
 
 
 @functools.lru_cache(maxsize=1024)
 def _laid(
-    model: Model, strategy: str, shards: int, cap_bytes: int, itemsize: int, by_unit: bool, units_at_once: int
+    model: Model,
+    strategy: str,
+    shards: int,
+    cap_bytes: int,
+    itemsize: int,
+    by_unit: bool,
+    units_at_once: int,
+    grown_units: int,
 ) -> Sizes:
     """From layout.py, with the arguments that data_parallel/shard.py gives it."""
     divides = DIVIDED[strategy]
@@ -136,9 +143,10 @@ def _laid(
     if by_unit:
         root = sum(bucket.numel for bucket in laid.buckets if bucket.group == 0)
         largest = max(bucket.numel for bucket in laid.buckets if bucket.group)
-        filling, gathered = root + largest, root + min(units_at_once, model.layers) * largest
+        filling = root + min(grown_units, model.layers) * largest
+        gathered = root + min(units_at_once, model.layers) * largest
     elif divides.gradients:
-        filling = max(bucket.numel for bucket in laid.buckets)
+        filling = min(grown_units, len(laid.buckets)) * max(bucket.numel for bucket in laid.buckets)
     return Sizes(whole, whole / shards, filling, gathered)
 
 
