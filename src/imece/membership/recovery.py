@@ -18,7 +18,7 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,6 +159,13 @@ class Recovery:
         newest, anew = mine.tolist()
         if self.border(step, newest, anew):
             raise MovedOnError(f"generation {int(newest)} takes over after step {step}")
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Within, this rank saves: whoever asks where it died is told so."""
+        self.member.where.note("saving")
+        yield
+        self.member.where.note("between steps")
 
     def end(self) -> None:
         """The steps are over: from now on the death of one ends all, as their programs may do anything."""
