@@ -238,7 +238,7 @@ class Generations:
         self.newest = self._next(living, tuple(gone))
         return GoOn(self.newest, slots, at_s, said)
 
-    def _after_leaving(self, now: float) -> Verdict | None:
+    def _after_leaving(self, now: float) -> GoOn | None:
         """All that were to leave have left."""
         living = self._living()
         if not living or self.stopping:
