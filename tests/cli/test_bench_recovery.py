@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import imece
 from imece.bench import recovery, recovery_targets
-from imece.bench.recovery import Kills, Plan, Results
 from imece.bench.recovery_rank import SEQUENCES, SHAPE, Text
+from imece.bench.recovery_record import Kills, Plan, Results
 from imece.bench.recovery_runs import TorchKill, kill_under_torchrun
 from imece.cli.main import main
 
@@ -96,6 +101,27 @@ def test_a_global_batch_is_the_same_for_any_world() -> None:
     for ranks in (2, 3, 5):
         assert torch.equal(torch.cat([text.batch(5, rank, ranks) for rank in range(ranks)]), whole)
     assert not torch.equal(text.batch(6, 0, 1), whole)
+
+
+def test_what_is_measured_is_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for whoever is where the package lies, and has a path of their own."""
+    package, found = Path(imece.__file__).parent, []
+    (tmp_path / "theirs.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(package.parent)
+
+    def asks(results: Results, folder: Path, say: Callable[[str], None]) -> None:
+        text = "import imece.bench.recovery_targets as asked, theirs; print(asked.__file__)"
+        said = subprocess.run([sys.executable, "-c", text], check=True, capture_output=True, text=True).stdout
+        found.append(Path(said.strip()))
+        assert found[0].is_file()
+
+    monkeypatch.setattr(recovery, "_kills", asks)
+    before = dict(os.environ)
+    recovery.run(Plan(parts=("kills",)), print)
+    (copy,) = found
+    assert copy.parts[-3:] == ("imece", "bench", "recovery_targets.py") and package not in copy.parents
+    assert not copy.exists() and dict(os.environ) == before, "nothing of it is left"
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,8 @@ def test_a_drill_that_is_survived(tmp_path: Path, options: list[str]) -> None:
     assert re.search(
         rf"fault    1 of 1, .*\) {where}: went on after \d+\.\d\d s, 0 steps made again", outcome.out
     )
+    what = r"was (killed by signal 9 \(SIGKILL\)|silent for 1 s)"
+    assert re.search(rf"^imece: rank . \(pid \d+\) {what} {where}", outcome.err, re.MULTILINE), "as it says"
     assert "left     no process, nothing in /dev/shm" in outcome.out
     found = json.loads(figures.read_text())
     assert found["passed"] and found["fired"] == found["survived"] == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,6 +33,22 @@ def test_leaving_early_is_a_failure() -> None:
     early = ending(1, 0, 5.0, left_early=True)
     assert first_cause([ending(0, 0, 1.0), early]) is early
     assert "left early with exit status 0" in early.describe()
+
+
+@pytest.mark.parametrize(
+    ("status", "more", "said"),
+    [
+        (-9, {}, "was killed by signal 9 (SIGKILL) {}, perhaps out of memory"),
+        (-9, {"silent_s": 3.0}, "was silent for 3 s {}{comma} and was ended (stopped, or its host hangs)"),
+        (0, {"left_early": True}, "left early {}{comma} with exit status 0 (os._exit?)"),
+    ],
+)
+@pytest.mark.parametrize("where", ["in backward of step 41", "between steps, after step 40"])
+def test_a_death_names_its_phase(status: int, more: dict[str, Any], said: str, where: str) -> None:
+    comma = "," if "," in where else ""
+    line = ending(1, status, 5.0, where=where, **more).describe()
+    assert line == "rank 1 (pid 1001) " + said.format(where, comma=comma)
+    assert "  " not in ending(1, status, 5.0, **more).describe()
 
 
 @given(st.permutations(range(4)), st.lists(st.floats(0, 100), min_size=4, max_size=4))

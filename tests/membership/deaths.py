@@ -25,6 +25,7 @@ BEFORE = {
     "border": (Loop, "_gather"),  # it has, and the others do not know
     "validation": (Loop, "validate"),
     "save": (Session, "save"),
+    "saving": (Checkpoints, "save"),  # within it: what is to be saved is there
     "writing": (Checkpoints, "_write"),  # on the thread that saves
     "start": (Session, "begin"),
 }

@@ -18,6 +18,12 @@ from tests.train.compare import records, summary
 from tests.train.small import options
 
 STEPS, AT = 12, 5
+STEP, AFTER = f"of step {AT + 1}", f"after step {AT + 1}"
+PHASES = {
+    "backward": f"in backward {STEP}",
+    "border": f"between steps, {AFTER}",
+    "saving": f"saving, {AFTER}",
+}
 ADAMW = ["--optimizer.kind=adamw", "--optimizer.lr=1e-3"]
 ROUNDING = 1e-5  # relative: other ranks sum the same samples in another order
 
@@ -50,6 +56,8 @@ def dies(folder: str, strategy: str, places: list[str], members: list[int], dead
         off = difference(run, path / "whole")
         if fired < (1 if place == "start" else dead):  # there all start again, and one cause is told
             wrong.append(f"{place}: {fired} ranks died\n{outcome.err}")
+        if place in PHASES and f"(SIGKILL) {PHASES[place]}" not in outcome.err:
+            wrong.append(f"{place}: the launcher named no such phase\n{outcome.err}")
         if not off < ROUNDING or summary(run)["steps"] != STEPS:
             wrong.append(f"{place}: parameters differ by {off}")
         if again > (strategy != "replicate"):
@@ -63,7 +71,7 @@ def dies(folder: str, strategy: str, places: list[str], members: list[int], dead
     ("strategy", "places", "members"),
     [
         ("replicate", ["backward", "border"], [1]),
-        pytest.param("zero1", ["update"], [0], marks=pytest.mark.slow),
+        pytest.param("zero1", ["update", "saving"], [0], marks=pytest.mark.slow),
         ("zero3", ["backward"], [0, 2]),  # two of three together
     ],
 )

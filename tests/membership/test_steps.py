@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import imece
+from imece.membership.borders import Borders
 from tests.launch.launcher import run_launch
 from tests.ranks import run_ranks
 
@@ -105,6 +106,50 @@ def test_a_loop_that_is_left_protects_nobody(tmp_path: Path) -> None:
     outcome = run_launch("--ranks", "2", tmp_path / "breaks.py", timeout_s=120)
     assert outcome.status == 0, outcome.err
     assert outcome.out.count("in the loop True") == 2 and outcome.out.count("after it False") == 2
+
+
+BORDERS = """
+import sys, torch, imece
+from imece.membership import borders, recovery
+mesh, now, met = imece.init(), [0.0], []
+recovery.Borders = lambda: borders.Borders(lambda: now[0])
+border = recovery.Recovery.border
+recovery.Recovery.border = lambda self, step, *more: met.append(step) or border(self, step, *more)
+sgd = lambda each: torch.optim.SGD(each, lr=0.1)
+model, optimizer = imece.parallelize(torch.nn.Linear(2, 1), sgd, sys.argv[1])
+for step in imece.steps(23, model, optimizer):
+    with step:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        now[0] += [0.09, 0.01][mesh.rank]
+print(met)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "expected"), [("replicate", [1, 6, 11, 16, 21, 23]), ("zero1", list(range(1, 24)))]
+)
+def test_ranks_ask_each_other_at_the_same_borders(tmp_path: Path, strategy: str, expected: list[int]) -> None:
+    """As seldom as the slower one wishes; at each where there are copies, which may no longer fit."""
+    (tmp_path / "borders.py").write_text(BORDERS)
+    outcome = run_launch("--ranks", "2", tmp_path / "borders.py", strategy, timeout_s=120)
+    assert outcome.status == 0, outcome.err
+    assert sorted(outcome.out.splitlines()) == [f"[rank {rank}] {expected}" for rank in range(2)]
+
+
+@pytest.mark.parametrize(("step_s", "count"), [(0.0, 8), (1e-3, 8), (0.09, 5), (0.26, 1), (3.0, 1)])
+def test_how_often_a_rank_would_ask(step_s: float, count: int) -> None:
+    now = [10.0]
+    borders = Borders(lambda: now[0])
+    borders.begin(40)
+    assert not borders.is_due(40) and borders.is_due(41)
+    for step in (41, 43):  # of however many steps
+        now[0] = 10.0 + (step - 40) * step_s
+        assert borders.wished(step) == count
+    borders.agreed(43, 3)
+    assert [borders.is_due(step) for step in (44, 45, 46)] == [False, False, True]
 
 
 def test_without_init() -> None:

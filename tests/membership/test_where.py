@@ -50,6 +50,8 @@ def test_the_phases_of_a_step(record: int) -> None:
         "between steps, after step 1", "in validation of step 2",
     ]  # fmt: skip
     assert read_record(record) == "between steps, after step 1"
+    where.note("saving")
+    assert read_record(record) == "saving, after step 1"
 
 
 def test_it_outlives_its_process_and_is_of_that_alone(record: int) -> None:

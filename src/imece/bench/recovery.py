@@ -13,19 +13,25 @@ import random
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from imece.bench import machine
 from imece.bench.recovery_rank import SEQUENCES, SHAPE, Task
-from imece.bench.recovery_runs import GIVEN_UP_S, TorchKill, cost, drill, kill_under_torchrun, start, train
+from imece.bench.recovery_record import Kills, Plan, Results
+from imece.bench.recovery_runs import (
+    GIVEN_UP_S,
+    TorchKill,
+    copied_package,
+    cost,
+    drill,
+    kill_under_torchrun,
+    start,
+    train,
+)
 from imece.bench.recovery_targets import COST_STRATEGIES
 
-STRATEGIES = ("replicate", "zero1", "zero2", "zero3")
-PARTS = ("kills", "cost", "torchrun", "start")
 TORCHRUN = {"as it is": {}, "without a shared store": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
 """By what is said of it: its environment."""
 _MARGIN = 1.5
@@ -33,83 +39,13 @@ _START_RANKS = 2
 _START_ROUNDS = 3
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to measure."""
-
-    strategies: tuple[str, ...] = STRATEGIES
-    parts: tuple[str, ...] = PARTS
-    ranks: int = 4
-    kills: int = 5
-    every_s: float = 8.0
-    steps: int = 200
-    """After which parameters are compared; the run goes on until all kills had their time."""
-    cost_rounds: int = 15
-    cost_steps: int = 10
-    torchrun_runs: int = 3
-    checkpoint_every: int = 10
-    """Steps, under torchrun."""
-    seed: int = 0
-    pause_s: float = 0.0
-    """Added to each step: for tests."""
-
-
-@dataclass
-class Kills:
-    """What one strategy went through."""
-
-    strategy: str
-    step_s: float
-    """Undisturbed."""
-    steps: int
-    drill: dict[str, Any]
-    """The figures of `imece drill`."""
-    goodput: float | None
-    """Steps a second while there were kills, by those undisturbed."""
-    difference: float | None
-    """Of the parameters to the undisturbed run's: the norm of the difference by the norm. None if the run did
-    not come to its end."""
-
-    @property
-    def kills_compared(self) -> int:
-        """How many came before the parameters were compared."""
-        return sum((fault["step"] or 0) < self.compared for fault in self.drill["faults"])
-
-    compared: int = 200
-
-
-@dataclass
-class Results:
-    """All figures; what was not measured is empty."""
-
-    plan: Plan
-    kills: dict[str, Kills] = field(default_factory=dict)
-    cost: dict[str, dict[str, Any]] = field(default_factory=dict)
-    torchrun: dict[str, list[TorchKill]] = field(default_factory=dict)
-    start: dict[str, list[float]] = field(default_factory=dict)
-
-    @property
-    def all_survived(self) -> bool:
-        """Whether every kill fired and was survived, and every run came to its end, leaving nothing."""
-        return all(each.drill["passed"] and each.difference is not None for each in self.kills.values())
-
-    @property
-    def slower_start(self) -> float | None:
-        """How many times torchrun's time ours is: median of the rounds' ratios."""
-        if not self.start:
-            return None
-        ours, others = self.start.values()
-        return statistics.median(mine / other for mine, other in zip(ours, others, strict=True))
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything, with the machine."""
-        return asdict(self) | {"benchmark": "recovery", "machine": machine.facts()}
-
-
 def run(plan: Plan, say: Callable[[str], None]) -> Results:
     """Measure, printing as it goes."""
     results = Results(plan)
-    with tempfile.TemporaryDirectory(prefix="imece-bench-recovery-") as name:
+    with (
+        tempfile.TemporaryDirectory(prefix="imece-bench-recovery-") as name,
+        copied_package(Path(name, "package")),
+    ):
         for part, measure in (
             ("kills", _kills), ("cost", _cost), ("torchrun", _torchrun), ("start", _start)
         ):  # fmt: skip

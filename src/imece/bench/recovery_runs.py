@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
+import imece
 from imece.bench import recovery_rank, recovery_torch
 from imece.bench.recovery_rank import BEGAN, COST, ENDED, PARAMETERS, Task
 from imece.bench.recovery_torch import PROGRESS, TorchTask
@@ -55,6 +58,27 @@ class TorchKill:
     """Up to the next finished step; None if that did not come in GIVEN_UP_S."""
     again: int | None
     """Steps that were finished before and had to be made once more."""
+
+
+@contextlib.contextmanager
+def copied_package(folder: Path) -> Iterator[None]:
+    """Within, all programs that are started import a copy of the package, in `folder`.
+
+    A replacement imports what lies on the disk at that moment: whoever edits the package during a run would
+    give it other code than the survivors have.
+    """
+    package = folder / "imece"
+    shutil.copytree(Path(imece.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    compileall.compile_dir(package, quiet=2)  # now, and not in what is timed
+    theirs = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([str(folder), theirs] if theirs else [str(folder)])
+    before = dict(os.environ)
+    os.environ |= {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}  # the latter: `python -m` looks here first
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def train(task: Task, ranks: int) -> Trained:

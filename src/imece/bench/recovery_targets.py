@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
 
+from imece.bench.recovery_record import Kills, Results
 from imece.bench.targets import verdict
-
-if TYPE_CHECKING:
-    from imece.bench.recovery import Kills, Results
 
 MEDIAN_S, WORST_S = 1.0, 2.0
 AGAIN_STEPS = 1  # of a kill

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from imece.bench import recovery, report
-from imece.bench.recovery import PARTS, STRATEGIES
+from imece.bench import report
 from imece.bench.recovery_rank import SEQUENCES
+from imece.bench.recovery_record import PARTS, STRATEGIES, Plan
 from imece.errors import UserError
 
 
@@ -38,7 +38,7 @@ class RecoveryOptions:
     quick: bool = False
     """2 ranks, 1 kill, the first strategy, no torchrun, no starts: to see that it works, not to quote."""
 
-    def plan(self) -> recovery.Plan:
+    def plan(self) -> Plan:
         """What to measure; UserError for what cannot be."""
         strategies = tuple(report.read_choices(self.strategies, STRATEGIES, "--strategies"))
         parts = tuple(report.read_choices(self.parts, PARTS, "--parts"))
@@ -57,10 +57,8 @@ class RecoveryOptions:
         if not 0 < self.every_s <= 3600:
             raise UserError(f"--every-s {self.every_s:g}: more than 0 and up to 3600 seconds")
         if self.quick:
-            return recovery.Plan(
-                strategies[:1], ("kills", "cost"), 2, 1, 2.0, 20, 2, 2, seed=self.seed, pause_s=0.02
-            )
-        return recovery.Plan(
+            return Plan(strategies[:1], ("kills", "cost"), 2, 1, 2.0, 20, 2, 2, seed=self.seed, pause_s=0.02)
+        return Plan(
             strategies, parts, self.ranks, self.kills, self.every_s, self.steps,
             torchrun_runs=self.torchrun_runs, checkpoint_every=self.checkpoint_every, seed=self.seed,
         )  # fmt: skip

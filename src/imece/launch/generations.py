@@ -7,6 +7,7 @@ Pure: ends, readiness, finished steps and times come in, verdicts go out. No pro
     veteran   a member of the newest generation that has finished a step since it was taken in
     died      ended by a signal or left early, and has reported no exception of its own
     leaving   a member that the others are to do without from the next generation on, since its host goes
+    left      one that has said that it is gone: nobody waits for it, however long its process takes to end
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class Generations:
         self.places: Sequence[int] = range(limits.ranks)
         """The slots in which there may be members: fewer than all while a host is away."""
         self.leaving: set[int] = set()
+        self.left: set[int] = set()
+        """Of those that live, and in no generation any more."""
         self._limits = limits
         self._members = 0  # numbers that have been used
         self._failed: dict[int, Ending] = {}  # ends on which there is no verdict yet
@@ -103,7 +106,7 @@ class Generations:
         """All slots have new members, which form a generation of their own."""
         members = tuple(self._new_member(slot, now) for slot in self.places)
         self.newest = Generation(self.newest.number + 1, members)
-        self.joining, self._newcomers, self.leaving = [], {}, set()
+        self.joining, self._newcomers, self.leaving, self.left = [], {}, set(), set()
         self._finished, self._no_veteran_since = False, None
         self._steps = self._steps_then = None  # they may count anew
         return self.newest
@@ -147,6 +150,16 @@ class Generations:
         self.newest = self._next(self._living())
         return self.newest
 
+    def closed(self, members: Collection[int], now: float) -> GoOn | None:
+        """These have told that they leave in order: all that the others need of them is done.
+
+        What their processes still do, and how these end, is nothing to the others any more.
+        """
+        told = self.leaving & set(members)
+        self.leaving -= told
+        self.left |= told
+        return self._after_leaving(now) if told and not self.leaving else None
+
     def judge(
         self, endings: Mapping[int, Ending], go_on: Callable[[Sequence[int]], bool], now: float
     ) -> Verdict | None:
@@ -154,12 +167,14 @@ class Generations:
 
         go_on: whether all of some members would go on without the others.
         """
-        left = {member: ending for member, ending in endings.items() if member in self.leaving}
+        left = self.leaving & endings.keys()
+        self.leaving -= left
         for member, ending in endings.items():
+            known = member in left | self.left
             self.remove(member)
-            if member in left:
-                self.leaving.remove(member)
-            elif not ending.ok:
+            if known:
+                continue
+            if not ending.ok:
                 self._failed[member] = ending
             elif member in self.newest.members:
                 self._finished = True
@@ -180,6 +195,7 @@ class Generations:
         """It has ended, and nothing follows from that."""
         del self.slots[member]
         self._newcomers.pop(member, None)
+        self.left.discard(member)
         if member in self.joining:
             self.joining.remove(member)
 
@@ -222,7 +238,7 @@ class Generations:
         self.newest = self._next(living, tuple(gone))
         return GoOn(self.newest, slots, at_s, said)
 
-    def _after_leaving(self, now: float) -> Verdict | None:
+    def _after_leaving(self, now: float) -> GoOn | None:
         """All that were to leave have left."""
         living = self._living()
         if not living or self.stopping:
@@ -282,7 +298,8 @@ class Generations:
         return _BACK_OFF_S[max(0, min(self._deaths, len(_BACK_OFF_S)) - 1)]
 
     def _living(self) -> tuple[int, ...]:
-        return tuple(member for member in self.newest.members if member in self.slots)
+        there = self.slots.keys() - self.left
+        return tuple(member for member in self.newest.members if member in there)
 
     def _veterans(self) -> list[int]:
         return [member for member in self._living() if member not in self._newcomers]

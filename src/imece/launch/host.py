@@ -77,6 +77,7 @@ class Hands(Protocol):
     def say(self, line: str) -> None: ...
     def all_resilient(self, members: Collection[int]) -> bool: ...
     def ready(self, members: Iterable[int]) -> list[int]: ...
+    def closed(self, members: Iterable[int]) -> list[int]: ...
     def beats(self, members: Iterable[int]) -> dict[int, tuple[int, int]]: ...
     def name(self, member: int, slot: int) -> str: ...
 
@@ -222,6 +223,10 @@ class Host:
         """Those of them that wait to be taken in."""
         return [member for member in members if self._roster.is_ready(member)]
 
+    def closed(self, members: Iterable[int]) -> list[int]:
+        """Those of them that have told that they leave in order, though they may still run."""
+        return [member for member in members if status.has_closed(self.store, member)]
+
     def beats(self, members: Iterable[int]) -> dict[int, tuple[int, int]]:
         """(beats, finished steps) as they last said; without those that have said nothing yet."""
         roster = self._roster
@@ -266,11 +271,9 @@ class Host:
             self.crew.say(outcome.line)
 
     def _look_for_silence(self, beats: Mapping[int, int], now: float) -> None:
-        silent = [
-            member
-            for member in self._silence.look(beats, now)
-            if member not in self._evicted and not status.has_closed(self.store, member)
-        ]
+        silent = [member for member in self._silence.look(beats, now) if member not in self._evicted]
+        closed = self.closed(silent)
+        silent = [member for member in silent if member not in closed]
         if not silent:
             return
         suspects = [member for member in self._silence.suspects() if member not in self._evicted]

@@ -18,6 +18,7 @@ from imece.membership.roster import Generation
 from imece.status import Failure
 
 AFTER_FAILURE_S = 2.0  # from SIGTERM to SIGKILL once a rank has failed
+WAITED_FOR_S = 0.02  # how often to ask those that leave, and for whom all others wait, whether they are gone
 _JOINING_S = 0.05  # how often to ask whether a replacement is ready
 _POLL_S = 1.0  # how often to ask how far all are
 _NEVER = float("inf")
@@ -135,7 +136,7 @@ class Job:
                     self._replace([slot])
             if now >= self._poll_at:
                 self._poll(now)
-                self._poll_at = now + (_JOINING_S if self.generations.joining else _POLL_S)
+                self._poll_at = now + self._poll_s
 
     def outcome(self) -> Outcome:
         """What became of it, after its end."""
@@ -154,6 +155,12 @@ class Job:
         left = f"; rank {finished[0]} had finished before" if finished and cause.because_of_peer else ""
         line = f"imece: {cause.describe()}{self._why}{left or (ended if others else '')}"
         return Outcome(128 - cause.status if cause.status < 0 else cause.status or 1, line, cause)
+
+    @property
+    def _poll_s(self) -> float:
+        if self.generations.leaving:
+            return WAITED_FOR_S
+        return _JOINING_S if self.generations.joining else _POLL_S
 
     def _poll(self, now: float) -> None:
         """Read what members say of themselves."""

@@ -65,14 +65,19 @@ class Ending:
         return self.failure.time_s if self.failure is not None else self.time_s
 
     def describe(self) -> str:
-        """One line: "rank 1 (pid 4711) was killed by signal 9 (SIGKILL), perhaps out of memory"."""
+        """One line, with the phase of a death if it is known: "rank 1 (pid 4711) was killed by signal 9
+        (SIGKILL) in backward of step 41, perhaps out of memory"."""
         if self.lost:
             return self.lost
         who = name_of(self.rank, self.pid, self.host)
+        at = f" {self.where}" if self.where else ""
+        and_on = f"{at}," if "," in at else at  # where the sentence goes on
         if self.left_early:
-            return f"{who} left early with exit status 0 (os._exit?)"
+            return f"{who} left early{and_on} with exit status 0 (os._exit?)"
         if self.silent_s is not None and self.status == -signal.SIGKILL:
-            return f"{who} was silent for {self.silent_s:g} s and was ended (stopped, or its host hangs)"
+            return (
+                f"{who} was silent for {self.silent_s:g} s{and_on} and was ended (stopped, or its host hangs)"
+            )
         if self.status < 0:
             number = -self.status
             known = number in {int(each) for each in signal.Signals}
@@ -81,7 +86,7 @@ class Ending:
                 signal.SIGKILL: ", perhaps out of memory",
                 signal.SIGSEGV: ", a segmentation fault",
             }
-            return f"{who} was killed by signal {number} ({name}){hints.get(number, '')}"
+            return f"{who} was killed by signal {number} ({name}){at}{hints.get(number, '')}"
         if self.failure is not None:
             what = " ".join(f"{self.failure.kind}: {self.failure.message}".split())
             return f"{who} failed with {what} (exit status {self.status})"

@@ -18,7 +18,7 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.errors import CollectiveError, MismatchError
 from imece.membership.behind import catch_up
+from imece.membership.borders import Borders
 from imece.membership.copies import Copies
 from imece.membership.member import Member, is_peer_gone
 from imece.membership.needs import Needs
@@ -95,6 +96,7 @@ class Recovery:
         self._optimizers = list(optimizers)
         self._sharded = isinstance(model, ShardedDataParallel)
         self._copies = Copies(member.mesh)
+        self._borders = Borders()
         member.aborting.before_updates(self._optimizers, model.device)
         member.where.watch(model, self._optimizers)
         self._fits = True
@@ -122,6 +124,7 @@ class Recovery:
         self._exchange(step)
         self._states[str(step)] = self._state()
         self.member.steps = step
+        self._borders.begin(step)
 
     def go_on(self) -> None:
         """From now on this rank calls `recover` whatever it is in the middle of."""
@@ -151,14 +154,29 @@ class Recovery:
             self._exchange(step)
         return newest > self.member.generation
 
-    def meet(self, step: int) -> None:
-        """`border` for whoever has no collective of its own to say it in. MovedOnError if all move on."""
+    def meet(self, step: int, last: bool) -> None:
+        """`border` for whoever has no collective of its own to say it in. MovedOnError if all move on.
+
+        Not at every border (borders.py), but after the `last` step: what follows is not protected, so all are
+        to have come so far. At every border where ranks keep copies, of which the next one may not fit.
+        """
+        if not last and not self._borders.is_due(step):
+            return
         model = self._model
-        mine = torch.tensor(self.says(), dtype=torch.float64, device=model.device)
+        again = self._borders.wished(step) if self.without_copies else 1
+        mine = torch.tensor((*self.says(), -again), dtype=torch.float64, device=model.device)
         ops.all_reduce(mine, "max", group=model.process_group, label="border between steps")
-        newest, anew = mine.tolist()
+        newest, anew, again = mine.tolist()
+        self._borders.agreed(step, -int(again))
         if self.border(step, newest, anew):
             raise MovedOnError(f"generation {int(newest)} takes over after step {step}")
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Within, this rank saves: whoever asks where it died is told so."""
+        self.member.where.note("saving")
+        yield
+        self.member.where.note("between steps")
 
     def end(self) -> None:
         """The steps are over: from now on the death of one ends all, as their programs may do anything."""
@@ -198,6 +216,7 @@ class Recovery:
                 error = another
                 continue
             self.member.goes_on()
+            self._borders.begin(step)
             self._again = lost_steps
             return Recovered(generation, step, lost_steps, time.monotonic() - began)
 

@@ -130,7 +130,7 @@ def steps(
     json.dumps(state())  # TypeError now, and not when a rank has died
     recovery = Recovery(Member(mesh), model, optimizers, state=state, take=take)
     try:
-        yield from _until(total, _Loop(recovery, start, recovered or (lambda _: None)), begin)
+        yield from _until(total, _Loop(recovery, start, total, recovered or (lambda _: None)), begin)
     finally:  # also where the loop was left with `break`
         recovery.end()
 
@@ -159,9 +159,11 @@ class _Plain:
 class _Loop:
     """How far this rank is, through the deaths of others."""
 
-    def __init__(self, recovery: Recovery, start: int, recovered: Callable[[Recovered], None]) -> None:
+    def __init__(
+        self, recovery: Recovery, start: int, total: int, recovered: Callable[[Recovered], None]
+    ) -> None:
         self._recovery, self._recovered = recovery, recovered
-        self.done = start
+        self.done, self._total = start, total
         if recovery.member.is_joining:
             self.done = _NOTHING
             self._recover(None)
@@ -176,7 +178,7 @@ class _Loop:
                 raise error
             self.done += 1
             self._recovery.finished(self.done)
-            self._recovery.meet(self.done)
+            self._recovery.meet(self.done, self.done == self._total)
         except RuntimeError as failed:
             self._recover(failed)
 

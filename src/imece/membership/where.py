@@ -3,7 +3,8 @@
     forward, backward   of the wrapped model; backward lasts until the update
     update              the optimizer's step
     validation          forward of a model that is not in training
-    between steps       all else: what is said to others, copies, saving
+    saving              up to where a checkpoint is written in the background, beside the steps that follow
+    between steps       all else: what is said to others, copies
 
 To note it costs a microsecond, so it is always done; a process that was killed cannot be asked.
 """
@@ -22,7 +23,8 @@ if TYPE_CHECKING:  # a launcher does not wait for torch before it starts ranks
 
 RECORD = "IMECE_RECORD"
 """The environment variable with the descriptor of that memory."""
-PHASES = ("", "forward", "backward", "update", "validation", "between steps")
+PHASES = ("", "forward", "backward", "update", "validation", "between steps", "saving")
+_AFTER = ("between steps", "saving")  # those that belong to no step
 _NAME = "imece-where"
 _RECORD = struct.Struct("=qq")  # finished steps, the phase's number
 
@@ -41,9 +43,7 @@ def read_record(fd: int) -> str:
     if not 0 < number < len(PHASES):
         return ""
     phase = PHASES[number]
-    return (
-        f"between steps, after step {steps:,}" if phase == PHASES[-1] else f"in {phase} of step {steps + 1:,}"
-    )
+    return f"{phase}, after step {steps:,}" if phase in _AFTER else f"in {phase} of step {steps + 1:,}"
 
 
 class Where:

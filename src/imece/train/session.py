@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -211,9 +212,12 @@ class Session:
 
     def save(self, val_loss: float | None) -> None:
         """Begin to save; `finish_save` waits until it is on the disk."""
-        tensors = self.training_state.tensors()  # a collective: before the wait, which is not the same on all
-        self.finish_save()
-        self.checkpoints.save(self.done, tensors, self._state(), {}, metric=val_loss)
+        with self.recovery.saving() if self.recovery is not None else contextlib.nullcontext():
+            tensors = (
+                self.training_state.tensors()
+            )  # a collective, before the wait: that is not the same on all
+            self.finish_save()
+            self.checkpoints.save(self.done, tensors, self._state(), {}, metric=val_loss)
 
     @property
     def strategy(self) -> str:

@@ -182,6 +182,58 @@ for step in imece.steps(500, model, optimizer):
     assert fault["where"][0].startswith(("in ", "between steps")) and fault["survived"]
 
 
+LEAVES = """
+import atexit, pathlib
+went_on = pathlib.Path(sys.argv[1], "went-on")
+host, strategy, forever = {asked!r}
+
+def hold():
+    until = time.monotonic() + 20
+    while forever or not went_on.exists() and time.monotonic() < until: time.sleep(0.01)
+    print("the other went on" if went_on.exists() else "the other waits", flush=True)
+
+if rank == host: atexit.register(hold)  # before the mesh, which has closed when it is called
+import torch, imece
+mesh = imece.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+model, optimizer = imece.parallelize(model, optimizer, strategy=strategy)
+for step in imece.steps(1000, model, optimizer):
+    with step as number:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0 if went_on.exists() else 0.02)
+    if number == 5: print("runs", flush=True)
+    if mesh.world_size == 1 and not went_on.exists():
+        print("alone", number, flush=True)
+        went_on.touch()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("host", "strategy", "forever"), [(0, "replicate", False), (1, "zero1", False), (1, "replicate", True)]
+)
+def test_the_other_host_waits_for_no_process_of_one_that_has_left(
+    two: Two, host: int, strategy: str, forever: bool
+) -> None:
+    """It makes steps alone while that one's rank is held in its exit; if that never ends, it is killed."""
+    text = LEAVES.format(asked=(host, strategy, forever))
+    launchers = [two.start(each, text, "--grace-s", "3" if forever else "30") for each in (0, 1)]
+    for launcher in launchers:
+        launcher.wait_for("runs")
+    launchers[host].signal(signal.SIGTERM)
+    goes = launchers[host].wait(60)
+    stays = launchers[1 - host].wait(60)
+    assert (goes.status, stays.status) == (128 + signal.SIGTERM, 0), (goes, stays)
+    assert stays.out.count("alone") == 1
+    assert goes.out.splitlines()[1:] == ([] if forever else [f"[rank {host}] the other went on"])
+    assert "its ranks leave in order" in stays.err and "made again" not in stays.err + goes.err
+    assert "killed" not in stays.err, "how the process ended is nothing to the other one"
+
+
 @pytest.mark.slow
 def test_two_with_one_host_rank(two: Two) -> None:
     text = "print('ready', flush=True); time.sleep(5)"

@@ -50,6 +50,9 @@ class Far:
     def ready(self, members: Iterable[int]) -> list[int]:
         return [member for member in members if member in self.seen and self.seen[member].ready]
 
+    def closed(self, members: Iterable[int]) -> list[int]:
+        return [member for member in members if member in self.seen and self.seen[member].closed]
+
     def beats(self, members: Iterable[int]) -> dict[int, tuple[int, int]]:
         known = {member: self.seen[member] for member in members if member in self.seen}
         return {m: (each.beats, each.steps) for m, each in known.items() if each.beats is not None}

@@ -25,6 +25,7 @@ from imece.launch.hosts.words import (
     to_report,
     to_starts,
 )
+from imece.launch.job import WAITED_FOR_S
 from imece.launch.processes import Ending, Outcome
 
 _SEEN_S = 0.2  # how often to look for news of the members here
@@ -126,12 +127,14 @@ class Follower:
             return
         if now < self._look_at:
             return
-        self._look_at = now + _SEEN_S
-        seen = self._here.seen()
-        told = {member: (each.ready, each.resilient, each.gone_on) for member, each in seen.items()}
+        here = self._here
+        waited_for = here.host.crew.living.keys() & set(here.newest.leaving)
+        self._look_at = now + (WAITED_FOR_S if waited_for else _SEEN_S)
+        seen = here.seen()
+        told = {m: (each.ready, each.resilient, each.gone_on, each.closed) for m, each in seen.items()}
         if told != self._said or now >= self._beats_at:
             self._said, self._beats_at = told, now + _BEATS_S
-            self._here.send(self._leader, {"say": "seen", "members": of_seen(seen, now)})
+            here.send(self._leader, {"say": "seen", "members": of_seen(seen, now)})
 
     @property
     def _patience_s(self) -> float:
@@ -175,7 +178,7 @@ class Follower:
                     self._dial_others()
             case {"do": "fence", "why": str(why)}:
                 here.turn = Seek(why)
-            case {"do": "over"}:
+            case {"do": "over"} if here.outcome is None:  # one that has left may see the end of the job too
                 here.outcome = to_outcome(message, here.me)
 
     def _start(self, message: dict[str, Any]) -> None:

@@ -134,11 +134,14 @@ class Here:
         host, found = self.host, {}
         living = dict(host.crew.living)
         beats, ready = host.beats(living), host.ready(living)
+        closed = host.closed(living)
         for member, process in living.items():
             count, steps = beats.get(member, (None, 0))
             resilient = host.all_resilient([member])
             gone_on = tuple(host.went_on(member))
-            found[member] = Seen(process.slot, process.pid, count, steps, member in ready, resilient, gone_on)
+            found[member] = Seen(
+                process.slot, process.pid, count, steps, member in ready, resilient, gone_on, member in closed
+            )
         return found
 
     def report(self) -> Report:

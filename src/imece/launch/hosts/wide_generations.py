@@ -20,6 +20,7 @@ class WideGenerations(Generations):
             "slots": list(self.slots.items()),
             "joining": self.joining,
             "leaving": sorted(self.leaving),
+            "left": sorted(self.left),
             "newcomers": list(self._newcomers.items()),
             "starts": self.starts,
             "stopping": self.stopping,
@@ -36,6 +37,7 @@ class WideGenerations(Generations):
         self.slots = {int(member): int(slot) for member, slot in snapshot["slots"]}
         self.joining = list(map(int, snapshot["joining"]))
         self.leaving = set(map(int, snapshot["leaving"]))
+        self.left = set(map(int, snapshot["left"]))
         self._newcomers = {int(member): int(steps) for member, steps in snapshot["newcomers"]}
         self.stopping = bool(snapshot["stopping"])
         self.starts, self._members = int(snapshot["starts"]), int(snapshot["members"])

@@ -76,7 +76,7 @@ class WideJob(Job):
         """Let a host's members leave in order, if the others go on without them; False if they do not."""
         members = self._by_host(self.generations.slots).get(host, [])
         joining = [member for member in members if member in self.generations.joining]
-        leaving = [member for member in members if member not in joining]
+        leaving = [member for member in members if member in self.generations.newest.members]
         if not self.is_calm or not self.takes_in():
             return False
         generation = self.generations.leave(leaving) if leaving else None
@@ -88,6 +88,7 @@ class WideJob(Job):
         self._end_ranks(joining, signal.SIGTERM, AFTER_FAILURE_S)
         if generation is not None:
             self._publish(generation)
+            self._poll_at = 0.0
             self.hands[host].end(leaving, 0, self._grace_s)
         return True
 
@@ -143,6 +144,14 @@ class WideJob(Job):
                 for slot in generations.places
                 if slot not in taken and self.has_members(slot // self._per_host)
             ]
+
+    def _poll(self, now: float) -> None:
+        super()._poll(now)
+        leaving = self._by_host(self.generations.leaving).items()
+        closed = [member for host, members in leaving for member in self.hands[host].closed(members)]
+        verdict = self.generations.closed(closed, now)
+        if verdict is not None:
+            self._follow(verdict, now)
 
     def _begin_anew(self) -> None:
         super()._begin_anew()

@@ -31,6 +31,8 @@ class Seen:
     resilient: bool
     gone_on: tuple[tuple[int, float, int], ...] = ()
     """(generation, when it finished its first step in that, how many it had to make again)."""
+    closed: bool = False
+    """Whether it has told that it leaves in order."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def of_seen(seen: Mapping[int, Seen], now: float) -> list[list[Any]]:
             each.ready,
             each.resilient,
             [[number, now - time_s, again] for number, time_s, again in each.gone_on],
+            each.closed,
         ]
         for member, each in seen.items()
     ]
@@ -100,8 +103,9 @@ def to_seen(said: Sequence[Any], now: float) -> dict[int, Seen]:
             bool(ready),
             bool(resilient),
             tuple((int(number), now - float(age_s), int(again)) for number, age_s, again in gone_on),
+            bool(closed),
         )
-        for member, slot, pid, beats, steps, ready, resilient, gone_on in said
+        for member, slot, pid, beats, steps, ready, resilient, gone_on, closed in said
     }
 
 

@@ -1,0 +1,20 @@
+"""What tests of the launchers of several hosts have in common."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from imece.launch import job
+from imece.launch.hosts import coordinator, follower, seeker
+from tests.launch.hosts.cluster import Clock, Cluster, Make
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes one, of agents that have started their ranks."""
+    clock = Clock()
+    for module in (job, coordinator, follower, seeker):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return lambda hosts, **limits: Cluster(hosts, clock, **limits)
