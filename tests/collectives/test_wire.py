@@ -22,7 +22,7 @@ BACKENDS = ("gloo", "shm")
 HALF_UNIT = 2.0**-8  # of bf16, relative
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_the_error_does_not_grow_with_the_ranks(backend: str) -> None:
     """Against the bound of wire.py at 2 and at 7 ranks; a ring that sums in bf16 is the negative control."""
     few, many = (run_ranks(sum_in_bf16, n, backend=backend)[0] for n in (2, 7))
