@@ -6,8 +6,8 @@ other in the order of their calls; as with any collective, that order is the sam
 on a group that such a task still uses waits for it first (`drain`), so messages of the two cannot be taken
 for each other.
 
-A lane is one more such thread, for calls that use nothing that others use at the same time (lanes.py): what
-is in different lanes goes on side by side.
+A lane is one more such thread, for calls that use nothing that others use at the same time (over_hosts.py):
+what is in different lanes goes on side by side.
 """
 
 from __future__ import annotations

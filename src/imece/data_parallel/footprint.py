@@ -135,7 +135,7 @@ def filling(buckets: Collection[Numbered], *, gathers: bool, most_under_way: int
     """Buckets of gradients that have memory at a time, where they borrow it; one twice counts twice.
 
     That is the largest of each optimizer; of gathered units, which differ more, the root's besides; and the
-    largest of all as often as sums are under way beside them.
+    largest of all but the root's as often as sums are under way beside them.
     """
     largest: dict[tuple[bool, int], Bucket] = {}
     for unit, kind, bucket in buckets:

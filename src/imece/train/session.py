@@ -213,9 +213,8 @@ class Session:
     def save(self, val_loss: float | None) -> None:
         """Begin to save; `finish_save` waits until it is on the disk."""
         with self.recovery.saving() if self.recovery is not None else contextlib.nullcontext():
-            tensors = (
-                self.training_state.tensors()
-            )  # a collective, before the wait: that is not the same on all
+            # A collective, before the wait: that is not the same on all.
+            tensors = self.training_state.tensors()
             self.finish_save()
             self.checkpoints.save(self.done, tensors, self._state(), {}, metric=val_loss)
 
