@@ -156,6 +156,9 @@ class Mesh:
         if self._closed:
             return
         self._closed = True
+        from imece.collectives.calls import finish  # it needs this module
+
+        finish()
         with contextlib.suppress(RuntimeError):  # whoever serves the store may have left before us
             status.tell_closed(self._launchers, self.world.known_as)
         self._stop_telling()

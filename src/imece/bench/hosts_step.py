@@ -73,6 +73,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: int, seeds
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    for each in model.parameters():
+        each.detach()  # waits for what the last step gathers, which is the next one's time otherwise
     return float(loss.detach())
 
 

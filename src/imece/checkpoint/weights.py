@@ -121,7 +121,7 @@ def fill(model: nn.Module, saved: Source) -> None:
     The other ranks do not know of it: see `ShardedDataParallel.take_over_masters`.
     """
     if isinstance(model, ShardedDataParallel):
-        model.sharding.lane.wait()  # for a gather that may still read an offloaded part
+        model.sharding.settle()  # a gather may still read a part
     kept = kept_names(saved)
     for name, start, memory in held(model):
         if name in kept:

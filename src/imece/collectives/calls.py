@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from imece.collectives import checks, recorder
+from imece.collectives import checks, pending, recorder
 from imece.collectives.companions import companions
 from imece.collectives.pending import Pending, Task, Waitable, drain, in_background
 from imece.collectives.recording import POINT_TO_POINT
@@ -33,6 +33,15 @@ def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError("this rank is not in the group that it was asked to communicate in")
     return group
+
+
+def finish() -> None:
+    """Before the groups are destroyed: others may need what has begun here, and nobody waits for any more.
+
+    Calls that wait for a lost rank are left.
+    """
+    checks.start_all(pending.PATIENCE_S)
+    pending.finish()
 
 
 def in_shared_memory(group: dist.ProcessGroup, tensor: torch.Tensor) -> bool:

@@ -77,7 +77,7 @@ class Check:
         """
         deadline = _deadline(timeout_s)
         if self._before is not None:
-            self._before._wait_launched(deadline)
+            self._before._wait_started(deadline)
             self._before = None
         self._gather(deadline)
 
@@ -100,14 +100,14 @@ class CheckedWork:
 
     def __init__(self, check: Check, launch: Callable[[], Waitable | None]) -> None:
         self._check, self._launch = check, launch
-        self._launched = threading.Event()
+        self.started = threading.Event()
         self._work: Waitable | None = None
         self._error: BaseException | None = None
         self._place = Place(beside=check._checker.launches_beside)
 
     def done(self) -> bool:
         """Whether `wait` would not block."""
-        return self._launched.is_set() and (self._work is None or bool(self._work.is_completed()))
+        return self.started.is_set() and (self._work is None or bool(self._work.is_completed()))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns when the collective is complete (on CUDA: when the current stream waits for it).
@@ -115,14 +115,14 @@ class CheckedWork:
         Errors as for `Check.wait`, and whatever starting the collective raised.
         """
         deadline = _deadline(timeout_s)
-        self._wait_launched(deadline)
+        self._wait_started(deadline)
         if self._error is not None:
             raise self._error
         if self._work is not None:
             _wait(self._work, deadline, self._check.what, self._check._checker)
 
-    def _wait_launched(self, deadline: float | None) -> None:
-        if not self._launched.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+    def _wait_started(self, deadline: float | None) -> None:
+        if not self.started.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
             raise _timeout(self._check.what)
 
     def _run(self) -> None:
@@ -135,7 +135,7 @@ class CheckedWork:
         except BaseException as error:  # noqa: BLE001 - raised again by wait()
             self._error = error
         finally:
-            self._launched.set()
+            self.started.set()
 
 
 class Checker:
@@ -154,7 +154,7 @@ class Checker:
         self._number = 0
         self._lock = threading.Lock()  # numbers go to the check group in their own order
         self.failure: CollectiveError | None = None  # the first
-        self._last: CheckedWork | None = None
+        self.last: CheckedWork | None = None
         self._queue: queue.SimpleQueue[CheckedWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -173,7 +173,7 @@ class Checker:
         input. root: rank in the group. label: the parameter or bucket, shown in errors, not compared.
         """
         with self._lock:
-            return self._begin(op, dtype, shape, reduce_op, root, label, self._last, inline=True)
+            return self._begin(op, dtype, shape, reduce_op, root, label, self.last, inline=True)
 
     def call(
         self,
@@ -197,7 +197,7 @@ class Checker:
         with self._lock:
             check = self._begin(op, dtype, shape, reduce_op, root, label, None, inline=meet)
             work = CheckedWork(check, launch)
-            self._last = work
+            self.last = work
             self._queue.put(work)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="imece-check", daemon=True)
@@ -264,6 +264,13 @@ def checker(group: dist.ProcessGroup) -> Checker | None:
     found = _checkers.get(group.group_name)
     # Names come again after destroy_process_group(); the group object does not.
     return found if found is not None and found.group is group else None
+
+
+def start_all(patience_s: float) -> None:
+    """What was called has started, but for calls that not all ranks make."""
+    for found in list(_checkers.values()):
+        if found.last is not None:
+            found.last.started.wait(patience_s)
 
 
 def release(group: dist.ProcessGroup) -> None:

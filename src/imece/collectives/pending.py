@@ -29,7 +29,8 @@ from imece.collectives.streams import Place
 from imece.collectives.waited import waiting
 from imece.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 
-_PATIENCE_S = 2.0
+PATIENCE_S = 2.0  # with one task, before its groups are destroyed
+_GOODBYE_S = 0.5
 _LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket closed")
 
 
@@ -136,9 +137,9 @@ class Task:
     def is_completed(self) -> bool:
         return self._ended.is_set()
 
-    def settled(self) -> None:
-        """Until it has ended, well or not: its own `wait` tells the error."""
-        self._ended.wait()
+    def settled(self, patience_s: float | None = None) -> bool:
+        """Until it has ended, well or not: its own `wait` tells the error. False if it took too long."""
+        return self._ended.wait(patience_s)
 
     def execute(self) -> None:
         try:
@@ -179,8 +180,6 @@ def in_background(run: Callable[[], object], *groups: dist.ProcessGroup, lane: i
     """
     task = Task(run, groups)
     with _lock:
-        if not _servers:
-            atexit.register(_end)
         if lane not in _servers:
             _servers[lane] = _Server(lane)
         unfinished[:] = [each for each in unfinished if not each.is_completed()]
@@ -200,15 +199,26 @@ def drain(*groups: dist.ProcessGroup) -> None:
         task.settled()
 
 
+def finish() -> None:
+    """What has begun comes to its end, but for a task that waits for a lost rank, and those behind it."""
+    with _lock:
+        waiting = list(unfinished)
+    for task in waiting:
+        if not task.settled(PATIENCE_S):
+            return
+
+
+@atexit.register
 def _end() -> None:
     """Before the interpreter ends: a thread that came back from C++ after that would abort the process."""
+    finish()
     for server in _servers.values():
         server.tasks.put(None)
-    until = time.monotonic() + _PATIENCE_S
+    until = time.monotonic() + _GOODBYE_S
     for server in _servers.values():
         if server.thread is not threading.current_thread():
-            # A task that waits for a lost rank is left behind.
             server.thread.join(max(0.0, until - time.monotonic()))
+    unfinished.clear()
 
 
 def _forget_after_fork() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from imece.data_parallel.coming import settle
 from imece.data_parallel.units import Wanted, find_units
 
 
@@ -42,3 +43,26 @@ def compile_blocks(
     for block in blocks:
         block.module.compile(backend=backend, mode=mode, dynamic=dynamic)
     return [block.name for block in blocks]
+
+
+class _Waits:
+    """A module's compiled call, which looks at its parameters' classes: not before all of them have come."""
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        self._module, self._call = module, call
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        settle(self._module.parameters())
+        return self._call(*inputs, **kwargs)
+
+
+def waits_before_compiled(model: nn.Module) -> bool:
+    """See to it that compiled modules wait for their parameters. False if that cannot be seen to."""
+    if type(model).__name__ == "OptimizedModule":  # made by torch.compile(module)
+        return False
+    call = model._compiled_call_impl
+    if call is not None:
+        if not isinstance(call, _Waits):
+            model._compiled_call_impl = _Waits(model, call)
+        return True
+    return all(waits_before_compiled(each) for each in model.children())

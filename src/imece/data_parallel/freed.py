@@ -18,7 +18,7 @@ _METHODS = (
     "ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook",
     "requires_grad_", "size", "storage_offset", "stride",
 )  # fmt: skip
-_KNOWN: frozenset[Callable[..., Any]] = frozenset(
+KNOWN: frozenset[Callable[..., Any]] = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES]
     + [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")]
     + [getattr(torch.Tensor, name).__delete__ for name in ("grad",)]
@@ -38,7 +38,7 @@ class FreedParameter(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in _KNOWN:
+        if func in KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise RuntimeError(_complaint([*args, *(kwargs or {}).values()]))

@@ -19,6 +19,7 @@ from imece.data_parallel.shard import Sharding
 def gathered(sharding: Sharding, write: bool) -> Iterator[None]:
     """Parameters are whole inside, on every rank. write: what all ranks write into them stays."""
     inside: contextlib.AbstractContextManager[None]
+    sharding.settle()
     if sharding.gathering is not None:
         inside = sharding.gathering.gathered()
     else:

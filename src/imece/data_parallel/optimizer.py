@@ -192,7 +192,7 @@ class SteppedParts:
         self._whole = []
 
     def _before(self, *_: Any) -> None:
-        self._sharding.before_step()
+        self._sharding.before_step((self._number,))
 
     def _after(self, *_: Any) -> None:
         with torch.no_grad():

@@ -67,9 +67,12 @@ def parallelize(
     model's `clip_grad_norm_`. In `no_sync` whole gradients are kept on each rank, and nothing moves.
 
     mesh: by default that of imece.init(); a process group instead shards over its ranks. average,
-    bucket_cap_mb (5 MiB where gradients are sharded on CPUs), overlap: as for DistributedDataParallel.
-    wire="bf16": gradients travel in bf16 and are summed in fp32, between hosts only in hybrid
-    strategies and on the CPUs of several hosts.
+    bucket_cap_mb (5 MiB where gradients are sharded on CPUs), overlap: as for DistributedDataParallel; where
+    parameters are whole, overlap also lets a step over a network return while they are gathered: whoever uses
+    one waits for it, but not a tensor made from one before, `parameter.detach()`, and read after.
+
+    wire="bf16": gradients travel in bf16 and are summed in fp32, between hosts only in hybrid strategies and
+    on the CPUs of several hosts.
 
     zero3 and hybrid gather parameters by unit, a module whose parameters are there only while it runs; but on
     the CPUs of one host they lie in memory that all its ranks have in common, and nothing is gathered unless

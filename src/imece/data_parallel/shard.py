@@ -5,7 +5,7 @@
     gradients sharded (zero2, zero3)         a bucket borrows memory when its first gradient comes, is summed
                                              as soon as it is full, and gives the memory back; shards are kept
     parameters whole (zero1, zero2)          each rank steps its shard, and an all-gather in place brings the
-                                             others'
+                                             others'; over a network while the next forward begins (coming.py)
     parameters sharded (zero3)               in memory that the ranks of a host have in common, one copy for
                                              all of them: each steps its shard where it lies, and nothing
                                              moves. Elsewhere gathering.py does it by unit
@@ -28,6 +28,7 @@ from imece.collectives.pending import Pending, wait_for
 from imece.collectives.shared_memory import shared_empty
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel.buckets import Bucket, Gradients, Slot
+from imece.data_parallel.coming import Coming
 from imece.data_parallel.gathering import Gathering
 from imece.data_parallel.offload import Direct, Lane, Offload
 from imece.data_parallel.parts import ALIGN_BYTES, Part, items_of, make_parts, move_into
@@ -65,6 +66,12 @@ class _Store:
     gradient: torch.Tensor | None  # [shard_numel], where `master` lies; None: nothing came yet
     parts: list[Part]
     older: torch.Tensor | None = None  # what the sum under way is to be added to
+    coming: Coming | None = None  # what the latest step gathers, while it may be under way
+
+    def settle(self) -> None:
+        if self.coming is not None:
+            self.coming.settle()
+            self.coming = None
 
 
 class Sharding(Gradients):
@@ -88,6 +95,7 @@ class Sharding(Gradients):
         fill: Callable[[int], None] | None = None,
         dtypes: Sequence[torch.dtype] | None = None,
         offload: Offload | None = None,
+        overlap: Callable[[], bool] = lambda: True,
     ) -> None:
         """named: parameters that want a gradient; kinds: of each the number of its optimizer.
 
@@ -98,7 +106,7 @@ class Sharding(Gradients):
         parameters that are not in common memory. fill: gives a unit's parameters memory and values, if they
         have none. All ranks of `groups.world` construct together. dtypes: of the parameters' masters, where
         parameters are in fewer bits already. offload: where what the optimizer steps lies, if not with the
-        parameters.
+        parameters. overlap: asked in each step, whether it may end before what comes over a network has come.
         """
         self.strategy, self.groups, self.whole = strategy, groups, frozenset(whole)
         self.kinds = list(kinds)  # by parameter
@@ -109,6 +117,7 @@ class Sharding(Gradients):
         self._in_reach = self._in_common or schedule == "hierarchical"  # of some ranks of the shard group
         self.gathering, self.offload = gathering, offload
         self.lane: Lane = offload.lane if offload is not None else Direct()
+        self._overlap = overlap
         self.gathers, self.borrows = gathering is not None, strategy.gradients
         self.most_under_way = most_under_way(
             on_cpu=named[0][1].device.type == "cpu",
@@ -251,6 +260,8 @@ class Sharding(Gradients):
         """Of all memory but what parameters lie in, whatever is under way. Nothing comes after it."""
         self.lane.wait()
         for store in self.stores:
+            if store.coming is not None:
+                store.coming.give_up()
             store.parts.clear()
         for kept in (self.stores, self.parts, self._spare):
             kept.clear()
@@ -345,10 +356,17 @@ class Sharding(Gradients):
 
     # A step.
 
-    def before_step(self) -> None:
-        """Nobody may write what others still read."""
-        self.check_views()
+    def settle(self, kinds: Collection[int] | None = None) -> None:
+        """Nothing is under way that the latest steps began: gathers, of these kinds, and copies."""
+        for store in self.stores:
+            if kinds is None or store.kind in kinds:
+                store.settle()
         self.lane.wait()
+
+    def before_step(self, kinds: Collection[int]) -> None:
+        """The optimizers of these numbers step next. Nobody may write what others still read."""
+        self.settle(kinds)
+        self.check_views()
         if self.gathering is not None:
             self.gathering.before_step()
         if self.common_parameters:
@@ -356,27 +374,30 @@ class Sharding(Gradients):
 
     def after_step(self, kinds: Collection[int]) -> None:
         """The optimizers of these numbers have stepped this rank's shard: bring the others'."""
-        works: list[Pending] = []
-        at_once = self.offload is not None or self._schedule is not None
-        for store in self.stores:
-            if store.kind not in kinds:
-                continue
+        stepped = [store for store in self.stores if store.kind in kinds]
+        for store in reversed(stepped):  # as forward uses them
             if store.own is not store.master:
                 self.lane.copy(store.own, store.master)
             if not self.common_parameters and self.gathering is None:
-                label = f"parameters of {self.all[store.plan.index].label}"
-                with self.lane.within():
-                    work = ops.all_gather(
-                        store.parameters, store.own, group=self.groups.shard, schedule=self._schedule,
-                        label=label, async_op=at_once or store.parameters.is_cuda,
-                    )  # fmt: skip
-                works += [work] if isinstance(work, Pending) else []
-        while works:
-            works.pop(0).wait()
+                self._gather(store)
+        if self.offload is not None or not self._overlap():
+            for store in reversed(stepped):
+                store.settle()
         self.lane.join()
         self.lane.wait()  # or the next one to write masters, a checkpoint say, would write what still goes up
         if self.common_parameters:
             ops.barrier(group=self.groups.shard)
+
+    def _gather(self, store: _Store) -> None:
+        label = f"parameters of {self.all[store.plan.index].label}"
+        in_background = self.offload is not None or self._schedule is not None or store.parameters.is_cuda
+        with self.lane.within():
+            work = ops.all_gather(
+                store.parameters, store.own, group=self.groups.shard, schedule=self._schedule,
+                label=label, async_op=in_background,
+            )  # fmt: skip
+        if isinstance(work, Pending):
+            store.coming = Coming([self._parameters[place.item] for place in store.plan.places], work)
 
     def check_views(self) -> None:
         """RuntimeError that names a parameter which no longer lies where its bucket is."""

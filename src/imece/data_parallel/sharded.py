@@ -19,6 +19,7 @@ from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel.average import Average, Over
 from imece.data_parallel.block_wise import block_of
 from imece.data_parallel.cast import cast_buffers
+from imece.data_parallel.compiled import waits_before_compiled
 from imece.data_parallel.gathered import fill_state, gathered
 from imece.data_parallel.gathering import Gathering, GatherOptions
 from imece.data_parallel.joining import ShardedJoinHook, Turn, next_turn
@@ -72,6 +73,7 @@ class ShardedDataParallel(DistributedDataParallel):
         self._offload = offload
         self._dtypes: list[torch.dtype] | None = None  # of masters; None until there are any
         self._stepped: list[SteppedParts] = []
+        self._is_compiled = False  # the latest forward, as a whole
         self.has_joined = False  # this rank does what another one tells it, under join
         super().__init__(
             module, process_group=groups.world, bucket_cap_mb=bucket_cap_mb, average=average, wire=wire,
@@ -101,6 +103,7 @@ class ShardedDataParallel(DistributedDataParallel):
             fill=fill,
             dtypes=self._dtypes,
             offload=self._offload,
+            overlap=self._may_come_late,
         )
         if fill is not None:
             fill.rest()
@@ -153,6 +156,19 @@ class ShardedDataParallel(DistributedDataParallel):
         if self._kept is None and self.sharding.gathering is not None and self.sharding.gathering.is_held:
             raise RuntimeError("regroup() or leave() inside of gathered()")
         super().leave()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """As of DistributedDataParallel."""
+        self._note_compiled(torch.compiler.is_compiling())
+        return super().forward(*inputs, **kwargs)
+
+    @torch._disable_dynamo(recursive=True)
+    def _note_compiled(self, is_compiling: bool) -> None:
+        self._is_compiled = is_compiling
+
+    def _may_come_late(self) -> bool:
+        """Compiled code is made for ordinary parameters, and looks at all of them before it begins."""
+        return self._way.overlap and not self._is_compiled and waits_before_compiled(self.module)
 
     def _check_divisible(self, groups: ShardGroups) -> None:
         elements = sum(each.numel() for _, each in self._named_parameters())
@@ -305,9 +321,10 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def take_over_masters(self) -> None:
         """After something else than their optimizer wrote the parts: all ranks get the new values."""
-        self.sharding.before_step()
+        kinds = set(self.sharding.kinds)
+        self.sharding.before_step(kinds)
         with torch.no_grad():
-            self.sharding.after_step(set(self.sharding.kinds))
+            self.sharding.after_step(kinds)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also of this rank's parts."""

@@ -99,7 +99,7 @@ class Drift:
         tensors = dict(self._named)
         model = self._model
         if isinstance(model, ShardedDataParallel):
-            model.sharding.lane.wait()
+            model.sharding.settle()
         for each in own:
             assert each.root is not None
             kept = self._kept(tensors[each.name])
