@@ -10,7 +10,7 @@ import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -29,6 +29,10 @@ from imece.world import BACKEND, LOOPBACK, World, host_id, read_world
 
 _MEETING_S = 600.0  # ranks that have not met by then never will
 _SHOWN_CHARS = 200
+
+
+before_closing: list[Callable[[], None]] = []
+"""What is done before a mesh destroys its groups."""
 
 
 class Mesh:
@@ -156,9 +160,8 @@ class Mesh:
         if self._closed:
             return
         self._closed = True
-        from imece.collectives.calls import finish  # it needs this module
-
-        finish()
+        for finish in before_closing:
+            finish()
         with contextlib.suppress(RuntimeError):  # whoever serves the store may have left before us
             status.tell_closed(self._launchers, self.world.known_as)
         self._stop_telling()

@@ -171,6 +171,7 @@ def sent_between_hosts(strategy: str, mesh: Mesh) -> tuple[int, int]:
             sent.clear()
             plain(model, turn, mesh.rank).backward()
             optimizer.step()
+            model.sharding.settle()
     stores = model.sharding.stores
     nbytes = sum(store.parameters.numel() * store.parameters.itemsize for store in stores)
     # Units but the root are gathered twice, the root once: it stays from forward to the end of backward.

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from imece import mesh
 from imece.collectives import checks, pending, recorder
 from imece.collectives.companions import companions
 from imece.collectives.pending import Pending, Task, Waitable, drain, in_background
@@ -42,6 +43,9 @@ def finish() -> None:
     """
     checks.start_all(pending.PATIENCE_S)
     pending.finish()
+
+
+mesh.before_closing.append(finish)
 
 
 def in_shared_memory(group: dist.ProcessGroup, tensor: torch.Tensor) -> bool:
