@@ -35,7 +35,7 @@ Maker = Callable[[int], torch.Tensor]  # a rank's tensor, from its number
 
 
 CONTRACT = [
-    pytest.param(backend, size, marks=pytest.mark.slow if size > (3 if backend == "gloo" else 4) else ())
+    pytest.param(backend, size, marks=pytest.mark.slow if size > (2 if backend == "gloo" else 4) else ())
     for backend in BACKENDS
     for size in WORLD_SIZES
 ]

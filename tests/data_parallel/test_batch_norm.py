@@ -267,7 +267,7 @@ def check_all(backends: list[str]) -> list[str]:
     return done
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_together_equal_one_process(world_size: int) -> None:
     done = run_ranks(check_all, world_size, args=[["shm", "gloo"]], backend=None)
     assert done == [[f"{name} {check.__name__}" for name in ("shm", "gloo") for check in CHECKS]] * world_size

@@ -759,10 +759,10 @@ OTHERS: dict[str, Check] = {f"bits: {name}": same_bits(case) for name, case in I
     "optimizers that differ": optimizers_that_differ,
 }
 CHECKS: dict[str, Check] = {name: parity(case) for name, case in CASES.items()} | OTHERS
-IN_THREE = [name for name in OTHERS if name.startswith(("bits", "half", "notices"))]
-IN_THREE += ["adafactor", "odd parameters", "adamw that has stepped", "unused, momentum", "uneven, unused"]
-
-
+IN_THREE = ["bits: muon and adamw", "half, loaded", "odd parameters", "adafactor", "uneven, unused"]
+IN_THREE += [name for name in OTHERS if name.startswith("notices")]
+SLOW_IN_THREE = [name for name in OTHERS if name.startswith(("bits", "half")) and name not in IN_THREE]
+SLOW_IN_THREE += ["adamw that has stepped", "unused, momentum"]
 SLOW = ["compiled"]
 
 
@@ -775,7 +775,7 @@ SLOW = ["compiled"]
     + jobs(__name__, ["sgd", "muon and adamw, schedule"], (4, "shm"))
     + [
         pytest.param(*each.values, marks=pytest.mark.slow, id=each.id)
-        for each in jobs(__name__, SLOW, (2, "shm"))
+        for each in jobs(__name__, SLOW, (2, "shm")) + jobs(__name__, SLOW_IN_THREE, (3, "shm"))
     ],
 )
 def test_parallelize(job: Job, request: pytest.FixtureRequest) -> None:

@@ -266,6 +266,7 @@ def test_shrinks_and_grows_in_shared_memory(tmp_path: Path) -> None:
     run_ranks(shrink_and_grow, 4, args=["shm", str(tmp_path), list(CASES)], backend=None)
 
 
+@pytest.mark.slow
 def test_shrinks_and_grows_on_gloo(tmp_path: Path) -> None:
     names = ["replicate", "zero1", "gathered"]
     run_ranks(shrink_and_grow, 4, args=["gloo", str(tmp_path), names], backend=None)

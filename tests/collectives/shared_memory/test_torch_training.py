@@ -156,7 +156,7 @@ def train_on_both() -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def losses(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(train_on_both, request.param, backend=None, timeout_s=90)
 
