@@ -69,7 +69,7 @@ def model_of(
     return model, optimizer
 
 
-def stepped(model: ShardedDataParallel, optimizer: SGD, seed: int = 0) -> None:
+def stepped(model: nn.Module, optimizer: SGD, seed: int = 0) -> None:
     torch.manual_seed(100 * seed + dist.get_rank())
     model(torch.randn(8, WIDTH)).square().sum().backward()
     optimizer.step()
@@ -240,6 +240,39 @@ def whoever_looks() -> list[str]:
 
 def test_whoever_looks_at_a_parameter_waits_for_it() -> None:
     assert run_ranks(whoever_looks, 4, backend=None, ranks_per_host=2, timeout_s=90) == [[]] * 4
+
+
+class Extension(nn.Linear):
+    """As code in C++ does, it takes the memory of its parameters without a word."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return super().forward(x)
+
+
+def in_an_extension() -> None:
+    imece.init()
+    results = []
+    for overlap in (False, True):
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Extension(WIDTH, WIDTH))
+        module[0].weight = module[1].weight  # of both
+        model, optimizer = imece.parallelize(
+            module, SGD(module.parameters(), lr=0.1), "zero1", overlap=overlap
+        )
+        with held() as gathers:
+            threading.Timer(0.0 if not overlap else 0.5, gathers.go_on.set).start()
+            stepped(model, optimizer)
+            assert any(coming(model)) == overlap
+            with torch.no_grad():
+                results.append(layers(model)[1](torch.ones(2, WIDTH)))
+            assert not coming(model)[1]
+        assert not any(each._forward_pre_hooks for each in model.modules()), "hooks are left behind"
+    assert torch.equal(*results)
+
+
+def test_modules_wait_for_what_they_have() -> None:
+    run_ranks(in_an_extension, 2, backend=None, ranks_per_host=1)
 
 
 # --- steps, compiled code, and the end

@@ -3,7 +3,8 @@
 After an optimizer's step a rank has the new values of its own part, and an all-gather for each bucket brings
 the others'. Over a network these come while the next forward goes on with what it uses first (Megatron-LM
 calls it overlap-param-gather). Until a bucket has come its parameters are ComingParameters: any operation on
-one of them, in a forward or anywhere else, waits for that bucket, and finds an ordinary parameter.
+one of them, in a forward or anywhere else, waits for that bucket, and finds an ordinary parameter. Code in
+C++ may take a tensor without a word: so the modules that have them wait too, before their forward.
 
 What cannot see it is a tensor made from a parameter before the step, `parameter.detach()` say, and read after
 it: it shares the memory and does not wait.
@@ -33,9 +34,12 @@ _KNOWN = freed.KNOWN - {
 class Coming:
     """The parameters of one bucket while an all-gather fills it."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor], work: Pending) -> None:
-        """From now on whoever uses one of them waits."""
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], modules: Iterable[nn.Module], work: Pending
+    ) -> None:
+        """From now on whoever uses one of them waits. modules: those that have them."""
         self._work = work
+        self._handles = [each.register_forward_pre_hook(self._before, prepend=True) for each in modules]
         self._kinds = [(each, type(each)) for each in parameters]
         for each, _ in self._kinds:
             each._imece_coming = self  # type: ignore[attr-defined]
@@ -51,7 +55,13 @@ class Coming:
         self._work.give_up()
         self._show()
 
+    @torch._disable_dynamo(recursive=True)
+    def _before(self, module: nn.Module, _inputs: object) -> None:
+        self.settle()
+
     def _show(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
         while self._kinds:
             parameter, kind = self._kinds.pop()
             del parameter.__dict__["_imece_coming"]

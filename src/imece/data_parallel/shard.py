@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from imece import layout
 from imece.collectives import native, ops
@@ -96,6 +97,7 @@ class Sharding(Gradients):
         dtypes: Sequence[torch.dtype] | None = None,
         offload: Offload | None = None,
         overlap: Callable[[], bool] = lambda: True,
+        owners: Mapping[int, Sequence[nn.Module]] | None = None,
     ) -> None:
         """named: parameters that want a gradient; kinds: of each the number of its optimizer.
 
@@ -107,6 +109,7 @@ class Sharding(Gradients):
         have none. All ranks of `groups.world` construct together. dtypes: of the parameters' masters, where
         parameters are in fewer bits already. offload: where what the optimizer steps lies, if not with the
         parameters. overlap: asked in each step, whether it may end before what comes over a network has come.
+        owners: of parameters, by their id, the modules that have them.
         """
         self.strategy, self.groups, self.whole = strategy, groups, frozenset(whole)
         self.kinds = list(kinds)  # by parameter
@@ -117,7 +120,7 @@ class Sharding(Gradients):
         self._in_reach = self._in_common or schedule == "hierarchical"  # of some ranks of the shard group
         self.gathering, self.offload = gathering, offload
         self.lane: Lane = offload.lane if offload is not None else Direct()
-        self._overlap = overlap
+        self._overlap, self._owners = overlap, owners or {}
         self.gathers, self.borrows = gathering is not None, strategy.gradients
         self.most_under_way = most_under_way(
             on_cpu=named[0][1].device.type == "cpu",
@@ -397,7 +400,9 @@ class Sharding(Gradients):
                 label=label, async_op=in_background,
             )  # fmt: skip
         if isinstance(work, Pending):
-            store.coming = Coming([self._parameters[place.item] for place in store.plan.places], work)
+            parameters = [self._parameters[place.item] for place in store.plan.places]
+            modules = {module for each in parameters for module in self._owners.get(id(each), ())}
+            store.coming = Coming(parameters, modules, work)
 
     def check_views(self) -> None:
         """RuntimeError that names a parameter which no longer lies where its bucket is."""

@@ -39,7 +39,7 @@ from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.same import check_same_optimizers, check_same_shapes, sync_from
 from imece.data_parallel.shard import MixedPrecision, Sharding
 from imece.data_parallel.strategy import ShardGroups, find_strategy
-from imece.data_parallel.units import Unit, find_units, unit_numbers
+from imece.data_parallel.units import Unit, find_units, owners_of, unit_numbers
 from imece.data_parallel.way import has_spare_core
 from imece.mesh import Mesh
 
@@ -104,6 +104,7 @@ class ShardedDataParallel(DistributedDataParallel):
             dtypes=self._dtypes,
             offload=self._offload,
             overlap=self._may_come_late,
+            owners=owners_of(self.module),
         )
         if fill is not None:
             fill.rest()

@@ -192,6 +192,15 @@ def unit_numbers(model: nn.Module, units: Sequence[Unit], parameters: Iterable[t
     return [numbers.pop() if len(numbers := found[id(each)]) == 1 else 0 for each in parameters]
 
 
+def owners_of(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """Of each parameter, by its id, the modules that have it by themselves."""
+    owners: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(module)
+    return owners
+
+
 def _trains(module: nn.Module) -> bool:
     return any(each.requires_grad for each in module.parameters())
 
