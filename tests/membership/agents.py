@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import imece
+from imece.collectives import hierarchical
 from imece.membership.recovery import Recovered
 from imece.membership.roster import Generation, Roster
 from imece.store import listen, serve
@@ -178,8 +180,8 @@ def learn(*args: Any) -> dict[str, Any]:
 def learn_all(strategy: str, deaths: dict[str, list[Any]], slow_s: float = 0.0) -> dict[str, Any]:
     """STEPS steps; what this rank has seen, and the parameters at the end.
 
-    deaths: {member: [step, place]}, where it kills itself: "backward" or "step" (after it). slow_s: a step
-    takes so much longer.
+    deaths: {member: [step, place]}, where it kills itself: "backward", "gather" (of what was stepped, which
+    the others are in or have gone on from) or "step" (after it). slow_s: a step takes so much longer.
     """
     member = as_member()
     step_of, place_of = deaths.get(str(member), [-1, ""])
@@ -202,6 +204,9 @@ def learn_all(strategy: str, deaths: dict[str, list[Any]], slow_s: float = 0.0) 
             loss = nn.functional.mse_loss(model(inputs[mine]), targets[mine])
             loss.backward()
             here(number, "backward")
+            if (number, "gather") == (step_of, place_of):
+                gather = mock.patch.object(hierarchical, "all_gather", lambda *_: here(step_of, "gather"))
+                gather.start()
             optimizer.step()
             optimizer.zero_grad()
             here(number, "step")

@@ -47,6 +47,14 @@ def test_a_rank_whose_host_has_another(strategy: str, place: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_while_parameters_come(strategy: str) -> None:
+    """The others have left the step, whose values they will never have from it, and run the next forward."""
+    ((_, step, lost, hosts),) = survive(strategy, {2: (5, "gather")})
+    assert step >= 5 and lost <= 1 and hosts == [2, 1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["replicate", "hybrid", "hybrid_zero2"])
 def test_a_whole_host(strategy: str) -> None:
     told = survive(strategy, {0: (5, "backward"), 1: (5, "backward")})
