@@ -27,9 +27,9 @@ def kills(**more: Any) -> Kills:
     faults = [{"step": 50, "again": more.get("again", 0), "recovery_s": seconds} for seconds in (0.5, 0.9)]
     figures = {
         "faults": faults, "survived": 2, "passed": True, "again": 2 * more.get("again", 0), "median_s": 0.7,
-        "worst_s": 0.9,
+        "worst_s": 0.9, "seen": [(0.0, 0), (40.0, 300)],
     }  # fmt: skip
-    found = Kills("zero1", 0.1, 300, figures | more.get("drill", {}), 0.9, 1e-7, 200)
+    found = Kills("zero1", 0.1, figures | more.get("drill", {}), 0.9, 1e-7, 200)
     for name in ("goodput", "difference", "compared"):
         setattr(found, name, more.get(name, getattr(found, name)))
     return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -90,11 +91,14 @@ def _kills(results: Results, folder: Path, say: Callable[[str], None]) -> None:
         task = Task(str(calm), strategy, plan.steps, plan.steps, pause_s=plan.pause_s)
         undisturbed = train(task, plan.ranks)
         step_s = undisturbed.seconds / (plan.steps - 1)
-        # Time for the kills and for what comes before, also if the machine has become faster meanwhile.
-        steps = max(plan.steps, math.ceil(_MARGIN * (plan.kills + 2) * plan.every_s / step_s))
-        task = Task(str(hit), strategy, steps, plan.steps, pause_s=plan.pause_s)
+        # How long the kills take nobody knows in steps: it ends by itself, a while after the last one.
+        after = math.ceil(_MARGIN * plan.every_s / step_s)
+        task = Task(
+            str(hit), strategy, sys.maxsize - 1, plan.steps, pause_s=plan.pause_s,
+            members=plan.ranks + plan.kills, after=after,
+        )  # fmt: skip
         trained, figures = drill(task, plan.ranks, plan.kills, plan.every_s, plan.seed)
-        found = Kills(strategy, step_s, steps, figures, goodput(step_s, figures), None, plan.steps)
+        found = Kills(strategy, step_s, figures, goodput(step_s, figures), None, plan.steps)
         if trained is not None:
             found.difference = difference(trained.parameters, undisturbed.parameters)
         results.kills[strategy] = found

@@ -23,6 +23,7 @@ import imece
 from imece.bench.reference_model import Shape, new_decoder, optimizer_of
 from imece.collectives import ops
 from imece.data.batches import rows
+from imece.membership.recovery import Recovered
 
 SHAPE = Shape(vocabulary=256, width=192, layers=4, heads=3, length=64)
 """1.8M parameters over bytes."""
@@ -47,6 +48,10 @@ class Task:
     """Measure the cost instead: so many rounds of `steps` steps each way."""
     pause_s: float = 0.0
     """Added to each step: for tests, whose steps are too short to be hit."""
+    members: int = 0
+    """If it is to end sooner: when so many ranks, those that replace others counted too, have come in;"""
+    after: int = 0
+    """and so many steps later."""
 
 
 class Text:
@@ -85,9 +90,15 @@ def _train(task: Task, mesh: imece.Mesh) -> None:
     # one process, end 8e-3 apart after 200 steps; with this optimizer 3e-6.
     plain = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9, fused=True)
     model, optimizer = imece.parallelize(made, plain, task.strategy)
-    text, folder = Text(), Path(task.folder)
+    text, folder, last = Text(), Path(task.folder), task.steps
+
+    def recovered(found: Recovered) -> None:  # all ranks of a generation are told the same
+        nonlocal last
+        if task.members and max(found.generation.members) + 1 >= task.members:
+            last = max(found.step, task.compare) + task.after
+
     # Once more than asked for: what follows the last step is not protected, and no fault should come there.
-    for step in imece.steps(task.steps + 1, model, optimizer):
+    for step in imece.steps(task.steps + 1, model, optimizer, recovered=recovered):
         with step:
             if step.index == 1 and mesh.rank == 0 and not (folder / BEGAN).exists():
                 _write(folder / BEGAN, {"time_s": time.monotonic()})
@@ -95,10 +106,12 @@ def _train(task: Task, mesh: imece.Mesh) -> None:
                 tensors = {name: value.detach().cpu() for name, value in model.state_dict().items()}
                 if mesh.rank == 0:
                     _save(tensors, folder / PARAMETERS)
-            if step.index == task.steps and mesh.rank == 0:
+            if step.index == last and mesh.rank == 0:
                 _write(folder / ENDED, {"time_s": time.monotonic()})
             train_step(model, optimizer, text.batch(step.index, mesh.rank, mesh.world_size), mesh.world_size)
             time.sleep(task.pause_s)
+        if step.index == last:
+            break
 
 
 def _measure_cost(task: Task, mesh: imece.Mesh) -> None:

@@ -23,7 +23,7 @@ class Plan:
     kills: int = 5
     every_s: float = 8.0
     steps: int = 200
-    """After which parameters are compared; the run goes on until all kills had their time."""
+    """After which parameters are compared; the run goes on until a while after the last kill."""
     cost_rounds: int = 15
     cost_steps: int = 10
     torchrun_runs: int = 3
@@ -41,7 +41,6 @@ class Kills:
     strategy: str
     step_s: float
     """Undisturbed."""
-    steps: int
     drill: dict[str, Any]
     """The figures of `imece drill`."""
     goodput: float | None
@@ -49,6 +48,11 @@ class Kills:
     difference: float | None
     """Of the parameters to the undisturbed run's: the norm of the difference by the norm. None if the run did
     not come to its end."""
+
+    @property
+    def steps(self) -> int:
+        """Finished ones, when there was somebody to say so."""
+        return self.drill["seen"][-1][1] if self.drill["seen"] else 0
 
     @property
     def kills_compared(self) -> int:
