@@ -15,6 +15,7 @@ import imece
 from imece.data_parallel.buckets import Bucket
 from imece.data_parallel.footprint import counted, expected, predict
 from imece.data_parallel.shard import Sharding
+from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.strategy import STRATEGIES, find_strategy
 from imece.footprint import DIVIDED, Footprint
 from imece.layout import Item, build
@@ -127,6 +128,31 @@ def test_a_network_has_time_for_the_buckets_under_way(where: str, expected_most:
     hosts = {"ranks_per_host": 2} if where == "two hosts" else {"env": {"IMECE_BACKEND": where}}
     ranks = 4 if where == "two hosts" else 2
     for most, predicted, found in run_ranks(under_way, ranks, backend=None, timeout_s=90, **hosts):
+        assert (most, found) == (expected_most, predicted)
+
+
+def units_there() -> tuple[int, int, int]:
+    """Most units there in a forward, but for the root; bytes of communication, predicted and counted."""
+    imece.init()
+    model, optimizer = imece.parallelize(*_new(), "zero3", gather=True)
+    assert isinstance(model, ShardedDataParallel)
+    predicted, gathering, most = expected(model, [optimizer]), model.sharding.gathering, [0]
+    assert predicted is not None and gathering is not None
+    for layer in model.module.get_submodule("layers").children():
+        layer.register_forward_pre_hook(
+            lambda *_: most.append(sum(unit.is_there for unit in gathering.units[1:]))
+        )
+    for _ in range(2):  # in the first one nothing is known ahead
+        model(torch.ones(2, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return max(most), predicted.communication, counted(model, [optimizer]).communication
+
+
+@pytest.mark.parametrize(("hosts", "expected_most"), [(1, 2), (2, 3)])
+def test_between_hosts_a_unit_comes_in_each_lane(hosts: int, expected_most: int) -> None:
+    """And what they take was predicted."""
+    for most, predicted, found in run_ranks(units_there, 2, backend=None, ranks_per_host=2 // hosts):
         assert (most, found) == (expected_most, predicted)
 
 

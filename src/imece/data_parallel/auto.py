@@ -37,7 +37,7 @@ from imece.data_parallel.shard import MixedPrecision
 from imece.data_parallel.sharded import BORROWED_CAP_BYTES
 from imece.data_parallel.strategy import STRATEGIES, Strategy, choose_strategy
 from imece.data_parallel.units import find_units, unit_numbers
-from imece.data_parallel.way import best_schedule, most_under_way
+from imece.data_parallel.way import best_schedule, most_under_way, units_at_once
 from imece.footprint import OFFLOADS, Footprint
 from imece.footprint import Offload as Hosted
 from imece.mesh import Mesh
@@ -156,6 +156,7 @@ def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | 
     laid, numbers = _lay(given, named, kinds, strategy, size)
     numbered = [(*numbers[bucket.group], bucket) for bucket in laid.buckets]
     gathers, under_way = _gathers(given, strategy), _most_under_way(given, strategy)
+    at_once = units_at_once(_schedule(given, strategy))
     master = named[0][1].itemsize
     precision = given.precision or MixedPrecision()
     parameter = precision.param.itemsize if precision.param is not None else master
@@ -168,7 +169,7 @@ def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | 
         reduce_bytes=precision.reduce.itemsize if precision.reduce is not None else parameter,
         master_bytes=master,
         filling=filling(numbered, gathers=gathers, most_under_way=under_way) if strategy.gradients else (),
-        gathered=gathered(numbered, given.options.in_flight) if gathers else (),
+        gathered=gathered(numbered, given.options.in_flight or at_once) if gathers else (),
         offload=offload,
     )
     return replace(found, parameters=found.parameters + rest)
@@ -240,8 +241,12 @@ def _gathers(given: Given, strategy: Strategy) -> bool:
 def _most_under_way(given: Given, strategy: Strategy) -> int:
     group = _group(given.ranks)
     shared = isinstance(group, SharedMemoryGroup) and not strategy.hybrid
-    schedule = None if strategy.hybrid else best_schedule(group, given.device)
+    schedule = _schedule(given, strategy)
     return most_under_way(on_cpu=given.device.type == "cpu", shared=shared, schedule=schedule)
+
+
+def _schedule(given: Given, strategy: Strategy) -> str | None:
+    return None if strategy.hybrid else best_schedule(_group(given.ranks), given.device)
 
 
 def _cap_bytes(given: Given, strategy: Strategy) -> int:

@@ -89,9 +89,7 @@ def expected(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) ->
         filling=filling(numbered, gathers=sharding.gathers, most_under_way=sharding.most_under_way)
         if sharding.strategy.gradients
         else (),
-        gathered=gathered(numbered, sharding.gathering.options.in_flight)
-        if sharding.gathering is not None
-        else (),
+        gathered=gathered(numbered, sharding.gathering.in_flight) if sharding.gathering is not None else (),
         offload=sharding.offload.name if sharding.offload is not None else None,
     )
 

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from imece.data_parallel.outputs import tensors_in
 from imece.data_parallel.units import State, Unit, Wanted
+from imece.data_parallel.way import units_at_once
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -39,13 +40,13 @@ class GatherOptions:
     """None: found by themselves; classes of modules; or elements that a unit has at least."""
     reshard_after_forward: bool = True
     """False: what forward gathered stays for backward; more memory, one gather less."""
-    in_flight: int = 2
-    """Units that are there at a time in forward, those that come included; at least 1."""
+    in_flight: int | None = None
+    """Units that are there at a time in forward, those that come included; at least 1. None: see way.py."""
     always: bool = False
     """Also where the ranks have memory in common, in which nothing needs to be gathered."""
 
     def __post_init__(self) -> None:
-        if self.in_flight < 1:
+        if self.in_flight is not None and self.in_flight < 1:
             raise ValueError(f"gathers_in_flight is {self.in_flight}; it must be at least 1")
 
 
@@ -61,7 +62,8 @@ class Gathering:
     ) -> None:
         """units: the root first; their buckets are added after this. schedule: as for ops.all_gather."""
         self.units, self._group, self.options, self._schedule = list(units), group, options, schedule
-        self._ahead = options.in_flight - 1
+        self.in_flight = options.in_flight or units_at_once(schedule)
+        self._ahead = self.in_flight - 1
         self._order: list[Unit] = []  # in which units ran in the last forward that came to its end
         self._path: list[Unit] = []  # in this one
         self._held = 0  # `gathered` contexts

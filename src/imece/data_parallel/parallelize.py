@@ -41,7 +41,7 @@ def parallelize(
     overlap: bool | None = None,
     units: Wanted = None,
     reshard_after_forward: bool = True,
-    gathers_in_flight: int = 2,
+    gathers_in_flight: int | None = None,
     gather: bool = False,
     init: Init | None = None,
     offload: Literal["optimizer", "parameters"] | Offload | None = None,
@@ -79,7 +79,7 @@ def parallelize(
     gather=True. All ranks must run the same units then, in one order. units: classes of modules, or how many
     elements a unit has at least; by default the repeated blocks of the model. reshard_after_forward=False
     keeps what forward gathered until backward. gathers_in_flight: units there at a time, the next ones
-    included.
+    included; 2, and 3 between the CPUs of several hosts.
 
     A model made on the meta device gets its memory here, unit by unit: no rank ever holds all of it. init
     fills one module; by default its `reset_parameters` does.

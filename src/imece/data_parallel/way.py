@@ -43,6 +43,11 @@ def most_under_way(*, on_cpu: bool, shared: bool, schedule: str | None) -> int:
     return 0 if on_cpu and shared else 1
 
 
+def units_at_once(schedule: str | None) -> int:
+    """Units that are there at a time in forward: one runs, and one comes, between hosts one in each lane."""
+    return 1 + (LANES if schedule == "hierarchical" else 1)
+
+
 def has_spare_core(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether something else than backward can reduce: a network, a GPU, or a core that is free."""
     if device.type != "cpu" or not isinstance(group, SharedMemoryGroup):

@@ -206,7 +206,7 @@ class Board:
             self._attached = {key: kept for key, kept in self._attached.items() if key[0] != rank}
         found = self._attached.get((rank, serial))
         if found is None:
-            found = segment.attach(self.peers[rank].pid, fd, serial, populate=True)
+            found = segment.attach(self.peers[rank].pid, fd, serial)  # resident is what is used of it
             self._attached[rank, serial] = found
         return found.memory
 
