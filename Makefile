@@ -80,7 +80,7 @@ bench: setup $(BENCH_STAMP)  ## measure the collectives; figures go to build/ben
 bench-gpu:  ## measure one GPU (ARGS="--model small" for a smaller one); build/bench/gpu.json
 	PYTHONPATH=src $(PYTHON) -m imece bench gpu --json build/bench/gpu.json $(ARGS)
 
-soak: setup  ## kill a rank of a training every 15 s, KILLS=200 times (about an hour); prints the goodput
+soak: setup  ## kill a rank of a training every 15 s, KILLS=200 times (about 50 minutes); prints the goodput
 	@mkdir -p build/bench
 	$(VENV_PYTHON) -m imece bench recovery --parts kills --strategies replicate --kills $(KILLS) \
 		--every-s 15 --json build/bench/soak.json
