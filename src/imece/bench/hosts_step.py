@@ -19,7 +19,7 @@ from imece.bench.targets import verdict
 from imece.data_parallel.sharded import ShardedDataParallel
 
 TOKENS = (128, 512)
-STEPS = 2  # of a round
+STEPS = 5  # of a round
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "no-sync": lambda model: model,
     "torch-gloo": DistributedDataParallel,
