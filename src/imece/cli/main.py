@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from imece import __version__
 from imece.cli.options import nearest, one_line
@@ -19,9 +21,9 @@ COMMANDS = {
     "eval": "the loss of a trained model, on its own held-out text or on other",
     "export": "a trained model in Hugging Face's format",
     "plan": "what fits on which GPUs, how fast it is, and why, before anything is rented",
-    "launch": "run a script on several ranks of this host, or with SLURM",
+    "launch": "run a script on several ranks, of this host or of several; replace those that die",
     "drill": "the same, and hit random ranks with a signal: does it go on?",
-    "bench": "measure collectives beside Gloo and others",
+    "bench": "measure steps, memory, saves, recovery, collectives, beside torch and others",
     "doctor": "check this host, and every collective on it",
 }
 
@@ -29,22 +31,40 @@ _MODULES = {"eval": "evaluate"}  # whose file has another name: eval is Python's
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `imece ARGV` and return its exit status; that of a death by SIGPIPE if nobody reads the output."""
+    """Run `imece ARGV` and return its exit status; that of a death by SIGPIPE if nobody reads the output, and
+    1 if it cannot be written.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _take_all()
     try:
         try:
             return _run(arguments)
         except UserError as mistake:
-            print(f"imece: {one_line(str(mistake))}", file=sys.stderr)
-            return 2
+            return _refuse(mistake)
         finally:
-            print(end="", flush=True)  # here: at the interpreter's end nobody could catch what it raises
+            sys.stdout.flush()  # here: at the interpreter's end nobody could catch what it raises
     except BrokenPipeError:
         if not _drop_unread_output():
             raise  # another pipe, so a mistake of ours
         return 128 + signal.SIGPIPE
+    except FileNotFoundError:
+        if not _is_nowhere():
+            raise
+        return _refuse("the current folder has been removed: go to one that is there")
+    except OSError as error:
+        if error.filename is not None or not _output_fails():
+            raise  # of a file, so a mistake of ours
+        said = f"standard output cannot be written ({error.strerror}): make room, or send it elsewhere"
+        print(f"imece: {said}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _refuse(mistake: object) -> int:
+    """Say it in one line; the exit status."""
+    print(f"imece: {one_line(str(mistake))}", file=sys.stderr)
+    return 2
 
 
 def _run(arguments: list[str]) -> int:
@@ -69,14 +89,50 @@ def _usage() -> str:
     return "\n".join(["usage: imece COMMAND ...", "", *lines, "", "imece COMMAND --help tells more."])
 
 
+def _take_all() -> None:
+    """What is printed to a closed stdout or stderr goes nowhere; what stdout's encoding has not, such as a
+    name that is no UTF-8, is escaped there as it is on stderr.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - to the end
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with contextlib.suppress(OSError):  # of a stream on a pipe that does not know where it is
+            sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _output_fails() -> bool:
+    """Whether stdout takes nothing, as on a full disk; then what is still to come there goes nowhere."""
+    try:
+        print(flush=True)
+    except OSError:
+        _drop([1])
+        return True
+    return False
+
+
+def _is_nowhere() -> bool:
+    """Whether the current folder is gone, so that no relative path can be made an absolute one."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
 def _drop_unread_output() -> bool:
     """Whether stdout or stderr is a pipe whose reader has gone; what is still to come there goes nowhere."""
     poll = select.poll()
     for fd in (1, 2):
         poll.register(fd, 0)  # for no event, so for errors alone
     unread = [fd for fd, event in poll.poll(0) if event & (select.POLLERR | select.POLLHUP)]
+    _drop(unread)
+    return bool(unread)
+
+
+def _drop(fds: Iterable[int]) -> None:
+    """Whatever is written there from now on goes nowhere."""
     null = os.open(os.devnull, os.O_WRONLY)
-    for fd in unread:
+    for fd in fds:
         os.dup2(null, fd)
     os.close(null)
-    return bool(unread)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
+import os
+import reprlib
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,14 +37,18 @@ Schedule = Literal["cosine", "wsd", "constant"]
 Dtype = Literal["auto", "bf16", "fp32", "fp16"]
 Offload = Literal["none", "optimizer", "parameters"]
 
+_MOST = 2**63 - 1  # of whole numbers: tensors, files and TOML have no larger ones
+
 
 def _also(*names: str) -> Any:
     return tyro.conf.arg(aliases=list(names))
 
 
 def _least(name: str, value: float, least: float, unit: str = "") -> None:
-    if not (value >= least and math.isfinite(value)):
-        raise ValueError(f"{name} is {value}{unit}: at least {least}{unit}")
+    most = _MOST if isinstance(value, int) else sys.float_info.max
+    if not least <= value <= most:
+        also = f", at most {most}{unit}" if value > most else ""
+        raise ValueError(f"{name} is {reprlib.repr(value)}{unit}: at least {least}{unit}{also}")
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,9 @@ class ModelSection:
     """The embedding is the head too."""
 
     def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if type(value) is int:
+                _least(f"model.{name}", value, 1)
         self.shape(preset(self.preset).vocab_size)
 
     def shape(self, vocab_size: int) -> TransformerConfig:
@@ -81,7 +90,7 @@ class DataSection:
     """The text, and how it becomes tokens."""
 
     paths: Annotated[tuple[str, ...], _also("--data")] = ()
-    """Files, folders or globs (.txt .md .py .rst .jsonl .parquet); none: the Python standard library here."""
+    """Files, folders, globs (.txt .md .py .rst .jsonl .parquet), hf:NAME[:SPLIT]; none: Python's library."""
     field: str = "text"
     """Where the text is in a .jsonl or .parquet record."""
     tokenizer: str = "bpe"
@@ -247,8 +256,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _least("ranks", self.ranks, 0)
         _least("steps", self.steps, 1)
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed}: from 0 to {2**63 - 1}")
+        if not 0 <= self.seed <= _MOST:
+            raise ValueError(f"seed is {reprlib.repr(self.seed)}: from 0 to {_MOST}")
 
     @property
     def offload(self) -> Literal["optimizer", "parameters"] | None:
@@ -258,7 +267,7 @@ class TrainConfig:
     @property
     def folder(self) -> Path:
         """The run folder."""
-        return Path(self.run) if self.run else Path("runs") / self.model.preset
+        return Path(os.path.expanduser(self.run)) if self.run else Path("runs") / self.model.preset
 
 
 # What may differ between the commands that go on with one run: nothing that changes what it computes, but
@@ -333,7 +342,7 @@ def read_toml(path: Path) -> TrainConfig:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}): name a TOML file, or none") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, too long a number, too deep a list
         raise UserError(
             f"{path}: not TOML ({error}); imece train --print-config shows a whole one"
         ) from error
@@ -375,7 +384,7 @@ def _value(kind: Any, value: Any, name: str) -> Any:
         return tuple(items)
     allowed = [each for each in (get_args(kind) or (kind,)) if each is not type(None)]
     wanted = allowed[0]
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+    if wanted is float and type(value) is int and abs(value) <= _MOST:
         return float(value)
     if type(value) is not wanted:
         words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
