@@ -136,6 +136,17 @@ def test_leftovers_of_a_killed_job_go_away_and_nothing_else(tmp_path: Path) -> N
         assert all_steps(tmp_path) == [9]
 
 
+def test_a_folder_that_one_may_list_and_not_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "step-00000001").mkdir()
+
+    def refuse(path: Path) -> bool:  # root may enter all, so we play the kernel
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    with pytest.raises(UserError, match=r"cannot be read \(Permission denied\): check the path and its"):
+        newest_whole(tmp_path)
+
+
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -102,6 +103,20 @@ def test_only_the_files_that_are_needed_are_opened(tmp_path: Path) -> None:
     for rank in (0, 2):
         (saved.folder / f"rank-{rank:05d}.safetensors").unlink()
     assert saved.slice("x", 4, 8).tolist() == [4, 5, 6, 7]
+
+
+def test_no_more_files_are_open_than_a_process_may_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("imece.checkpoint.load._MOST_OPEN", 2)
+    with crew(tmp_path, 5) as ranks:
+        assert ranks.save(1, lambda rank: {"x": Slice(torch.arange(4) + 4 * rank, (20,), 4 * rank)})
+    saved = open_checkpoint(tmp_path / "step-00000001")
+    for _ in range(2):
+        assert saved.tensor("x").tolist() == list(range(20))
+        assert saved.slice("x", 15, 17).tolist() == [15, 16]
+        opened = [each.path for each in psutil.Process().open_files()]
+        assert sum(path.startswith(str(tmp_path)) for path in opened) == 2
 
 
 def test_each_element_is_in_one_file_that_safetensors_reads(tmp_path: Path) -> None:

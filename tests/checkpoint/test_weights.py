@@ -108,6 +108,8 @@ def test_another_shape_is_never_taken(run: Path, strict: bool) -> None:
 def test_nothing_to_load(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="none has no checkpoint: name a checkpoint, or a run folder"):
         load_weights(Net(0), tmp_path / "none")
+    with pytest.raises(UserError, match=r"x: cannot be read \(File name too long\): check the path"):
+        load_weights(Net(0), tmp_path / ("x" * 300))
     (tmp_path / "step-00000004").mkdir()
     with pytest.raises(UserError, match=r"has no checkpoint that can be read: .*step-00000004"):
         load_weights(Net(0), tmp_path)

@@ -33,6 +33,11 @@ def test_the_targets(measured: Row, words: list[str]) -> None:
     assert [line.split()[0] for line in save.judged(Results(Plan(), [measured]))] == words
 
 
+def test_a_folder_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "save", "--folder", "x" * 300]) == 2
+    assert "x: no folder that can be written to: make it, or name another\n" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures, folder = tmp_path / "save.json", tmp_path / "folder"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -53,7 +54,9 @@ def test_interfaces(name: str, value: str, status: str) -> None:
     assert not list(doctor.interface({"NCCL_SOCKET_IFNAME": "^docker"}, "NCCL_SOCKET_IFNAME", INTERFACES))
 
 
-@pytest.mark.parametrize(("value", "status"), [("1", "ok"), ("4", "ok"), ("5", "warn"), ("many", "warn")])
+@pytest.mark.parametrize(
+    ("value", "status"), [("1", "ok"), ("4", "ok"), ("5", "warn"), ("many", "warn"), ("²", "warn")]
+)
 def test_threads(value: str, status: str) -> None:
     assert only(doctor.threads({"OMP_NUM_THREADS": value}, cores=4)).status == status
     assert not list(doctor.threads({}, cores=4))
@@ -76,6 +79,13 @@ def test_launchers_variables(environ: Mapping[str, str], status: str, said: str)
     finding = only(doctor.launcher(environ, known))
     assert finding.status == status and said in finding.text
     assert not list(doctor.launcher({}, known))
+
+
+@pytest.mark.parametrize("name", ["a..b", "x" * 64])
+def test_what_is_no_hosts_name_has_no_address(name: str) -> None:
+    finding = only(doctor.launcher({"MASTER_ADDR": name}, socket.getaddrinfo))
+    assert finding.status == "fail" and finding.text.startswith(f"MASTER_ADDR={name} has no address")
+    assert only(doctor.host_name({}, name, socket.getaddrinfo)).status == "warn"
 
 
 def test_host_name_files_and_locked_memory() -> None:
@@ -161,7 +171,9 @@ def test_attach_tells_who_is_in_what(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err.startswith("imece: ")
 
 
-@pytest.mark.parametrize("argv", [["--ranks", "0"], ["--ranks", "x"], ["--attach=-5"], ["--nonsense"]])
+@pytest.mark.parametrize(
+    "argv", [["--ranks", "0"], ["--ranks", "x"], ["--attach=-5"], ["--attach", "9" * 300], ["--nonsense"]]
+)
 def test_a_mistake_is_one_line_and_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *argv]) == 2
     captured = capsys.readouterr()

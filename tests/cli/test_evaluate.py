@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from imece.cli.evaluate import measures
 from imece.cli.main import main
 from imece.data.baselines import baselines
 from imece.data.tokens import open_tokens
+from imece.train.precision import choose_precision
 from imece.train.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -126,6 +128,40 @@ def test_what_it_refuses(
 
 def test_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is no run folder" in refused(capsys, str(tmp_path))
+
+
+def test_a_run_in_fp16_without_a_gpu(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("imece.cli.evaluate.best_device", lambda: torch.device("cpu"))
+    run = tmp_path / "run"
+    shutil.copytree(trained_run, run)
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace('dtype = "fp32"', 'dtype = "fp16"'))
+    assert main(["eval", str(run)]) == 0
+    out, err = capsys.readouterr()
+    name = choose_precision("auto", torch.device("cpu")).name
+    assert f"step 1, {name}, on held out" in out
+    assert err == f"imece: the run's fp16 needs a GPU: evaluated in {name}\n"
+
+
+def test_where_nothing_can_be_written(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    message = refused(capsys, str(trained_run), "--data", str(tmp_path / "a.txt"))
+    assert "no folder for the tokens of --data can be made (No such file or directory): set TMPDIR" in message
+
+
+def test_in_a_folder_that_is_gone(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    message = refused(capsys, str(trained_run), "--data", "a.txt")
+    assert message == "imece: the current folder has been removed: go to one that is there\n"
 
 
 @pytest.mark.parametrize("nats", [math.nan, math.inf, 1e4])

@@ -69,6 +69,11 @@ def test_help_and_version() -> None:
         ("launch --hosts 2 --host-rank 0 --ranks 2 x.py", "where do the 2 hosts meet? --rendezvous"),
         ("launch --hosts 2 --host-rank 0 --rendezvous a --ranks 2 x.py", "'a' is no HOST:PORT"),
         ("launch --hosts 2 --host-rank 0 --rendezvous a:0 --ranks 2 x.py", "'a:0' is no HOST:PORT"),
+        (
+            "launch --hosts 2 --host-rank 0 --rendezvous a..b:29400 --ranks 2 tests/conftest.py",
+            "no way from here to a..b:29400: that is no host's name",
+        ),
+        ("launch --hosts 99 --host-rank 0 --rendezvous a:1 --ranks 999 x.py", "up to 16384 ranks in all"),
         ("launch --nnodes 2 --node-rank 0 --master-addr a --ranks 2 x.py", "'a:' is no HOST:PORT"),
         ("launch --hosts 2 --host-rank 0 --rendezvous a:1 --ranks 2 --min-ranks 5 x.py", "from 1 to 4"),
         ("launch --slurm --hosts 2 --ranks 2 x.py", "--hosts: with --slurm the hosts are SLURM's nodes"),
@@ -83,6 +88,7 @@ def test_help_and_version() -> None:
         ("launch --ranks 2 /", "'/'"),
         ("launch --ranks 2 -m missing_module", "'missing_module'"),
         ("launch --ranks 2 -m ../x", "'../x'"),
+        ("launch --ranks 2 -m __main__", "'__main__'"),
         ("launch --ranks 2 --no-python missing-program", "'missing-program'"),
         ("launch -m --no-python --ranks 2 x", "exclude"),
         ("launch --rank 2 x.py", "did you mean --ranks?"),
@@ -203,6 +209,51 @@ def test_a_reader_that_has_gone_is_no_failure(argv: list[str], unbuffered: str) 
     )  # fmt: skip
     os.close(unread)
     assert done.returncode == 141 and not done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(("argv", "unbuffered"), [("--help", ""), ("plan 7B --gpus 8xH100", "1")])
+def test_a_full_disk(argv: str, unbuffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "imece", *argv.split()], stdout=full, stderr=subprocess.PIPE, text=True,
+            timeout=60, check=False, env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        )  # fmt: skip
+    said = "standard output cannot be written (No space left on device): make room, or send it elsewhere"
+    assert (done.returncode, done.stderr) == (1, f"imece: {said}\n")
+
+
+def test_another_error_without_a_file_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: list[str]) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("imece.cli.main._run", full)
+    with pytest.raises(OSError, match="No space left"):
+        run("doctor")
+
+
+def test_a_name_that_is_no_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="utf-8", errors="strict"))
+    assert main(["train", "--print-config", "--run", "\udcff"]) == 0
+    assert out.getvalue().startswith(b'run = "\\udcff"\n')
+
+
+def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Started with stdout and stderr closed, Python has None for them."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert (main(["plan", "7B", "--gpus", "8xH100"]), main(["lunch"])) == (0, 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.close()
+    monkeypatch.undo()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_prints_nothing_needs_no_room() -> None:
+    """As a launcher, whose ranks' output is not worth the job."""
+    code = "import sys; from imece.cli import main; main._run = lambda words: 3; sys.exit(main.main([]))"
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, "-c", code], stdout=full, timeout=60).returncode == 3
 
 
 def test_another_broken_pipe_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,18 @@ def test_mistakes(argv: list[str], message: str, columns: str, monkeypatch: pyte
     assert str(caught.value) == message
 
 
+def test_a_number_that_a_check_cannot_hold() -> None:
+    @dataclass(frozen=True)
+    class Heat:
+        degrees: int = 200
+
+        def __post_init__(self) -> None:
+            assert float(self.degrees) > 0
+
+    with pytest.raises(UserError, match=r"^int too large to convert to float"):
+        parse(Heat, ["--degrees", str(10**310)], "imece bake", "Bakes.")
+
+
 def test_choices_are_listed() -> None:
     with pytest.raises(UserError, match=r"'square'.*'round', 'long'"):
         read("--shape", "square")

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import pytest
 
 from imece.cli.main import main
 from imece.cli.plan import default_batch
+from imece.plan.answer.search import judge
 from imece.plan.check import PLAN_FILE
 from imece.plan.hardware import find_cluster
+from imece.plan.models.by_name import find_model
+from imece.plan.setup import Parallel, Recipe, Setup
 from tests.plan.test_check import CONTENT
-from tests.plan.test_here import FIGURES
+from tests.plan.test_here import FIGURES, without_home
 
 
 def found(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> dict[str, Any]:
@@ -49,10 +53,43 @@ def test_text_says_what_json_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(winner["memory_bytes"].values()) == pytest.approx(winner["needed_bytes"])
     assert sum(winner["parts_s"].values()) == pytest.approx(winner["step_s"])
     assert content["fits"] and content["considered"] > 500
-    assert content["ranking"][0]["plan"] == winner["plan"]
+    assert content["ranking"][0] | {"bucket_bytes": winner["bucket_bytes"]} == winner
     assert all(len(line) <= 110 for line in text.splitlines())
     assert content["hours"] == pytest.approx(1e9 / winner["tokens_per_s"] / 3600)
     assert content["dollars"] == pytest.approx(content["hours"] * 8 * 1.3)
+
+
+def test_what_is_shown_has_the_buckets_that_are_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = "13B --gpus 8xA100-80 --global-batch 256 --tensor 2 --pipeline 1 --strategy zero2 --micro-batch 2"
+    winner = found(capsys, *argv.split())["winner"]
+    assert winner["bucket_bytes"] == winner["recipe"]["bucket_bytes"] == 100 * 2**20
+    recipe = replace(Recipe(4096), micro_batch=2, accumulation=32, bucket_bytes=100 * 2**20)
+    setup = Setup(find_model("13B"), Parallel("zero2", 4, 4, tensor=2), recipe)
+    judged = judge(setup, find_cluster("A100-80", 8))
+    assert (winner["step_s"], winner["needed_bytes"]) == (judged.seconds, judged.needed)
+
+
+def test_what_leaves_no_reserve_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """It needs 82.7 of 85.2 GB, of which 4 % are to stay free."""
+    argv = ["13B", "--gpus", "8xA100-80", "--global-batch", "256", "--tensor", "1", "--pipeline", "1"]
+    others = {each["name"]: each for each in found(capsys, *argv)["others"]}
+    assert others["ZeRO-1"]["why"].startswith("does not fit: needs 82.7 of 81.8 GB")
+    assert {each["fits"] for each in others.values()} == {True, False}
+    for each in others.values():
+        assert each["fits"] == (not each["why"].startswith("does not fit"))
+
+
+def test_other_gpus_are_told_what_their_own_command_tells(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, gpus in (
+        ("30B --global-batch 64 --tensor 2 --pipeline 4 --network ethernet-25g", "8xRTX-4090"),
+        ("13B --global-batch 256 --tensor 2 --pipeline 1 --strategy zero2 --micro-batch 2", "8xA100-40"),
+    ):
+        told = found(capsys, *argv.split(), "--gpus", gpus, status=2)["instead"]
+        changes = [each for each in told if each["change"].startswith("--gpus")]
+        assert len(changes) == 2
+        for each in changes:
+            winner = found(capsys, *argv.split(), *each["change"].split())["winner"]
+            assert winner["tokens_per_s"] == each["tokens_per_s"]
 
 
 def test_options_narrow_the_search(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,6 +161,13 @@ def test_scaling(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert [point["gpus"] for point in points] == [3200, 6400, 12800, 25600]
 
 
+def test_a_curve_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = "plan 7B --gpus 8xH100 --hosts 3200 --tensor 8 --pipeline 1 --scale weak --plot /proc/x.png"
+    assert main(argv.split()) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("imece: /proc/x.png: cannot be written (") and err.count("\n") == 1
+
+
 def test_checking_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / PLAN_FILE).write_text(json.dumps(CONTENT))
     assert main(["plan", "--check", str(tmp_path)]) == 0
@@ -153,6 +197,17 @@ def test_here_is_measured_once(
     assert "measured 20" in capsys.readouterr().err
 
 
+def test_where_its_figures_cannot_be_kept(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told before it is measured."""
+    monkeypatch.setattr("imece.bench.here.measure_here", None)
+    monkeypatch.setenv("IMECE_HERE", "/proc/here.toml")
+    assert "cannot write /proc/here.toml: " in refused(capsys, "7B", "--here")
+    without_home(monkeypatch)
+    assert "set HOME, or IMECE_HERE to a file" in refused(capsys, "7B", "--here")
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -177,6 +232,14 @@ def test_here_is_measured_once(
         ("7B --here --gpus 8xH100", "it is a number of ranks"),
         ("7B --here --hosts 2", "--here is one machine"),
         ("7B --gpus 8xH100 --hosts 100000 --global-batch 3", "cannot be divided by any arrangement"),
+        ("7B --here --gpus \N{SUPERSCRIPT TWO}", "it is a number of ranks"),
+        ("/nowhere/7B --gpus 8xH100", "/nowhere/7B/config.json: cannot be read (No such file or directory)"),
+        pytest.param(f"7B --here --gpus {10**310}", "it is a number of ranks", id="many ranks"),
+        pytest.param(f"7B --gpus 8xH100 --hosts {10**310}", "0 hosts: at least 1, and at most", id="hosts"),
+        pytest.param(f"7B --gpus 8xH100 --seq {10**310}", "0: at least 1, and at most 1e+12", id="seq"),
+        pytest.param("7B --gpus 8xH100 --tokens 1e999", "a number like 300M, 1B or 15T", id="tokens"),
+        pytest.param(f"{'x' * 300} --gpus 8xH100", "unknown model 'xxx", id="a long model"),
+        pytest.param(f"7B --gpus 8xH100 --html {'x' * 300}", "name a file that ends in .html", id="html"),
     ],
 )
 def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], argv: str, said: str) -> None:

@@ -80,6 +80,8 @@ def test_the_prompt_from_standard_input(
     assert written(capsys, *argv, "--prompt", "-")[0] == written(capsys, *argv, "--prompt", "köy\n")[0]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"k\xf6y")))
     assert "standard input: not UTF-8 at byte 1" in refused(capsys, *argv, "--prompt", "-")
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "standard input is closed: give the text with --prompt" in refused(capsys, *argv, "--prompt", "-")
 
 
 def test_beyond_the_context(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import fcntl
+import os
 import re
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from imece.cli import train
 from imece.cli.main import main
 from imece.cli.options import option_names
+from imece.data.prepare import prepare
+from imece.train import start
 from imece.train.config import TrainConfig, read_toml, to_toml
 from imece.train.run_folder import RunFolder
+from imece.train.run_lock import HELD
 from tests.train.small import options
 
 Launch = tuple[list[str], int]
@@ -25,7 +35,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """(command, ranks) of each launch; nothing is started."""
     launches: list[Launch] = []
 
-    def launch(command: list[str], ranks: int, *, grace_s: float, direct: bool, restart: bool) -> int:
+    def launch(
+        command: list[str],
+        ranks: int,
+        *,
+        grace_s: float,
+        environ: dict[str, str],
+        direct: bool,
+        restart: bool,
+    ) -> int:
+        assert environ == os.environ | {HELD: "1"}, "the launcher holds the lock for its ranks"
         assert grace_s >= 60 and direct, "a step and a save need time, and mistakes are to be said once"
         assert restart, "it can go on from its checkpoint"
         launches.append((command, ranks))
@@ -234,6 +253,8 @@ def test_files_that_are_none(tmp_path: Path, mistake: Callable[..., str]) -> Non
         "cannot be read (No such file or directory): name a TOML file, or none"
     )
     assert mistake(tmp_path).endswith(f"is a folder: to go on with a run say imece train --run {tmp_path}")
+    (tmp_path / "a b").mkdir()
+    assert mistake(tmp_path / "a b").endswith(f"say imece train --run '{tmp_path}/a b'")
     assert mistake("x" * 300).endswith("cannot be read (File name too long): name a TOML file, or none")
 
 
@@ -291,6 +312,84 @@ def test_a_damaged_config_in_the_run_folder(tmp_path: Path, mistake: Callable[..
     RunFolder(tmp_path / "run").begin(TrainConfig())
     (tmp_path / "run" / "config.toml").write_text(to_toml(TrainConfig())[:-8])
     assert "config.toml: not TOML" in mistake("--run", tmp_path / "run")
+
+
+def test_a_run_that_is_under_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second command is refused from the first one's first change until its last rank has ended."""
+    run, refused = tmp_path / "run", list[str]()
+
+    def second(*words: str) -> None:
+        before = files(run)
+        assert main(["train", f"--run={run}", *words]) == 2
+        refused.append(capsys.readouterr().err)
+        assert files(run) == before
+
+    def preparing(*arguments: Any) -> Any:
+        second()
+        return prepare(*arguments)
+
+    def launch(*arguments: Any, **how: Any) -> int:
+        second("--steps=7", "--checkpoint.keep=9")
+        return 130
+
+    monkeypatch.setattr(start, "prepare", preparing)
+    monkeypatch.setattr(train, "launch", launch)
+    for _ in range(2):
+        assert main(["train", *options(tmp_path, "run")]) == 130, "the next one may go on at once"
+    assert refused == 4 * [
+        f"imece: a run is under way in {run} (begun by process {os.getpid()} on {socket.gethostname()}): "
+        "wait for its end or stop it, or name another folder with --run\n"
+    ]
+
+
+def test_a_file_system_without_locks(
+    tmp_path: Path, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (errno.ENOLCK, errno.EOPNOTSUPP):
+
+        def flock(file: int, kind: int, number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
+        without = SimpleNamespace(**vars(fcntl) | {"flock": flock})
+        monkeypatch.setattr("imece.train.run_lock.fcntl", without)
+        assert main(["train", *options(tmp_path, f"run{number}")]) == 0
+    assert len(launched) == 2
+
+
+def test_ended_while_it_prepares(
+    tmp_path: Path, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Ctrl-C or a mistake of ours: nothing is left, and other options may be tried."""
+    (tmp_path / "folder").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("folder")
+    for error in (KeyboardInterrupt, ZeroDivisionError):
+
+        def ended(source: Any, file: Path, folder: Path, *_: Any, error: Any = error) -> None:
+            folder.mkdir()
+            (folder / "train.bin").touch()
+            raise error
+
+        for name in ("run", "link"):
+            with monkeypatch.context() as patch, contextlib.suppress(ZeroDivisionError):
+                patch.setattr(start, "prepare", ended)
+                assert main(["train", *options(tmp_path, name)]) == 130
+    assert not (tmp_path / "run").exists() and (tmp_path / "link").is_symlink()
+    assert not files(tmp_path / "folder") and (tmp_path / "folder").stat().st_mode & 0o777 == 0o700
+    for name in ("run", "link"):
+        assert main(["train", *options(tmp_path, name, "--seed=5")]) == 0
+    assert len(launched) == 2
+
+
+def test_a_run_folder_that_looks_like_an_option(
+    tmp_path: Path, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *options(tmp_path, "run", "--run=-x")]) == 0
+    ((command, _),) = launched
+    assert command[4:] == [f"{tmp_path}/-x/config.toml"]
+    assert RunFolder(train.read_config(command[4:]).folder).path == Path("-x")
 
 
 def test_killed_while_it_began(tmp_path: Path, launched: list[Launch]) -> None:

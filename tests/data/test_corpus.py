@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -196,6 +198,31 @@ def test_what_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     scandir = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: refuse(path) if path == str(locked) else scandir(path))
     assert f"{locked}: cannot be read (Permission denied)" in mistake(sources, [tmp_path / "folder"])
+
+
+def test_what_may_not_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that others may list and not enter, and a text where a path is wanted."""
+    file, find = write(tmp_path / "shut/a.txt", "x"), os.stat
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{file.parent}/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return find(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    shut = "a.txt: cannot be read (Permission denied): name files that you may read"
+    for path in (file, tmp_path / "s*/a.txt", tmp_path / "sh*/a*"):
+        assert mistake(sources, [path]).endswith(shut)
+    long = mistake(sources, [f"{tmp_path}/{'once upon a * ' * 1000}"])
+    assert " upon a * ': cannot be read (File name too long)" in long and len(long) < 120
+    assert "no such file" in mistake(sources, ["a\0b"])
+
+
+def test_of_many_fields_a_few_are_named(tmp_path: Path) -> None:
+    record = {"x" * 1000: 1} | {str(number): number for number in range(1000)}
+    message = mistake(sources, [write(tmp_path / "a.jsonl", json.dumps(record))])
+    assert "xxx', '0', '1', '2', '3', '4', '5', '6' and 993 more: name the one" in message
+    assert len(message) < 300
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

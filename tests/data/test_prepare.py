@@ -94,6 +94,8 @@ def test_each_kind_of_tokenizer(tmp_path: Path, texts: str, monkeypatch: pytest.
     message = mistake(prepare, TextSource((texts,), tokenizer="byte"), tmp_path / "new.json", tmp_path / "t")
     assert "no tokenizer 'byte': name bpe, bytes or the path of a tokenizer.json" in message
     assert not (tmp_path / "new.json").exists()
+    text = TextSource((texts,), tokenizer="x" * 300)
+    assert "no tokenizer 'xxx" in mistake(prepare, text, tmp_path / "new.json", tmp_path / "t")
 
 
 def test_what_is_wrong_leaves_no_tokenizer(tmp_path: Path, texts: str) -> None:

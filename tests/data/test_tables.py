@@ -85,7 +85,9 @@ def test_which_split_is_read(tmp_path: Path) -> None:
     assert "no split 'train'" in mistake(tables.saved, tmp_path / "two", None)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"_data_files": [3]}', '{"_data_files": [{}]}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"_data_files": [3]}', '{"_data_files": [{}]}', "[" * 9999]
+)
 def test_a_damaged_saved_dataset(tmp_path: Path, content: str) -> None:
     save_by_hand(tmp_path / "one", ["a.arrow"])
     (tmp_path / "one/state.json").write_text(content)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from imece.cli.options import parse
 from imece.errors import UserError
 from imece.models.presets import PRESETS
 from imece.train.config import (
@@ -29,6 +30,7 @@ from imece.train.config import (
     read_toml,
     to_toml,
 )
+from imece.train.run_folder import RunFolder
 
 WORDS = st.text(st.characters(codec="utf-8"), max_size=12)  # control characters too
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
@@ -74,7 +76,7 @@ CONFIGS = some(
         paths=st.lists(NAMES, max_size=3).map(tuple),
         field=NAMES,
         tokenizer=NAMES,
-        vocab_size=st.integers(257, 2**40),
+        vocab_size=st.integers(257, 2**20),
         held_out=SHARES,
         folder=WORDS,
     ),
@@ -178,9 +180,21 @@ def test_what_a_file_leaves_out_is_as_ever(file: Path) -> None:
         ("[data]\npaths = [1]", "data.paths is [1]: a list of strings"),
         ("[data]\nheld_out = 1.0", "held_out is 1.0: at least 0 and less than 1"),
         ("[model]\npreset = 'smal'", "there is no preset 'smal': did you mean 'small'?"),
+        ("[model]\nlayers = 0", "model.layers is 0: at least 1"),
+        ("[model]\nlayers = 9223372036854775808", "model.layers is 9223372036854775808: at least 1, at most"),
         ("[model]\nheads = 3", "width is 256, which cannot be divided among heads = 3"),
         ("steps = ", "not TOML (Invalid value (at end of document)); imece train --print-config shows"),
         ("steps = 1\nsteps = 2", "not TOML (Cannot overwrite a value"),
+        ("[data]\nvocab_size = 1048577", "vocab_size is 1048577: at most 1048576, for all take memory"),
+        (
+            "ranks = 9223372036854775808",
+            "ranks is 9223372036854775808: at least 0, at most 9223372036854775807",
+        ),
+        ("seed = 9223372036854775808", "seed is 9223372036854775808: from 0 to 9223372036854775807"),
+        pytest.param(f"[batch]\ntokens = {10**310}", "batch.tokens is 1000", id="310 digits"),
+        pytest.param(f"[optimizer]\nlr = {10**310}", "optimizer.lr is 1000", id="310 digits of a rate"),
+        pytest.param(f"steps = {'9' * 5000}", "not TOML (Exceeds the limit (4300 digits)", id="5000 digits"),
+        pytest.param(f"x = {'[' * 10_000}", "not TOML (maximum recursion depth", id="deep"),
     ],
 )
 def test_mistakes_in_a_file(content: str, said: str, file: Path) -> None:
@@ -264,6 +278,19 @@ def test_several_values_that_may_not_change() -> None:
         "runs/x holds a run with seed = 1, this command says 7 (and 1 more): "
         "name another folder with --run, or leave that option out"
     )
+
+
+def test_a_number_of_steps_that_nothing_can_count() -> None:
+    with pytest.raises(UserError, match=r"^steps is 10{17}\.\.\.0{19}: at least 1, at most 92\d*7$"):
+        parse(TrainConfig, ["--steps", str(10**310)], "imece train", "")
+
+
+def test_a_folder_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As data.paths and data.tokenizer: no shell reads a TOML file."""
+    monkeypatch.setenv("HOME", "/home/me")
+    config = TrainConfig(run="~/r", data=DataSection(folder="~/t"))
+    assert config.folder == Path("/home/me/r")
+    assert RunFolder(config.folder).tokens(config) == Path("/home/me/t")
 
 
 def test_the_run_folder() -> None:

@@ -19,7 +19,7 @@ from imece.train.batch import plan_batch
 from imece.train.config import TrainConfig
 from imece.train.precision import Precision
 from imece.train.prediction import Machine, Prediction, choose, chosen_before, compared, measured, predict
-from tests.plan.test_here import FIGURES, NOW
+from tests.plan.test_here import FIGURES, NOW, without_home
 
 CONFIG = TrainConfig()
 SHAPE = CONFIG.model.shape(4096)
@@ -112,7 +112,10 @@ def test_a_machine_is_what_was_kept_of_it(monkeypatch: pytest.MonkeyPatch, tmp_p
     known = prediction.machine_of(ONE_HOST)
     assert known.is_measured and known.cluster.gpu.name == FIGURES["device"] and known.cluster.gpus == 2
     assert not prediction.machine_of(TWO_HOSTS).is_measured, "nothing is known of the wire between hosts"
-    path.write_text("no TOML")
+    for damaged in ("no TOML", '[gpu]\ngpus_per_host = "x"\n', "[gpu]\nlike = 5\n"):
+        path.write_text(damaged)
+        assert not prediction.machine_of(ONE_HOST).is_measured
+    without_home(monkeypatch)
     assert not prediction.machine_of(ONE_HOST).is_measured
 
 

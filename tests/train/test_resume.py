@@ -104,10 +104,10 @@ def signalled(folder: str) -> None:
     """The same run, ended by SIGINT, gone on with, ended by SIGTERM, gone on with, and ended by a scheduler
     that signals one of the ranks."""
     path = Path(folder)
-    run = path / "signalled"
+    run = path / "signalled run"
     assert train(words(path, "whole"), path).status == 0
     for number, status, after in ((signal.SIGINT, 130, 4), (signal.SIGTERM, 143, 12), (None, 143, 20)):
-        with Train(words(path, "signalled"), path, forked=True) as running:
+        with Train(words(path, run.name), path, forked=True) as running:
             assert running.wait_until(reached(run, after))
             if number:
                 running.kill(number)
@@ -118,7 +118,7 @@ def signalled(folder: str) -> None:
         done = len(records(run))
         assert after <= done < STEPS
         assert last(run).step == done, "the last step that was made is saved"
-        assert f"saved after step {done}; go on with: imece train --run {run}" in outcome.out
+        assert f"saved after step {done}; go on with: imece train --run '{run}'" in outcome.out
         if number:
             assert outcome.err == f"imece: ended by {number.name}, passed on to 2 ranks\n"
         assert not (run / "summary.json").exists()

@@ -76,6 +76,11 @@ def test_nothing_to_read(folder: RunFolder, tmp_path: Path) -> None:
         folder.saved("last")
     with pytest.raises(UserError, match=r"other is no run folder, it has no config\.toml: check the path"):
         RunFolder(tmp_path / "other").config()
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file is no run folder, it has no config\.toml: check the path"):
+        RunFolder(tmp_path / "file").config()
+    with pytest.raises(UserError, match=r"xx: cannot be read \(File name too long\): check the path and its"):
+        RunFolder(tmp_path / ("x" * 300)).config()
 
 
 def test_a_checkpoint_of_another_model(folder: RunFolder) -> None:

@@ -39,14 +39,17 @@ def step_folders(folder: Path) -> list[tuple[int, Path]]:
     Empty if there is no such folder. UserError if it cannot be read.
     """
     try:
-        paths = list(folder.iterdir())
+        found = [
+            (step, path)
+            for path in folder.iterdir()
+            if (step := step_of(path)) is not None and path.is_dir()  # OSError where one may not look
+        ]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise UserError(
             f"{folder}: cannot be read ({error.strerror}): check the path and its permissions"
         ) from error
-    found = [(step, path) for path in paths if (step := step_of(path)) is not None and path.is_dir()]
     return sorted(found, key=lambda entry: (-entry[0], entry[1].name))
 
 

@@ -31,6 +31,7 @@ from imece.checkpoint.manifest import (
 from imece.errors import UserError
 
 _CHUNK = 4 << 20  # elements that are there besides what they are read for
+_MOST_OPEN = 64  # files at once, whatever the number of ranks: a process may often have 1024
 
 
 class Source(Protocol):
@@ -141,6 +142,8 @@ class Saved:
         left = out.view(torch.uint8).numpy().data
         try:
             if rank not in self._opened:
+                if len(self._opened) >= _MOST_OPEN:
+                    os.close(self._opened.pop(next(iter(self._opened))))  # the first one
                 self._opened[rank] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             while left:
                 got = os.preadv(self._opened[rank], [left], at)

@@ -6,6 +6,7 @@ held          what a rank has of one of them: all of it, or the part that it own
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +75,7 @@ def find(path: Path) -> Saved:
 
     UserError if there is none.
     """
-    if (path / MANIFEST).exists():
+    if os.path.exists(path / MANIFEST):
         return open_checkpoint(path)
     damaged: list[str] = []
     for folder in (path, path / "checkpoints"):

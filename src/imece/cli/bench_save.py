@@ -38,7 +38,7 @@ class SaveOptions:
             raise UserError(f"--ranks {self.ranks}: an even number from 2 to 64 can be measured")
         if self.rounds < 1:
             raise UserError(f"--rounds {self.rounds}: at least 1 is needed")
-        if self.folder is not None and not (self.folder.is_dir() and os.access(self.folder, os.W_OK)):
+        if self.folder is not None and not (os.path.isdir(self.folder) and os.access(self.folder, os.W_OK)):
             raise UserError(
                 f"--folder {self.folder}: no folder that can be written to: make it, or name another"
             )

@@ -95,7 +95,7 @@ def software(torch_version: str) -> Finding:
         f"torch {torch_version}, Python {platform.python_version()}, {machine.usable_cores()} cores, "
         f"{total / 1e9:.0f} GB; {_devices()}"
     )
-    numbers = tuple(int(word) for word in torch_version.split("+")[0].split(".")[:2] if word.isdigit())
+    numbers = tuple(int(word) for word in torch_version.split("+")[0].split(".")[:2] if word.isdecimal())
     if numbers < _OLDEST_TORCH:
         return Finding("warn", f"{text}: imece is made for torch 2.11 or newer")
     return Finding("ok", text)
@@ -162,7 +162,7 @@ def threads(environ: Mapping[str, str], cores: int) -> Iterator[Finding]:
     if value is None:
         return
     words = value.split(",")
-    if not all(word.strip().isdigit() and int(word) > 0 for word in words):
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
         yield Finding("warn", f"OMP_NUM_THREADS={value} is not a number: unset it, or set cores / ranks")
     elif int(words[0]) > cores:
         yield Finding(
@@ -178,7 +178,7 @@ def host_name(environ: Mapping[str, str], name: str, resolve: Callable[..., Any]
         return
     try:
         resolve(name, None)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter: an empty label, or one of more than 63 letters
         yield Finding(
             "warn",
             f"this host's name {name} has no address, so Gloo will use loopback and not reach other hosts: "
@@ -200,7 +200,7 @@ def launcher(environ: Mapping[str, str], resolve: Callable[..., Any]) -> Iterato
         return
     try:
         resolve(address, None)
-    except OSError:
+    except (OSError, UnicodeError):
         yield Finding(
             "fail", f"MASTER_ADDR={address} has no address: use a name or number that this host knows"
         )

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
+import torch
 import tyro
 
 from imece.cli.options import parse
@@ -22,9 +23,9 @@ from imece.data.tokenizer import Tokenizer
 from imece.data.tokens import Part, TokenFiles, open_tokens
 from imece.errors import UserError
 from imece.observe.units import si
-from imece.train.config import TrainConfig
+from imece.train.config import Dtype, TrainConfig
 from imece.train.evaluate import evaluate
-from imece.train.precision import choose_precision
+from imece.train.precision import Precision, choose_precision
 from imece.train.run_folder import RunFolder, Which
 
 PROG = "imece eval"
@@ -65,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
     model, saved = folder.model(options.which, device)
     tokenizer = tokenizer_of(folder, saved)
     with _data(options, folder, config, tokenizer) as (part, others):
-        precision = choose_precision(config.compute.dtype, device)
+        precision = _precision(config.compute.dtype, device)
         nats, tokens = evaluate(model, part, model.config.max_seq, _SEQUENCES, precision)
         found: dict[str, Any] = {
             "run": options.run,
@@ -98,6 +99,15 @@ def measures(nats_per_token: float, tokens: int, text_bytes: int) -> dict[str, f
     }
 
 
+def _precision(asked: Dtype, device: torch.device) -> Precision:
+    """As the run was trained; but one that was trained on GPUs can be evaluated without them."""
+    if asked == "fp16" and device.type == "cpu":
+        precision = choose_precision("auto", device)
+        _note(f"the run's fp16 needs a GPU: evaluated in {precision.name}")
+        return precision
+    return choose_precision(asked, device)
+
+
 @contextlib.contextmanager
 def _data(
     options: EvalOptions, folder: RunFolder, config: TrainConfig, tokenizer: Tokenizer
@@ -112,7 +122,13 @@ def _data(
         return
     field = config.data.field if options.field is None else options.field
     files = sources(options.data, field)
-    with tempfile.TemporaryDirectory(prefix="imece-eval-") as temporary:
+    try:
+        beside = tempfile.TemporaryDirectory(prefix="imece-eval-")
+    except OSError as error:
+        raise UserError(
+            f"no folder for the tokens of --data can be made ({error.strerror}): set TMPDIR to one with room"
+        ) from error
+    with beside as temporary:
         made = build(temporary, files, field, tokenizer, share=0.0)
         if made.skipped:
             _note(f"{made.skipped} of {len(files)} files are not text and were left out")

@@ -73,7 +73,7 @@ class LaunchOptions:
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= MAX_RANKS:
             raise ValueError(f"--ranks {self.ranks}: from 1 to {MAX_RANKS} ranks can run on one host")
-        hosts.check(self.hosts, self.host_rank, self.rendezvous)
+        hosts.check(self.ranks, self.hosts, self.host_rank, self.rendezvous)
         if not 1 <= self.min_ranks <= self.ranks * self.hosts:
             least = f"from 1 to {self.ranks * self.hosts}, the ranks to start"
             raise ValueError(f"--min-ranks {self.min_ranks}: {least}")
@@ -226,8 +226,8 @@ def _script_exists(path: Path) -> bool:
 def _module_exists(name: str) -> bool:
     """Looks for the outermost package only: looking further in would run its code here."""
     top = name.split(".")[0]
-    if not all(part.isidentifier() for part in name.split(".")):
-        return False
+    if top == "__main__" or not all(part.isidentifier() for part in name.split(".")):
+        return False  # __main__ is this command here, and nothing in a rank
     if os.path.exists(os.path.join(os.getcwd(), top)) or os.path.exists(
         os.path.join(os.getcwd(), top + ".py")
     ):

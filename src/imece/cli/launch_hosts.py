@@ -24,14 +24,17 @@ _NEEDLESS = (
 )  # fmt: skip
 TORCHRUNS = (*_THEIRS, *_MASTER, *_NEEDLESS)
 """Options of torchrun that have a value."""
-_MOST = 1024
+MOST_HOSTS = 1024
+MOST_RANKS = 16_384  # on all hosts: what launchers say of them has to fit in a message (hosts/frames.py)
 _SILENT_S = 10.0  # of a host, where ranks may be silent for ever
 
 
-def check(hosts: int, host_rank: int | None, rendezvous: str | None) -> None:
-    """ValueError or UserError if these cannot be."""
-    if not 1 <= hosts <= _MOST:
-        raise ValueError(f"--hosts {hosts}: from 1 to {_MOST} hosts are possible")
+def check(ranks: int, hosts: int, host_rank: int | None, rendezvous: str | None) -> None:
+    """ValueError or UserError if these cannot be. ranks: on each host."""
+    if not 1 <= hosts <= MOST_HOSTS:
+        raise ValueError(f"--hosts {hosts}: from 1 to {MOST_HOSTS} hosts are possible")
+    if ranks * hosts > MOST_RANKS:
+        raise ValueError(f"--hosts {hosts} --ranks {ranks}: up to {MOST_RANKS} ranks in all are possible")
     if hosts > 1 and host_rank is None:
         raise ValueError(
             f"which of the {hosts} hosts is this? --host-rank 0 on the first, 1 on the next, ..."

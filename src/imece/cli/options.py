@@ -46,7 +46,7 @@ def parse(
         if leaving.code in (0, None):
             raise
         message = _box_body(_ASCII_RULE.sub("─", complaint.getvalue()))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         message = str(error)
     raise UserError(_with_hint(one_line(message), argv, config_class, prog)) from None
 

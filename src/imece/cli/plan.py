@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,7 +14,7 @@ from imece.cli.options import parse
 from imece.cli.plan_options import PlanOptions, read_amount
 from imece.errors import UserError
 from imece.plan.answer.explain import gains, others
-from imece.plan.answer.search import Answer, Candidate, best_bucket, search
+from imece.plan.answer.search import Answer, Candidate, search, settled, with_best_bucket
 from imece.plan.answer.shortfall import least, ways
 from imece.plan.answer.space import Question, check
 from imece.plan.answer.text import (
@@ -25,7 +27,7 @@ from imece.plan.answer.text import (
     wrapped,
 )
 from imece.plan.answer.words import share, title
-from imece.plan.hardware import Cluster, find_cluster, find_gpu, gpu_names, parse_gpus
+from imece.plan.hardware import Cluster, find_cluster, gpu_names, parse_gpus
 from imece.plan.models.by_name import find_model
 from imece.plan.setup import Precision
 
@@ -56,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
         from imece.cli.plan_scale import show
 
         return show(options, question)
-    answer = search(question)
+    answer = settled(search(question))
     if answer.winner is None:
         return _nothing_fits(options, answer)
     explained = explain(answer, read_amount("--tokens", options.tokens))
@@ -77,7 +79,7 @@ def run(argv: Sequence[str]) -> int:
 def _check_files(options: PlanOptions) -> None:
     """Before anything is computed. UserError for what cannot be a picture or a page."""
     for name, path, endings in (("plot", options.plot, _PICTURES), ("html", options.html, (".html", ".htm"))):
-        if path is not None and (path.is_dir() or path.suffix.lower() not in endings):
+        if path is not None and (os.path.isdir(path) or path.suffix.lower() not in endings):
             raise UserError(f"--{name} {path}: name a file that ends in {' or '.join(endings)}")
 
 
@@ -131,14 +133,10 @@ def default_batch(cluster: Cluster, seq: int) -> int:
 
 def explain(answer: Answer, tokens: float) -> Explained:
     """All that is said of the winner."""
-    assert answer.winner is not None
-    bucket, _ = best_bucket(answer.winner, answer.question.cluster)
-    recipe = replace(answer.winner.setup.recipe, bucket_bytes=bucket)
-    winner = replace(answer.winner, setup=replace(answer.winner.setup, recipe=recipe))
+    winner = answer.winner
+    assert winner is not None
     notes = tuple(winner.memory.notes)
-    return Explained(
-        answer.question, winner, others(answer), gains(answer), bucket, tokens, answer.considered, notes
-    )
+    return Explained(answer.question, winner, others(answer), gains(answer), tokens, answer.considered, notes)
 
 
 def width() -> int:
@@ -160,13 +158,21 @@ def _nothing_fits(options: PlanOptions, answer: Answer) -> int:
             f"{question.cluster.gpus} GPUs that {question.model.name} allows: say a multiple of "
             f"{question.cluster.gpus}"
         )
-    found = ways(question, [find_gpu(name) for name in gpu_names()])
+    find = functools.partial(_cluster_with, options, question.cluster)
+    found = ways(question, gpu_names(), find)
     smallest = least(answer)
     if options.json:
         print(json.dumps(shortfall_json(question, smallest, found), indent=1))
     else:
         print("\n".join(shortfall_lines(question, smallest, found, width())))
     return 2
+
+
+def _cluster_with(options: PlanOptions, asked: Cluster, gpu: str, gpus_per_host: int, hosts: int) -> Cluster:
+    """What the options give with these in --gpus and --hosts: links that come with them, or are named."""
+    if gpu == asked.gpu.name and (options.here or options.hardware is not None):  # measured, or described
+        return replace(asked, gpus_per_host=gpus_per_host, hosts=hosts)
+    return find_cluster(gpu, gpus_per_host, hosts, options.network, options.hardware)
 
 
 def _next(answer: Answer) -> Iterator[str]:
@@ -181,7 +187,8 @@ def _next(answer: Answer) -> Iterator[str]:
         "next", f'model, optimizer = imece.parallelize(model, optimizer, strategy="{strategy}")', width()
     )
     if ours is not answer.winner:
-        slower = share(ours.seconds / answer.winner.seconds - 1, 1.0)
+        took = with_best_bucket(ours, answer.question).seconds
+        slower = share(took / answer.winner.seconds - 1, 1.0)
         text = f"what imece does by itself, {slower} slower: {title(ours.setup)}"
         yield from wrapped("", text, width(), hang=2)
 

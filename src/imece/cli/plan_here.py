@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 
+from imece.bench.report import check_writable
 from imece.cli.plan_options import PlanOptions
 from imece.errors import UserError
 from imece.plan.hardware import Cluster
@@ -16,20 +20,21 @@ def cluster_here(options: PlanOptions) -> Cluster:
     """This machine with the ranks it was measured with, or --gpus. UserError if it cannot be measured."""
     if options.hardware is not None or options.hosts > 1:
         raise UserError("--here is one machine, measured: leave out --hardware and --hosts")
-    if options.gpus and not (options.gpus.isdigit() and int(options.gpus)):
+    if options.gpus and not re.fullmatch(r"[1-9][0-9]{0,5}", options.gpus):
         raise UserError(f"--here --gpus {options.gpus}: with --here it is a number of ranks")
     ranks = int(options.gpus or 0)
     path = profile_file()
-    if options.again or not path.is_file():
-        _measure()
+    if options.again or not os.path.isfile(path):
+        _measure(path)
     cluster = kept_cluster(path=path)
     assert cluster is not None
     print(f"{measured_on(path)}; kept in {path}\n", file=sys.stderr)
     return replace(cluster, gpus_per_host=ranks or cluster.gpus_per_host)
 
 
-def _measure() -> None:
+def _measure(path: Path) -> None:
     """Into the file."""
+    check_writable(path)
     from imece.bench.here import measure_here  # and with it torch
     from imece.launch.spawn import RankFailedError
     from imece.train.start import default_ranks
@@ -42,4 +47,4 @@ def _measure() -> None:
         raise UserError(
             f"--here: this machine could not be measured: {str(error).splitlines()[-1]}"
         ) from error
-    keep(to_toml(cluster_of(figures), figures, datetime.now()), profile_file())
+    keep(to_toml(cluster_of(figures), figures, datetime.now()), path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +118,7 @@ class PlanOptions:
 def read_amount(option: str, text: str) -> float:
     """ "1B" -> 1e9, "300M" -> 3e8. UserError for what is no amount."""
     found = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kKmMbBtT]?)", text.strip())
-    if found is None or float(found[1]) <= 0:
+    amount = float(found[1]) * _TIMES[found[2].lower()] if found else 0.0
+    if not 0 < amount < math.inf:
         raise UserError(f"{option} {text}: a number like 300M, 1B or 15T")
-    return float(found[1]) * _TIMES[found[2].lower()]
+    return amount

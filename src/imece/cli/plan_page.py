@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import html
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from imece.errors import UserError
@@ -21,14 +22,22 @@ _LISTED = 25
 
 def write_pictures(explained: Explained, answer: Answer, png: Path | None, page_file: Path | None) -> None:
     """UserError if a file cannot be written."""
-    try:
-        if png is not None:
+    if png is not None:
+        with writing(png):
             draw(explained, answer, png)
-        if page_file is not None:
+    if page_file is not None:
+        with writing(page_file):
             page_file.parent.mkdir(parents=True, exist_ok=True)
             page_file.write_text(page_of(explained, answer), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """UserError if the file cannot be written."""
+    try:
+        yield
     except OSError as error:
-        raise UserError(f"{error.filename}: cannot be written ({error.strerror})") from error
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def page_of(explained: Explained, answer: Answer) -> str:
@@ -78,7 +87,7 @@ def _tiles(explained: Explained) -> str:
         (f"{gb(winner.needed)} GB", f"of {gb(cluster.gpu.memory_bytes)} a GPU"),
     ]
     if winner.setup.parallel.strategy not in ("zero3", "hybrid") and winner.setup.parallel.data > 1:
-        tiles.append((f"{explained.bucket_bytes / 2**20:g} MiB", "buckets"))
+        tiles.append((f"{winner.setup.recipe.bucket_bytes / 2**20:g} MiB", "buckets"))
     return (
         '<div class="tiles">'
         + "".join(f"<div><b>{big}</b><span>{small}</span></div>" for big, small in tiles)

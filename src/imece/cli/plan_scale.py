@@ -36,5 +36,8 @@ def show(options: PlanOptions, question: Question) -> int:
         print("\n".join(scale_lines(points)))
         print(f"\n{_WORDS}")
     if options.plot is not None:
-        draw_scale(points, options.scale, options.plot)
+        from imece.cli.plan_page import writing
+
+        with writing(options.plot):
+            draw_scale(points, options.scale, options.plot)
     return 0

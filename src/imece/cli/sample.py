@@ -141,11 +141,8 @@ class Text:
 
 def _show(text: str) -> None:
     """A terminal must not obey what a model writes, and gets no character that it does not have."""
-    encoding = sys.stdout.encoding or "utf-8"
     if sys.stdout.isatty():
-        text = visible(text, encoding)
-    else:
-        text = text.encode(encoding, "backslashreplace").decode(encoding)
+        text = visible(text, sys.stdout.encoding or "utf-8")
     print(text, end="", flush=True)
 
 
@@ -154,6 +151,8 @@ def _say(line: str) -> None:
 
 
 def _standard_input() -> str:
+    if sys.stdin is None:
+        raise UserError("standard input is closed: give the text with --prompt, or a file with < FILE")
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:

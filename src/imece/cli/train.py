@@ -15,10 +15,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from imece.cli.options import parse
 from imece.errors import UserError
 from imece.launch.local import launch
+from imece.observe.run_files import as_argument
 from imece.train.config import TrainConfig, read_toml, to_toml
 from imece.train.drift import DriftError
 from imece.train.loop import NotFiniteError
 from imece.train.run_folder import RunFolder
+from imece.train.run_lock import HELD, RunLock
 from imece.train.start import Progress as Report
 from imece.train.start import make_ready, run_rank
 from imece.world import read_world
@@ -44,10 +46,14 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if read_world().launcher != "single":
         return _as_rank(config)
-    with _progress() as report:
-        ranks = make_ready(config, report)
-    command = [sys.executable, "-m", "imece", "train", str(RunFolder(config.folder).config_file)]
-    return launch(command, ranks, grace_s=_GRACE_S, direct=True, restart=True)
+    folder = RunFolder(config.folder)
+    with RunLock(folder.path) as lock:
+        with _progress() as report:
+            ranks = make_ready(config, report, lock)
+        # An absolute path: one that begins with - would be an option.
+        command = [sys.executable, "-m", "imece", "train", os.path.abspath(folder.config_file)]
+        environ = {**os.environ, HELD: "1"}
+        return launch(command, ranks, grace_s=_GRACE_S, environ=environ, direct=True, restart=True)
 
 
 def read_config(words: list[str]) -> TrainConfig:
@@ -57,7 +63,7 @@ def read_config(words: list[str]) -> TrainConfig:
     """
     file = Path(words.pop(0)) if words and not words[0].startswith("-") else None
     if file is not None and os.path.isdir(file):
-        raise UserError(f"{file} is a folder: to go on with a run say {PROG} --run {file}")
+        raise UserError(f"{file} is a folder: to go on with a run say {PROG} --run {as_argument(file)}")
     start = read_toml(file) if file is not None else TrainConfig()
     config = parse(TrainConfig, words, PROG, DESCRIPTION, start)
     folder = RunFolder(config.folder)

@@ -41,6 +41,15 @@ class Choice:
         )
 
 
+_KNOWN = ("native", "auto", *dict.fromkeys(name for names in SCHEDULES.values() for name in names))
+
+
+def check_forced(name: str) -> None:
+    """UserError unless IMECE_SCHEDULE may be this."""
+    if name not in _KNOWN:
+        raise UserError(f"IMECE_SCHEDULE={name} is no schedule{nearest(name, _KNOWN)}")
+
+
 def choose(
     op: str,
     nbytes: int,
@@ -63,9 +72,7 @@ def choose(
         if name not in times:
             raise UserError(f"unknown schedule {name!r} of {op}{nearest(name, list(times))}")
     elif forced := environ.get("IMECE_SCHEDULE"):
-        known = ["native", "auto", *dict.fromkeys(name for names in SCHEDULES.values() for name in names)]
-        if forced not in known:
-            raise UserError(f"IMECE_SCHEDULE={forced} is no schedule{nearest(forced, known)}")
+        check_forced(forced)
         if forced in times:
             name, why = forced, "predicted, forced by IMECE_SCHEDULE"
     if name is None:

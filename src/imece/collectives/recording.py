@@ -113,10 +113,10 @@ def attach(pid: int) -> Recording:
                 mmap.mmap(file.fileno(), TOTAL_BYTES, prot=mmap.PROT_READ) as view,
             ):
                 recording = read(view, _process_state(pid))
+            if recording is not None and recording.pid == _own_pid(pid):
+                return recording
         except (OSError, ValueError):
-            continue  # closed, or replaced by a smaller file, between listing and reading
-        if recording is not None and recording.pid == _own_pid(pid):
-            return recording
+            continue  # closed, replaced by a smaller file, or ended, between listing and reading
     raise UserError(f"process {pid} has no imece recorder: it has made no collective yet, or is not a rank")
 
 
@@ -203,10 +203,10 @@ def _descriptors(pid: int) -> list[str]:
     folder = Path(f"/proc/{pid}/fd")
     try:
         return [str(folder / name) for name in os.listdir(folder)]
-    except FileNotFoundError:
-        raise UserError(f"no process {pid} on this host (attach reads /proc, so it needs Linux)") from None
     except PermissionError:
         raise UserError(f"process {pid} belongs to another user; attach as that user or as root") from None
+    except OSError:  # also for a number that is too long for a file's name
+        raise UserError(f"no process {pid} on this host (attach reads /proc, so it needs Linux)") from None
 
 
 def _own_pid(pid: int) -> int:

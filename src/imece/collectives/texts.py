@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,21 +11,39 @@ import torch.distributed as dist
 from imece.collectives import ops
 
 _MOST_BYTES = 2**20
+_MOST_CHARACTERS = 2**16  # of one text: JSON takes up to 12 bytes for each
 
 
 def gather_texts(
     mine: list[str], group: dist.ProcessGroup, device: torch.device, label: str = ""
 ) -> list[list[str]]:
-    """The lists of all ranks, by rank. Of a list of more than 1 MiB only the beginning is sent."""
+    """The lists of all ranks, by rank. Of a list of more than 1 MiB only the beginning is sent, but never
+    nothing: of a text that is so long by itself its beginning, which says so.
+    """
     data = json.dumps(mine).encode()
     while len(data) > _MOST_BYTES:
-        mine = mine[: len(mine) // 2]
+        mine = mine[: len(mine) // 2] or [mine[0][:_MOST_CHARACTERS] + f" ... ({len(mine[0])} characters)"]
         data = json.dumps(mine).encode()
+    return gather_json(mine, group, device, label)
+
+
+def gather_json(mine: Any, group: dist.ProcessGroup, device: torch.device, label: str = "") -> list[Any]:
+    """What all ranks have to say, by rank, each all of it however long: it travels in parts of 1 MiB a rank.
+
+    For what is read by a program; for a message to a person `gather_texts` is enough. TypeError for no JSON.
+    """
+    data = bytearray(json.dumps(mine).encode())
     lengths = torch.empty(group.size(), dtype=torch.int64, device=device)
     ops.all_gather(lengths, torch.tensor([len(data)], device=device), group=group, label=label)
     longest = int(lengths.max())
-    row = torch.zeros(longest, dtype=torch.uint8, device=device)
-    row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    rows = row.new_empty(group.size() * longest)
-    ops.all_gather(rows, row, group=group, label=label)
-    return [json.loads(raw.tobytes().rstrip(b"\0")) for raw in rows.view(-1, longest).cpu().numpy()]
+    said = [bytearray() for _ in range(group.size())]
+    for begin in range(0, longest, _MOST_BYTES):
+        part = data[begin : begin + _MOST_BYTES]
+        row = torch.zeros(min(_MOST_BYTES, longest - begin), dtype=torch.uint8, device=device)
+        if part:
+            row[: len(part)] = torch.frombuffer(part, dtype=torch.uint8).to(device)
+        rows = row.new_empty(group.size() * len(row))
+        ops.all_gather(rows, row, group=group, label=label)
+        for text, raw in zip(said, rows.view(-1, len(row)).cpu().numpy(), strict=True):
+            text += raw.tobytes()
+    return [json.loads(text.rstrip(b"\0")) for text in said]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import glob
 import hashlib
 import json
 import math
 import os
+import reprlib
+import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -165,19 +168,19 @@ def _behind(given: str, field: str) -> Iterator[Path]:
         if next(documents(dataset, field), None) is None:
             raise UserError(f"{given}: no row of it holds any text in {field!r}: name another dataset")
         yield from dataset
-    elif path.is_dir():
+    elif stat.S_ISDIR(mode := _mode(path)):
         files = [Path(f, name) for f, _, names in _walk(str(path)) for name in names if _is_wanted(f, name)]
         if not files:
             raise UserError(f"{path}: no {', '.join(SUFFIXES)} files in this folder: name another, or files")
         yield from files
-    elif path.is_file():
+    elif stat.S_ISREG(mode):
         _check_named(path, field)
         yield path
-    elif path.exists():
+    elif mode:
         raise UserError(f"{path}: neither a file nor a folder: copy its content to a file and name that")
     elif glob.has_magic(given):
         matched = [Path(os.path.abspath(match)) for match in glob.glob(given, recursive=True)]
-        files = [match for match in matched if match.is_file()]
+        files = [match for match in matched if stat.S_ISREG(_mode(match))]
         if not files:
             raise UserError(f"{given}: no file matches this pattern: check the folder and the pattern")
         yield from files
@@ -190,8 +193,21 @@ def _dataset(given: str) -> list[Path] | None:
     called = given.startswith("hf:")
     name, _, split = given.removeprefix("hf:").partition(":") if called else (given, "", "")
     folder = Path(os.path.abspath(os.path.expanduser(name)))
-    files = tables.saved(folder, split or None) if folder.is_dir() else None
+    files = tables.saved(folder, split or None) if os.path.isdir(folder) else None
     return tables.fetched(name, split or None) if called and files is None else files
+
+
+def _mode(path: Path) -> int:
+    """Of what is there, with its kind; 0 if nothing is. UserError where one may not look, for text too."""
+    try:
+        return os.stat(path).st_mode
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return 0
+        name = reprlib.repr(str(path)) if error.errno == errno.ENAMETOOLONG else path
+        raise UserError(f"{name}: cannot be read ({error.strerror}): name files that you may read") from error
+    except ValueError:  # a NUL
+        return 0
 
 
 def _is_wanted(folder: str, name: str) -> bool:
@@ -260,7 +276,7 @@ def _text_of(line: str, where: str, field: str) -> str:
     if not isinstance(record, dict):
         raise UserError(f"{where}: a JSON {type(record).__name__}, not an object with a field {field!r}")
     if field not in record:
-        fields = ", ".join(map(repr, record)) or "none at all"
+        fields = tables.few(record)
         raise UserError(f"{where}: no field {field!r}; its fields are {fields}: name the one with the text")
     text = record[field]
     if not isinstance(text, str):

@@ -11,7 +11,14 @@ from pathlib import Path
 from imece.data.build import build
 from imece.data.corpus import sources, total_bytes
 from imece.data.files import locked
-from imece.data.tokenizer import SMALLEST_VOCAB, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+from imece.data.tokenizer import (
+    LARGEST_VOCAB,
+    SMALLEST_VOCAB,
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 from imece.data.tokens import TokenFiles
 from imece.errors import UserError
 
@@ -44,6 +51,10 @@ class TextSource:
         if self.vocab_size < SMALLEST_VOCAB:
             raise ValueError(
                 f"vocab_size is {self.vocab_size}: at least {SMALLEST_VOCAB}, for all bytes and an end"
+            )
+        if self.vocab_size > LARGEST_VOCAB:
+            raise ValueError(
+                f"vocab_size is {self.vocab_size}: at most {LARGEST_VOCAB}, for all take memory at once"
             )
         if not 0 <= self.held_out < 1:
             raise ValueError(f"held_out is {self.held_out}: at least 0 and less than 1, such as 0.02")
@@ -86,10 +97,10 @@ def prepare(
 
 
 def _tokenizer(source: TextSource, files: Sequence[Path], path: Path, progress: Progress | None) -> Tokenizer:
-    if not path.exists():
+    if not os.path.exists(path):
         try:
             with locked(path.with_name(f".{path.name}.lock")):
-                if not path.exists():  # nobody made it while we waited
+                if not os.path.exists(path):  # nobody made it while we waited
                     _make(source, files, progress).save(path)
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror}): name another folder") from error
@@ -109,6 +120,6 @@ def _make(source: TextSource, files: Sequence[Path], progress: Progress | None) 
             progress=partial(progress, "learning the tokenizer") if progress else None,
         )
     given = Path(os.path.expanduser(source.tokenizer))
-    if not given.exists():
+    if not os.path.exists(given):
         raise UserError(f"no tokenizer {source.tokenizer!r}: name bpe, bytes or the path of a tokenizer.json")
     return load_tokenizer(given)

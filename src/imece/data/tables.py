@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
+import os
+import reprlib
+from collections.abc import Collection, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from imece.errors import UserError
 SUFFIXES = (".parquet", ".arrow")
 
 _ROWS = 256  # at once; that many texts are in memory
+_NAMED = 8  # of the columns or fields there are, in a message
 
 
 def rows(path: Path, field: str) -> Iterator[tuple[int, str]]:
@@ -53,15 +57,16 @@ def saved(folder: Path, split: str | None) -> list[Path] | None:
     and for a folder that is damaged.
     """
     try:
-        if (several := folder / "dataset_dict.json").is_file():
+        if os.path.isfile(several := folder / "dataset_dict.json"):
             folder /= _chosen(json.loads(several.read_text())["splits"], split, str(folder))
-        if not (state := folder / "state.json").is_file() or not (folder / "dataset_info.json").is_file():
+        state, info = folder / "state.json", folder / "dataset_info.json"
+        if not os.path.isfile(state) or not os.path.isfile(info):
             return None
         files = [folder / file["filename"] for file in json.loads(state.read_text())["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{folder}: a damaged dataset ({error!r}): save it to disk anew") from error
     for path in files:
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise UserError(f"{path}: no such file, but the dataset in this folder needs it: save it anew")
     return files
 
@@ -108,13 +113,19 @@ def _columns(arrow: Any, file: Any, path: Path, field: str) -> Iterator[Any]:
 
 def _check(arrow: Any, schema: Any, path: Path, field: str) -> None:
     if schema.names.count(field) != 1:
-        columns = ", ".join(map(repr, schema.names)) or "none at all"
+        columns = few(schema.names)
         raise UserError(f"{path}: no column {field!r}; its columns are {columns}: name the one with the text")
     kind, types = schema.field(field).type, arrow.types
     if types.is_dictionary(kind):
         kind = kind.value_type
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
         raise UserError(f"{path}: column {field!r} holds {kind}, not strings: name another")
+
+
+def few(names: Collection[str]) -> str:
+    """The first of them, shortened: a message is one line, whatever is in a file."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return (", ".join(map(reprlib.repr, islice(names, _NAMED))) or "none at all") + more
 
 
 def _package(name: str) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from imece.errors import UserError
 
 END = "<|end|>"
 SMALLEST_VOCAB = 257  # all bytes, and END
+LARGEST_VOCAB = 1 << 20  # four times what published models have
 
 Ids = npt.NDArray[np.uint32]
 
@@ -178,7 +180,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     UserError if there is none, if it is damaged, or if no token of it ends a document.
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         path /= "tokenizer.json"
     try:
         content = path.read_text(encoding="utf-8")

@@ -86,7 +86,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no such file, so no finished token files: build them first") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}): check its permissions") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: damaged ({error!r}): delete it, then build again") from error
 
 

@@ -41,9 +41,9 @@ class RunFiles:
 
     @property
     def argument(self) -> str:
-        """The run folder as a shell takes it: from here, if it is below the folder one is in."""
+        """The run folder in a command to copy: from here, if it is below the folder one is in."""
         near = os.path.relpath(self.path)
-        return shlex.quote(str(self.path) if near.startswith("..") else near)
+        return as_argument(self.path if near.startswith("..") else near)
 
     @property
     def steps_done(self) -> int:
@@ -70,6 +70,12 @@ class RunFiles:
         newest = [record["val_loss"] for record in self.records if record.get("val_loss") is not None]
         found = self.summary.get("val_loss")
         return float(found) if found is not None else newest[-1] if newest else None
+
+
+def as_argument(path: str | Path) -> str:
+    """A path as a shell takes it, and a command, which reads what begins with - as an option."""
+    name = str(path)
+    return shlex.quote(f"./{name}" if name.startswith("-") else name)
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -22,6 +22,7 @@ import difflib
 import functools
 import math
 import re
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -32,6 +33,8 @@ from typing import Any, Literal
 from imece.errors import UserError
 
 GIB = 2**30
+
+_MOST = 10**6  # hosts, and GPUs of one
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Gpu:
 
     name: str
     peak: float  # FLOP/s of dense bf16 (fp16 where there is no bf16) matrix products, as the vendor says
-    peak_fp32: float  # FLOP/s of fp32 matrix products as frameworks do them (TF32 where it is the default)
+    peak_fp32: float  # FLOP/s of fp32 matrix products, without TF32: torch's default
     reachable: float  # part of `peak` that the best measured product reaches
     memory_bytes: int  # that a program can use before any context
     memory_bandwidth: float  # bytes/s
@@ -120,15 +123,20 @@ def find_gpu(name: str) -> Gpu:
     return _gpu(_gpu_table(name))
 
 
-def find_network(name: str, gpus_per_host: int) -> Link:
-    """A preset, or like "400Gb": so much for each GPU. UserError with the nearest names."""
+def find_network(name: str, gpus_per_host: int, slot: float = math.inf) -> Link:
+    """A preset, or like "400Gb": so much for each GPU. UserError with the nearest names.
+
+    slot: bytes/s between a GPU and its host, which no preset gives it more than: one GPU has not what eight
+    share.
+    """
     rate = re.fullmatch(r"(\d+(?:\.\d+)?)\s*gb(?:ps|/s|it)?", name.strip().lower())
-    if rate and float(rate[1]) > 0:
-        return Link(float(rate[1]) * 1e9 / 8, latency=20e-6)
+    if rate and 0 < (bandwidth := float(rate[1]) * 1e9 / 8) < math.inf:
+        return Link(bandwidth, latency=20e-6)
     presets = _presets()["networks"]
     table = dict(presets[_named(name, presets, "network")])
     if table.pop("per") == "host":
         table["bandwidth"] /= gpus_per_host
+    table["bandwidth"] = min(table["bandwidth"], slot)
     return _link(table)
 
 
@@ -149,13 +157,15 @@ def find_cluster(
     if base is None and hardware is None:
         raise UserError(f"no GPU is named: choose one of {', '.join(gpu_names())}")
     table = (_gpu_table(base) if base is not None else {}) | {k: v for k, v in device.items() if k != "like"}
-    count = gpus_per_host if gpus_per_host is not None else int(table.get("gpus_per_host", 8))
+    count = gpus_per_host if gpus_per_host is not None else table.get("gpus_per_host", 8)
     for what, number in (("GPUs of a host", count), ("hosts", hosts)):
-        if number < 1:
-            raise UserError(f"{number} {what}: at least 1")
+        if not 1 <= number <= _MOST:
+            raise UserError(f"{number} {what}: at least 1, and at most a million")
     try:
-        inside = _link(_presets()["links"][table.get("inside", "pcie4")] | own.get("inside", {}))
-        between = find_network(network or str(table.get("network", "infiniband-ndr")), count)
+        links = _presets()["links"]
+        inside = _link(links[table.get("inside", "pcie4")] | own.get("inside", {}))
+        slot = links[table["slot"]]["bandwidth"] if "slot" in table else math.inf
+        between = find_network(network or str(table.get("network", "infiniband-ndr")), count, slot)
         if network is None and "between" in own:
             between = replace(between, **_known(Link, own["between"], "between"))
         return Cluster(_gpu(table), count, hosts, inside, between)
@@ -165,7 +175,7 @@ def find_cluster(
 
 def parse_gpus(text: str) -> tuple[int | None, str]:
     """ "8xH100" -> (8, "H100"); "H100" -> (None, "H100"). The name is looked up. UserError."""
-    found = re.fullmatch(r"\s*(?:(\d+)\s*[xX*]\s*)?([^\s].*?)\s*", text)
+    found = re.fullmatch(r"\s*(?:(\d{1,9})\s*[xX*]\s*)?([^\s].*?)\s*", text)
     if found is None:
         raise UserError(f"--gpus {text!r}: write it like 8xH100")
     count = None if found[1] is None else int(found[1])
@@ -198,7 +208,11 @@ def _link(table: Mapping[str, Any]) -> Link:
     return Link(**known)
 
 
-_ABOUT_HOSTS = ("source", "inside", "network", "gpus_per_host")  # of a GPU's table
+_ABOUT_HOSTS = ("source", "inside", "slot", "network", "gpus_per_host")  # of a GPU's table
+_NOT_RATES = (
+    *((name, str, "a name") for name in ("like", "name", "inside", "slot", "network")),
+    ("gpus_per_host", int, "a whole number"),
+)
 
 
 def _known(kind: type[Gpu] | type[Link], table: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -207,10 +221,15 @@ def _known(kind: type[Gpu] | type[Link], table: Mapping[str, Any], where: str) -
     for name, value in table.items():
         if name not in names:
             raise ValueError(f"[{where}] {name} is unknown; there are {', '.join(names)}")
+        several = name in ("flash", "lanes")
+        if isinstance(value, list | tuple) != several or (name == "flash" and len(value) != 2):
+            needed = "two numbers are" if name == "flash" else "a list is" if several else "a number is"
+            raise ValueError(f"[{where}] {name} is {value!r}; {needed} needed")
         for number in value if isinstance(value, list | tuple) else [value]:
             if name == "name" or (name == "price_per_hour" and number is None):
                 continue
-            if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            if not is_number or not abs(number) <= sys.float_info.max:  # an int may be more, and NaN is none
                 raise ValueError(f"[{where}] {name} is {number!r}; a number is needed")
             if number < 0 or (number == 0 and name in _POSITIVE):
                 raise ValueError(f"[{where}] {name} is {number}; it must be more than 0")
@@ -229,13 +248,17 @@ def _read_own(path: Path) -> dict[str, dict[str, Any]]:
             tables = tomllib.load(file)
     except OSError as error:
         raise UserError(f"--hardware {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, too long a number, too deep a list
         raise UserError(f"--hardware {path} is no TOML: {' '.join(str(error).split())}") from None
     for name, table in tables.items():
         if name not in ("gpu", "inside", "between") or not isinstance(table, dict):
             raise UserError(
                 f"--hardware {path}: [{name}] is unknown; there are [gpu], [inside] and [between]"
             )
+    for name, kind, needed in _NOT_RATES:
+        value = tables.get("gpu", {}).get(name)
+        if value is not None and type(value) is not kind:
+            raise UserError(f"--hardware {path}: [gpu] {name} is {value!r}; {needed} is needed")
     return tables
 
 

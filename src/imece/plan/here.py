@@ -5,6 +5,7 @@ The file is what `--hardware` reads. Its first line says when and on what it was
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -31,20 +32,27 @@ _WIDE = 128  # channels of a head for which Gpu.flash is told
 def profile_file() -> Path:
     """Where this machine's figures are kept: IMECE_HERE, or in the cache folder, with the machine's name, for
     homes may be shared by several.
+
+    UserError where nobody knows of a home, as in containers whose user has no name.
     """
     if named := os.environ.get("IMECE_HERE"):
         return Path(named)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise UserError(
+            "no home folder to keep this machine's figures in: set HOME, or IMECE_HERE to a file"
+        ) from error
     return cache / "imece" / f"here-{_UNSAFE.sub('_', socket.gethostname())}.toml"
 
 
 def kept_cluster(ranks: int | None = None, path: Path | None = None) -> Cluster | None:
     """What was measured here before, with so many ranks instead of those it had then; None if nothing was.
 
-    UserError if the file cannot be read.
+    UserError if the file cannot be read, or is damaged. None too where its folder may not be entered.
     """
     path = path or profile_file()
-    return find_cluster(None, ranks, 1, None, path) if path.is_file() else None
+    return find_cluster(None, ranks, 1, None, path) if os.path.isfile(path) else None
 
 
 def measured_on(path: Path) -> str:
@@ -101,6 +109,8 @@ def keep(text: str, path: Path) -> None:
         half.write_text(text, encoding="utf-8")
         half.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            half.unlink()
         raise UserError(f"{path}: cannot be written ({error.strerror})") from error
 
 

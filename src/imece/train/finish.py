@@ -17,6 +17,7 @@ from imece.data_parallel.sharded import ShardedDataParallel
 from imece.footprint import Footprint
 from imece.models.generate import generate
 from imece.observe.report import write_loss_plot, write_report
+from imece.observe.run_files import as_argument
 from imece.train.loop import Loop
 from imece.train.prediction import compared, keep, measured
 from imece.train.session import Session
@@ -69,10 +70,11 @@ def is_finished(session: Session) -> bool:
 def next_commands(session: Session) -> list[tuple[str, str]]:
     """What a person may want to do now."""
     path = session.folder.path
+    run = as_argument(path)
     prompt = "" if session.config.data.paths else ' --prompt "class Queue("'
     return [
-        ("next", f"imece sample {path}{prompt}"),
-        ("longer", f"imece train --run {path} --steps {2 * session.config.steps}"),
+        ("next", f"imece sample {run}{prompt}"),
+        ("longer", f"imece train --run {run} --steps {2 * session.config.steps}"),
         ("open", str(path / "report.html")),
     ]
 

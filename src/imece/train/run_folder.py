@@ -21,6 +21,7 @@ from imece.errors import UserError
 from imece.models.shape import RopeScaling, TransformerConfig
 from imece.models.transformer import Transformer
 from imece.train.config import TrainConfig, check_same_run, read_toml, to_toml
+from imece.train.run_lock import FILE, RunLock
 
 Which = Literal["best", "last"]
 
@@ -46,40 +47,57 @@ class RunFolder:
 
     def tokens(self, config: TrainConfig) -> Path:
         """The folder of token files, which runs on the same text may share."""
-        return Path(config.data.folder) if config.data.folder else self.path / "tokens"
+        folder = config.data.folder
+        return Path(os.path.expanduser(folder)) if folder else self.path / "tokens"
 
     def config(self) -> TrainConfig:
         """UserError if this is no run folder, or its config cannot be read."""
-        if not self.config_file.is_file():
+        try:
+            os.stat(self.config_file)
+        except (FileNotFoundError, NotADirectoryError):
             raise UserError(
                 f"{self.path} is no run folder, it has no {self.config_file.name}: check the path"
-            )
+            ) from None
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: cannot be read ({error.strerror}): check the path and its permissions"
+            ) from error
         return read_toml(self.config_file)
 
-    def begin(self, config: TrainConfig) -> None:
+    def begin(self, config: TrainConfig, lock: RunLock | None = None) -> bytes | None:
         """Make the folder, or go on with the run that it holds; from here on `config` is its config.
 
-        UserError if it holds another run, or one of more steps, or files that are no run, or if it cannot be
-        written to.
+        Returns what the config's file held before, None if it was not there. lock: of the folder; it begins
+        before anything is changed. UserError if the run is under way in another command, if the folder holds
+        another run, or one of more steps, or files that are no run, or if it cannot be written to.
         """
         new = not os.path.isdir(self.path)
         try:
             content = to_toml(config).encode()
-            if self.config_file.exists():
+            if not self.config_file.exists():
+                if self.path.exists() and not self.path.is_dir():
+                    raise UserError(f"{self.path} is a file: name a folder with --run")
+                if self.path.is_dir() and set(self.path.iterdir()) - self._leftovers() - {self.path / FILE}:
+                    raise UserError(
+                        f"{self.path} holds other files, but no run: name another folder with --run"
+                    )
+                self.path.mkdir(parents=True, exist_ok=True)
+            if lock is not None:
+                lock.begin()
+            before = None
+            if self.config_file.exists():  # perhaps since a moment ago
                 check_same_run(self.config(), config)
                 self._check_steps(config)
-            elif self.path.exists() and not self.path.is_dir():
-                raise UserError(f"{self.path} is a file: name a folder with --run")
-            elif self.path.is_dir() and set(self.path.iterdir()) - self._leftovers():
-                raise UserError(f"{self.path} holds other files, but no run: name another folder with --run")
-            self.path.mkdir(parents=True, exist_ok=True)
+                before = self.config_file.read_bytes()
             for leftover in self._leftovers():
                 leftover.unlink(missing_ok=True)
-            if not self.config_file.exists() or self.config_file.read_bytes() != content:
+            if before != content:
                 write_whole(self.config_file, content)
+            return before
         except OSError as error:
             with suppress(OSError):  # if it is not empty, above all
                 if new:
+                    (self.path / FILE).unlink(missing_ok=True)
                     self.path.rmdir()
             raise UserError(
                 f"{self.path}: the run folder cannot be written ({error.strerror}): make room or name another"
@@ -91,24 +109,31 @@ class RunFolder:
             ) from error
 
     @contextmanager
-    def begun(self, config: TrainConfig) -> Iterator[None]:
-        """`begin`, which is taken back if what follows ends the command: with another one, a person can then
-        mend any option. UserError as `begin`.
+    def begun(self, config: TrainConfig, lock: RunLock | None = None) -> Iterator[None]:
+        """`begin`, which is taken back if what follows ends the command, by a mistake, Ctrl-C or whatever
+        else: with another one, a person can then mend any option. UserError as `begin`.
         """
-        before = self.config_file.read_bytes() if os.path.isfile(self.config_file) else None
-        empty = os.path.isdir(self.path)
-        self.begin(config)
+        there = os.path.isdir(self.path)
+        before = self.begin(config, lock)
         try:
             yield
-        except (UserError, SystemExit):
+        except BaseException:
             with suppress(OSError):
                 if before is not None:
                     write_whole(self.config_file, before)
                 else:
-                    shutil.rmtree(self.path)
-                    if empty:
-                        self.path.mkdir()
+                    self._empty()
+                    if not there:
+                        self.path.rmdir()
             raise
+
+    def _empty(self) -> None:
+        """The folder itself stays: it may be a link, or have permissions that a new one would not."""
+        for path in self.path.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     def _leftovers(self) -> set[Path]:
         """Of processes that were killed in `begin`."""

@@ -21,6 +21,7 @@ from imece.data_parallel.strategy import find_strategy
 from imece.errors import UserError
 from imece.membership.recovery import Recovered
 from imece.observe.environment import environment, usable_cores
+from imece.observe.run_files import as_argument
 from imece.observe.units import si
 from imece.train.agreeing import together
 from imece.train.alike import check_same_start
@@ -32,17 +33,19 @@ from imece.train.loop import Loop, NotFiniteError
 from imece.train.precision import choose_precision
 from imece.train.prediction import keep
 from imece.train.run_folder import RunFolder
+from imece.train.run_lock import RunLock
 from imece.train.session import Session
 from imece.train.stopping import Stop
 from imece.train.watching import Watching
+from imece.world import read_world
 
 Progress = Callable[[str, int, int], None]
 
 
-def make_ready(config: TrainConfig, progress: Progress | None) -> int:
+def make_ready(config: TrainConfig, progress: Progress | None, lock: RunLock) -> int:
     """All that can be checked and made without ranks; the number of ranks to start.
 
-    UserError for whatever would stop them: nothing is then left of a new run folder.
+    lock: of the run folder. UserError for whatever would stop them: nothing is then left of a new folder.
     """
     ranks = config.ranks or default_ranks()
     kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -51,7 +54,7 @@ def make_ready(config: TrainConfig, progress: Progress | None) -> int:
     _check_offload(config, kind)
     plan = plan_batch(config.batch, config.model.shape(config.data.vocab_size).max_seq, ranks)
     folder = RunFolder(config.folder)
-    with folder.begun(config):
+    with folder.begun(config, lock):
         prepared = prepare(config.data.source(), folder.tokenizer_file, folder.tokens(config), progress)
         Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed)
     return ranks
@@ -93,25 +96,22 @@ def run_rank(config: TrainConfig) -> int:
     UserError on one rank for what is wrong with the config, the data or the checkpoint; SystemExit(2) on the
     others. NotFiniteError, DriftError on all.
     """
-    stop = Stop()
-    with stop.listening():
+    stop, folder = Stop(read_world().launcher != "single"), RunFolder(config.folder)
+    with stop.listening(), RunLock(folder.path) as lock:
         mesh = meshes.init(ranks=config.ranks or None)
         check_same_start(config, mesh)
-        folder = RunFolder(config.folder)
         with contextlib.ExitStack() as until_open:
             first = mesh.rank == 0 and not mesh.world.joining
-            begun = folder.begun(config) if first else contextlib.nullcontext()
+            begun = folder.begun(config, lock) if first else contextlib.nullcontext()
             together(mesh, lambda: until_open.enter_context(begun))
+            lock.join()
             session = Session.open(config, mesh)
-        try:
-            joined = session.begin()
-            if joined is None and _is_finished(session):
-                if mesh.rank == 0:
-                    print(f"{folder.path} has its {config.steps} steps: a larger --steps goes on")
-                return 0
-            return _train(session, stop, joined)
-        finally:
-            session.checkpoints.close()
+        joined = session.begin()
+        if joined is None and _is_finished(session):
+            if mesh.rank == 0:
+                print(f"{folder.path} has its {config.steps} steps: a larger --steps goes on")
+            return 0
+        return _train(session, stop, joined)
 
 
 def _is_finished(session: Session) -> bool:
@@ -137,7 +137,8 @@ def _train(session: Session, stop: Stop, joined: Recovered | None) -> int:
         loop = Loop(session, watching, stop)
         signal = _run(session, loop, watching, joined)
         if signal and session.checkpoints.finish():
-            watching.note(f"saved after step {session.done}; go on with: imece train --run {path}")
+            run = as_argument(path)
+            watching.note(f"saved after step {session.done}; go on with: imece train --run {run}")
         return signal
     except (NotFiniteError, DriftError):
         session.checkpoints.finish()  # raised on all ranks: a save that is under way is not given up

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -78,7 +79,7 @@ def find_model(text: str) -> Model:
 
         return read_code(Path(file), function)
     path = Path(text)
-    if path.suffix == ".json" or (path / CONFIG).is_file():
+    if path.suffix == ".json" or path.is_absolute() or os.path.isfile(path / CONFIG):
         return read_config(path if path.suffix == ".json" else path / CONFIG)
     if text.lower() in MODELS:
         return MODELS[text.lower()]

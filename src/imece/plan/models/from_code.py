@@ -7,6 +7,7 @@ and in the first of these the matrices. What was read is compared with what the 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,8 +87,8 @@ def of_module(module: nn.Module, name: str) -> Model:
 
 
 def _function(path: Path, function: str) -> Any:
-    if not path.is_file():
-        raise UserError(f"{path}: no such file: name one as file.py:function")
+    if not os.path.isfile(path):
+        raise UserError(f"{path}: no such file, or none that you may read: name one as file.py:function")
     spec = importlib.util.spec_from_file_location(f"_planned_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)

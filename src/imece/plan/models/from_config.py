@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from imece.errors import UserError
 from imece.plan.models.model import Model, Norm
 
 CONFIG = "config.json"
+_WINDOW = "sliding_window"
+_MOST = 10**12  # of layers, channels, heads ...
 
 
 @dataclass(frozen=True)
@@ -31,22 +33,37 @@ class _Family:
     tied: bool = False  # where the file does not say
     positions: str = ""  # the field with the rows of learned positions
     experts: str = ""  # the field with their number
+    defaults: Mapping[str, int] = field(default_factory=dict)  # of fields that are left out, as transformers'
+    windowed: float = 1.0  # part of the layers that have a sliding window, where the file does not list them
 
 
 _GPT_2 = _Family(
     "n_layer", "n_embd", "n_head", "n_inner", gated=False, norm="layer", biases=True, tied=True,
     positions="n_positions",
 )  # fmt: skip
+_GEMMA_3 = _Family(
+    tied=True, windowed=5 / 6,
+    defaults={
+        "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        _WINDOW: 4096,
+    },
+)  # fmt: skip
 _FAMILIES = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "smollm3"), _Family()),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), _Family(tied=True)),
+    **dict.fromkeys(("llama", "phi3", "olmo2"), _Family()),
+    "qwen2": _Family(),
+    "qwen3": _Family(defaults={"head_dim": 128}),
+    "mistral": _Family(defaults={_WINDOW: 4096}),
+    "smollm3": _Family(tied=True),
+    "gemma": _Family(tied=True, defaults={"head_dim": 256}),
+    "gemma2": _Family(tied=True, defaults={"head_dim": 256, _WINDOW: 4096}, windowed=1 / 2),
+    **dict.fromkeys(("gemma3", "gemma3_text"), _GEMMA_3),
     "gpt2": _GPT_2,
     "gpt_neox": _Family(gated=False, norm="layer", biases=True),
     "mixtral": _Family(experts="num_local_experts"),
     "qwen3_moe": _Family(mlp_width="moe_intermediate_size", experts="num_experts"),
     "olmoe": _Family(experts="num_experts"),
 }  # fmt: skip
-_HEAD_WIDTHS = {"gemma": 256, "gemma2": 256, "gemma3": 256, "gemma3_text": 256, "qwen3": 128}  # by default
+_ASKED = ("qwen2", "qwen3", "smollm3", "qwen3_moe")  # use their window only where use_sliding_window says so
 
 
 def read_config(path: Path) -> Model:
@@ -73,6 +90,7 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
             f"{where}: model_type is {kind!r}; there are {', '.join(_FAMILIES)}. "
             "file.py:function does for others"
         )
+    content = {**family.defaults, **content}
     if content.get("shared_expert_intermediate_size") or content.get("n_shared_experts"):
         raise UserError(f"{where}: it has experts that all tokens share, which are not planned for")
     needed = [family.layers, family.width, family.heads, "vocab_size"]
@@ -85,6 +103,7 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
     numbers = {each: _whole(content, each, where) for each in needed}
     width, heads = numbers[family.width], numbers[family.heads]
     tied = content.get("tie_word_embeddings")
+    window = _whole(content, _WINDOW, where) if content.get(_WINDOW) else 0
     try:
         return Model(
             name,
@@ -92,7 +111,7 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
             width,
             heads,
             kv_heads=int(content.get("num_key_value_heads") or heads),
-            head_width=int(content.get("head_dim") or _HEAD_WIDTHS.get(str(kind)) or width // heads),
+            head_width=int(content.get("head_dim") or width // heads),
             mlp_width=int(content.get(family.mlp_width) or 4 * width),
             gated=family.gated,
             vocab_size=numbers["vocab_size"],
@@ -102,13 +121,26 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
             norm=family.norm,
             experts=numbers[family.experts] if family.experts else 0,
             active_experts=numbers["num_experts_per_tok"] if family.experts else 0,
+            window=window,
+            windowed=_windowed(content, family, numbers[family.layers]) if window else 0.0,
         )
-    except (ValueError, TypeError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise UserError(f"{where}: {error}: get the file again") from error
+
+
+def _windowed(content: Mapping[str, Any], family: _Family, layers: int) -> float:
+    """The part of the layers that have the sliding window which the file tells of."""
+    types = content.get("layer_types")
+    if isinstance(types, list) and types:
+        return types.count("sliding_attention") / len(types)
+    if content["model_type"] not in _ASKED:
+        return family.windowed
+    first = content.get("max_window_layers", 28)  # layers that have none
+    return max(0, layers - first) / layers if content.get("use_sliding_window") else 0.0
 
 
 def _whole(content: Mapping[str, Any], key: str, where: str) -> int:
     value = content[key]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise UserError(f"{where}: {key} is {value!r}, not a whole number")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST:
+        raise UserError(f"{where}: {key} is {value!r}, not a whole number below {_MOST:.0e}")
     return value

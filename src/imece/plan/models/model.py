@@ -31,6 +31,8 @@ class Model:
     norm: Norm = "rms"
     experts: int = 0  # in every layer, each an MLP; 0: one MLP, no router
     active_experts: int = 0  # that one token goes through
+    window: int = 0  # tokens that one attends to in layers with a sliding window; 0: there are none
+    windowed: float = 0.0  # part of the layers that have one
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "kv_heads", "head_width", "mlp_width", "vocab_size"):
@@ -54,6 +56,13 @@ class Model:
         if self.experts:
             mlp = self.experts * mlp + self.experts * self.width
         return attention + mlp + norms
+
+    def scores_part(self, seq: int) -> float:
+        """Of the scores of causal attention over `seq` tokens, how many windows leave, in the mean layer."""
+        if not 0 < self.window < seq:
+            return 1.0
+        seen = self.window / seq
+        return 1 - self.windowed * (1 - seen * (2 - seen))
 
     @property
     def table_parameters(self) -> int:

@@ -1,0 +1,98 @@
+"""That one command at a time trains in a run folder: a lock that the processes of one run hold in common.
+
+Who begins a run asks for it alone, and so is refused as long as any process of another one lives. The kernel
+takes it back from each of them, however it ends; what they start does not inherit it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from imece.errors import UserError
+
+FILE = ".lock"
+"""In the run folder. It stays there, and says who began the run that is under way."""
+HELD = "IMECE_RUN_HELD"
+"""Set to 1 in the environment of ranks whose launcher holds the lock, for as long as any of them lives."""
+_STARTED_AGAIN = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+_MOST_BYTES = 200  # of what the file says
+
+
+class RunLock:
+    """This process' part of the lock, until its block is left.
+
+    Where a file cannot be locked, on a file system without locks or in a folder that is read-only, nobody is
+    refused.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+        self._descriptor: int | None = None
+        self._said = False
+
+    def begin(self) -> None:
+        """Before anything is changed in the folder, which is there. UserError if a run is under way in it.
+
+        Nobody is refused in a job that has been started again: who is at the run may be of its own, still
+        ending, or on a host that is lost, whose locks a file server keeps for minutes.
+        """
+        if os.environ.get(HELD) == "1":
+            return
+        try:
+            self._lock(os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
+            self._say_who()
+            self._lock(os.O_RDWR, fcntl.LOCK_SH)
+        except BlockingIOError:
+            if any(os.environ.get(name, "0") != "0" for name in _STARTED_AGAIN):
+                self.join()
+                return
+            raise UserError(
+                f"a run is under way in {self._path.parent} ({self._who()}): wait for its end or stop it, or "
+                "name another folder with --run"
+            ) from None
+        except OSError:  # there is no lock to be had
+            pass
+
+    def join(self) -> None:
+        """As one more rank of a run that has begun."""
+        if os.environ.get(HELD) != "1":
+            with contextlib.suppress(OSError):  # there is none on this host, or it cannot be had
+                self._lock(os.O_RDONLY, fcntl.LOCK_SH)
+
+    def _lock(self, flags: int, kind: int) -> None:
+        """BlockingIOError if others have it, another OSError if there can be none."""
+        if self._descriptor is None:
+            self._descriptor = os.open(self._path, flags | os.O_CLOEXEC, 0o666)
+        fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
+
+    def _say_who(self) -> None:
+        assert self._descriptor is not None
+        with contextlib.suppress(OSError):  # a full disk: the lock is held without it
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        self._said = True
+
+    def _who(self) -> str:
+        assert self._descriptor is not None
+        said = os.pread(self._descriptor, _MOST_BYTES, 0).decode(errors="replace").strip()
+        return f"begun by {said}" if said else "begun by another process"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._descriptor is None:
+            return
+        if self._said:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, 0)  # the folder is as it was, if nothing else was done in it
+        os.close(self._descriptor)
+        self._descriptor = None
