@@ -6,10 +6,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from imece.collectives import auto, ops
 from imece.collectives.links import (
     Link,
     Links,
@@ -111,6 +114,11 @@ def test_forced_by_argument_and_environment() -> None:
         UserError, match="IMECE_SCHEDULE=hirarchical is no schedule: did you mean 'hierarchical'"
     ):
         choose("all_reduce", MIB, TWO_HOSTS, environ={"IMECE_SCHEDULE": "hirarchical"})
+    with (
+        mock.patch.object(auto, "FORCED", "hirarchical"),
+        pytest.raises(UserError, match="IMECE_SCHEDULE=hirarchical is no schedule: did you mean"),
+    ):
+        ops._chosen("all_reduce", None, torch.ones(4), dist.ProcessGroup(0, 1))  # type: ignore[call-arg]
     with pytest.raises(UserError, match="unknown schedule 'rings' of all_reduce: did you mean 'ring'"):
         choose("all_reduce", MIB, TWO_HOSTS, "rings", environ={})
     with pytest.raises(UserError, match="unknown collective 'allreduce': did you mean 'all_reduce'"):

@@ -113,6 +113,9 @@ def fractions(group: dist.ProcessGroup) -> None:
     same(model, alone)
 
 
+WAYS = ("ignored", "empty", "masked", "masked, a mean over 0")
+
+
 def nothing_to_predict(way: str) -> Check:
     """A rank whose tokens are all padding, in the ways in which the loss of none is written."""
 
@@ -130,13 +133,45 @@ def nothing_to_predict(way: str) -> Check:
                 loss = functional.cross_entropy(model(x[:0]), y[:0])
             else:
                 each, mask = functional.cross_entropy(model(x), y, reduction="none"), torch.zeros(6)
-                loss = (each * mask).sum() / mask.sum().clamp(min=1)
+                loss = (each * mask).sum() / mask.sum().clamp(min=way == "masked")
             assert loss.isnan() == (idle and way != "masked")
             model.zero_grad()
             model.weigh(loss, 0 if idle else 6).backward()
             same(model, alone)
 
     return check
+
+
+def reduced_before(group: dist.ProcessGroup) -> None:
+    """A second backward that is reduced is added to the first, as with the mean over ranks."""
+    model = wrap(group)
+    for clears in (True, False):
+        model.zero_grad(set_to_none=clears)
+        sums: list[torch.Tensor] = []
+        for step in range(3):
+            parts = [part(2 + 3 * at + step, 10 * step + at) for at in range(group.size())]
+            alone = whole(model.module, parts)
+            now = [torch.zeros_like(each) if each.grad is None else each.grad for each in alone.parameters()]
+            sums = [before + each for before, each in zip(sums, now, strict=True)] if sums else now
+            bring(model, parts[dist.get_rank()])
+        for expected, each in zip(sums, model.module.parameters(), strict=True):
+            got = torch.zeros_like(each) if each.grad is None else each.grad
+            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def left_out(group: dist.ProcessGroup) -> None:
+    """What no backward came of does not count, nor what was thrown away."""
+    model = wrap(group)
+    for step in range(3):
+        parts = [part(2 + at + step, 10 * step + at) for at in range(group.size())]
+        x, y = parts[dist.get_rank()]
+        model.weigh(functional.cross_entropy(model(x), y), 100)  # a loss that was not finite, say
+        with model.no_sync():
+            bring(model, part(7, step))
+        model.zero_grad()
+        alone = whole(model.module, parts)
+        bring(model, (x, y))
+        same(model, alone, f"step {step}")
 
 
 def unused_here(group: dist.ProcessGroup) -> None:
@@ -256,8 +291,10 @@ def forgotten_on_one_rank(group: dist.ProcessGroup) -> None:
 CHECKS: dict[str, Check] = {
     "any counts": any_counts,
     "fractions": fractions,
-    **{f"nothing to predict, {way}": nothing_to_predict(way) for way in ("ignored", "empty", "masked")},
+    **{f"nothing to predict, {way}": nothing_to_predict(way) for way in WAYS},
     "unused here": unused_here,
+    "reduced before": reduced_before,
+    "left out": left_out,
     "ranks that run out": ranks_that_run_out,
     "ranks that run out in an accumulation": ranks_that_run_out_in_an_accumulation,
     "trained together": trained_together,

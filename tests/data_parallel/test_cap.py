@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from imece import DistributedDataParallel
-from imece.data_parallel.cap import CAPS_BYTES, EACH_S, MIB, best_cap
+from imece.data_parallel.arguments import MIB
+from imece.data_parallel.cap import CAPS_BYTES, EACH_S, best_cap
 from imece.data_parallel.whole import WholeGradients
 from tests.data_parallel.checks import Check, Job, jobs, passed
 

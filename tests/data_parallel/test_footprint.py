@@ -79,8 +79,9 @@ def footprints(strategy: str, gather: bool, bf16: bool) -> list[dict[str, int]]:
     return [asdict(predicted), asdict(counted(model, [optimizer]))]
 
 
-def _new() -> tuple[nn.Module, Optimizer]:
-    model = Model()
+def _new(device: str = "cpu") -> tuple[nn.Module, Optimizer]:
+    with torch.device(device):
+        model = Model()
     return model, AdamW(model.parameters())
 
 
@@ -100,10 +101,10 @@ def test_what_is_counted_was_predicted(strategy: str, gather: bool, bf16: bool) 
             assert found[name] == pytest.approx(nbytes, abs=room), name
 
 
-def under_way() -> tuple[int, int, int]:
+def under_way(device: str) -> tuple[int, int, int]:
     """Most sums that are under way while another bucket fills; its memory, predicted and counted."""
     imece.init()
-    model, optimizer = imece.parallelize(*_new(), "zero2", bucket_cap_mb=0.01)
+    model, optimizer = imece.parallelize(*_new(device), "zero2", bucket_cap_mb=0.01)
     predicted = expected(model, [optimizer])
     assert predicted is not None
     most, attach = [0], Sharding.attach
@@ -121,20 +122,24 @@ def under_way() -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(
-    ("where", "expected_most"), [("shm", 0), ("cpu:gloo", 1), ("two hosts", 2)], ids=["shm", "gloo", "hosts"]
+    ("where", "device", "expected_most"),
+    [("shm", "meta", 0), ("cpu:gloo", "cpu", 1), ("two hosts", "cpu", 2)],
+    ids=["shm", "gloo", "hosts"],
 )
-def test_a_network_has_time_for_the_buckets_under_way(where: str, expected_most: int) -> None:
-    """And what they take was predicted."""
+def test_a_network_has_time_for_the_buckets_under_way(where: str, device: str, expected_most: int) -> None:
+    """And what they take was predicted. device: where the model is made."""
     hosts = {"ranks_per_host": 2} if where == "two hosts" else {"env": {"IMECE_BACKEND": where}}
     ranks = 4 if where == "two hosts" else 2
-    for most, predicted, found in run_ranks(under_way, ranks, backend=None, timeout_s=90, **hosts):
+    for most, predicted, found in run_ranks(
+        under_way, ranks, args=(device,), backend=None, timeout_s=90, **hosts
+    ):
         assert (most, found) == (expected_most, predicted)
 
 
-def units_there() -> tuple[int, int, int]:
+def units_there(device: str) -> tuple[int, int, int]:
     """Most units there in a forward, but for the root; bytes of communication, predicted and counted."""
     imece.init()
-    model, optimizer = imece.parallelize(*_new(), "zero3", gather=True)
+    model, optimizer = imece.parallelize(*_new(device), "zero3", gather=True)
     assert isinstance(model, ShardedDataParallel)
     predicted, gathering, most = expected(model, [optimizer]), model.sharding.gathering, [0]
     assert predicted is not None and gathering is not None
@@ -149,10 +154,11 @@ def units_there() -> tuple[int, int, int]:
     return max(most), predicted.communication, counted(model, [optimizer]).communication
 
 
-@pytest.mark.parametrize(("hosts", "expected_most"), [(1, 2), (2, 3)])
-def test_between_hosts_a_unit_comes_in_each_lane(hosts: int, expected_most: int) -> None:
-    """And what they take was predicted."""
-    for most, predicted, found in run_ranks(units_there, 2, backend=None, ranks_per_host=2 // hosts):
+@pytest.mark.parametrize(("hosts", "device", "expected_most"), [(1, "cpu", 2), (2, "meta", 3)])
+def test_between_hosts_a_unit_comes_in_each_lane(hosts: int, device: str, expected_most: int) -> None:
+    """And what they take was predicted. device: where the model is made."""
+    ranks = run_ranks(units_there, 2, args=(device,), backend=None, ranks_per_host=2 // hosts)
+    for most, predicted, found in ranks:
         assert (most, found) == (expected_most, predicted)
 
 

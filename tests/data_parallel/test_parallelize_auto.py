@@ -164,6 +164,12 @@ def on_one_host() -> dict[str, Any]:
     model = Model()
     wrapped, _ = imece.parallelize(model, LBFGS(model.parameters()))
     told: dict[str, Any] = {"usual": chosen([10**9, 10**9], None)[0], "lbfgs": type(wrapped).__name__}
+    with mock.patch.object(auto, "free_bytes", lambda device: 0):
+        model = Model()
+        try:
+            imece.parallelize(model, LBFGS(model.parameters()))
+        except ValueError as error:
+            told["lbfgs, nothing"] = str(error)
     model = Model()
     on_gpu = replace(given(mesh, model, adamw(model)), device=torch.device("cuda"))
     least = footprint_of(on_gpu, STRATEGIES["zero3"], 2, None)
@@ -179,6 +185,8 @@ def test_one_host() -> None:
     for told in run_ranks(on_one_host, 2, backend=None):
         assert told["usual"] == "zero1"
         assert told["lbfgs"] == "DistributedDataParallel", "what cannot be sharded is replicated"
+        assert told["lbfgs, nothing"].startswith("no strategy fits: replicate"), "on all ranks"
+        assert "More ranks alone would not do" in told["lbfgs, nothing"]
         for offload in ("optimizer", "parameters"):
             assert told[offload][0].startswith(f"offload={offload!r} with zero3 fits: ")
 

@@ -26,7 +26,7 @@ from imece.bench.reference_model import Decoder, Shape, batch
 from imece.checkpoint import TrainingState
 from imece.checkpoint.deal import Slice
 from imece.collectives import common, companions
-from imece.data_parallel import shard
+from imece.data_parallel import stores
 from imece.data_parallel.batch_norm import SyncBatchNorm
 from imece.errors import PeerLostError
 from imece.membership.pieces import Pieces
@@ -290,7 +290,7 @@ def die_in_the_second_bucket() -> None:
     def common_zeros(*args: Any) -> torch.Tensor:
         return next(calls)(*args)  # type: ignore[return-value]
 
-    pytest.MonkeyPatch().setattr(shard, "common_zeros", common_zeros)
+    pytest.MonkeyPatch().setattr(stores, "common_zeros", common_zeros)
 
 
 def lose_one_each_time(backend: str, folder: str, names: Sequence[str], processes: int) -> list[str]:

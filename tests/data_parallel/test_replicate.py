@@ -355,6 +355,18 @@ def frozen_later(group: dist.ProcessGroup) -> None:
         train_step(model, group, step)
 
 
+def thawed_later(group: dist.ProcessGroup) -> None:
+    module = double(Branches())
+    module.layers[1].requires_grad_(False)  # type: ignore[index]
+    model = wrap(module, group)
+    train_step(model, group, 0, [0, 2, 3])
+    module.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"layers\.1\.weight was frozen when the model was wrapped"):
+        model(own_input())
+    with torch.no_grad():
+        model(own_input())
+
+
 # Outputs.
 
 
@@ -453,6 +465,114 @@ def gradients_by_autograd_grad(group: dist.ProcessGroup) -> None:
     slope.square().sum().backward()
     for step in range(2):
         train_step(model, group, step)
+
+
+class Scores(nn.Module):
+    """Its output is a view of what its last layer has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1, bias=False))
+
+    def forward(self, x: torch.Tensor, picked: list[int] | None = None) -> torch.Tensor:
+        return torch.as_tensor(self.layers(x)).squeeze(-1)
+
+
+def an_output_changed_in_place(group: dist.ProcessGroup) -> None:
+    def loss(model: Any, step: int) -> torch.Tensor:
+        scores = model(own_input(step))
+        scores /= 2.0
+        return scores.sum()  # type: ignore[no-any-return]
+
+    model = wrap(double(Scores()), group)
+    for step in range(3):
+        expected = mean_over(group, model.module, loss, step)
+        model.zero_grad()
+        loss(model, step).backward()
+        same(gradients(model), expected)
+
+
+def a_loss_of_gradients_alone(group: dist.ProcessGroup) -> None:
+    """Its graph does not lead through the output: that is linear in what is behind it."""
+
+    def loss(model: Any, step: int) -> torch.Tensor:
+        x = own_input(step).requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    model = wrap(double(Scores()), group)
+    for step in range(3):
+        expected = mean_over(group, model.module, loss, step)
+        model.zero_grad()
+        loss(model, step).backward()
+        same(gradients(model), expected)
+        train_step(model, group, step)
+
+
+def of_two_forwards_each_as_it_was(group: dist.ProcessGroup) -> None:
+    """One in no_sync stays local, though another one was prepared before its backward."""
+
+    def loss(model: Any, step: int) -> torch.Tensor:
+        return total(model, own_input(step)) + total(model, own_input(step + 5))
+
+    model = wrap(double(Branches()), group)
+    for step in range(2):
+        alone = copy.deepcopy(model.module)
+        alone.zero_grad()
+        total(alone, own_input(step)).backward()
+        expected = mean_over(group, model.module, loss, step)
+        model.zero_grad()
+        with model.no_sync():
+            local = total(model, own_input(step))
+        both = total(model, own_input(step + 5))
+        local.backward()
+        same(gradients(model), gradients(alone))
+        both.backward()
+        same(gradients(model), expected)
+
+
+def gradients_with_other_memory(group: dist.ProcessGroup) -> None:
+    """`grad.data = ...` takes a gradient out of its bucket, and so does `model.to()`."""
+    model = wrap(double(Branches()), group)
+    for step in range(5):
+        train_step(model, group, step)
+        if step % 2:
+            for each in model.parameters():
+                each.grad.data = each.grad.data.clamp(-1e-3, 1e-3)
+        else:
+            model.to(torch.float32).to(torch.float64)
+    expected = mean_over(group, model.module, total, own_input(9))
+    for each in model.parameters():
+        each.grad.data = each.grad.data.clone()
+    before = {name: each.clone() for name, each in gradients(model).items() if each is not None}
+    model(own_input(9)).sum().backward()  # is added to what all ranks have alike
+    same(gradients(model), {name: before[name] + each for name, each in expected.items() if each is not None})
+    model.float()
+    with pytest.raises(RuntimeError, match=r"layers\.\d\.\w+ was float64 on cpu .* is float32 on cpu now"):
+        model(own_input().float()).sum().backward()
+
+
+def a_step_after_a_failed_end(group: dist.ProcessGroup) -> None:
+    """What ends a backward may raise: a hook's future does here."""
+    fails = [False]
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        if fails[0]:
+            future.set_exception(Broken("here"))  # type: ignore[arg-type]
+        else:
+            ops.all_reduce(bucket.buffer().div_(group.size()), group=group)
+            future.set_result(bucket.buffer())
+        return future
+
+    model = wrap(double(Branches()), group, bucket_cap_mb=SMALL_MB)
+    model.register_comm_hook(None, hook)
+    for step in range(4):
+        train_step(model, group, step)
+        fails[0] = True
+        with pytest.raises(Exception, match="here"):
+            model(own_input(step)).sum().backward()
+        fails[0] = False
 
 
 def evaluation_is_local(group: dist.ProcessGroup) -> None:
@@ -821,10 +941,16 @@ CHECKS: dict[str, Check] = {
     "unused everywhere": unused_everywhere_is_left_alone,
     "used by some rank": used_by_some_rank_is_the_mean,
     "frozen later": frozen_later,
+    "thawed later": thawed_later,
     "outputs": outputs_of_all_kinds,
     "hidden outputs": hidden_outputs,
     "outputs and parameters": outputs_and_parameters_together,
     "autograd.grad": gradients_by_autograd_grad,
+    "an output changed in place": an_output_changed_in_place,
+    "a loss of gradients": a_loss_of_gradients_alone,
+    "of two forwards": of_two_forwards_each_as_it_was,
+    "gradients with other memory": gradients_with_other_memory,
+    "a failed end": a_step_after_a_failed_end,
     "evaluation": evaluation_is_local,
     "checkpointed from outside": checkpointed_from_outside,
     "compiled as a whole": compiled_as_a_whole,

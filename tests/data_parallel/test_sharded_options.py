@@ -1,10 +1,15 @@
-"""What goes with any strategy: bf16 on the wire, buffers in fewer bits, hooks, averages of weights."""
+"""What goes with any strategy: bf16 on the wire, buffers in fewer bits, hooks, averages of weights.
+
+And what is said of loops that would not train.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 from unittest import mock
 
@@ -17,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from imece import MixedPrecision, parallelize
 from imece.collectives import execute, native, wire
+from imece.data_parallel.norm import squared_norm
 from imece.data_parallel.sharded import ShardedDataParallel
 from tests.data_parallel.checks import Check, Job, jobs, passed
 from tests.data_parallel.test_units import (
@@ -368,7 +374,105 @@ def hybrid_models(group: dist.ProcessGroup) -> None:
             assert torch.allclose(torch.stack(list(plain(whole, optimizer, 3))), found[0], rtol=1e-4)
 
 
+# Loops that would not train.
+
+
+def two_layers() -> Any:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16))
+
+
+def late_groups(group: dist.ProcessGroup) -> None:
+    """A parameter that an optimizer gets after parallelize has no part which it could step."""
+    for way in WAYS:
+        inner = two_layers()
+        inner.register_parameter("frozen", nn.Parameter(torch.ones(3), requires_grad=False))
+        optimizer = torch.optim.SGD([inner[0].weight], lr=0.1)
+        parallelize(inner, optimizer, way.strategy, mesh_of(group), gather=way.gather)
+        cases: list[tuple[Any, str]] = [
+            (list(inner[1].parameters()), "1.weight"),
+            (iter(inner[1].named_parameters()), "1.weight"),
+            (inner.frozen, "frozen"),
+            ([nn.Parameter(torch.ones(2, 3))], "of shape [2, 3], none of the model's,"),
+        ]
+        for given, name in cases:
+            with pytest.raises(ValueError) as caught:
+                optimizer.add_param_group({"params": given, "lr": 0.2})
+            assert str(caught.value) == (
+                f"parameter {name} is given to SGD after parallelize, and its gradient would not come here: "
+                "give it before parallelize, wanting a gradient"
+            )
+        assert len(optimizer.param_groups) == 1
+
+
+def old_gradients(group: dist.ProcessGroup) -> None:
+    """Backward says so, once, when it adds to what was stepped with; not while gradients are accumulated."""
+
+    def through_parameters(model: Any, optimizer: Any) -> None:
+        for each in model.parameters():
+            each.grad = None
+
+    ways: list[tuple[Callable[[Any, Any], object], int]] = [
+        (through_parameters, 1),
+        (lambda model, optimizer: model.module.zero_grad(), 1),
+        (lambda model, optimizer: model.zero_grad(), 0),
+        (lambda model, optimizer: optimizer.zero_grad(), 0),
+        (lambda model, optimizer: optimizer.zero_grad(set_to_none=False), 0),
+    ]
+    for way, (zero, expected) in product(WAYS, ways):
+        inner = two_layers()
+        model, optimizer = wrap(inner, group, way.strategy, gather=way.gather)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                zero(model, optimizer)
+                for _ in range(2):
+                    model(torch.ones(2, 16)).mean().backward()
+                optimizer.step()
+        said = [str(each.message) for each in caught if "zero_grad" in str(each.message)]
+        assert len(said) == expected, (way, said)
+        for text in said:
+            assert text == (
+                "backward adds to gradients that an optimizer has stepped with: call optimizer.zero_grad() "
+                "or model.zero_grad() in each step. parameter.grad = None and model.module.zero_grad() do "
+                "not reach the parts of a sharded model, which hold its gradients"
+            )
+
+
+def written_in_common(group: dist.ProcessGroup) -> None:
+    """Into zero3's parameters, one memory for all ranks, each would write on top of the others."""
+    inner = two_layers()
+    model, optimizer = wrap(inner, group, gather=False)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 16)).mean().backward()
+        optimizer.step()
+
+    step()
+    with torch.no_grad(), model.gathered(write=True):
+        inner[1].weight.mul_(0.5)
+    step()
+    model.load_state_dict(model.state_dict())
+    step()
+    with model.join():
+        pass
+    step()
+    dist.barrier(group)
+    with torch.no_grad():
+        inner[1].weight.mul_(0.5)
+    with pytest.raises(RuntimeError) as caught:
+        step()
+    assert str(caught.value) == (
+        "parameter 1.weight was written into, and the ranks of this host have its memory in common, so that "
+        "each of them changed what the others had written: do it inside of `with model.gathered(write=True):`"
+    )
+
+
 CHECKS: dict[str, Check] = {
+    "late groups": late_groups,
+    "old gradients": old_gradients,
+    "written in common": written_in_common,
     "hooked": hooked,
     "hook of many calls": hook_of_many_calls,
     "averaged weights": averaged_weights,
@@ -386,7 +490,8 @@ JOBS = [
     *jobs(__name__, ["sends half", "unknown wire", "buffers", "buffers from meta"], (2, "gloo")),
     *jobs(__name__, ["rounds once", "sends half"], (3, "gloo")),
     *jobs(__name__, ["hooked", "hook of many calls", "averaged weights"], (2, "gloo")),
-    *jobs(__name__, ["averaged weights"], (2, "shm")),
+    *jobs(__name__, ["late groups", "old gradients"], (2, "gloo")),
+    *jobs(__name__, ["averaged weights", "written in common"], (2, "shm")),
     *jobs(__name__, ["hybrid wire", "hybrid models"], (4, "gloo")),
 ]
 
@@ -394,3 +499,9 @@ JOBS = [
 @pytest.mark.parametrize("job", JOBS)
 def test_sharded_options(job: Job, request: pytest.FixtureRequest) -> None:
     passed(job, request)
+
+
+def test_norm_of_complex_gradients() -> None:
+    tensors = [torch.tensor([3 + 4j, 0]), torch.tensor([12.0]), torch.tensor([84j]).conj()]
+    assert squared_norm(tensors, torch.device("cpu")).item() == 85.0**2
+    assert torch.nn.utils.get_total_norm(tensors).item() == 85.0

@@ -126,6 +126,22 @@ class Twice(Small):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+class Viewed(Small):
+    """What its blocks return are views, which are changed in place."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.embed(tokens))
+        for block in self.blocks:
+            x = block(x)
+            x *= 0.5
+        return self.head(x)  # type: ignore[no-any-return]
+
+    def __init__(self) -> None:
+        super().__init__()
+        for at in range(LAYERS):
+            self.blocks[at] = nn.Sequential(Block(), nn.Flatten(0, -2), nn.Unflatten(0, (-1, 1)))
+
+
 def made(make: Callable[[], nn.Module] = Small) -> nn.Module:
     torch.manual_seed(5)
     return make()
@@ -317,6 +333,7 @@ CHECKS: dict[str, Check] = {
     "segments, re-entrant": same_bits(lambda: Segments(reentrant=True)),
     "tied": same_bits(lambda: Small(tied=True)),
     "run twice": same_bits(Twice),
+    "views, changed in place": same_bits(Viewed, gathers_in_flight=1),
     "checkpoint": same_bits(lambda: Small(reentrant=False)),
     "checkpoint, re-entrant": same_bits(lambda: Small(reentrant=True)),
     "unused": same_bits(lambda: Small(spare=True)),

@@ -78,7 +78,7 @@ def test_the_formulae_of_deepspeed_and_megatron() -> None:
 def test_of_our_engine_it_is_what_the_engine_lays(
     shape: Shape, ranks: int, strategy: Strategy, gathers: bool
 ) -> None:
-    """Within 2 %: the engine's own items, in the arguments of data_parallel/shard.py."""
+    """Within 2 %: the engine's own items, in the arguments of data_parallel/trained.py."""
     with torch.device("meta"):
         module = Decoder(shape)
     units = {f"blocks.{at}.": at + 1 for at in range(shape.layers)}
@@ -257,3 +257,30 @@ def test_experts_are_dealt_and_only_the_chosen_ones_work() -> None:
     assert dealt.optimizer == pytest.approx(alone.optimizer, rel=1e-3)  # a part of the ranks has each expert
     dense = memory(Setup(replace(mixture, experts=0, active_experts=0), Parallel("zero1", 8, 8), recipe))
     assert dense.activations < alone.activations < 2 * dense.activations
+
+
+def test_gradients_of_experts_grow_too() -> None:
+    """Two layers of them at a time under ZeRO-3; under ZeRO-2 two buckets, whatever is in them."""
+    mixture = Model("moe", 4, 4096, 32, 8, 128, 14336, True, 32000, False, experts=8, active_experts=2)
+    experts = 8 * 3 * 4096 * 14336
+    sharded, plain = (
+        memory(Setup(model, Parallel("zero3", 8, 8), Recipe(4096)))
+        for model in (mixture, replace(mixture, experts=0, active_experts=0))
+    )
+    grown = sharded.communication - plain.communication
+    assert grown == pytest.approx(2 * 2 * (experts - 3 * 4096 * 14336 + 8 * 4096), rel=1e-6)
+    two = memory(Setup(mixture, Parallel("zero2", 8, 8), Recipe(4096)))
+    assert two.communication == 2 * 2 * 32000 * 4096  # the table is the largest tensor
+
+
+def test_a_bucket_is_no_smaller_than_the_largest_tensor() -> None:
+    """With tensor parallelism as without, where buckets are laid."""
+    laid, summed = (
+        memory(Setup(find_model("70B"), Parallel("zero2", 16, 16, tensor), Recipe(4096))) for tensor in (1, 2)
+    )
+    table = 128256 * 8192
+    assert laid.communication == pytest.approx(2 * 2 * table, rel=1e-3)
+    received = 2 * 4096 * 8192 * 2
+    assert summed.communication == pytest.approx(2 * 2 * table / 2 + received, rel=1e-3)
+    inner = memory(Setup(find_model("70B"), Parallel("zero2", 16, 16, pipeline=4), Recipe(4096)), 1)
+    assert inner.communication == pytest.approx(2 * 2 * 8192 * 28672 + received, rel=1e-3)

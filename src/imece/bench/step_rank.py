@@ -18,7 +18,7 @@ from imece.bench import crew
 from imece.bench.reference_model import MODELS, REFERENCE, batch
 from imece.bench.step_ways import Builder, Way
 from imece.data_parallel import footprint
-from imece.data_parallel.shard import MixedPrecision
+from imece.data_parallel.cast import MixedPrecision
 
 _BACKWARDS = 3  # of a round, in the measure of what a parameter costs
 

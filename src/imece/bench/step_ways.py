@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import imece
 from imece.bench.contenders import remove_deepspeed_segments
 from imece.bench.reference_model import REFERENCE, Shape, new_decoder, optimizer_of
+from imece.data_parallel.cast import MixedPrecision
 from imece.data_parallel.offload import Direct, Offload
-from imece.data_parallel.shard import MixedPrecision
 
 ALONE, OURS, OVERLAPPED = "no-sync", "imece", "imece-overlap"
 OTHERS = ("torch-shm", "torch-gloo", "torch-gloo-view", "accelerate", "fabric")

@@ -105,7 +105,7 @@ class Rank:
         """
         session, _, _ = self._runs[way]
         before = peak_from_now_on()
-        session.save(None)
+        session.save()
         _finish(session)
         after = peak_bytes()
         folder = step_folder(session.folder.checkpoints, session.done)

@@ -24,7 +24,7 @@ from imece.checkpoint.kept import Entry, Kept, shape_of
 from imece.checkpoint.load import Source
 from imece.checkpoint.manifest import DTYPE_NAMES, DTYPES
 from imece.checkpoint.weights import MODEL, buffers_of, check_shapes, fill, shaped, together
-from imece.collectives.texts import gather_texts
+from imece.collectives.texts import gather_json
 from imece.data_parallel.parts import Part
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel
@@ -124,7 +124,7 @@ class TrainingState:
             shape, part = tuple(slot.parameter.shape), parts.get(index)
             low, high = (part.numel * at // shares if part else 0 for at in (share, share + 1))
             start = part.start + low if part else 0
-            master = part.parameter.detach() if part else torch.empty(0, dtype=sharding.dtypes[index])
+            master = part.parameter.detach() if part else torch.empty(0, dtype=sharding.trained.dtypes[index])
             found[MODEL + slot.name] = Slice(master.view(-1)[low:high], shape, start)
             for key, (dtype, per, own_shape) in keys.get(slot.name, {}).items():
                 value = states[part.parameter][key].tensor if part else torch.empty(0, dtype=DTYPES[dtype])
@@ -163,13 +163,9 @@ class TrainingState:
         names = defaultdict(list)
         for name, keys in mine.items():
             names[json.dumps(keys)].append(name)
-        said = [json.dumps([json.loads(keys), together]) for keys, together in names.items()]
-        every = gather_texts(said, model.process_group, model.device, "what optimizers keep")
-        return {
-            name: keys
-            for keys, together in map(json.loads, itertools.chain.from_iterable(every))
-            for name in together
-        }
+        said = [[json.loads(keys), together] for keys, together in names.items()]
+        every = gather_json(said, model.process_group, model.device, "what optimizers keep")
+        return {name: keys for keys, together in itertools.chain.from_iterable(every) for name in together}
 
     def _sharded(self) -> list[str]:
         model = self._model

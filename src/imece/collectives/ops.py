@@ -31,6 +31,7 @@ from imece.collectives.calls import (
     group_or_default,
     in_shared_memory,
 )
+from imece.collectives.choice import check_forced
 from imece.collectives.execute import run_schedule
 from imece.collectives.messages import Recv, Send, exchange, recv, send
 from imece.collectives.pending import Pending
@@ -366,8 +367,10 @@ def _reduce_scatter_bf16(call: Call, output: Tensor, input: Tensor, op: str, asy
 
 def _chosen(op: str, schedule: str | None, tensor: Tensor, group: Group) -> str | None:
     """The schedule to run, None for the backend's own way."""
-    if schedule is None and auto.FORCED in ("auto", *SCHEDULES[op]):
-        schedule = auto.FORCED if auto.FORCED != "hierarchical" or over_hosts.is_whole(group) else None
+    if schedule is None and auto.FORCED:
+        check_forced(auto.FORCED)
+        if auto.FORCED != "hierarchical" or over_hosts.is_whole(group):
+            schedule = auto.FORCED if auto.FORCED in ("auto", *SCHEDULES[op]) else None
     if schedule == "auto":
         found = auto.choice(op, tensor.numel() * tensor.itemsize, group, tensor.device)
         names = [found.name, *(name for name, _ in found.others)]

@@ -19,25 +19,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from imece import layout
 from imece import mesh as meshes
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.shared_memory.segment import available_bytes
 from imece.collectives.texts import gather_texts
-from imece.data_parallel.arguments import MIB, trained
+from imece.data_parallel import arguments
+from imece.data_parallel.arguments import MIB
 from imece.data_parallel.block_wise import block_of
+from imece.data_parallel.cast import MixedPrecision
 from imece.data_parallel.footprint import filling, gathered, optimizer_tensors, predict
 from imece.data_parallel.gathering import GatherOptions
 from imece.data_parallel.meta import is_meta
 from imece.data_parallel.offload import can_offload
 from imece.data_parallel.optimizer import is_element_wise, kinds_of
-from imece.data_parallel.parts import ALIGN_BYTES, items_of
-from imece.data_parallel.replicate import DEFAULT_CAP_MB
-from imece.data_parallel.shard import MixedPrecision
-from imece.data_parallel.sharded import BORROWED_CAP_BYTES
 from imece.data_parallel.strategy import STRATEGIES, Strategy, choose_strategy
-from imece.data_parallel.units import find_units, unit_numbers
-from imece.data_parallel.way import best_schedule, most_under_way, units_at_once
+from imece.data_parallel.trained import Trained
+from imece.data_parallel.units import find_units
+from imece.data_parallel.way import best_schedule, default_cap_bytes, most_under_way, units_at_once
 from imece.footprint import OFFLOADS, Footprint
 from imece.footprint import Offload as Hosted
 from imece.mesh import Mesh
@@ -144,18 +142,21 @@ def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | 
     kept = {id(each) for _, each in named}
     others = (each for each in (*given.model.parameters(), *given.model.buffers()) if id(each) not in kept)
     rest = sum(each.nbytes for each in others)
-    kinds = kinds_of(named, given.optimizers, given.model)
     tensors = [optimizer_tensors(each) for each in given.optimizers]
     state = {at: _ADAM if count is None else count for at, count in enumerate(tensors)}
     if not strategy.optimizer:
         whole = sum(each.nbytes for _, each in named)
+        kinds = kinds_of(named, given.optimizers, given.model)
         kept_bytes = sum(
             each.nbytes * state.get(kind, 0) for (_, each), kind in zip(named, kinds, strict=True)
         )
         return Footprint(whole + rest, whole, kept_bytes, 0)
-    laid, numbers = _lay(given, named, kinds, strategy, size)
-    numbered = [(*numbers[bucket.group], bucket) for bucket in laid.buckets]
     gathers, under_way = _gathers(given, strategy), _most_under_way(given, strategy)
+    units = find_units(given.model, given.options.units) if gathers else []
+    trained = Trained.of(named, given.optimizers, given.model, units)
+    cap_bytes = None if gathers else _cap_bytes(given, strategy)
+    laid = trained.lay(_shards(given.ranks, strategy, size), cap_bytes)
+    numbered = [(*trained.pairs[bucket.group], bucket) for bucket in laid.buckets]
     at_once = units_at_once(_schedule(given, strategy))
     master = named[0][1].itemsize
     precision = given.precision or MixedPrecision()
@@ -164,7 +165,7 @@ def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | 
         laid,
         strategy,
         0,
-        {bucket.index: state.get(numbers[bucket.group][1], 0) * master for bucket in laid.buckets},
+        {bucket.index: state.get(kind, 0) * master for _, kind, bucket in numbered},
         parameter_bytes=parameter,
         reduce_bytes=precision.reduce.itemsize if precision.reduce is not None else parameter,
         master_bytes=master,
@@ -175,40 +176,13 @@ def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | 
     return replace(found, parameters=found.parameters + rest)
 
 
-def _lay(
-    given: Given,
-    named: list[tuple[str, torch.Tensor]],
-    kinds: list[int],
-    strategy: Strategy,
-    size: int,
-) -> tuple[layout.Layout, list[tuple[int, int]]]:
-    """As data_parallel/shard.py lays it; and of each of its groups (unit, number of the optimizer)."""
-    gathers = _gathers(given, strategy)
-    in_units = find_units(given.model, given.options.units) if gathers else []
-    units = unit_numbers(given.model, in_units, [each for _, each in named]) if in_units else [0] * len(named)
-    pairs = list(zip(units, kinds, strict=True))
-    numbers = sorted(set(pairs))
-    cuts = [is_element_wise(each) for each in given.optimizers]
-    laid = layout.build(
-        items_of(named, [each.dtype for _, each in named], [numbers.index(pair) for pair in pairs]),
-        cap_bytes=2**62 if gathers else _cap_bytes(given, strategy),
-        shards=_shards(given.ranks, strategy, size),
-        align_bytes=ALIGN_BYTES,
-        modules_whole=True,
-        whole=[group for group, (_, kind) in enumerate(numbers) if kind >= 0 and not cuts[kind]],
-        blocks={
-            group: block_of(given.optimizers[kind]) if kind >= 0 and cuts[kind] else 1
-            for group, (_, kind) in enumerate(numbers)
-        },
-    )
-    return laid, numbers
-
-
 def _would_fit(given: Given, asked: Asked, size: int) -> list[str]:
     """Changes with which some strategy would fit."""
-    said = []
+    said, zero3 = [], STRATEGIES["zero3"]
     for offload in OFFLOADS if given.device.type == "cuda" and given.offload is None else ():
-        found = footprint_of(given, STRATEGIES["zero3"], size, offload)
+        if not can_be(replace(given, offload=offload), zero3, size):
+            continue
+        found = footprint_of(given, zero3, size, offload)
         if asked.fits(found):
             said.append(
                 f"offload={offload!r} with zero3 fits: {found.total / 1e9:.2f} GB of a GPU and "
@@ -217,17 +191,17 @@ def _would_fit(given: Given, asked: Asked, size: int) -> list[str]:
             break
     times = 2
     while times <= _MOST_TIMES:
-        found = footprint_of(given, STRATEGIES["zero3"], times * size, given.offload)
-        if can_be(given, STRATEGIES["zero3"], times * size) and asked.fits(found):
+        more = times * size
+        if can_be(given, zero3, more) and asked.fits(footprint_of(given, zero3, more, given.offload)):
             # More ranks on the same CPUs would have no more memory.
             what = "ranks" if given.device.type == "cuda" else f"ranks on {times} times as many hosts"
-            return [*said, f"zero3 fits on {times * size} {what}"]
+            return [*said, f"zero3 fits on {more} {what}"]
         times *= 2
     return said
 
 
 def _trained(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return trained(model, getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    return arguments.trained(model, getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def _gathers(given: Given, strategy: Strategy) -> bool:
@@ -252,8 +226,8 @@ def _schedule(given: Given, strategy: Strategy) -> str | None:
 def _cap_bytes(given: Given, strategy: Strategy) -> int:
     if given.cap_mb is not None:
         return int(given.cap_mb * MIB)
-    borrows = strategy.gradients and given.device.type == "cpu"
-    return BORROWED_CAP_BYTES if borrows else int(DEFAULT_CAP_MB * MIB)
+    schedule, on_cpu = _schedule(given, strategy), given.device.type == "cpu"
+    return default_cap_bytes(schedule, on_cpu=on_cpu, borrows=strategy.gradients)
 
 
 def _shards(ranks: Mesh | dist.ProcessGroup, strategy: Strategy, size: int) -> int:

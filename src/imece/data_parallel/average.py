@@ -11,6 +11,7 @@ gradient accumulation and ranks that have ended early are one case.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -37,18 +38,43 @@ class Average:
         self._world_size = group.size()
         self._weight = 0.0  # of this rank's micro-batches since the last synchronisation
         self._weighed = False  # whether there were any
+        self._nothing = False  # whether a loss over no samples or tokens is among those of this backward
         self._agreeing: Pending | None = None
         self._factor: float | None = None
 
     def weigh(self, loss: torch.Tensor, count: float) -> torch.Tensor:
-        """`loss`, the mean over `count` samples or tokens, as backward is to be called on it."""
+        """`loss`, the mean over `count` samples or tokens, as backward is to be called on it.
+
+        They count when backward comes: a loss that is only looked at, or left out, does not.
+        """
         if self.over == "ranks":
             raise ValueError("weigh() is for average='samples' or 'tokens'; this model averages over ranks")
         if not count >= 0 or count == float("inf"):
             raise ValueError(f"a loss is the mean over a number of {self.over}, not over {count}")
+        weighed = loss * count if count else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
+        if weighed.requires_grad:
+            weighed.register_hook(partial(self._came, count))
+        return weighed
+
+    def _came(self, count: float, _gradient: torch.Tensor) -> None:
         self._weight += count
         self._weighed = True
-        return loss * count if count else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
+        self._nothing = self._nothing or not count
+
+    def cleaned(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """What comes to an output of the model, if it is to be something else.
+
+        The gradient of a loss over nothing is 0, but the mean over nothing has made it 0 / 0.
+        """
+        return gradient.nan_to_num(0.0, 0.0, 0.0) if self._nothing else None
+
+    def end(self) -> None:
+        """A backward is over."""
+        self._nothing = False
+
+    def forget(self) -> None:
+        """What was counted since the last synchronisation: those gradients were thrown away."""
+        self._weight, self._weighed = 0.0, False
 
     @property
     def agrees(self) -> bool:

@@ -26,6 +26,7 @@ class Slot:
     view: torch.Tensor  # shaped and strided as the parameter, in the bucket's memory
     uses: int = 1  # gradients that autograd writes in one backward
     kept: torch.Tensor | None = None  # the gradient of an unused parameter, until it is known to be so
+    older: torch.Tensor | None = None  # a gradient that was reduced before, which this backward's is added to
 
 
 @dataclass(eq=False, slots=True)
@@ -54,6 +55,11 @@ class Bucket:
     def buffer(self) -> torch.Tensor:
         """Without the padding."""
         return self.flat[: self.used_numel]
+
+
+def label_of(names: Sequence[str]) -> str:
+    """Of a bucket, by its parameters."""
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
 
 class Gradients:

@@ -1,17 +1,33 @@
-"""Buffers in another dtype, as FSDP keeps them: cast once, and saved in the dtype that they had.
+"""The dtypes of a sharded model, and its buffers in another one, as FSDP keeps them.
 
-Those of batch norms are left alone: torch wants their statistics in the dtype of their parameters or more.
+Buffers are cast once, and saved in the dtype that they had. Those of batch norms are left alone: torch wants
+their statistics in the dtype of their parameters or more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """In which dtypes a sharded model is kept; None: in its own.
+
+    param: of the parameters that forward and backward use; their masters, which the optimizer steps, stay in
+    the model's own dtype, one shard a rank. reduce: of gradients in buckets, and of their sum. buffer: of
+    buffers of floating point, from parallelize on; state dicts have them in the model's own dtype.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    buffer: torch.dtype | None = None
 
 
 def cast_buffers(model: nn.Module, dtype: torch.dtype, ignored: Collection[str]) -> None:

@@ -64,11 +64,10 @@ def _take_over(sharding: Sharding) -> None:
 @contextlib.contextmanager
 def _private(sharding: Sharding) -> Iterator[None]:
     """Ranks with parameters in common write into a copy each, as `add_` by all of them must count once."""
-    parameters = [slot.parameter for slot in sharding.slots]
     common = [store.parameters for store in sharding.stores]
     for store in sharding.stores:
         store.parameters = store.parameters.clone()
-        move_into(store.parameters, store.plan, parameters, copy=False)
+        move_into(store.parameters, store.plan, store.members, copy=False)
     ops.barrier(group=sharding.groups.shard)  # all have copied
     try:
         yield
@@ -78,5 +77,6 @@ def _private(sharding: Sharding) -> Iterator[None]:
     finally:
         for store, memory in zip(sharding.stores, common, strict=True):
             store.parameters = memory
-            move_into(memory, store.plan, parameters, copy=False)
+            move_into(memory, store.plan, store.members, copy=False)
+        sharding.note_versions()
     ops.barrier(group=sharding.groups.shard)  # all have written

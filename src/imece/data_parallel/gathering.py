@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from imece.data_parallel.outputs import tensors_in
+from imece.data_parallel.outputs import tensors_in, when_gradient_comes
 from imece.data_parallel.units import State, Unit, Wanted
 from imece.data_parallel.way import units_at_once
 
@@ -166,7 +166,7 @@ class Gathering:
             if tensor is None:
                 unit.pinned = True
             elif tensor.grad_fn is not None:
-                tensor.register_hook(on_gradient)
+                when_gradient_comes(tensor, on_gradient)
                 comes = True
         return comes
 

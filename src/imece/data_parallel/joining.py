@@ -81,6 +81,11 @@ class ShardedJoinHook(DDPJoinHook):
         finally:
             model.has_joined = False
 
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """As of DDPJoinHook."""
+        super().post_hook(is_last_joiner)
+        self._model.sharding.note_versions()
+
 
 def next_turn(model: DistributedDataParallel, turn: int, number: float) -> tuple[int, float]:
     """What is next, and its number, which is not negative; those who have ended say 0."""

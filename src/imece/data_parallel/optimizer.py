@@ -1,25 +1,15 @@
-"""Any torch optimizer on the parts that a rank owns.
-
-The user's own optimizer goes on: its groups, hooks and schedulers stay, only what lies in its groups changes,
-from parameters to this rank's parts of them. So its state is 1/N. An optimizer whose update of an element
-looks at that element alone may have matrices cut anywhere; one that looks at whole matrices gets whole ones.
+"""What is to be known of any torch optimizer: what it steps, whether a matrix may be cut for it, and the
+numbers that schedulers change.
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-
-from imece.data_parallel.block_wise import followed
-from imece.data_parallel.parts import Part
-from imece.data_parallel.shard import Sharding
 
 _ELEMENT_WISE = frozenset(
     [
@@ -130,98 +120,3 @@ def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
             isinstance(each, float | int | torch.Tensor) and not isinstance(each, bool) for each in values
         ):
             yield key, values
-
-
-class SteppedParts:
-    """One of the user's optimizers, which from now on steps this rank's parts."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        number: int,
-        sharding: Sharding,
-        parameters: Sequence[torch.Tensor],
-        before_zero: Callable[[bool], None],
-    ) -> None:
-        """parameters: those of the sharding, in its order. Hooks of the optimizer's steps bring the rest."""
-        self.optimizer, self._number = optimizer, number
-        self._before_zero = before_zero
-        self._all = list(parameters)
-        self._whole: list[dict[str, list[Any]]] = []  # by group: what lay in it before it was divided
-        self.divide(sharding)
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
-        self._zero = optimizer.zero_grad
-        optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
-
-    def divide(self, sharding: Sharding) -> None:
-        """Parts in the place of parameters, and of what was kept of these."""
-        optimizer, self._sharding = self.optimizer, sharding
-        index = {id(each): at for at, each in enumerate(self._all)}
-        self._parameters = [each for each in parameters_of(optimizer) if id(each) in index]
-        parts: Mapping[int, list[Part]] = _by_index(sharding.parts)
-        follow = followed(optimizer)
-        for group in optimizer.param_groups:
-            self._whole.append({key: list(group[key]) for key in ("params", "param_names") if key in group})
-            mine: list[tuple[torch.Tensor, str]] = []
-            for parameter, name in zip(group["params"], group.get("param_names", repeat("")), strict=False):
-                if id(parameter) not in index:
-                    mine.append((parameter, name))  # wants no gradient: nobody steps it
-                    continue
-                state = optimizer.state.pop(parameter, None)
-                for part in parts.get(index[id(parameter)], []):
-                    follow(parameter, part.parameter)
-                    mine.append((part.parameter, name))
-                    if state is not None:
-                        optimizer.state[part.parameter] = _part_of_state(state, part)
-            group["params"] = [parameter for parameter, _ in mine]
-            if "param_names" in group:
-                group["param_names"] = [name for _, name in mine]
-
-    def restore(self) -> None:
-        """Parameters in the place of parts, as before `divide`; what was kept of the parts is dropped.
-
-        The hooks stay, so that they keep their place among the user's.
-        """
-        for part in self._sharding.parts:
-            self.optimizer.state.pop(part.parameter, None)
-        del self._sharding
-        # By place: load_state_dict makes other groups in the same order.
-        for group, whole in zip(self.optimizer.param_groups, self._whole, strict=False):
-            group.update(whole)
-        self._whole = []
-
-    def _before(self, *_: Any) -> None:
-        self._sharding.before_step((self._number,))
-
-    def _after(self, *_: Any) -> None:
-        with torch.no_grad():
-            self._sharding.after_step((self._number,))
-
-    def _zero_grad(self, set_to_none: bool = True) -> None:
-        self._before_zero(set_to_none)
-        self._zero(set_to_none)
-        for parameter in self._parameters:  # what came in no_sync and was not summed
-            parameter.grad = None
-
-
-def _by_index(parts: Iterable[Part]) -> dict[int, list[Part]]:
-    found: dict[int, list[Part]] = defaultdict(list)
-    for part in parts:
-        found[part.index].append(part)
-    return found
-
-
-def _part_of_state(state: Mapping[str, Any], part: Part) -> dict[str, Any]:
-    """What an optimizer kept of a whole parameter, cut as the parameter is."""
-    whole = math.prod(part.shape)
-    home = part.parameter.device
-
-    def cut(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.numel() == whole and value.ndim:
-            mine = value.reshape(-1)[part.start : part.stop].clone().view(part.parameter.shape)
-            return mine.to(home)
-        # A count of steps may lie on a GPU, but not beside a part that is stepped on the CPU.
-        return value.cpu() if isinstance(value, torch.Tensor) and home.type == "cpu" else value
-
-    return {key: cut(value) for key, value in state.items()}

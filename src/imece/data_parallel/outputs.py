@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+
+
+def when_gradient_comes(output: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Call `hook` when a gradient comes to an output of a graph; what it returns is used in its place.
+
+    A view that is changed in place later gets its history from its base, past what was hooked to it: so the
+    base has the hook too.
+    """
+    output.register_hook(hook)
+    base = output._base
+    if base is not None and base.grad_fn is not None:
+        base.register_hook(hook)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor | None]:

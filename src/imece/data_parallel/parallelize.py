@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from imece import mesh as meshes
 from imece.data_parallel.auto import Given, choose
 from imece.data_parallel.average import Over
+from imece.data_parallel.cast import MixedPrecision
 from imece.data_parallel.gathering import GatherOptions
 from imece.data_parallel.meta import Init, is_meta
 from imece.data_parallel.offload import Offload, check_steps_on_host, check_strategy, offload_of
 from imece.data_parallel.replicate import DistributedDataParallel
-from imece.data_parallel.shard import MixedPrecision
-from imece.data_parallel.sharded import ShardedDataParallel
+from imece.data_parallel.sharded import ShardedDataParallel, ShardOptions
 from imece.data_parallel.strategy import ShardGroups, Strategy, find_strategy
 from imece.data_parallel.units import Wanted
 from imece.device import home_among
@@ -129,16 +129,11 @@ def parallelize(
         model,
         optimizers,
         groups,
-        strategy=chosen.name,
+        ShardOptions(chosen, precision or MixedPrecision(), options, home=home, init=init, offload=hosted),
         average=average,
         bucket_cap_mb=bucket_cap_mb,
-        precision=precision or MixedPrecision(),
         wire=wire,
         overlap=overlap,
-        options=options,
-        init=init,
-        home=home,
-        offload=hosted,
     )
     return wrapped, made
 

@@ -62,9 +62,11 @@ def items_of(
 def move_into(
     flat: torch.Tensor, plan: layout.Bucket, parameters: Sequence[torch.Tensor], copy: bool
 ) -> None:
-    """Make the parameters of a bucket views into `flat`, [numel]; copy: with the values that they have."""
-    for place in plan.places:
-        parameter = parameters[place.item]
+    """Make a bucket's parameters views into `flat`, [numel]. They are given by place.
+
+    copy: with the values that they have.
+    """
+    for place, parameter in zip(plan.places, parameters, strict=True):
         view = flat[place.start : place.stop].view(parameter.shape)
         if copy:
             view.copy_(parameter)

@@ -7,7 +7,8 @@ The words:
     fired     autograd has written this parameter's gradient in this backward
     touched   it did so in a backward before, that was not synchronised (no_sync)
 
-A backward is synchronised if it comes through an output of a forward that was prepared for it. `begin` runs
+A backward is synchronised if it comes through an output of a forward that was prepared for it, or if it is
+the first one after such a forward and comes through none (a loss of the model's gradients, say). `begin` runs
 when the first gradient reaches such an output, `finish` when that backward is over: parameters that have not
 fired then are unused here, and whether any rank used them is told by one more small collective. Nobody walks
 the graph, and nobody has to say beforehand that parameters will stay unused.
@@ -68,7 +69,8 @@ class Reducer:
         self._fired = [0] * len(self.slots)  # by parameter: gradients in this backward
         self._touched = [0] * len(self.slots)  # and whether any came in one that was not synchronised
         self._closed = False
-        self.armed = False  # the forward returned nothing to hang on to: the first gradient begins
+        self.armed = False  # the latest forward was prepared: the first gradient begins, of outputs or not
+        self._local = False  # this backward comes through an output of a forward in no_sync
         self._syncing = False
         self._graphed = False
         self._ending = False  # all gradients that will come are there
@@ -108,9 +110,24 @@ class Reducer:
         if self.watch is not None:
             self.watch.forward()
 
-    def on_output_gradient(self, _gradient: torch.Tensor) -> None:
+    def on_output_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """A hook on the outputs of a prepared forward."""
         self.begin()
+        return self.average.cleaned(gradient)
+
+    def on_local_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """A hook on the outputs of a forward in no_sync."""
+        if self._closed:
+            return None
+        if not self._local:
+            self._local = True
+            _queue_callback(self._end_local)
+        return self.average.cleaned(gradient)
+
+    def _end_local(self) -> None:
+        self._local = False
+        if not self._syncing and not self._closed:
+            self.average.end()
 
     def begin(self) -> None:
         """The first gradient has come to an output of a prepared forward."""
@@ -124,7 +141,7 @@ class Reducer:
 
     def _arrive(self, index: int) -> bool:
         """A gradient where no backward has begun: whether it is to be reduced."""
-        if self.armed:
+        if self.armed and not self._local:
             self.begin()
         else:
             self._touched[index] = 1
@@ -140,11 +157,19 @@ class Reducer:
         self._graphed = torch.is_grad_enabled()  # backward(create_graph=True)
         for bucket in self.buckets:
             bucket.pending = len(bucket.slots)
+        if self.average.over != "ranks":
+            self._set_aside()
         self.gradients.start()
         self.average.begin(present=present)
         self._scale = None
         if self.watch is not None:
             self.watch.backward()
+
+    def _set_aside(self) -> None:
+        """Gradients that were reduced before are not to be divided by this backward's samples or tokens."""
+        for slot in self.slots if self.gradients.is_whole else ():
+            if slot.parameter.grad is slot.view and not self._touched[slot.index]:
+                slot.older, slot.parameter.grad = slot.view.clone(), None
 
     # Backward.
 
@@ -300,11 +325,11 @@ class Reducer:
         if around is not None and any(bucket.pending for bucket in self.buckets):
             self._finish_after(around)
             return
-        try:
-            with torch.no_grad():
-                self._finish()
-        finally:
-            self._syncing = self.armed = False
+        comes_later = not any(self._fired)  # autograd.grad() came this way, and a loss of what it gave will
+        with torch.no_grad():
+            self._finish()
+        self._syncing, self.armed = False, self.armed and comes_later
+        self.average.end()
 
     def _finish_after(self, node: torch.autograd.graph.Node) -> None:
         """This backward ran inside of `node`, as re-entrant checkpoints do: the one around it goes on."""
@@ -425,9 +450,12 @@ class Reducer:
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint that holds this model runs it again in backward
         _lines.pop(self.group, None)
+        self._local = False
+        self._forget_what_was_dropped()
         if not self._syncing:
             return
         self._syncing = self.armed = False
+        self.average.end()
         if self._order is not None:
             self._order, self._arrivals = [], []
         for bucket in self.buckets:
@@ -435,7 +463,14 @@ class Reducer:
                 self._wait(bucket)
         self._fired = [0] * len(self.slots)
         for slot in self.slots:
-            slot.kept = None
+            slot.kept = slot.older = None
+
+    def _forget_what_was_dropped(self) -> None:
+        """Gradients of no_sync that somebody set to None: what they were the mean over is not to count."""
+        touched = [slot for slot, was in zip(self.slots, self._touched, strict=True) if was]
+        if touched and all(slot.parameter.grad is None for slot in touched):
+            self._touched = [0] * len(self.slots)
+            self.average.forget()
 
     # A rank that has run out of inputs.
 

@@ -23,19 +23,17 @@ from imece.data_parallel.average import Average, Over
 from imece.data_parallel.finite import Finite
 from imece.data_parallel.grad_bucket import Hook, check_hook
 from imece.data_parallel.joining import DDPJoinHook, agree, common_rank
-from imece.data_parallel.outputs import tensors_in
+from imece.data_parallel.norm import squared_norm
+from imece.data_parallel.outputs import tensors_in, when_gradient_comes
 from imece.data_parallel.reducer import Reducer
 from imece.data_parallel.regroup import Kept, leave, regroup
 from imece.data_parallel.same import check_drift, check_same_shapes, sync_from
-from imece.data_parallel.shard import squared_norm
 from imece.data_parallel.trace import StepTrace
 from imece.data_parallel.watch import Watch
-from imece.data_parallel.way import Way, best_schedule, has_spare_core
+from imece.data_parallel.way import Way, best_schedule, default_cap_bytes, has_spare_core
 from imece.data_parallel.whole import Caps, WholeGradients
 from imece.mesh import Mesh
 
-DEFAULT_CAP_MB = 25.0
-BETWEEN_HOSTS_CAP_MB = 5.0  # a slow wire must not wait for the first 25 MiB
 FIRST_BUCKET_BYTES = MIB
 BufferHook = Callable[[Any, dict[str, torch.Tensor]], list[torch.futures.Future[Any]] | None]
 _BUILTIN_HOOKS = {
@@ -111,6 +109,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ()
         )
         named = self._named_parameters()
+        self._frozen = [(name, each) for name, each in module.named_parameters()
+                        if not each.requires_grad and name not in self.parameters_to_ignore]  # fmt: skip
         self.device = named[0][1].device
         self.device_type = self.device.type
         devices = {each.device for _, each in named}
@@ -276,6 +276,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         joining = self._join_config.enable
         if torch.is_grad_enabled():
             self.reducer.recover()
+            self._refuse_thawed()
         if not self._synchronised:
             self.reducer.stepping = in_backward.take_over(each for _, each in self._named_parameters())
         self._tell_joined()
@@ -294,6 +295,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, False)
         return moved[0], moved_kwargs[0]
 
+    def _refuse_thawed(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name} was frozen when the model was wrapped and wants a gradient now, which "
+                    f"no other rank would see: wrap the model with requires_grad=True, and freeze it after that"
+                )
+
     def _tell_joined(self) -> None:
         """Ranks that have run out of inputs take part in what follows."""
         Join.notify_join_context(self)
@@ -304,15 +313,13 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._sync_buffers(self._join_config.enable)
         synchronise = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = synchronise
-        if synchronise:
-            found = opaque = False
+        if torch.is_grad_enabled():
+            reducer = self.reducer
+            hook = reducer.on_output_gradient if synchronise else reducer.on_local_gradient
             for tensor in tensors_in(output):
-                if tensor is None:
-                    opaque = True
-                elif tensor.grad_fn is not None:
-                    tensor.register_hook(self.reducer.on_output_gradient)
-                    found = True
-            self.reducer.armed = opaque or not found
+                if tensor is not None and tensor.grad_fn is not None:
+                    when_gradient_comes(tensor, hook)
+            reducer.armed = synchronise
         return output
 
     # Buffers and the end of uneven inputs.
@@ -409,8 +416,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             has_spare_core(self.process_group, self.device) if overlap is None else overlap,
         )
         caps, single, self._choose_cap = arguments.bucket_caps(*self._asked_caps)
-        default = BETWEEN_HOSTS_CAP_MB if self._way.schedule == "hierarchical" else DEFAULT_CAP_MB
-        self.bucket_bytes_cap = max(caps, default=int(default * MIB))
+        self.bucket_bytes_cap = max(caps, default=default_cap_bytes(self._way.schedule))
         self.bucket_bytes_cap_list = [] if single else caps
         self.bucket_bytes_cap_default = not caps
 

@@ -15,64 +15,23 @@ Since a sum over ranks runs in the order of ranks, whoever computes it, all of t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from imece import layout
 from imece.collectives import native, ops
 from imece.collectives.calls import Call, in_shared_memory
-from imece.collectives.common import common_zeros
 from imece.collectives.pending import Pending, wait_for
 from imece.collectives.shared_memory import shared_empty
-from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel.buckets import Bucket, Gradients, Slot
 from imece.data_parallel.coming import Coming
-from imece.data_parallel.gathering import Gathering
-from imece.data_parallel.offload import Direct, Lane, Offload
-from imece.data_parallel.parts import ALIGN_BYTES, Part, items_of, make_parts, move_into
-from imece.data_parallel.strategy import ShardGroups, Strategy
-from imece.data_parallel.units import Flat
+from imece.data_parallel.norm import squared_norm
+from imece.data_parallel.offload import Direct, Lane
+from imece.data_parallel.stores import Division, Store, make_stores
+from imece.data_parallel.trained import Trained
 from imece.data_parallel.way import most_under_way
-
-_NO_CAP = 2**62  # bytes
-
-
-@dataclass(frozen=True)
-class MixedPrecision:
-    """In which dtypes a sharded model is kept; None: in its own.
-
-    param: of the parameters that forward and backward use; their masters, which the optimizer steps, stay in
-    the model's own dtype, one shard a rank. reduce: of gradients in buckets, and of their sum. buffer: of
-    buffers of floating point, from parallelize on; state dicts have them in the model's own dtype.
-    """
-
-    param: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-    buffer: torch.dtype | None = None
-
-
-@dataclass(eq=False)
-class _Store:
-    """The memory of one bucket on this rank."""
-
-    plan: layout.Bucket
-    unit: int
-    kind: int
-    parameters: torch.Tensor  # [numel]
-    own: torch.Tensor  # [shard_numel], a view of `parameters` unless those are gathered
-    master: torch.Tensor  # `own` itself unless that has fewer bits or lies in another memory; see offload.py
-    gradient: torch.Tensor | None  # [shard_numel], where `master` lies; None: nothing came yet
-    parts: list[Part]
-    older: torch.Tensor | None = None  # what the sum under way is to be added to
-    coming: Coming | None = None  # what the latest step gathers, while it may be under way
-
-    def settle(self) -> None:
-        if self.coming is not None:
-            self.coming.settle()
-            self.coming = None
 
 
 class Sharding(Gradients):
@@ -80,145 +39,49 @@ class Sharding(Gradients):
 
     def __init__(
         self,
-        named: Sequence[tuple[str, torch.Tensor]],
-        kinds: Sequence[int],
-        whole: Collection[int],
-        blocks: Mapping[int, int],
-        strategy: Strategy,
-        groups: ShardGroups,
+        trained: Trained,
+        division: Division,
         *,
-        cap_bytes: int,
-        precision: MixedPrecision,
-        wire: str | None = None,
-        schedule: str | None = None,
-        units: Sequence[int] | None = None,
-        gathering: Gathering | None = None,
         fill: Callable[[int], None] | None = None,
-        dtypes: Sequence[torch.dtype] | None = None,
-        offload: Offload | None = None,
-        overlap: Callable[[], bool] = lambda: True,
+        may_come_late: Callable[[], bool] = lambda: True,
         owners: Mapping[int, Sequence[nn.Module]] | None = None,
     ) -> None:
-        """named: parameters that want a gradient; kinds: of each the number of its optimizer.
+        """All ranks of the world group construct together.
 
-        whole: optimizers that step whole matrices; blocks: of others, how many elements must not be cut.
-        wire: "bf16" for gradients that travel in bf16 and are summed in fp32, in hybrid strategies between
-        hosts only, as in a hierarchical all-reduce. schedule: of reduce-scatters and all-gathers, as for ops.
-        units: of each parameter the number of its unit, which it shares a bucket with. gathering: of
-        parameters that are not in common memory. fill: gives a unit's parameters memory and values, if they
-        have none. All ranks of `groups.world` construct together. dtypes: of the parameters' masters, where
-        parameters are in fewer bits already. offload: where what the optimizer steps lies, if not with the
-        parameters. overlap: asked in each step, whether it may end before what comes over a network has come.
-        owners: of parameters, by their id, the modules that have them.
+        fill: see `make_stores`. may_come_late: asked in each step, whether it may end before what comes over
+        a network has come. owners: of parameters, by their id, the modules that have them.
         """
-        self.strategy, self.groups, self.whole = strategy, groups, frozenset(whole)
-        self.kinds = list(kinds)  # by parameter
-        self.dtypes = list(dtypes or (each.dtype for _, each in named))  # by parameter; of masters
-        self._parameters = [each for _, each in named]
-        self.precision, self._wire, self._schedule = precision, wire, schedule
-        self._in_common = isinstance(groups.shard, SharedMemoryGroup)
-        self._in_reach = self._in_common or schedule == "hierarchical"  # of some ranks of the shard group
-        self.gathering, self.offload = gathering, offload
-        self.lane: Lane = offload.lane if offload is not None else Direct()
-        self._overlap, self._owners = overlap, owners or {}
-        self.gathers, self.borrows = gathering is not None, strategy.gradients
+        self.trained, self.precision = trained, division.precision
+        self.strategy, self.groups, self._way = division.strategy, division.groups, division.way
+        self.gathering, self.offload = division.gathering, division.offload
+        self.lane: Lane = self.offload.lane if self.offload is not None else Direct()
+        self.common_parameters, self._in_reach = division.common_parameters, division.in_reach
+        self._may_come_late, self._owners = may_come_late, owners or {}
+        self.gathers, self.borrows = self.gathering is not None, self.strategy.gradients
+        self.rank, self.size = self.groups.shard.rank(), self.groups.shard.size()
+        self.layout = trained.lay(self.size, None if self.gathers else division.cap_bytes)
+        self.stores = make_stores(self.layout, trained, division, fill)
         self.most_under_way = most_under_way(
-            on_cpu=named[0][1].device.type == "cpu",
-            shared=self._in_common and groups.replicas is None,
-            schedule=schedule,
+            on_cpu=self.stores[0].parameters.device.type == "cpu",
+            shared=division.in_common and self.groups.replicas is None,
+            schedule=self._way.schedule,
         )
-        self.common_parameters = self._in_common and strategy.parameters and gathering is None
-        self.rank, self.size = groups.shard.rank(), groups.shard.size()
-        pairs = list(zip(units or [0] * len(named), kinds, strict=True))
-        self._pairs = sorted(set(pairs))  # by group of the layout: (unit, kind)
-        self.layout = layout.build(
-            items_of(named, self.dtypes, [self._pairs.index(pair) for pair in pairs]),
-            cap_bytes=cap_bytes if gathering is None else _NO_CAP,
-            shards=self.size,
-            align_bytes=ALIGN_BYTES,
-            modules_whole=True,
-            whole=[group for group, (_, kind) in enumerate(self._pairs) if kind in self.whole],
-            blocks={group: blocks.get(kind, 1) for group, (_, kind) in enumerate(self._pairs)},
-        )
-        self.stores = self._all_stores(fill)
         self.parts = [part for store in self.stores for part in store.parts]
-        self.all = [self._bucket(plan) for plan in self.layout.buckets]
+        self.all = [_bucket(store) for store in self.stores]
         by_index = {slot.index: slot for bucket in self.all for slot in bucket.slots}
-        self.slots = [by_index[index] for index in range(len(named))]
+        self.slots = [by_index[index] for index in range(len(trained.named))]
+        self.not_zeroed: set[int] = set()
+        """Optimizers that have stepped, and whose gradients were not zeroed since."""
+        self._has_warned = False
+        self._versions: list[int] = []  # of parameters in common memory
+        self.note_versions()
         self._spare: list[torch.Tensor] = []  # memory of buckets that have given it back
         self._borrowed: dict[int, torch.Tensor] = {}  # what of it a bucket has
-        if not strategy.gradients:
+        if not self.strategy.gradients:
             for bucket in self.all:
                 self.attach(bucket)
 
     # Memory.
-
-    def _all_stores(self, fill: Callable[[int], None] | None) -> list[_Store]:
-        """One unit after the other, so that no more than one is whole on a rank that fills it."""
-        stores: dict[int, _Store] = {}
-        filled = set()
-        # The root last: it has what units share, which each of them may fill.
-        for plan in sorted(self.layout.buckets, key=lambda plan: self._pairs[plan.group][0] == 0):
-            unit, _ = self._pairs[plan.group]
-            if fill is not None and unit not in filled:
-                fill(unit)
-                filled.add(unit)
-            stores[plan.index] = self._store(plan)
-        return [stores[index] for index in range(len(stores))]
-
-    def _store(self, plan: layout.Bucket) -> _Store:
-        parameters = [self._parameters[place.item] for place in plan.places]
-        own_dtype, device = self.dtypes[plan.places[0].item], parameters[0].device
-        dtype = self.precision.param or own_dtype
-        start, stop = plan.shard(self.rank)
-        flat = self._parameter_memory(plan.numel, dtype, device)
-        own = master = flat[start:stop]
-        if dtype != own_dtype:
-            before = torch.zeros(plan.numel, dtype=own_dtype, device=device)
-            for place, parameter in zip(plan.places, parameters, strict=True):
-                before[place.start : place.stop].copy_(parameter.detach().reshape(-1))
-            master = before[start:stop].clone()
-        move_into(flat, plan, self._parameters, copy=not self.common_parameters or self.rank == 0)
-        unit, kind = self._pairs[plan.group]
-        if self.common_parameters:
-            ops.barrier(group=self.groups.shard)
-        own, master = self._kept(own, master)
-        if self.gathering is not None:
-            names = [
-                (self.layout.items[place.item].name, self._parameters[place.item]) for place in plan.places
-            ]
-            lane = self.lane if self.offload is not None and self.offload.parameters else None
-            self.gathering.units[unit].add(Flat(flat, own, names, lane))
-        parts = make_parts(plan, self.layout.items, self.rank, master, kind in self.whole)
-        return _Store(plan, unit, kind, flat, own, master, None, parts)
-
-    def _kept(self, own: torch.Tensor, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both where they stay: in memory of their own if units are gathered, and in the host's."""
-        offload, same = self.offload, master is own
-        if self.gathering is not None:
-            own = offload.hosted(own) if offload is not None and offload.parameters else own.clone()
-            master = own if same else master
-        if offload is not None and not (offload.parameters and same):
-            master = offload.hosted(master)
-        return own, master
-
-    def _parameter_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if device.type != "cpu" or not self._in_reach or self.gathering is not None:
-            return torch.zeros(numel, dtype=dtype, device=device)
-        if self.common_parameters:
-            nbytes = numel * dtype.itemsize
-            return common_zeros(nbytes, self.groups.shard, "a bucket of parameters").view(dtype)
-        return shared_empty(numel, dtype).zero_()
-
-    def _bucket(self, plan: layout.Bucket) -> Bucket:
-        names = [self.layout.items[place.item].name for place in plan.places]
-        label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-        nothing = self.stores[plan.index].parameters.new_empty(0)
-        bucket = Bucket(plan.index, nothing, plan.used_numel, label, attached=False)
-        for place in plan.places:
-            item = self.layout.items[place.item]
-            bucket.slots.append(Slot(place.item, item.name, self._parameters[place.item], bucket, nothing))
-        return bucket
 
     def attach(self, bucket: Bucket) -> None:
         """Give a bucket memory for its gradients."""
@@ -290,10 +153,23 @@ class Sharding(Gradients):
             live = [part for part in store.parts if part.parameter.grad is not None]
             store.older = None
             if live:
+                if store.kind in self.not_zeroed:
+                    self._warn_of_old_gradients()
                 store.older = torch.zeros_like(store.master)
                 for part in live:
                     assert part.parameter.grad is not None
                     part.of(store.older).copy_(part.parameter.grad)
+
+    def _warn_of_old_gradients(self) -> None:
+        """Once: perhaps it is meant. To clear a parameter's `.grad`, which is None, leaves no trace."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "backward adds to gradients that an optimizer has stepped with: call optimizer.zero_grad() "
+                "or model.zero_grad() in each step. parameter.grad = None and model.module.zero_grad() do "
+                "not reach the parts of a sharded model, which hold its gradients",
+                stacklevel=2,
+            )
 
     def leaves(self, bucket: Bucket, by_hook: bool) -> None:
         """A bucket is full: its unit may not be needed any more."""
@@ -309,7 +185,7 @@ class Sharding(Gradients):
         replicas = groups.replicas
         if replicas is None:
             work = ops.reduce_scatter(
-                own, flat, group=groups.shard, schedule=self._schedule, wire=self._wire,
+                own, flat, group=groups.shard, schedule=self._way.schedule, wire=self._way.wire,
                 async_op=async_op, label=bucket.label,
             )  # fmt: skip
         else:
@@ -319,7 +195,7 @@ class Sharding(Gradients):
                     ops.reduce_scatter(own, flat, group=groups.shard, label=bucket.label)
                 else:  # checked as `call`: a second check would be numbered while the next bucket's is
                     wait_for(native.reduce_scatter(own, flat, "sum", groups.shard), "the sum in the host")
-                ops.all_reduce(own, group=replicas, wire=self._wire, label=bucket.label)
+                ops.all_reduce(own, group=replicas, wire=self._way.wire, label=bucket.label)
 
             call = Call("reduce_scatter", groups.shard, flat, "sum", label=bucket.label)
             work = call.scheduled(both, own, async_op, replicas)
@@ -339,7 +215,7 @@ class Sharding(Gradients):
         if self.strategy.gradients:
             self._detach(bucket)
 
-    def _like_master(self, store: _Store) -> torch.Tensor:
+    def _like_master(self, store: Store) -> torch.Tensor:
         if self.offload is None:
             return torch.empty_like(store.master)
         return self.offload.empty(store.master.numel(), store.master.dtype)
@@ -383,53 +259,64 @@ class Sharding(Gradients):
                 self.lane.copy(store.own, store.master)
             if not self.common_parameters and self.gathering is None:
                 self._gather(store)
-        if self.offload is not None or not self._overlap():
+        if self.offload is not None or not self._may_come_late():
             for store in reversed(stepped):
                 store.settle()
         self.lane.join()
         self.lane.wait()  # or the next one to write masters, a checkpoint say, would write what still goes up
         if self.common_parameters:
             ops.barrier(group=self.groups.shard)
+        self.note_versions()
 
-    def _gather(self, store: _Store) -> None:
-        label = f"parameters of {self.all[store.plan.index].label}"
-        in_background = self.offload is not None or self._schedule is not None or store.parameters.is_cuda
+    def _gather(self, store: Store) -> None:
+        label = f"parameters of {store.label}"
+        in_background = self.offload is not None or self._way.schedule is not None or store.parameters.is_cuda
         with self.lane.within():
             work = ops.all_gather(
-                store.parameters, store.own, group=self.groups.shard, schedule=self._schedule,
+                store.parameters, store.own, group=self.groups.shard, schedule=self._way.schedule,
                 label=label, async_op=in_background,
             )  # fmt: skip
         if isinstance(work, Pending):
-            parameters = [self._parameters[place.item] for place in store.plan.places]
-            modules = {module for each in parameters for module in self._owners.get(id(each), ())}
-            store.coming = Coming(parameters, modules, work)
+            modules = {module for each in store.members for module in self._owners.get(id(each), ())}
+            store.coming = Coming(store.members, modules, work)
 
     def check_views(self) -> None:
         """RuntimeError that names a parameter which no longer lies where its bucket is."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for store in self.stores:
-                memory = store.parameters.untyped_storage()._cdata
-                for place in store.plan.places:
-                    item, parameter = self.layout.items[place.item], self._parameters[place.item]
-                    if parameter.shape != item.shape or parameter.untyped_storage()._cdata != memory:
-                        raise RuntimeError(
-                            f"parameter {item.name} was {list(item.shape)} in parallelize and has "
-                            f"other memory now, {list(parameter.shape)}: change it before, or write into it"
-                        )
+        for store in self.stores:
+            store.check_views()
+
+    def note_versions(self) -> None:
+        """What has been written into parameters until now was meant to be."""
+        if self.common_parameters and self.size > 1:
+            self._versions = [parameter._version for _, parameter in self.trained.named]
+
+    def check_unwritten(self) -> None:
+        """RuntimeError that names a parameter in common memory into which a rank has written by itself.
+
+        A step writes into parts, which count their own versions.
+        """
+        for (name, parameter), version in zip(self.trained.named, self._versions, strict=False):
+            if parameter._version != version:
+                raise RuntimeError(
+                    f"parameter {name} was written into, and the ranks of this host have its memory in "
+                    f"common, so that each of them changed what the others had written: do it inside of "
+                    f"`with model.gathered(write=True):`"
+                )
 
     # What is known only together.
 
     def gradient_norm(self) -> torch.Tensor:
         """The 2-norm over all parameters of all ranks, fp32 scalar; gradients that are None count 0."""
         parts = [part.parameter.grad for part in self.parts if part.parameter.grad is not None]
-        squares = squared_norm(parts, self._parameters[0].device)
+        squares = squared_norm(parts, self.stores[0].parameters.device)
         ops.all_reduce(squares, group=self.groups.shard, label="norm of the gradient")
         return squares.sqrt().float()
 
 
-def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The sum of all squares, fp64 scalar: rounded to fp32, it does not depend on who holds which of them."""
-    norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors]
-    if not norms:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(norms).square().sum().to(device)  # of parts in the host's memory it is made there
+def _bucket(store: Store) -> Bucket:
+    """Of a store's gradients, without memory so far."""
+    nothing = store.parameters.new_empty(0)
+    bucket = Bucket(store.plan.index, nothing, store.plan.used_numel, store.label, attached=False)
+    for place, item, parameter in zip(store.plan.places, store.items, store.members, strict=True):
+        bucket.slots.append(Slot(place.item, item.name, parameter, bucket, nothing))
+    return bucket

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -17,33 +17,40 @@ from torch.optim import Optimizer
 from imece.collectives import ops
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel.average import Average, Over
-from imece.data_parallel.block_wise import block_of
-from imece.data_parallel.cast import cast_buffers
+from imece.data_parallel.cast import MixedPrecision, cast_buffers
 from imece.data_parallel.compiled import waits_before_compiled
 from imece.data_parallel.gathered import fill_state, gathered
 from imece.data_parallel.gathering import Gathering, GatherOptions
 from imece.data_parallel.joining import ShardedJoinHook, Turn, next_turn
 from imece.data_parallel.meta import Filling, Init
 from imece.data_parallel.offload import Offload
-from imece.data_parallel.optimizer import (
-    SteppedParts,
-    is_element_wise,
-    kinds_of,
-    numbers_of,
-    set_numbers,
-    who_steps,
-)
+from imece.data_parallel.optimizer import numbers_of, set_numbers, who_steps
 from imece.data_parallel.reducer import Reducer
 from imece.data_parallel.regroup import regroup
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.same import check_same_optimizers, check_same_shapes, sync_from
-from imece.data_parallel.shard import MixedPrecision, Sharding
-from imece.data_parallel.strategy import ShardGroups, find_strategy
-from imece.data_parallel.units import Unit, find_units, owners_of, unit_numbers
-from imece.data_parallel.way import has_spare_core
+from imece.data_parallel.shard import Sharding
+from imece.data_parallel.stepped import SteppedParts
+from imece.data_parallel.stores import Division
+from imece.data_parallel.strategy import ShardGroups, Strategy
+from imece.data_parallel.trained import Trained
+from imece.data_parallel.units import Unit, find_units, owners_of
+from imece.data_parallel.way import default_cap_bytes
 from imece.mesh import Mesh
 
-BORROWED_CAP_BYTES = 5 * 2**20
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """How a model is sharded, whoever its ranks are."""
+
+    strategy: Strategy
+    precision: MixedPrecision
+    gather: GatherOptions
+    home: torch.device | None
+    """Where a model on the meta device is to be; None: it has memory already."""
+    init: Init | None
+    """Fills one module of such a model."""
+    offload: Offload | None
 
 
 class ShardedDataParallel(DistributedDataParallel):
@@ -54,56 +61,44 @@ class ShardedDataParallel(DistributedDataParallel):
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         groups: ShardGroups,
+        options: ShardOptions,
         *,
-        strategy: str,
         average: Over,
         bucket_cap_mb: float | None,
-        precision: MixedPrecision,
         wire: Literal["bf16"] | None,
         overlap: bool | None,
-        options: GatherOptions,
-        init: Init | None,
-        home: torch.device | None,
-        offload: Offload | None = None,
     ) -> None:
-        """As `parallelize`; groups: who shares what; home: where a model on the meta device is to be."""
-        self._optimizers, self._groups = list(optimizers), groups
-        self._strategy, self._precision = find_strategy(strategy), precision
-        self._options, self._init, self._home, self._overlap = options, init, home, overlap
-        self._offload = offload
+        """As `parallelize`; groups: who shares what."""
+        self._optimizers, self._groups, self._options = list(optimizers), groups, options
         self._dtypes: list[torch.dtype] | None = None  # of masters; None until there are any
         self._stepped: list[SteppedParts] = []
         self._is_compiled = False  # the latest forward, as a whole
         self.has_joined = False  # this rank does what another one tells it, under join
         super().__init__(
             module, process_group=groups.world, bucket_cap_mb=bucket_cap_mb, average=average, wire=wire,
-            overlap=overlap, init_sync=home is None,
+            overlap=overlap, init_sync=options.home is None,
         )  # fmt: skip
 
     def _make_reducer(self, named: list[tuple[str, torch.Tensor]]) -> None:
-        whole = [at for at, each in enumerate(self._optimizers) if not is_element_wise(each)]
-        blocks = {at: block_of(each) for at, each in enumerate(self._optimizers) if at not in whole}
         self._check_divisible(self._groups)
-        kinds = kinds_of(named, self._optimizers, self.module)
         units, gathering, fill = self._divide()
+        trained = Trained.of(named, self._optimizers, self.module, units, self._dtypes)
         check_same_optimizers(who_steps(named, self._optimizers), self.process_group, self.device)
-        self.sharding = Sharding(
-            named,
-            kinds,
-            whole,
-            blocks,
-            self._strategy,
+        options = self._options
+        division = Division(
+            options.strategy,
             self._groups,
-            cap_bytes=self._cap_bytes(),
-            precision=self._precision,
-            wire=self._way.wire,
-            schedule=self._schedule,
-            units=unit_numbers(self.module, units, [each for _, each in named]) if units else None,
+            self._cap_bytes(),
+            options.precision,
+            replace(self._way, schedule=self._schedule),
             gathering=gathering,
+            offload=options.offload,
+        )
+        self.sharding = Sharding(
+            trained,
+            division,
             fill=fill,
-            dtypes=self._dtypes,
-            offload=self._offload,
-            overlap=self._may_come_late,
+            may_come_late=self._may_come_late,
             owners=owners_of(self.module),
         )
         if fill is not None:
@@ -112,8 +107,8 @@ class ShardedDataParallel(DistributedDataParallel):
         if gathering is not None:
             gathering.hook()
         if self._dtypes is None:
-            self._dtypes = self.sharding.dtypes
-            self._begin([each for _, each in named])
+            self._dtypes = list(trained.dtypes)
+            self._begin()
         else:
             for stepped in self._stepped:
                 stepped.divide(self.sharding)
@@ -124,15 +119,15 @@ class ShardedDataParallel(DistributedDataParallel):
             overlap=self._way.overlap,
         )
 
-    def _begin(self, parameters: list[torch.Tensor]) -> None:
+    def _begin(self) -> None:
         """What is done once: it stays when the ranks change."""
-        if self._precision.buffer is not None:
-            cast_buffers(self.module, self._precision.buffer, self.parameters_to_ignore)
+        buffer = self._options.precision.buffer
+        if buffer is not None:
+            cast_buffers(self.module, buffer, self.parameters_to_ignore)
         for number, optimizer in enumerate(self._optimizers):
             optimizer.register_step_pre_hook(partial(self._before_step, number))
         self._stepped = [
-            SteppedParts(optimizer, number, self.sharding, parameters, partial(self._before_zero, number))
-            for number, optimizer in enumerate(self._optimizers)
+            SteppedParts(optimizer, number, self) for number, optimizer in enumerate(self._optimizers)
         ]
 
     def regroup(self, ranks: Mesh | dist.ProcessGroup, spread: bool = False) -> None:
@@ -146,7 +141,7 @@ class ShardedDataParallel(DistributedDataParallel):
         ValueError: the strategy cannot be on these ranks. RuntimeError: inside of a backward or `gathered`.
         Then nothing is changed.
         """
-        groups = ShardGroups.of(self._strategy, ranks, spread)
+        groups = ShardGroups.of(self._options.strategy, ranks, spread)
         self._check_divisible(groups)
         self.leave()
         self._groups = groups
@@ -197,10 +192,10 @@ class ShardedDataParallel(DistributedDataParallel):
         return [(name, each.new_empty(each.shape, device="meta")) for name, each in super()._alike()]
 
     def _cap_bytes(self) -> int:
-        """Where buckets are memory that is borrowed, and a message costs little, small ones by default."""
-        if self.bucket_bytes_cap_default and self._strategy.gradients and self.device_type == "cpu":
-            return BORROWED_CAP_BYTES
-        return self.bucket_bytes_cap
+        if not self.bucket_bytes_cap_default:
+            return self.bucket_bytes_cap
+        borrows = self._options.strategy.gradients
+        return default_cap_bytes(self._way.schedule, on_cpu=self.device_type == "cpu", borrows=borrows)
 
     @property
     def _schedule(self) -> str | None:
@@ -209,23 +204,22 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def _divide(self) -> tuple[list[Unit], Gathering | None, Filling | None]:
         """The units if there is something to do unit by unit, and who does it."""
-        group, home = self._groups.shard, self._home
+        group, home, options = self._groups.shard, self._options.home, self._options
         fills = home is not None and self._dtypes is None
         if home is not None and fills:
             self.device, self.device_type = home, home.type
-            if self._overlap is None:
-                self._way = replace(self._way, overlap=has_spare_core(self.process_group, home))
+            self._choose_way()  # now that it is known where
             everything = [*self.module.named_parameters(), *self.module.named_buffers()]
             check_same_shapes(everything, self.process_group, home)
         in_common = isinstance(group, SharedMemoryGroup) and self.device_type == "cpu"
-        gathers = self._strategy.parameters and (self._options.always or not in_common)
-        if self._offload is not None and self._offload.parameters and not gathers:
+        gathers = options.strategy.parameters and (options.gather.always or not in_common)
+        if options.offload is not None and options.offload.parameters and not gathers:
             raise ValueError("offload='parameters' needs units that are gathered: pass gather=True")
-        units = find_units(self.module, self._options.units) if gathers or home is not None else []
+        units = find_units(self.module, options.gather.units) if gathers or home is not None else []
         return (
             units,
-            Gathering(units, group, self._options, self._schedule) if gathers else None,
-            Filling(units, home, self.process_group, self._init) if home is not None and fills else None,
+            Gathering(units, group, options.gather, self._schedule) if gathers else None,
+            Filling(units, home, self.process_group, options.init) if home is not None and fills else None,
         )
 
     def _sync_rest(self, named: list[tuple[str, torch.Tensor]]) -> None:
@@ -272,7 +266,8 @@ class ShardedDataParallel(DistributedDataParallel):
         RuntimeError where units are gathered, which takes all ranks.
         """
         if self.sharding.gathering is not None:
-            raise RuntimeError(f"strategy {self._strategy.name!r} gathers in forward: all ranks must go on")
+            name = self._options.strategy.name
+            raise RuntimeError(f"strategy {name!r} gathers in forward: all ranks must go on")
         return super().join(*args, **kwargs)
 
     def gradient_norm(self) -> torch.Tensor:
@@ -322,7 +317,7 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def take_over_masters(self) -> None:
         """After something else than their optimizer wrote the parts: all ranks get the new values."""
-        kinds = set(self.sharding.kinds)
+        kinds = set(self.sharding.trained.kinds)
         self.sharding.before_step(kinds)
         with torch.no_grad():
             self.sharding.after_step(kinds)
@@ -331,6 +326,7 @@ class ShardedDataParallel(DistributedDataParallel):
         """Also of this rank's parts."""
         self._before_zero(len(self._optimizers), set_to_none)
         super().zero_grad(set_to_none)
+        self.sharding.not_zeroed.clear()
         for part in self.sharding.parts:
             if set_to_none:
                 part.parameter.grad = None

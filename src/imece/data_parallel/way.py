@@ -1,4 +1,4 @@
-"""How and when buckets are reduced on a group, unless somebody asks for another way."""
+"""How large buckets are on a group, and how and when they travel, unless somebody asks for another way."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch.distributed as dist
 from imece import mesh
 from imece.collectives.over_hosts import LANES
 from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.data_parallel.arguments import MIB
 from imece.errors import UserError
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a bucket is reduced where no hook does it, as for ops.all_reduce; and when."""
+    """How a bucket travels where no hook does it, as for ops.all_reduce; and when."""
 
     schedule: str | None = None
     wire: str | None = None
@@ -46,6 +47,15 @@ def most_under_way(*, on_cpu: bool, shared: bool, schedule: str | None) -> int:
 def units_at_once(schedule: str | None) -> int:
     """Units that are there at a time in forward: one runs, and one comes, between hosts one in each lane."""
     return 1 + (LANES if schedule == "hierarchical" else 1)
+
+
+def default_cap_bytes(schedule: str | None, *, on_cpu: bool = False, borrows: bool = False) -> int:
+    """Of a bucket. borrows: whether gradients are sharded, so that a bucket borrows its memory.
+
+    Small ones where that is so, on CPUs, where a message costs less than on a GPU; and between hosts, where a
+    slow wire would wait for the first.
+    """
+    return (5 if schedule == "hierarchical" or (borrows and on_cpu) else 25) * MIB
 
 
 def has_spare_core(group: dist.ProcessGroup, device: torch.device) -> bool:

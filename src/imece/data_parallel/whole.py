@@ -18,7 +18,7 @@ from imece.collectives.calls import host_device
 from imece.collectives.pending import Pending
 from imece.collectives.shared_memory import shared_empty
 from imece.collectives.shared_memory.group import SharedMemoryGroup
-from imece.data_parallel.buckets import Bucket, Gradients, Slot
+from imece.data_parallel.buckets import Bucket, Gradients, Slot, label_of
 from imece.data_parallel.cap import cap_over
 
 _ALIGN_BYTES = 64
@@ -72,6 +72,24 @@ class WholeGradients(Gradients):
         )  # fmt: skip
         return work if isinstance(work, Pending) else None
 
+    def start(self) -> None:
+        """As of Gradients. `grad.data = ...`, and so `model.to(...)`, takes a view out of its bucket.
+
+        RuntimeError: a parameter has another dtype or device than when it was wrapped.
+        """
+        for slot, address in zip(self.slots, self._addresses, strict=True):
+            if slot.view.data_ptr() != address:
+                self._view_again(slot)
+
+    def _view_again(self, slot: Slot) -> None:
+        flat, parameter = self._flats[slot.index], slot.parameter
+        if parameter.dtype != flat.dtype or parameter.device != flat.device:
+            raise RuntimeError(
+                f"parameter {slot.name} was {_dtype(flat)} on {flat.device} when the model was wrapped, and "
+                f"is {_dtype(parameter)} on {parameter.device} now: change it before, or wrap the model again"
+            )
+        slot.view = _view(flat, parameter)  # what is in .grad is copied into it as any other gradient
+
     def finish(self, absent: Sequence[Slot], used_anywhere: Sequence[int]) -> None:
         """As of Gradients: what this rank did not use has another's gradient, or what was there before."""
         for slot in absent:
@@ -80,6 +98,10 @@ class WholeGradients(Gradients):
             elif slot.kept is not None:
                 slot.view.copy_(slot.kept)
             slot.kept = None
+        for slot in self.slots:
+            if slot.older is not None:
+                _add(slot, slot.older)
+                slot.older = None
 
     def rebuild(self, came: Sequence[int], arrivals: Sequence[tuple[int, float]], overlap: bool) -> None:
         """As of Gradients: in the order of rank 0; what did not come goes last."""
@@ -100,6 +122,7 @@ class WholeGradients(Gradients):
     def let_go(self) -> None:
         """As of Gradients."""
         self._memory.clear()
+        self._flats.clear()
         del self._group
 
     def _lay(self, order: Sequence[int] | None) -> None:
@@ -113,18 +136,19 @@ class WholeGradients(Gradients):
         ]
         free = {device: memory.zero_() for device, memory in self._all_memory().items()}
         before, self.all = self.slots, []
+        flats: dict[int, torch.Tensor] = {}
         slots: dict[int, Slot] = {}
         for plan in self.layout.buckets:
             device = self._parameters[plan.places[0].item].device
             taken = -(-plan.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
             flat = free[device][: plan.nbytes].view(self._parameters[plan.places[0].item].dtype)
             free[device] = free[device][taken:]
-            names = [self._items[place.item].name for place in plan.places]
-            label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+            label = label_of([self._items[place.item].name for place in plan.places])
             bucket = Bucket(plan.index, flat, plan.used_numel, label)
             for place in plan.places:
                 parameter = self._parameters[place.item]
-                view = _view(flat[place.start : place.stop], parameter)
+                flats[place.item] = flat[place.start : place.stop]
+                view = _view(flats[place.item], parameter)
                 if before:
                     slot = before[place.item]
                     slot.bucket, slot.view = bucket, view
@@ -134,6 +158,8 @@ class WholeGradients(Gradients):
                 bucket.slots.append(slot)
             self.all.append(bucket)
         self.slots = [slots[index] for index in range(len(self._items))]
+        self._flats = [flats[index] for index in range(len(self._items))]  # what each has of its bucket
+        self._addresses = [slot.view.data_ptr() for slot in self.slots]
         for slot, grad in moving:
             slot.view.copy_(grad)
             slot.parameter.grad = slot.view
@@ -161,6 +187,15 @@ def _view(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
             return flat.view(parameter.shape)
         expected *= size
     return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+
+
+def _add(slot: Slot, older: torch.Tensor) -> None:
+    """A gradient that was there before this backward."""
+    if slot.parameter.grad is slot.view:
+        slot.view.add_(older)
+    else:  # nobody used the parameter in it
+        slot.view.copy_(older)
+        slot.parameter.grad = slot.view
 
 
 def _dtype(tensor: torch.Tensor) -> str:

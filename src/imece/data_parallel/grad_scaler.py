@@ -1,0 +1,44 @@
+"""torch's GradScaler for optimizers of which each rank steps a part: what one rank finds, all know."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from imece.data_parallel.stepped import SteppedParts
+
+
+def forget_stage(scaler: torch.amp.GradScaler) -> None:
+    """The step that was under way is made again: without this torch takes it for one unscaled already."""
+    scaler._per_optimizer_states.clear()
+
+
+class GradScaler(torch.amp.GradScaler):
+    """As torch's, for every strategy: the ranks step together or not at all, and have one scale.
+
+    Of a sharded model a rank sees its parts of the gradient alone, or none: `unscale_`, or `step` without it,
+    asks the others, so all ranks call it. Of other models each rank has all of it, and nobody is asked.
+
+    RuntimeError inside of `join` if the model is sharded.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        stepped = SteppedParts.of(optimizer)
+        if stepped is None:
+            return found
+        device = found_inf.device  # the loss's: offloaded gradients lie where the group may not be asked
+        flag = torch.stack([found_inf, *(each.to(device) for each in found.values())]).amax()
+        stepped.ask_all(flag)
+        return {device: flag}
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """As torch's."""
+        stepped = SteppedParts.of(optimizer)
+        with stepped.by_asking() if stepped is not None else contextlib.nullcontext():
+            return super().step(optimizer, *args, **kwargs)

@@ -1,0 +1,167 @@
+"""Any torch optimizer on the parts that a rank owns.
+
+The user's own optimizer goes on: its groups, hooks and schedulers stay, only what lies in its groups changes,
+from parameters to this rank's parts of them. So its state is 1/N. An optimizer whose update of an element
+looks at that element alone may have matrices cut anywhere; one that looks at whole matrices gets whole ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from imece.collectives import ops
+from imece.data_parallel.block_wise import followed
+from imece.data_parallel.optimizer import parameters_of
+from imece.data_parallel.parts import Part
+from imece.data_parallel.shard import Sharding
+
+if TYPE_CHECKING:
+    from imece.data_parallel.sharded import ShardedDataParallel
+
+
+class SteppedParts:
+    """One of the user's optimizers, which from now on steps this rank's parts."""
+
+    def __init__(self, optimizer: Optimizer, number: int, model: ShardedDataParallel) -> None:
+        """Hooks of the optimizer's steps bring the parts of other ranks."""
+        self.optimizer, self._number, self._model = optimizer, number, model
+        self._whole: list[dict[str, list[Any]]] = []  # by group: what lay in it before it was divided
+        self.divide(model.sharding)
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+        self._zero = optimizer.zero_grad
+        optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
+        self._add = optimizer.add_param_group
+        optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
+        self._is_asking = False
+        self._takes_scale = getattr(optimizer, "_step_supports_amp_scaling", False)
+        # A scaler of torch's skips the step of a rank whose part is not finite, unless the optimizer says
+        # that it does so by itself: then all ranks come to `_before`, which refuses it.
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        optimizer._imece_stepped = self  # type: ignore[attr-defined]
+
+    @staticmethod
+    def of(optimizer: Optimizer) -> SteppedParts | None:
+        """None: it steps whole parameters."""
+        return getattr(optimizer, "_imece_stepped", None)
+
+    def divide(self, sharding: Sharding) -> None:
+        """Parts in the place of parameters, and of what was kept of these."""
+        optimizer, self._sharding = self.optimizer, sharding
+        index = {id(each): at for at, (_, each) in enumerate(sharding.trained.named)}
+        self._parameters = [each for each in parameters_of(optimizer) if id(each) in index]
+        parts: Mapping[int, list[Part]] = _by_index(sharding.parts)
+        follow = followed(optimizer)
+        for group in optimizer.param_groups:
+            self._whole.append({key: list(group[key]) for key in ("params", "param_names") if key in group})
+            mine: list[tuple[torch.Tensor, str]] = []
+            for parameter, name in zip(group["params"], group.get("param_names", repeat("")), strict=False):
+                if id(parameter) not in index:
+                    mine.append((parameter, name))  # wants no gradient: nobody steps it
+                    continue
+                state = optimizer.state.pop(parameter, None)
+                for part in parts.get(index[id(parameter)], []):
+                    follow(parameter, part.parameter)
+                    mine.append((part.parameter, name))
+                    if state is not None:
+                        optimizer.state[part.parameter] = _part_of_state(state, part)
+            group["params"] = [parameter for parameter, _ in mine]
+            if "param_names" in group:
+                group["param_names"] = [name for _, name in mine]
+
+    def restore(self) -> None:
+        """Parameters in the place of parts, as before `divide`; what was kept of the parts is dropped.
+
+        The hooks stay, so that they keep their place among the user's.
+        """
+        for part in self._sharding.parts:
+            self.optimizer.state.pop(part.parameter, None)
+        del self._sharding
+        # By place: load_state_dict makes other groups in the same order.
+        for group, whole in zip(self.optimizer.param_groups, self._whole, strict=False):
+            group.update(whole)
+        self._whole = []
+
+    def ask_all(self, flag: torch.Tensor) -> None:
+        """flag: whether this rank's gradients are not finite, float32 scalar; then whether any rank's are."""
+        if self._model._join_config.enable:
+            raise RuntimeError(
+                "GradScaler inside of join(): ranks that have ended do not unscale their parts of the "
+                "gradient; use strategy='replicate', or the same number of steps on all ranks"
+            )
+        ops.all_reduce(flag, "max", group=self._sharding.groups.world, label="overflow of scaled gradients")
+
+    @contextlib.contextmanager
+    def by_asking(self) -> Iterator[None]:
+        """Inside a scaler steps it which has asked all ranks."""
+        self._is_asking = True
+        self.optimizer._step_supports_amp_scaling = self._takes_scale  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            self._is_asking = False
+            self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+    def _before(self, *_: Any) -> None:
+        if hasattr(self.optimizer, "found_inf") and not self._is_asking:
+            raise RuntimeError(
+                "torch's GradScaler sees only this rank's part of a sharded model's gradient, so ranks would "
+                "not step together: use imece.GradScaler in its place"
+            )
+        self._sharding.check_unwritten()
+        self._sharding.before_step((self._number,))
+
+    def _after(self, *_: Any) -> None:
+        with torch.no_grad():
+            self._sharding.after_step((self._number,))
+        self._sharding.not_zeroed.add(self._number)
+
+    def _add_param_group(self, param_group: dict[str, Any]) -> None:
+        """ValueError: parts are cut and gradients summed for what was there in `parallelize`."""
+        names = {id(each): name for name, each in self._model.module.named_parameters()}
+        given = param_group["params"]
+        for each in [given] if isinstance(given, torch.Tensor) else given:
+            parameter = each[1] if isinstance(each, tuple) else each
+            name = names.get(id(parameter), f"of shape {list(parameter.shape)}, none of the model's,")
+            raise ValueError(
+                f"parameter {name} is given to {type(self.optimizer).__name__} after parallelize, and its "
+                f"gradient would not come here: give it before parallelize, wanting a gradient"
+            )
+        self._add(param_group)
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        self._model._before_zero(self._number, set_to_none)
+        self._zero(set_to_none)
+        self._sharding.not_zeroed.discard(self._number)
+        for parameter in self._parameters:  # what came in no_sync and was not summed
+            parameter.grad = None
+
+
+def _by_index(parts: Iterable[Part]) -> dict[int, list[Part]]:
+    found: dict[int, list[Part]] = defaultdict(list)
+    for part in parts:
+        found[part.index].append(part)
+    return found
+
+
+def _part_of_state(state: Mapping[str, Any], part: Part) -> dict[str, Any]:
+    """What an optimizer kept of a whole parameter, cut as the parameter is."""
+    whole = math.prod(part.shape)
+    home = part.parameter.device
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.numel() == whole and value.ndim:
+            mine = value.reshape(-1)[part.start : part.stop].clone().view(part.parameter.shape)
+            return mine.to(home)
+        # A count of steps may lie on a GPU, but not beside a part that is stepped on the CPU.
+        return value.cpu() if isinstance(value, torch.Tensor) and home.type == "cpu" else value
+
+    return {key: cut(value) for key, value in state.items()}

@@ -1,0 +1,99 @@
+"""Scaled losses: one rank finds Inf in its part of the gradient, and no rank steps."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from imece import GradScaler, parallelize
+from tests.data_parallel.checks import Check, Job, jobs, passed
+from tests.data_parallel.test_sharded_options import WAYS, Way, two_layers
+from tests.data_parallel.test_units import adamw, mesh_of
+
+
+def spoil(optimizer: torch.optim.Optimizer) -> None:
+    gradients = [each.grad for each in optimizer.param_groups[0]["params"] if each.grad is not None]
+    gradients[0].fill_(torch.inf)
+
+
+def scaled_steps(way: Way, fused: bool, group: dist.ProcessGroup) -> list[dict[str, torch.Tensor]]:
+    """Parameters and scale after each of three steps, in the second of which AdamW's gradient has Inf."""
+
+    def make(model: Any) -> list[torch.optim.Optimizer]:
+        """Muon's one matrix is one rank's: the other has nothing to look at."""
+        muon = torch.optim.Muon([model[0].weight], lr=0.1)
+        return [muon, torch.optim.AdamW(model[1].parameters(), lr=0.1, fused=fused)]
+
+    inner = two_layers()
+    model, optimizers = parallelize(inner, make(inner), way.strategy, mesh_of(group), gather=way.gather)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    found = []
+    for step in range(3):
+        for each in optimizers:
+            each.zero_grad()
+        inputs = torch.full((2, 16), 1.0 + group.rank() + step)
+        scaler.scale(model(inputs).square().mean()).backward()
+        if step == 1 and (group.rank() == 1 or way.strategy == "replicate"):
+            spoil(optimizers[1])
+        if not fused:
+            for each in optimizers:
+                scaler.unscale_(each)
+            model.clip_grad_norm_(0.5)
+        for each in optimizers:
+            scaler.step(each)
+        scaler.update()
+        state = {name: each.clone() for name, each in model.state_dict().items()}
+        found.append(state | {"scale": torch.tensor(scaler.get_scale())})
+    return found
+
+
+def one_scale(group: dist.ProcessGroup) -> None:
+    """If one rank has Inf in its part, all do what ranks of replicate do, which have it all of them."""
+    for way, fused in product(WAYS, (False, True)):
+        expected = scaled_steps(Way("replicate"), fused, group)
+        assert [each["scale"].item() for each in expected] == [4.0, 2.0, 2.0]
+        last = "module.1.weight"
+        assert torch.equal(expected[0][last], expected[1][last])
+        assert not torch.equal(expected[1][last], expected[2][last])
+        for one, other in zip(scaled_steps(way, fused, group), expected, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in other), (way, fused)
+
+
+def torch_scaler(group: dist.ProcessGroup) -> None:
+    """Refused on all ranks, in their first step, whether this one's part is finite or not."""
+    for way, fused, bad in product(WAYS, (False, True), (False, True)):
+        inner = two_layers()
+        optimizer = torch.optim.AdamW(inner.parameters(), fused=fused)
+        model, _ = parallelize(inner, optimizer, way.strategy, mesh_of(group), gather=way.gather)
+        torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(torch.ones(2, 16)).mean()).backward()
+        if bad and group.rank() == 1:
+            spoil(optimizer)
+        with pytest.raises(RuntimeError, match=r"would not step together: use imece\.GradScaler"):
+            scaler.step(optimizer)
+
+
+def scaled_in_join(group: dist.ProcessGroup) -> None:
+    inner = two_layers()
+    model, optimizer = parallelize(inner, adamw(inner), "zero1", group)
+    scaler = GradScaler("cpu")
+    with pytest.raises(RuntimeError, match=r"GradScaler inside of join\(\)"), model.join():
+        scaler.scale(model(torch.ones(2, 16)).mean()).backward()
+        scaler.step(optimizer)
+
+
+CHECKS: dict[str, Check] = {
+    "one scale": one_scale,
+    "torch's scaler": torch_scaler,
+    "scaled in join": scaled_in_join,
+}
+
+
+@pytest.mark.parametrize("job", jobs(__name__, CHECKS, (2, "gloo")))
+def test_grad_scaler(job: Job, request: pytest.FixtureRequest) -> None:
+    passed(job, request)
