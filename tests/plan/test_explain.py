@@ -7,13 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from imece.plan.answer.explain import eight_bit, gains, others, parts, why_not
-from imece.plan.answer.search import Answer, judge, search
+from imece.plan.answer.explain import _over, eight_bit, gains, others, parts, verdict, why_not
+from imece.plan.answer.search import Answer, judge, search, settled, weigh
 from imece.plan.answer.shortfall import least, state_arithmetic, ways
-from imece.plan.answer.space import Question
+from imece.plan.answer.space import Question, setups
 from imece.plan.answer.words import NAMES, gb, meanings, seconds, share, strategy_name, title
-from imece.plan.hardware import find_gpu, gpu_names
+from imece.plan.hardware import find_cluster, gpu_names
+from imece.plan.memory.memory import memory
+from imece.plan.models.by_name import find_model
+from imece.plan.setup import Adapters, Optimizer, Parallel, Recipe, Setup
 from tests.plan.asked import LLAMA_70B, ask
+
+STATE = ("parameters", "gradients", "optimizer", "masters")
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +50,70 @@ def test_each_strategy_has_a_line_with_its_figure(answer: Answer) -> None:
 
 def test_ddp_does_not_fit_because_of_its_state(answer: Answer) -> None:
     ddp = next(each for each in others(answer) if each.name == "DDP")
-    state = 16 * answer.question.model.parameters
-    assert ddp.sentence.endswith(f"whole on each GPU take {gb(state)}")
+    named = (4 + 4 + 4) * answer.question.model.parameters
+    assert ddp.sentence.endswith(f"; {gb(named)} GB of optimizer and masters whole on each GPU"), ddp.sentence
+
+
+def test_no_state_is_named_that_would_fit() -> None:
+    """What it needs is more than there is, what lasts of it is less."""
+    asked = ask(strategy="zero3", tensor=1, pipeline=1, micro_batch=1, recompute="full")
+    found = weigh(next(setups(asked))[0], asked.cluster)
+    sizes = found.memory.by_category()
+    room = sum(sizes[name] for name in STATE) + asked.cluster.gpu.overhead_bytes // 2
+    tight = replace(asked, reserve=1 - room / asked.cluster.gpu.memory_bytes)
+    first, second, *_ = sorted(sizes, key=lambda name: -sizes[name])
+    said = f"; the largest are {first} {gb(sizes[first])} and {second} {gb(sizes[second])}"
+    assert why_not(found, tight).endswith(said)
+
+
+def test_recomputation_is_the_only_way_or_the_fastest() -> None:
+    for name, hosts, strategy in (("13B", 1, "ZeRO-2"), ("7B", 4, "ZeRO-3")):
+        cluster = find_cluster("A100-80", 8, hosts, "ethernet-100g")
+        tensor = None if hosts == 1 else 1  # the winner at one host has two
+        asked = Question(find_model(name), cluster, 256 * hosts, 4096, tensor=tensor, pipeline=1)
+        found = settled(search(asked))
+        other = next(each for each in others(found) if each.name == strategy)
+        kinds = {
+            each.setup.recipe.recompute
+            for each in found.ranked
+            if each.setup.parallel == other.candidate.setup.parallel
+        }
+        assert kinds == ({"full"} if hosts == 1 else {"none", "full"})
+        how = "fits only" if hosts == 1 else "is fastest"
+        assert f"slower: it {how} with full recomputation, " in other.sentence, other.sentence
+
+
+def test_recomputing_more_than_the_winner_says_how_much_more() -> None:
+    asked = ask(batch=128, recompute="full", tensor=1, pipeline=1)
+    found = search(asked)
+    winner, *rest = found.ranked
+    assert winner.time is not None
+    time = replace(winner.time, recompute=winner.time.recompute + 3, compute=winner.time.compute + 3)
+    time = replace(time, total=time.total + 3)
+    said = verdict(replace(rest[-1], time=time), found)
+    assert said.endswith("slower: its full recomputation takes longer, 3.00 s more work"), said
+
+
+def test_the_hosts_of_those_that_talk_are_named() -> None:
+    """Hybrid ways gather in the host; with tensor parallelism and a pipeline a group is on some hosts."""
+    cluster = find_cluster("A100-80", 8, 8)
+    inside, over = "in the host, 300 GB/s", "over {} hosts, 25.0 GB/s a GPU"
+    for cause, parallel, said in (
+        ("parameters", Parallel("zero3", 64, 64), over.format(8)),
+        ("parameters", Parallel("hybrid", 64, 8), inside),
+        ("gradients", Parallel("hybrid", 64, 8), over.format(8)),
+        ("parameters", Parallel("hybrid", 32, 4, tensor=2), inside),
+        ("parameters", Parallel("hybrid_zero2", 64, 8), inside),
+        ("gradients", Parallel("zero1", 16, 16, pipeline=4), over.format(2)),
+        ("gradients", Parallel("zero1", 2, 2, tensor=4, pipeline=8), inside),
+        ("gradients", Parallel("zero1", 8, 16, context=2, tensor=2, pipeline=2), over.format(4)),
+        ("tensor", Parallel("zero1", 8, 8, tensor=8), inside),
+        ("context", Parallel("zero1", 16, 64, context=4), inside),
+        ("context", Parallel("zero1", 4, 32, context=8, tensor=2), over.format(2)),
+        ("pipeline", Parallel("zero1", 16, 16, pipeline=4), over.format(4)),
+        ("pipeline", Parallel("zero1", 1, 1, pipeline=64), over.format(8)),
+    ):
+        assert _over(cause, parallel, cluster) == said, (cause, parallel)
 
 
 def test_gains_are_true(answer: Answer) -> None:
@@ -93,6 +160,20 @@ def test_every_word_of_the_title_is_explained(answer: Answer) -> None:
             )
 
 
+def test_ranks_that_share_a_sequence_do_not_work_on_other_ones() -> None:
+    cluster = find_cluster("H100", 8, 2)
+    for parallel, said in (
+        (Parallel("zero3", 16, 16), "all 16 GPUs work on other sequences; "),
+        (
+            Parallel("zero3", 4, 16, context=4),
+            "all 16 GPUs are 4 groups of 4, which work on other sequences; ",
+        ),
+        (Parallel("zero3", 1, 16, context=16), "all 16 GPUs work together; "),
+    ):
+        told = dict(meanings(Setup(LLAMA_70B, parallel, Recipe(32768)), cluster))
+        assert told["ZeRO-3"].startswith(said), told["ZeRO-3"]
+
+
 def test_every_strategy_has_a_name() -> None:
     assert len(set(NAMES.values())) == 6
 
@@ -102,7 +183,7 @@ def test_nothing_fits_says_by_how_much_and_what_would(too_large: Question) -> No
     assert answer.winner is None
     smallest = least(answer)
     assert smallest.needed == min(each.needed for each in answer.missed)
-    found = ways(too_large, [find_gpu(name) for name in gpu_names()])
+    found = ways(too_large, gpu_names(), find_cluster)
     assert any(way.fits for way in found)
     for way in found:
         assert (way.least.needed <= way.question.room_bytes) == way.fits
@@ -116,6 +197,37 @@ def test_the_state_is_sixteen_bytes_a_parameter(too_large: Question) -> None:
     said = state_arithmetic(too_large)
     assert said.startswith("2 + 2 + 4 + 4 + 4 = 16 bytes a parameter x 70.6B = 1,129 GB; 8 GPUs have 684 GB")
     assert state_arithmetic(eight_bit(too_large)).startswith("2 + 2 + 4 + 1 + 1 = 10 bytes")
+
+
+def test_the_state_is_that_of_the_memory(too_large: Question) -> None:
+    adamw = "2 + 2 + 4 + 4 + 4 = 16 bytes"
+    cases: tuple[tuple[Optimizer, Adapters, str], ...] = (
+        ("adamw", "none", f"{adamw} a parameter x 70.6B"),
+        ("sgd", "none", "2 + 2 + 4 + 4 = 12 bytes a parameter x 70.6B"),
+        ("muon", "none", "2 + 2 + 4 + 4.12 = 12.1 bytes a parameter x 70.6B"),
+        ("adamw", "lora", f"2 bytes a frozen parameter x 70.6B, and {adamw} each for 207M of adapters"),
+        ("adamw", "qlora", f"0.56 bytes a frozen parameter x 70.6B, and {adamw} each for 207M of adapters"),
+    )
+    for optimizer, adapters, said in cases:
+        text = state_arithmetic(replace(too_large, optimizer=optimizer, adapters=adapters))
+        recipe = Recipe(4096, optimizer=optimizer, adapters=adapters)
+        sizes = memory(Setup(too_large.model, Parallel(), recipe)).by_category()
+        assert text == f"{said} = {gb(sum(sizes[name] for name in STATE))} GB; 8 GPUs have 684 GB"
+
+
+def test_other_gpus_come_with_their_links() -> None:
+    asked = ask(LLAMA_70B, "RTX-4090", batch=128, tensor=8, pipeline=1)
+    found = {way.name: way.question.cluster for way in ways(asked, gpu_names(), find_cluster)}
+    larger = next(name for name in found if "RTX" not in name and name.startswith("--gpus"))
+    assert found[larger] == find_cluster(larger.removeprefix("--gpus 8x"), 8, 1)
+    assert found[larger].inside != asked.cluster.inside
+
+
+def test_more_gpus_share_the_port_of_their_host() -> None:
+    asked = ask(LLAMA_70B, "RTX-4090", gpus=4, batch=128, recompute="full", micro_batch=1, context=1)
+    *_, last = ways(asked, [], find_cluster)
+    assert re.fullmatch(r"--gpus 8xRTX-4090 --hosts \d+", last.name)
+    assert last.question.cluster == find_cluster("RTX-4090", 8, last.question.cluster.hosts)
 
 
 def test_why_not_of_what_only_activations_burst() -> None:

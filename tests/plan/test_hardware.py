@@ -27,6 +27,30 @@ def test_each_network_is_shared_by_the_devices_of_a_host_or_not(name: str) -> No
     assert of_one.bandwidth == of_eight.bandwidth * (1 if own_port else 8)
 
 
+def test_a_gpu_has_no_faster_network_than_its_slot() -> None:
+    for name, slot in (("H100", 64e9), ("A100-40", 32e9), ("V100", 16e9)):
+        assert find_cluster(name, 1, 2, "efa").between.bandwidth == slot
+        assert find_cluster(name, hosts=2).between.bandwidth < slot
+    assert find_cluster("H100", 8, 2, "efa").between.bandwidth == 50e9
+    assert find_cluster("A100-80", 8, 2, "infiniband-ndr").between.bandwidth == 32e9
+    assert (
+        find_cluster("A100-80", 8, 2, "7200Gb").between.bandwidth == 900e9
+    )  # a number is what was asked for
+
+
+def test_the_network_of_each_generation() -> None:
+    found = {name: find_cluster(name, hosts=2).between.bandwidth for name in gpu_names()}
+    assert (found["H100"], found["B200"]) == (50e9, 50e9)
+    assert (found["A100-80"], found["A100-40"], found["L40S"], found["V100"]) == (25e9, 25e9, 25e9, 12.5e9)
+
+
+@pytest.mark.parametrize("name", [name for name in gpu_names() if name != "CPU"])
+def test_fp32_is_without_tf32(name: str) -> None:
+    """At most half of what tensor cores do in TF32, which is half of their bf16."""
+    gpu = find_gpu(name)
+    assert gpu.peak_fp32 < 110e12 and gpu.peak_fp32 <= gpu.peak * 0.51
+
+
 def test_preset_inherits_what_it_does_not_say() -> None:
     h100, h200 = find_gpu("H100"), find_gpu("H200")
     assert h200.peak == h100.peak and h200.memory_bytes > h100.memory_bytes
@@ -58,6 +82,9 @@ def test_bandwidth_by_number() -> None:
         (lambda: parse_gpus("  "), "write it like 8xH100"),
         (lambda: find_network("infiniband", 8), "infiniband-ndr"),
         (lambda: find_cluster("H100", hosts=0), "0 hosts: at least 1"),
+        (lambda: find_cluster("H100", hosts=10**400), "0 hosts: at least 1, and at most a million"),
+        (lambda: parse_gpus(f"{10**400}xH100"), "is unknown"),
+        (lambda: find_network(f"{10**400}Gb", 8), "is unknown"),
         (lambda: find_cluster(), "no GPU is named"),
     ],
 )
@@ -89,6 +116,14 @@ def test_own_file_changes_a_preset(tmp_path: Path) -> None:
         ('[gpu]\nlike = "H100"\npeak = nan\n', "a number is needed"),
         ('[gpu]\nname = "mine"\n', "missing"),
         ('[gpu]\nlike = "H10O"\n', "did you mean H100"),
+        ("[gpu]\nlike = 5\n", r"\[gpu\] like is 5; a name is needed"),
+        ('[gpu]\nlike = "H100"\ngpus_per_host = "x"\n', "gpus_per_host is 'x'; a whole number is needed"),
+        ('[gpu]\nlike = "H100"\ngpus_per_host = inf\n', "gpus_per_host is inf; a whole number is needed"),
+        ('[gpu]\nlike = "H100"\nflash = 0.4\n', r"\[gpu\] flash is 0.4; two numbers are needed"),
+        ("[inside]\nbandwidth = [1, 2]\n", r"bandwidth is \[1, 2\]; a number is needed"),
+        pytest.param(f'[gpu]\nlike = "H100"\npeak = {"9" * 310}\n', "9; a number is needed", id="310 digits"),
+        pytest.param(f"[gpu]\npeak = {'9' * 5000}\n", "is no TOML: Exceeds the limit", id="5000 digits"),
+        pytest.param(f"x = {'[' * 10_000}\n", "is no TOML: maximum recursion depth", id="deep"),
     ],
 )
 def test_own_file_that_cannot_be(tmp_path: Path, text: str, told: str) -> None:

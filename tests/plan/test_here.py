@@ -18,6 +18,7 @@ from imece.plan.speed.communication import along, collective_s
 from imece.plan.speed.compute import product_s, stream_s
 from imece.plan.speed.manner import IMECE
 from imece.plan.speed.stage import stage_time
+from tests.data.helpers import files_of_at_most
 
 FIGURES: dict[str, Any] = {
     "device": 'A "quoted" CPU', "kind": "cpu", "backend": "shm", "ranks": 4, "cores": 4, "dtype": "bfloat16",
@@ -71,6 +72,32 @@ def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     (tmp_path / "imece").write_text("a file where a folder is to be")
     with pytest.raises(UserError, match="cannot be written"):
         keep("", profile_file())
+
+
+def test_where_nobody_knows_of_a_home_or_may_not_enter_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert kept_cluster(path=tmp_path / ("x" * 300) / "here.toml") is None  # an OSError, as at a shut door
+    without_home(monkeypatch)
+    with pytest.raises(UserError, match=r"no home folder .*: set HOME, or IMECE_HERE to a file"):
+        kept_cluster()
+
+
+def without_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no name."""
+    for name in ("IMECE_HERE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+
+
+def test_a_full_disk_keeps_nothing(tmp_path: Path) -> None:
+    with files_of_at_most(100), pytest.raises(UserError, match=r"here\.toml: cannot be written \(File too"):
+        keep("x" * 1000, tmp_path / "here.toml")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_small_kernels_are_as_slow_as_a_model_shows() -> None:

@@ -98,13 +98,58 @@ def test_a_config_json_gives_the_parameters_of_the_model(name: str, tmp_path: Pa
     assert found.parameters == pytest.approx(parameters, rel=5e-5)
 
 
+def test_gemma_3_as_it_is_published_leaves_out_what_transformers_knows() -> None:
+    text = {"model_type": "gemma3_text", "sliding_window": 1024}
+    four = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    twelve = {"hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,
+              "num_attention_heads": 16, "num_key_value_heads": 8}  # fmt: skip
+    for own, heads, kv_heads, parameters in ((four, 8, 4, 3_880_099_328), (twelve, 16, 8, 11_765_788_416)):
+        found = from_content({"model_type": "gemma3", "text_config": text | own}, "x", "x")
+        assert (found.heads, found.kv_heads, found.head_width, found.vocab_size) == (
+            heads, kv_heads, 256, 262208,
+        )  # fmt: skip
+        assert found.parameters == pytest.approx(
+            parameters, rel=5e-4
+        )  # four norms a layer, and those of heads
+        assert (found.window, found.windowed) == (1024, 5 / 6)
+
+
+def test_the_head_of_smollm3_is_tied_unless_its_file_says_that_it_is_not() -> None:
+    config = LLAMA | {
+        "model_type": "smollm3", "num_hidden_layers": 36, "hidden_size": 2048, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "intermediate_size": 11008,
+    }  # fmt: skip
+    assert from_content(config, "x", "x").parameters == pytest.approx(3_075_098_624, rel=1e-6)
+    assert not from_content(config | {"tie_word_embeddings": False}, "x", "x").tied_head
+
+
+@pytest.mark.parametrize(
+    ("change", "window", "windowed"),
+    [
+        ({"model_type": "mistral"}, 4096, 1.0),
+        ({"model_type": "mistral", "sliding_window": None}, 0, 0.0),
+        ({"model_type": "gemma2"}, 4096, 0.5),
+        ({"model_type": "gemma2", "layer_types": ["sliding_attention"] + 3 * ["full_attention"]}, 4096, 0.25),
+        ({"model_type": "qwen2", "sliding_window": 32768, "use_sliding_window": False}, 32768, 0.0),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True}, 4096, 4 / 32),
+        ({}, 0, 0.0),
+    ],
+)
+def test_sliding_windows(change: dict[str, Any], window: int, windowed: float) -> None:
+    found = from_content(LLAMA | change, "x", "x")
+    assert (found.window, found.windowed) == (window, windowed)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        ({"model_type": "mistral", "sliding_window": "wide"}, "sliding_window is 'wide', not a whole number"),
         ({"hidden_size": None}, "without hidden_size"),
         ({"intermediate_size": None, "vocab_size": None}, "without vocab_size, intermediate_size"),
         ({"model_type": "bert"}, "model_type is 'bert'; there are llama"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide', not a whole number"),
+        ({"vocab_size": 10**310}, r"0, not a whole number below 1e\+12"),
+        ({"head_dim": float("inf")}, "cannot convert float infinity to integer: get the file again"),
         ({"num_attention_heads": 0}, "get the file again"),
         ({"num_key_value_heads": 5}, "cannot be divided among kv_heads = 5"),
         ({"n_shared_experts": 1}, "experts that all tokens share"),

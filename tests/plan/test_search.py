@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from imece.plan.answer.search import SAME, best_bucket, complexity, hours_for, judge, pareto, search
+from imece.plan.answer.search import (
+    BUCKETS,
+    SAME,
+    USUAL_BUCKET,
+    complexity,
+    hours_for,
+    judge,
+    pareto,
+    search,
+    settled,
+)
 from imece.plan.answer.space import setups
 from imece.plan.memory.memory import memory
 from imece.plan.speed.step_time import step_time
@@ -73,9 +85,26 @@ def test_a_bucket_is_recommended_that_none_beats() -> None:
     asked = ask(hosts=8, batch=512, strategy="zero1", tensor=1, pipeline=1, context=1)
     answer = search(asked)
     assert answer.winner is not None
-    size, times = best_bucket(answer.winner, asked.cluster)
-    assert times[size] <= 1.001 * min(times.values())
-    assert len(set(times.values())) > 1, "no bucket matters here: the test shows nothing"
+    setup = answer.winner.setup
+    ways = [replace(setup, recipe=replace(setup.recipe, bucket_bytes=size)) for size in BUCKETS]
+    times = [step_time(way, asked.cluster).total for way in ways]
+    assert len(set(times)) > 1, "no bucket matters here: the test shows nothing"
+    best = settled(answer).winner
+    assert best is not None and best == judge(
+        ways[BUCKETS.index(best.setup.recipe.bucket_bytes)], asked.cluster
+    )
+    assert best.seconds <= 1.001 * min(times)
+
+
+def test_a_bucket_is_recommended_with_which_it_fits() -> None:
+    """With ZeRO-2 two buckets are in memory at a time."""
+    asked = ask(hosts=8, batch=512, strategy="zero2", tensor=1, pipeline=1, micro_batch=1, recompute="none")
+    found = settled(search(asked)).winner
+    assert found is not None and found.setup.recipe.bucket_bytes > USUAL_BUCKET
+    tight = replace(asked, reserve=1 - (found.needed - 1) / asked.cluster.gpu.memory_bytes)
+    smaller = settled(search(tight)).winner
+    assert smaller is not None and smaller.needed <= tight.room_bytes
+    assert USUAL_BUCKET <= smaller.setup.recipe.bucket_bytes < found.setup.recipe.bucket_bytes
 
 
 def test_hours() -> None:

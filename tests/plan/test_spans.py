@@ -10,7 +10,23 @@ from imece.plan.answer.search import search
 from imece.plan.answer.spans import spans, what_is_drawn
 from imece.plan.speed.manner import IMECE
 from imece.plan.speed.stage import stage_time
+from imece.plan.speed.synchronise import synchronise
 from tests.plan.asked import ask
+
+
+def test_what_is_gathered_once_a_step_is_drawn_whole() -> None:
+    """ZeRO-2 sums gradients in every micro-batch, and gathers parameters once, like ZeRO-1."""
+    asked = ask(strategy="zero2", tensor=1, pipeline=1, micro_batch=1)
+    setup = next(each.setup for each in search(asked).ranked if each.setup.recipe.accumulation > 1)
+    found = synchronise(setup, asked.cluster, IMECE, stage_time(setup, asked.cluster, IMECE))
+    bars = spans(setup, asked.cluster)
+    assert bars[0].name == "exposed: parameters" and bars[0].stop_s == found.parameters
+    gathers, sums = (
+        sum(bar.stop_s - bar.start_s for bar in bars if bar.name == name)
+        for name in ("gathers parameters", "sums gradients")
+    )
+    whole = found.parameters + found.gradients + found.hidden
+    assert gathers + setup.recipe.accumulation * sums == pytest.approx(whole)
 
 
 @pytest.mark.parametrize(

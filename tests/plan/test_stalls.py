@@ -32,6 +32,9 @@ def test_stalls_are_counted() -> None:
     assert found.seconds == pytest.approx(0.25)
     assert set(found.order.values()) == {1.0}, "who knows which are stalled, knows their order"
     assert 0 < found.twins_apart <= found.twins and found.hosts == (2, 2)
+    assert sum(found.apart_by_zero[2]) == found.twins_apart and list(found.apart_by_zero) == [2]
+    assert 0 < found.alike_apart < found.alike and 0 < found.alike_by_chance < found.alike / 2
+    assert all(found.ceiling[cell] < 1.0 for cell in found.order), "without it, the others alone"
 
 
 def test_what_depends_on_bytes_is_no_stall() -> None:
@@ -46,3 +49,6 @@ def test_the_published_runs() -> None:
     assert found.stalled + found.free > 0.9 * found.pipelines
     assert found.twins_apart > found.twins / 2, "it is not the arrangement"
     assert min(found.order.values()) > 0.8
+    assert found.alike_apart < found.alike_by_chance / 2, "it is not by lot"
+    assert sum(sum(each) for each in found.apart_by_zero.values()) == found.twins_apart
+    assert all(found.ceiling[cell] < found.order[cell] for cell in found.order if cell.endswith(" 32 hosts"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,14 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imece.plan.hardware import Cluster, find_cluster, find_gpu
+from imece.plan.memory.held import adapter_parameters
+from imece.plan.memory.memory import FOUR_BIT
 from imece.plan.models.by_name import find_model
 from imece.plan.models.model import Model
 from imece.plan.setup import Attention, Parallel, Precision, Recipe, Recomputation, Setup, Strategy
-from imece.plan.speed.communication import along, collective_s, sent_bytes
-from imece.plan.speed.compute import flops_a_token, product_s
+from imece.plan.speed.communication import along, collective_s, send_s, sent_bytes
+from imece.plan.speed.compute import flops_a_token, layer_time, product_s
 from imece.plan.speed.manner import IMECE, MEGATRON, NANOTRON, TORCHTITAN, Manner
-from imece.plan.speed.stage import stages
+from imece.plan.speed.stage import stage_time, stages
 from imece.plan.speed.step_time import step_time
+from imece.plan.speed.synchronise import moved_bytes, synchronise, trained_parameters
 from imece.plan.speed.timeline import ends, exposed_after, exposed_before
 
 MODEL = Model("1B", 16, 2048, 32, 8, 64, 5632, gated=True, vocab_size=32000)
@@ -175,6 +179,54 @@ def test_groups_are_neighbours_first() -> None:
     assert along(CLUSTER, 8, 4).ranks_per_host == 2
 
 
+@pytest.mark.parametrize(("size", "stride"), [(6, 1), (3, 2), (12, 1), (5, 1), (18, 1), (10, 2)])
+def test_groups_that_hosts_do_not_divide_are_those_that_cross_most(size: int, stride: int) -> None:
+    """As counted over all groups of so many ranks, one after the other, on hosts of eight."""
+    found = along(find_cluster("H100", 8, 100), size, stride)
+    groups = [
+        Counter((first + at * stride) // 8 for at in range(size))
+        for block in range(0, 720, size * stride) for first in range(block, block + stride)
+    ]  # fmt: skip
+    assert found.hosts == max(len(hosts) for hosts in groups) > 1
+    assert found.ranks_per_host == min(min(hosts.values()) for hosts in groups if len(hosts) > 1)
+    alone = along(find_cluster("H100", 8, 1), 6, 1)
+    assert (alone.hosts, alone.ranks_per_host) == (1, 6)
+
+
+def test_a_pipeline_of_stages_smaller_than_a_host_sends_from_host_to_host() -> None:
+    """Two hosts, four stages: of their three neighbours two are on one host, and one is not."""
+    cluster = find_cluster("A100-40", 8, 2, "ethernet-10g")
+    setup = Setup(MODEL, Parallel(tensor=4, pipeline=4), replace(RECIPE, micro_batch=1))
+    size = 2048 * MODEL.width * 2 // 4
+    far, near = (2 * send_s(cluster, size, between) for between in (True, False))
+    assert far > 10 * near
+    found = stage_time(setup, cluster, IMECE)
+    assert found.sends == far
+    one_host = stage_time(setup, find_cluster("A100-40", 16, 1), IMECE)
+    assert one_host.sends == near
+    assert found.all_stages - one_host.all_stages == pytest.approx(far - near)
+    assert step_time(setup, cluster).exposed["pipeline"] == pytest.approx(RECIPE.accumulation * far)
+
+
+def test_switch_gains_no_more_than_the_bytes_that_it_spares() -> None:
+    cluster = find_cluster("H100", 8, 1)
+    plain = replace(cluster, inside=replace(cluster.inside, switch=1.0))
+    for ranks, gain in ((2, 1.0), (4, 1.2), (8, 14 / 9)):
+        slow, fast = (collective_s(c, "all_reduce", 2**34, along(c, ranks, 1)) for c in (plain, cluster))
+        assert slow / fast == pytest.approx(gain, rel=0.01)
+
+
+def test_recomputation_sends_keys_and_values_round_again() -> None:
+    cluster = find_cluster("H100", 8, 4, "ethernet-10g")
+    none, full = (
+        step_time(Setup(MODEL, Parallel(context=32), Recipe(32768, recompute=recompute)), cluster).exposed[
+            "context"
+        ]
+        for recompute in ("none", "full")
+    )
+    assert full == pytest.approx(none * 4 / 3, rel=0.01)  # nearly all is in sight
+
+
 @few
 @given(st.floats(0.01, 10), st.integers(1, 50), st.floats(0.0001, 1))
 def test_closed_forms_are_the_timeline(compute_s: float, pieces: int, piece_s: float) -> None:
@@ -200,3 +252,90 @@ def test_products_in_fp32_go_at_the_rate_for_fp32() -> None:
         for size in (2, 4)
     }
     assert times[4] / times[2] > 0.5 * cluster.gpu.peak / cluster.gpu.peak_fp32
+
+
+_FP32 = Precision(4, 4, 0, 0, 4, 4)
+
+
+def test_in_fp32_what_moves_is_twice_as_much_and_the_peak_another() -> None:
+    cluster = find_cluster("A100-80", 8, 2, "ethernet-10g")
+    setups = [
+        Setup(MODEL, Parallel(tensor=2, pipeline=4, context=2), Recipe(16384, accumulation=8, precision=each))
+        for each in (Precision(), _FP32)
+    ]
+    bf16, fp32 = (step_time(setup, cluster) for setup in setups)
+    for name in ("tensor", "pipeline"):  # but for latency
+        assert 1.7 < fp32.exposed[name] / bf16.exposed[name] < 2.001, name
+    flops = flops_a_token(MODEL, 16384) * fp32.tokens_per_s / 16
+    assert fp32.mfu == pytest.approx(flops / cluster.gpu.peak_fp32) and fp32.mfu < 1
+    endless = replace(cluster.gpu, name="only moves", peak=1e30)
+    assert product_s(endless, 9, 9, 9, 4) == pytest.approx(2 * product_s(endless, 9, 9, 9))
+    times = [layer_time(endless, MODEL, IMECE, setup.recipe, 1, 1, False).forward for setup in setups]
+    assert times[1] == pytest.approx(2 * times[0])
+
+
+def test_ring_attention_sends_elements_of_the_activations() -> None:
+    cluster = find_cluster("H100", 8, 2, "ethernet-1g")
+    bf16, fp32 = (
+        step_time(Setup(MODEL, Parallel(context=16), Recipe(16384, precision=each)), cluster)
+        for each in (Precision(), _FP32)
+    )
+    moving = [each.exposed["context"] + each.hidden for each in (bf16, fp32)]
+    assert moving[1] / moving[0] == pytest.approx(2, rel=0.1)
+
+
+def test_what_is_frozen_makes_no_gradients_and_counts_no_work_for_them() -> None:
+    """No GPU uses more of its peak than the best product reaches."""
+    gpu = find_gpu("A100-40")
+    recipe = Recipe(2048, 4, 4, adapters="lora")
+    found = step_time(Setup(find_model("7B"), Parallel(), recipe), find_cluster("A100-40", 1, 1))
+    assert 0.3 < found.mfu < gpu.reachable * gpu.sustained
+    scores = 12 * MODEL.layers * MODEL.heads * MODEL.head_width * 2048
+    assert flops_a_token(MODEL, 2048, frozen=True) - scores == 4 * MODEL.parameters
+
+
+def test_four_bits_are_gathered_as_four_bits() -> None:
+    """In what is counted, and in what is timed where nothing is hidden."""
+    cluster, open_manner = (
+        find_cluster("H100", 8, 4, "ethernet-1g"),
+        replace(IMECE, name="in sight", overlap_gathers=False),
+    )
+    moved, took = [], []
+    for kind in ("lora", "qlora"):
+        setup = Setup(MODEL, Parallel("zero3", 32, 32), replace(RECIPE, adapters=kind))
+        stage = stage_time(setup, cluster, open_manner)
+        moved.append(moved_bytes(setup, stage)["all_gather"])
+        took.append(synchronise(setup, cluster, open_manner, stage).parameters)
+    layers = MODEL.layers * MODEL.layer_parameters
+    assert moved[0] - moved[1] == pytest.approx(2 * RECIPE.accumulation * layers * (2 - FOUR_BIT))
+    assert took[1] / took[0] == pytest.approx(moved[1] / moved[0], rel=0.02)
+
+
+def test_adapters_of_experts_are_trained_too() -> None:
+    mixture = replace(MODEL, name="moe", experts=8, active_experts=2)
+    setup = Setup(mixture, Parallel(), replace(RECIPE, adapters="lora"))
+    stage = stage_time(setup, CLUSTER, IMECE)
+    expected = mixture.layers * adapter_parameters(mixture, RECIPE.adapter_rank)
+    assert trained_parameters(setup, stage) == expected
+
+
+def test_the_memory_of_a_host_is_shared_by_its_ranks() -> None:
+    """28 bytes a parameter through what is theirs of it, besides what goes to the host and back."""
+    times = []
+    for gpus in (1, 8):
+        cluster = find_cluster("A100-80", gpus, 1)
+        setup = Setup(MODEL, Parallel("zero1", gpus, gpus), replace(RECIPE, offload="optimizer"))
+        times.append(gpus * step_time(setup, cluster).optimizer / MODEL.parameters)
+    assert times[1] - times[0] == pytest.approx(28 * (8 / 410e9 - 1 / 100e9), rel=1e-6)
+
+
+def test_windows_leave_out_what_is_far_away() -> None:
+    """Of 8,192 tokens a window of 1,024: counted pair by pair, in five layers of six."""
+    model = replace(MODEL, name="windows", window=1024, windowed=5 / 6)
+    seq = 8192
+    seen = sum(min(at + 1, 1024) for at in range(seq)) / sum(at + 1 for at in range(seq))
+    assert model.scores_part(seq) == pytest.approx(1 / 6 + 5 / 6 * seen, rel=1e-3)
+    assert model.scores_part(1024) == MODEL.scores_part(seq) == 1.0
+    ours, whole = (layer_time(CLUSTER.gpu, each, IMECE, Recipe(seq), 1, 1, False) for each in (model, MODEL))
+    assert ours.core / whole.core == pytest.approx(model.scores_part(seq))
+    assert flops_a_token(model, seq) < flops_a_token(MODEL, seq)

@@ -21,6 +21,7 @@ from imece.plan.accuracy import parts as accuracy_parts
 from imece.plan.accuracy import statistics as accuracy
 from imece.plan.accuracy import steps as accuracy_time
 from imece.plan.accuracy.published import read_own
+from imece.plan.accuracy.stalls import stalls
 from imece.plan.accuracy.statistics import Row, Summary
 from imece.plan.hardware import find_cluster
 from imece.plan.memory.memory import memory
@@ -194,7 +195,7 @@ def judged(results: Results) -> list[str]:
             shown.append(verdict(found <= bound, text, f"{found:.1%}"))
         else:
             shown.append(verdict(None, text))
-    shown += _judged_cells(tables.get("ultrascale"))
+    shown += _judged_cells(tables.get("ultrascale"), published=results.plan.own is None)
     text = f"{CANDIDATES:,} candidates in 2 s"
     spent = results.candidates_s
     shown.append(verdict(None, text) if spent is None else verdict(spent <= 2, text, f"{spent:.2f} s"))
@@ -209,7 +210,7 @@ def judged(results: Results) -> list[str]:
     return shown
 
 
-def _judged_cells(table: Table | None) -> list[str]:
+def _judged_cells(table: Table | None, published: bool) -> list[str]:
     taus_text = "ultrascale, order in every cell: Kendall tau at least 0.7"
     regret_text = "ultrascale, regret of a choice: median at most 10 %, p90 25 %"
     if table is None:
@@ -217,11 +218,14 @@ def _judged_cells(table: Table | None) -> list[str]:
     taus = accuracy.of_cells(table.rows, accuracy.kendall)
     regrets = list(accuracy.of_cells(table.rows, accuracy.regret).values())
     median, p90 = statistics.median(regrets), accuracy.quantile(regrets, 0.9)
-    below = [f"{name} {tau:.2f}" for name, tau in taus.items() if tau < 0.7]
+    low = {name: tau for name, tau in taus.items() if tau < 0.7}
+    ceiling = stalls().ceiling if low and published else {}
+    at_best = {name: f" (at best {tau:.2f})" for name, tau in ceiling.items()}
+    below = [f"{name} {tau:.2f}{at_best.get(name, '')}" for name, tau in low.items()]
     figure = f"{min(taus.values()):.2f} to {max(taus.values()):.2f}"
     figure += f"; below: {', '.join(below)}" if below else ""
     return [
-        verdict(not below, taus_text, figure),
+        verdict(not low, taus_text, figure),
         verdict(median <= 0.10 and p90 <= 0.25, regret_text, f"{median:.1%}, {p90:.1%}"),
     ]
 

@@ -86,7 +86,14 @@ All else is from data sheets, from the frameworks' sources, or counted: `src/ime
 def _stalled(found: Stalls) -> str:
     """What is known of the slow runs of ultrascale."""
     in_32 = [cell for cell in found.order if cell.endswith(" 32 hosts")]
-    known = " and ".join(f"{found.order[cell]:.2f} ({cell.partition(',')[0]})" for cell in in_32)
+    known, most = (
+        " and ".join(f"{taus[cell]:.2f} ({cell.partition(',')[0]})" for cell in in_32)
+        for taus in (found.order, found.ceiling)
+    )
+    by_zero = "; ".join(
+        f"on {hosts} hosts {zero_0} in that with ZeRO-0 and {zero_1} in that with ZeRO-1"
+        for hosts, (zero_0, zero_1) in found.apart_by_zero.items()
+    )
     between = found.pipelines - found.stalled - found.free
     few, many = found.micro_batches
     slow = (
@@ -98,11 +105,13 @@ def _stalled(found: Stalls) -> str:
         f"runs with a pipeline {found.stalled} have it, and in {found.free} a message is within 0.05 s of "
         f"what is predicted; {between} lie between. nanotron sends three messages for each activation, two "
         f"of them with its shape, for which the CPU waits. "
-        "The arrangement does not tell which runs have it: of "
-        f"{found.twins} pairs that differ in the stage of ZeRO alone, which changes nothing between stages, "
-        f"{found.twins_apart} have it in one run and not in the other. It seems to be a state that a run was "
-        "in, and the planner does not predict it. If one knew which runs were in it, that one constant would "
-        f"bring tau in the cells with 32 hosts to {known}."
+        f"Of {found.twins} pairs that differ in the stage of ZeRO alone, which changes nothing between "
+        f"stages, {found.twins_apart} have it in one run and not in the other: {by_zero}. Nor is it dealt by "
+        f"lot: of {found.alike:,} pairs that differ in the model or the micro-batch alone "
+        f"{found.alike_apart} are apart in it, where {found.alike_by_chance:.0f} would be. So it seems to go "
+        "with how the runs were swept, of which the table does not tell, and the planner does not predict "
+        "it. That bounds what can be reached: if all other runs were met exactly, tau in the cells with 32 "
+        f"hosts would be {most}. If one knew which runs have it, that one constant would bring it to {known}."
     )
     pipelines = (
         "- **ultrascale, pipelines.** With a pipeline over several hosts a layer with tensor parallelism "

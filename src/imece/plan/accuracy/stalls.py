@@ -5,6 +5,7 @@ longer, or none does. Counted here, predicted nowhere: nothing in a configuratio
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -32,7 +33,12 @@ class Stalls:
     hosts: tuple[int, int]  # likewise
     twins: int  # pairs that differ in the stage of ZeRO alone
     twins_apart: int  # of them, one stalled and the other not
+    apart_by_zero: dict[int, tuple[int, int]]  # hosts -> of those, how many stalled in ZeRO-0, and in ZeRO-1
+    alike: int  # pairs that differ in the model or the micro-batch alone
+    alike_apart: int
+    alike_by_chance: float  # how many would be apart if stalls were dealt by lot
     order: dict[str, float]  # Kendall's tau of each cell if one knew which are stalled
+    ceiling: dict[str, float]  # if one did not, and all other runs took exactly what is predicted
 
 
 def stalls(cases: Sequence[Case] | None = None) -> Stalls:
@@ -47,6 +53,12 @@ def stalls(cases: Sequence[Case] | None = None) -> Stalls:
     hosts = [cases[at].cluster.hosts for at in stalled]
     middle = statistics.median(late[at] for at in stalled)
     twins = [pair for pair in combinations(pipelines, 2) if _are_twins(cases[pair[0]], cases[pair[1]])]
+    apart = [pair for pair in twins if (pair[0] in stalled) != (pair[1] in stalled)]
+    alike = [pair for pair in combinations(pipelines, 2) if _are_alike(cases[pair[0]], cases[pair[1]])]
+    part = len(stalled) / len(pipelines)
+    exact = [
+        each if at in stalled else replace(each, predicted=each.measured) for at, each in enumerate(rows)
+    ]
     informed = [
         replace(each, predicted=each.predicted + middle * _messages(case) * _part(case))
         if at in stalled else each for at, (case, each) in enumerate(zip(cases, rows, strict=True))
@@ -62,8 +74,13 @@ def stalls(cases: Sequence[Case] | None = None) -> Stalls:
         micro_batches=(min(recipes), max(recipes)),
         hosts=(min(hosts), max(hosts)),
         twins=len(twins),
-        twins_apart=sum((one in stalled) != (other in stalled) for one, other in twins),
+        twins_apart=len(apart),
+        apart_by_zero=_by_zero(cases, [one if one in stalled else other for one, other in apart]),
+        alike=len(alike),
+        alike_apart=sum((one in stalled) != (other in stalled) for one, other in alike),
+        alike_by_chance=2 * part * (1 - part) * len(alike),
         order=of_cells(informed, kendall),
+        ceiling=of_cells(exact, kendall),
     )
 
 
@@ -94,3 +111,14 @@ def _are_twins(one: Case, other: Case) -> bool:
         and replace(first.parallel, strategy="zero1", shard=1)
         == replace(second.parallel, strategy="zero1", shard=1)
     )
+
+
+def _are_alike(one: Case, other: Case) -> bool:
+    return (one.setups[0].parallel, one.cluster) == (other.setups[0].parallel, other.cluster)
+
+
+def _by_zero(cases: Sequence[Case], chosen: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Hosts -> how many of the `chosen` cases are of ZeRO-0, and how many of ZeRO-1."""
+    counts = Counter((cases[at].cluster.hosts, cases[at].setups[0].parallel.strategy) for at in chosen)
+    hosts = sorted({hosts for hosts, _ in counts})
+    return {each: (counts[each, "replicate"], counts[each, "zero1"]) for each in hosts}

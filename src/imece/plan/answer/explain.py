@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from imece.plan.answer.search import SAME, Answer, Candidate, complexity, judge, search
+from imece.plan.answer.search import (
+    SAME,
+    Answer,
+    Candidate,
+    complexity,
+    judge,
+    search,
+    settled,
+    with_best_bucket,
+)
 from imece.plan.answer.space import STRATEGIES, Question
 from imece.plan.answer.words import CAUSES, gb, seconds, share, strategy_name, title
 from imece.plan.hardware import Cluster
 from imece.plan.setup import Parallel, Setup
+from imece.plan.speed.communication import along
 from imece.plan.speed.step_time import StepTime
 
 _WORTH = 0.02  # of the step's time: what saves less is no gain
@@ -37,20 +47,18 @@ def others(answer: Answer) -> list[Other]:
         best = min(fitting, key=lambda each: each.seconds) if fitting else min(
             found, key=lambda each: each.needed, default=None
         )  # fmt: skip
-        if best is not None and best.setup.parallel != winner.setup.parallel and best not in shown:
-            shown.append(best)
+        if best is not None and best.setup.parallel != winner.setup.parallel:
+            shown.append(with_best_bucket(best, answer.question) if fitting else best)
     shown.sort(key=lambda each: (each.time is None, each.seconds if each.time else each.needed))
-    return [
-        Other(strategy_name(each.setup.parallel), verdict(each, winner, answer.question), each)
-        for each in shown
-    ]
+    return [Other(strategy_name(each.setup.parallel), verdict(each, answer), each) for each in shown]
 
 
-def verdict(other: Candidate, winner: Candidate, question: Question) -> str:
+def verdict(other: Candidate, answer: Answer) -> str:
     """One sentence, with the figure that decided."""
     if other.time is None:
-        return why_not(other, question)
-    assert winner.time is not None
+        return why_not(other, answer.question)
+    winner = answer.winner
+    assert winner is not None
     ratio = other.seconds / winner.seconds - 1
     fits = f"fits in {gb(other.needed)} GB"
     if abs(ratio) <= SAME:
@@ -63,7 +71,7 @@ def verdict(other: Candidate, winner: Candidate, question: Question) -> str:
         simple = ", but less simple" if complexity(other.setup) > complexity(winner.setup) else ""
         return f"{fits}{size}, as fast within {100 * SAME:.0f} %{simple}"
     how = f"{_percent(ratio)} slower" if ratio < 1 else f"takes {1 + ratio:.1f} times as long"
-    return f"{fits}, {how}: {_where(other, winner, question.cluster)}"
+    return f"{fits}, {how}: {_where(other, answer)}"
 
 
 def why_not(candidate: Candidate, question: Question) -> str:
@@ -72,11 +80,10 @@ def why_not(candidate: Candidate, question: Question) -> str:
     sizes = sorted(candidate.memory.by_category().items(), key=lambda item: -item[1])
     state = sum(size for name, size in sizes if name in _STATE)
     needs = f"does not fit: needs {gb(candidate.needed)} of {gb(room)} GB"
-    if state + question.cluster.gpu.overhead_bytes > room:
-        largest = [name for name, size in sizes if name in _STATE and size >= _NEAR_PART * (state - room)]
-        parallel = candidate.setup.parallel
-        kept = "whole on each GPU" if parallel.strategy == "replicate" else "on each GPU"
-        return f"{needs}; {_and(largest)} {kept} take {gb(state)}"
+    if state > room:  # and what is named is too: at most three are not, together less than what is missing
+        large = {name: size for name, size in sizes if name in _STATE and size >= _NEAR_PART * (state - room)}
+        whole = "whole " * (candidate.setup.parallel.strategy == "replicate")
+        return f"{needs}; {gb(sum(large.values()))} GB of {_and([*large])} {whole}on each GPU"
     largest = [f"{name} {gb(size)}" for name, size in sizes[:2]]
     return f"{needs}; the largest are {_and(largest)}"
 
@@ -123,9 +130,10 @@ def _families() -> list[Callable[[Parallel], bool]]:
     ]
 
 
-def _where(other: Candidate, winner: Candidate, cluster: Cluster) -> str:
+def _where(other: Candidate, answer: Answer) -> str:
     """The part of the step that grew most, in words."""
-    assert other.time is not None and winner.time is not None
+    winner, cluster = answer.winner, answer.question.cluster
+    assert winner is not None and other.time is not None and winner.time is not None
     own, best = other.time, winner.time
     more = {
         "compute": own.compute - own.recompute - best.compute + best.recompute,
@@ -144,7 +152,7 @@ def _where(other: Candidate, winner: Candidate, cluster: Cluster) -> str:
             why = "on smaller parts of each matrix" if parallel.tensor > 1 else "on these shapes"
         return f"{seconds(more[worst])} more computing, products are less efficient {why}"
     if worst == "recompute":
-        return f"it fits only with {recipe.recompute} recomputation, {seconds(own.recompute)} more work"
+        return f"{_recomputed(other, answer)}, {seconds(more[worst])} more work"
     if worst == "bubble":
         return (
             f"{seconds(own.bubble)} a step in which stages wait for the pipeline to fill and empty "
@@ -159,16 +167,35 @@ def _where(other: Candidate, winner: Candidate, cluster: Cluster) -> str:
     )
 
 
+def _recomputed(other: Candidate, answer: Answer) -> str:
+    """Why it computes more again than the winner."""
+    kind = other.setup.recipe.recompute
+    assert answer.winner is not None
+    if kind == answer.winner.setup.recipe.recompute:
+        return f"its {kind} recomputation takes longer"
+    alike = (each for each in answer.ranked if _arranged(each) == _arranged(other))
+    only = all(each.setup.recipe.recompute == kind for each in alike)
+    return f"it fits only with {kind} recomputation" if only else f"it is fastest with {kind} recomputation"
+
+
+def _arranged(candidate: Candidate) -> Parallel:
+    """Without regard to model chunks."""
+    return replace(candidate.setup.parallel, interleave=1)
+
+
 def _over(cause: str, parallel: Parallel, cluster: Cluster) -> str:
     """The link that counts: between hosts, if the ranks that talk are on several."""
-    inside = cluster.gpus_per_host
-    reach = {
-        "tensor": parallel.tensor,
-        "context": parallel.tensor * parallel.context,
-        "pipeline": cluster.gpus,
-    }.get(cause, parallel.tensor * parallel.context * parallel.data)
-    if cluster.hosts > 1 and reach > inside:
-        return f"over {cluster.hosts} hosts, {gb(cluster.between.bandwidth)} GB/s a GPU"
+    ranks, stride = parallel.data * parallel.context, parallel.tensor
+    if cause == "tensor":
+        ranks, stride = parallel.tensor, 1
+    elif cause == "context":
+        ranks = parallel.context
+    elif cause == "pipeline":
+        ranks, stride = parallel.pipeline, parallel.ranks // parallel.pipeline
+    elif cause == "parameters" and parallel.strategy.startswith("hybrid"):
+        ranks = parallel.shard
+    if (hosts := along(cluster, ranks, stride).hosts) > 1:
+        return f"over {hosts} hosts, {gb(cluster.between.bandwidth)} GB/s a GPU"
     return f"in the host, {gb(cluster.inside.bandwidth)} GB/s"
 
 
@@ -226,7 +253,7 @@ def _optimizer(answer: Answer) -> Iterator[str]:
     assert winner is not None
     if question.optimizer != "adamw" or question.adapters != "none":
         return
-    found = search(eight_bit(question)).winner
+    found = settled(search(eight_bit(question))).winner
     if found is not None and (gain := 1 - found.seconds / winner.seconds) >= _WORTH:
         yield (
             f"--optimizer adamw-8bit: {_percent(gain)} faster, for {title(found.setup)} fits in "
@@ -237,7 +264,7 @@ def _optimizer(answer: Answer) -> Iterator[str]:
 def _batch(answer: Answer) -> Iterator[str]:
     question, winner = answer.question, answer.winner
     assert winner is not None and winner.time is not None
-    found = search(replace(question, global_batch=2 * question.global_batch)).winner
+    found = settled(search(replace(question, global_batch=2 * question.global_batch))).winner
     if found is None or found.time is None:
         return
     gain = found.time.tokens_per_s / winner.time.tokens_per_s - 1
@@ -255,12 +282,8 @@ def _network(answer: Answer) -> Iterator[str]:
     several = cluster.hosts > 1
     link = cluster.between if several else cluster.inside
     faster = replace(link, bandwidth=2 * link.bandwidth)
-    found = search(
-        replace(
-            question,
-            cluster=replace(cluster, between=faster) if several else replace(cluster, inside=faster),
-        )
-    ).winner
+    cluster = replace(cluster, between=faster) if several else replace(cluster, inside=faster)
+    found = settled(search(replace(question, cluster=cluster))).winner
     if found is not None and (gain := 1 - found.seconds / winner.seconds) >= _WORTH:
         where = "between hosts" if several else "between the GPUs of a host"
         yield (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from imece.plan.answer.search import Candidate, search
+from imece.plan.answer.search import Candidate, search, settled
 from imece.plan.answer.space import Question
 from imece.plan.answer.text import as_json
 from imece.plan.answer.words import gb, seconds, strategy_name
@@ -64,7 +64,7 @@ def curve(question: Question, kind: Kind, most_gpus: int = MOST_GPUS) -> Iterato
         times = hosts // question.cluster.hosts
         batch = question.global_batch * (times if kind == "weak" else 1)
         asked = replace(question, cluster=replace(question.cluster, hosts=hosts), global_batch=batch)
-        yield Point(asked, search(asked).winner)
+        yield Point(asked, settled(search(asked)).winner)
 
 
 def efficiency(point: Point, first: Point) -> float:
@@ -110,7 +110,7 @@ def scale_json(points: Sequence[Point], kind: Kind) -> dict[str, Any]:
                 "global_batch": point.question.global_batch,
                 "efficiency": efficiency(point, first),
                 "waits": point.exposed,
-                "plan": as_json(point.candidate, point.question.cluster) if point.candidate else None,
+                "plan": as_json(point.candidate, point.question) if point.candidate else None,
             }
             for point in points
         ],

@@ -100,14 +100,27 @@ def judge(setup: Setup, cluster: Cluster) -> Candidate:
     return replace(weigh(setup, cluster), time=step_time(setup, cluster))
 
 
-def best_bucket(winner: Candidate, cluster: Cluster) -> tuple[int, dict[int, float]]:
-    """(bytes, step time in s by bytes): within 0.1 % of the fastest, the one nearest to the usual."""
-    setup, times = winner.setup, {}
-    for size in BUCKETS:
-        recipe = replace(setup.recipe, bucket_bytes=size)
-        times[size] = step_time(replace(setup, recipe=recipe), cluster).total
-    good = [size for size, took in times.items() if took <= 1.001 * min(times.values())]
-    return min(good, key=lambda size: abs(math.log(size / USUAL_BUCKET))), times
+def settled(answer: Answer) -> Answer:
+    """The same, whose winner has buckets of the best size. The rest of the ranking has them as usual."""
+    if answer.winner is None:
+        return answer
+    winner = with_best_bucket(answer.winner, answer.question)
+    return replace(answer, ranked=(winner, *answer.ranked[1:]))
+
+
+def with_best_bucket(candidate: Candidate, question: Question) -> Candidate:
+    """One that fits, with buckets of the best size: of those within 0.1 % of the fastest that fits, the one
+    nearest to the usual.
+    """
+    setup = candidate.setup
+    sizes = (replace(setup.recipe, bucket_bytes=size) for size in BUCKETS)
+    found = [judge(replace(setup, recipe=recipe), question.cluster) for recipe in sizes]
+    fits = [each for each in found if each.needed <= question.room_bytes]
+    most = 1.001 * min(each.seconds for each in fits)
+    return min(
+        (each for each in fits if each.seconds <= most),
+        key=lambda each: abs(math.log(each.setup.recipe.bucket_bytes / USUAL_BUCKET)),
+    )
 
 
 def pareto(candidates: tuple[Candidate, ...]) -> list[Candidate]:

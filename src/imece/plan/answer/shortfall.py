@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from imece.observe.units import si
 from imece.plan.answer.explain import eight_bit
-from imece.plan.answer.search import Answer, Candidate, search
+from imece.plan.answer.search import Answer, Candidate, search, settled
 from imece.plan.answer.space import Question
 from imece.plan.answer.words import count, gb, title
-from imece.plan.hardware import Cluster, Gpu
+from imece.plan.hardware import Cluster
+from imece.plan.memory.frameworks import IMECE
+from imece.plan.memory.held import adapter_parameters, held
+from imece.plan.memory.memory import FOUR_BIT
+from imece.plan.setup import Parallel
 
 _MOST_GPUS = 32_768
 _FULL_HOST = 8
+
+
+Find = Callable[[str, int, int], Cluster]
+"""From a GPU's name, how many are in a host, and how many hosts: a cluster, with its links."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +52,11 @@ def least(answer: Answer) -> Candidate:
     return answer.missed[0]
 
 
-def ways(question: Question, larger: Sequence[Gpu]) -> list[Way]:
-    """What would help, the smallest changes first. larger: other GPUs that may be had, with more memory."""
+def ways(question: Question, gpus: Sequence[str], find: Find) -> list[Way]:
+    """What would help, the smallest changes first. gpus: names of those that may be had."""
     found = [way for name, asked in _same_machine(question) if (way := _try(name, asked)) is not None]
     # One that needs several changes is not told where a single one is enough.
-    for candidates in (_larger_gpus(question, larger), _more_gpus(question)):
+    for candidates in (_larger_gpus(question, gpus, find), _more_gpus(question, find)):
         for name, asked in candidates:
             way = _try(name, asked)
             if way is not None and way.fits:
@@ -59,19 +68,25 @@ def ways(question: Question, larger: Sequence[Gpu]) -> list[Way]:
 def state_arithmetic(question: Question) -> str:
     """ "2 + 2 + 4 + 4 + 4 = 16 bytes a parameter x 70.6B = 1,129 GB; 8 GPUs have 684 GB"."""
     precision, model, cluster = question.precision, question.model, question.cluster
-    # parameter, gradient, master, and two moments of Adam
-    sizes = [
-        precision.parameters,
-        precision.gradients,
-        precision.masters,
-        precision.moments,
-        precision.moments,
-    ]
-    shown = [size for size in sizes if size]
-    whole = sum(shown) * model.parameters
+    part = held(model, Parallel(), 0, IMECE)
+    in_layers = part.layers * part.products / part.total  # in their matrices, as a part of all
+    # Of AdamW; SGD has one, Muon one of matrices.
+    moments = {"sgd": [1.0], "muon": [2 - in_layers]}.get(question.optimizer, [1.0, 1.0])
+    sizes = [precision.parameters, precision.gradients, precision.masters]
+    shown = [size for size in (*sizes, *(precision.moments * number for number in moments)) if size]
+    each, added = sum(shown), f"{' + '.join(f'{size:.3g}' for size in shown)} = {sum(shown):.3g} bytes"
+    if question.adapters == "none":
+        state, whole = f"{added} a parameter x {model.parameters / 1e9:.1f}B", each * model.parameters
+    else:
+        frozen = float(precision.parameters)
+        if question.adapters == "qlora":
+            frozen += in_layers * (FOUR_BIT - frozen)
+        trained = model.layers * adapter_parameters(model, question.adapter_rank)
+        state = f"{frozen:.2g} bytes a frozen parameter x {model.parameters / 1e9:.1f}B, and {added} each "
+        state += f"for {si(trained)} of adapters"
+        whole = frozen * model.parameters + each * trained
     return (
-        f"{' + '.join(map(str, shown))} = {sum(shown)} bytes a parameter x {model.parameters / 1e9:.1f}B = "
-        f"{gb(whole)} GB; {count(cluster.gpus, 'GPU')} "
+        f"{state} = {gb(whole)} GB; {count(cluster.gpus, 'GPU')} "
         f"{'has' if cluster.gpus == 1 else 'have'} {gb(cluster.gpus * cluster.gpu.memory_bytes)} GB"
     )
 
@@ -88,30 +103,32 @@ def _same_machine(question: Question) -> Iterator[tuple[str, Question]]:
         yield "--adapters qlora", replace(question, adapters="qlora")
 
 
-def _larger_gpus(question: Question, gpus: Sequence[Gpu]) -> Iterator[tuple[str, Question]]:
+def _larger_gpus(question: Question, gpus: Sequence[str], find: Find) -> Iterator[tuple[str, Question]]:
     cluster = question.cluster
-    for gpu in sorted(gpus, key=lambda each: (each.memory_bytes, -(each.price_per_hour or 0))):
-        if gpu.memory_bytes > cluster.gpu.memory_bytes:
-            yield (
-                f"--gpus {cluster.gpus_per_host}x{gpu.name}",
-                replace(question, cluster=replace(cluster, gpu=gpu)),
-            )
+    found = [find(name, cluster.gpus_per_host, cluster.hosts) for name in gpus]
+    for each in sorted(found, key=lambda one: (one.gpu.memory_bytes, -(one.gpu.price_per_hour or 0))):
+        if each.gpu.memory_bytes > cluster.gpu.memory_bytes:
+            yield _on(each, question)
 
 
-def _more_gpus(question: Question) -> Iterator[tuple[str, Question]]:
+def _more_gpus(question: Question, find: Find) -> Iterator[tuple[str, Question]]:
     """Twice as many, and so on: first in the host, then more hosts."""
-    cluster: Cluster = question.cluster
-    while cluster.gpus < _MOST_GPUS:
-        if cluster.gpus_per_host < _FULL_HOST:
-            cluster = replace(cluster, gpus_per_host=min(_FULL_HOST, 2 * cluster.gpus_per_host))
+    name, inside, hosts = question.cluster.gpu.name, question.cluster.gpus_per_host, question.cluster.hosts
+    while inside * hosts < _MOST_GPUS:
+        if inside < _FULL_HOST:
+            inside = min(_FULL_HOST, 2 * inside)
         else:
-            cluster = replace(cluster, hosts=2 * cluster.hosts)
-        hosts = f" --hosts {cluster.hosts}" if cluster.hosts > 1 else ""
-        yield f"--gpus {cluster.gpus_per_host}x{cluster.gpu.name}{hosts}", replace(question, cluster=cluster)
+            hosts *= 2
+        yield _on(find(name, inside, hosts), question)
+
+
+def _on(cluster: Cluster, question: Question) -> tuple[str, Question]:
+    hosts = f" --hosts {cluster.hosts}" if cluster.hosts > 1 else ""
+    return f"--gpus {cluster.gpus_per_host}x{cluster.gpu.name}{hosts}", replace(question, cluster=cluster)
 
 
 def _try(name: str, question: Question) -> Way | None:
-    answer = search(question)
+    answer = settled(search(question))
     if answer.winner is not None:
         return Way(name, question, answer.winner, True)
     return Way(name, question, answer.missed[0], False) if answer.missed else None

@@ -27,6 +27,7 @@ from imece.plan.setup import (
 _NUMBERS = (
     "global_batch", "seq", "tensor", "pipeline", "interleave", "context", "micro_batch", "adapter_rank",
 )  # fmt: skip
+_MOST = 10**12  # of each of these
 STRATEGIES: tuple[Strategy, ...] = ("replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2")
 RESERVE = 0.04  # of the memory: so far off is a prediction of it, in the middle of published runs
 _MOST_AT_ONCE = 64  # sequences of a micro-batch: products gain nothing more long before
@@ -70,8 +71,8 @@ def check(question: Question) -> None:
     ranks = question.cluster.gpus
     for name in _NUMBERS:
         value = getattr(question, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}: at least 1")
+        if value is not None and not 1 <= value <= _MOST:
+            raise UserError(f"--{name.replace('_', '-')} is {value}: at least 1, and at most {_MOST:.0e}")
     if (
         question.strategy is not None
         and question.strategy.startswith("hybrid")

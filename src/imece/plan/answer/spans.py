@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from imece.footprint import DIVIDED
 from imece.plan.hardware import Cluster
 from imece.plan.setup import Setup
 from imece.plan.speed.manner import IMECE
@@ -18,7 +19,6 @@ from imece.plan.speed.timeline import ends
 
 _MOST_PIECES = 40  # that are drawn one by one
 _MOST_STAGES = 16
-_GATHERS = {"replicate": 0.0, "zero3": 2 / 3, "hybrid": 2 / 3}  # of the bytes that move; of the others half
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,8 @@ def what_is_drawn(setup: Setup) -> str:
 
 def _last_micro_batch(setup: Setup, cluster: Cluster, stage: StageTime) -> Iterator[Span]:
     found = synchronise(setup, cluster, IMECE, stage)
-    each = 1 if setup.parallel.strategy in ("replicate", "zero1") else setup.recipe.accumulation
-    gathers, gradients = _busy(setup, found, each)
-    now = found.parameters / each
+    gathers, gradients = _busy(setup, found)
+    now = found.parameters / _gathered_times(setup)
     if now:
         yield Span("computing", "exposed: parameters", 0.0, now)
     begin = now
@@ -86,11 +85,24 @@ def _last_micro_batch(setup: Setup, cluster: Cluster, stage: StageTime) -> Itera
     yield Span("computing", "optimizer", now, now + optimizer_s(setup, cluster, IMECE, stage))
 
 
-def _busy(setup: Setup, found: Synchronisation, each: int) -> tuple[float, float]:
-    """Seconds of the network for one micro-batch: gathering parameters, summing gradients."""
-    whole = (found.gradients + found.parameters + found.hidden) / each
-    gathers = _GATHERS.get(setup.parallel.strategy, 0.5) * whole
-    return gathers, whole - gathers
+def _gathered_times(setup: Setup) -> int:
+    """Micro-batches of a step in which parameters are gathered: all of them, or one."""
+    return setup.recipe.accumulation if DIVIDED[setup.parallel.strategy].parameters else 1
+
+
+def _busy(setup: Setup, found: Synchronisation) -> tuple[float, float]:
+    """Seconds of the network for one micro-batch: gathering parameters, summing gradients.
+
+    The step's are dealt by the bytes that move: gathering them once, and summing them once, are as many.
+    """
+    whole = found.gradients + found.parameters + found.hidden
+    divides = DIVIDED[setup.parallel.strategy]
+    if not divides.optimizer:
+        return 0.0, whole
+    gathers = 2 if divides.parameters else 1  # in forward and in backward, or once after a step
+    sums = setup.recipe.accumulation if divides.gradients else 1
+    one = whole / (gathers * _gathered_times(setup) + sums)
+    return gathers * one, one
 
 
 def _pieces(

@@ -28,7 +28,6 @@ class Explained:
     winner: Candidate
     others: Sequence[Other]
     gains: Sequence[str]
-    bucket_bytes: int
     tokens: float  # that time and price are told for
     considered: int
     notes: Sequence[str] = ()
@@ -90,7 +89,7 @@ def messages(explained: Explained) -> str | None:
         return None
     if parallel.strategy in ("zero3", "hybrid"):
         return "messages: a layer's parameters come as one, and so do its gradients go"
-    size = explained.bucket_bytes / 2**20
+    size = explained.winner.setup.recipe.bucket_bytes / 2**20
     return f"buckets of {size:g} MiB: gradients are summed in messages of that size while backward goes on"
 
 
@@ -173,16 +172,16 @@ def shortfall_lines(question: Question, least: Candidate, found: Sequence[Way], 
         yield from wrapped(label, f"{way.name:<{longest}}  {way.sentence}", width, hang=longest + 2)
 
 
-def as_json(candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
+def as_json(candidate: Candidate, question: Question) -> dict[str, Any]:
     """One plan: bytes, seconds, and all that was chosen."""
     setup = candidate.setup
     found: dict[str, Any] = {
         "plan": title(setup),
         "parallel": asdict(setup.parallel),
         "recipe": asdict(setup.recipe),
-        "memory_bytes": memory_parts(candidate, cluster),
+        "memory_bytes": memory_parts(candidate, question.cluster),
         "needed_bytes": candidate.needed,
-        "fits": candidate.needed <= cluster.gpu.memory_bytes,
+        "fits": candidate.needed <= question.room_bytes,
     }
     if candidate.time is not None:
         found |= {
@@ -202,19 +201,20 @@ def explained_json(explained: Explained, ranked: Sequence[Candidate]) -> dict[st
     price = cluster.gpu.price_per_hour
     return question_json(question) | {
         "fits": True,
-        "winner": as_json(explained.winner, cluster) | {"bucket_bytes": explained.bucket_bytes},
+        "winner": as_json(explained.winner, question)
+        | {"bucket_bytes": explained.winner.setup.recipe.bucket_bytes},
         "meaning": dict(meanings(explained.winner.setup, cluster)),
         "tokens": explained.tokens,
         "hours": hours,
         "dollars": hours * cluster.gpus * price if price is not None else None,
         "others": [
-            {"name": each.name, "why": each.sentence} | as_json(each.candidate, cluster)
+            {"name": each.name, "why": each.sentence} | as_json(each.candidate, question)
             for each in explained.others
         ],
         "to_gain": list(explained.gains),
         "notes": list(explained.notes),
         "considered": explained.considered,
-        "ranking": [as_json(each, cluster) for each in ranked],
+        "ranking": [as_json(each, question) for each in ranked],
     }
 
 
@@ -233,11 +233,10 @@ def shortfall_json(question: Question, least: Candidate, found: Sequence[Way]) -
     room = question.room_bytes
     return question_json(question) | {
         "fits": False,
-        "least": as_json(least, question.cluster),
+        "least": as_json(least, question),
         "missing_bytes": least.needed - room,
         "instead": [
-            {"change": way.name, "says": way.sentence} | as_json(way.least, way.question.cluster)
-            for way in found
+            {"change": way.name, "says": way.sentence} | as_json(way.least, way.question) for way in found
         ],
     }
 

@@ -188,6 +188,8 @@ def _strategy(parallel: Parallel, cluster: Cluster) -> str:
         if ranks == cluster.gpus
         else f"the {ranks:,} GPUs with the same part of the model"
     )
+    if parallel.data > 1 and parallel.context > 1:
+        who += f" are {parallel.data:,} groups of {parallel.context}, which"
     other = f"{who} work on other sequences" if parallel.data > 1 else f"{who} work together"
     kept = {
         "replicate": "each keeps the whole model, its gradients and the optimizer's state",

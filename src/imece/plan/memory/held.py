@@ -98,7 +98,8 @@ def adapter_parameters(model: Model, rank: int) -> int:
 
 
 def sizes(model: Model, parallel: Parallel, recipe: Recipe, part: Held, framework: Framework) -> Sizes:
-    """Of the dense parameters, as the strategy deals them to `parallel.shard` ranks."""
+    """Of the dense parameters, as the strategy deals them to `parallel.shard` ranks; its buckets have
+    experts in them, too."""
     divides = DIVIDED[parallel.strategy]
     by_unit = divides.parameters and framework.gathers
     itemsize = recipe.precision.masters or recipe.precision.parameters  # in which a bucket's cap counts
@@ -112,9 +113,26 @@ def sizes(model: Model, parallel: Parallel, recipe: Recipe, part: Held, framewor
     if by_unit:
         filling = root + part.layer * framework.grown_units
     elif divides.gradients:
-        filling = min(part.dense, max(1, framework.grown_units) * recipe.bucket_bytes / itemsize)
+        bucket = max(recipe.bucket_bytes / itemsize, _largest(model, part) / parallel.tensor)
+        filling = min(part.total, max(1, framework.grown_units) * bucket)
     gathered = root + framework.units_at_once * part.layer if by_unit else 0.0
     return Sizes(part.dense, part.dense / parallel.shard, filling, gathered)
+
+
+def expert_sizes(parallel: Parallel, part: Held, framework: Framework) -> Sizes:
+    """Of the experts, which fewer ranks share where they are dealt; those of a layer are a unit with it."""
+    whole, shard = part.all_experts, max(1, parallel.shard // parallel.expert)
+    if not (DIVIDED[parallel.strategy].parameters and framework.gathers):
+        return Sizes(whole, whole / shard)
+    return Sizes(
+        whole, whole / shard, part.experts * framework.grown_units, part.experts * framework.units_at_once
+    )
+
+
+def _largest(model: Model, part: Held) -> int:
+    """Elements of the largest tensor, which no bucket is smaller than."""
+    layer = model.width * max(model.mlp_width, model.heads * model.head_width)
+    return max(layer, model.table_parameters if part.tables else 0)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -128,7 +146,7 @@ def _laid(
     units_at_once: int,
     grown_units: int,
 ) -> Sizes:
-    """From layout.py, with the arguments that data_parallel/shard.py gives it."""
+    """From layout.py, with the arguments that data_parallel/trained.py gives it."""
     divides = DIVIDED[strategy]
     shards = shards if divides.optimizer else 1
     laid = layout.build(

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from imece.footprint import DIVIDED, Footprint, Sizes, footprint
 from imece.plan.memory.activations import kept_layer, layers_in_flight, tokens, whole_layer
 from imece.plan.memory.frameworks import IMECE, Framework
-from imece.plan.memory.held import Held, adapter_parameters, held, sizes
+from imece.plan.memory.held import Held, adapter_parameters, expert_sizes, held, sizes
 from imece.plan.memory.waiting import waiting_bytes
 from imece.plan.setup import Recipe, Setup
 
 _BLOCK = 256  # elements of an 8-bit moment that share a scale in fp32 (bitsandbytes)
 _EIGHT_BIT = 1 + 4 / _BLOCK  # bytes of an element
-_FOUR_BIT = (
-    0.5 + 1 / 64 + 4 / (64 * 256)
-)  # NF4: 64 elements share a scale of 8 bits, 256 of those one in fp32
+FOUR_BIT = 0.5 + 1 / 64 + 4 / (64 * 256)  # NF4: 64 elements share a scale of 8 bits, 256 of those one in fp32
 
 
 @dataclass(frozen=True)
@@ -78,12 +76,8 @@ def _of_stage(setup: Setup, stage: int, framework: Framework) -> Memory:
         dealt = sizes(model, parallel, recipe, part, framework)
         states = _states(setup, part, dealt, part.dense, framework)
         if model.experts:
-            shard = max(1, parallel.shard // parallel.expert)
-            whole = part.all_experts
-            unit = part.experts * framework.units_at_once * DIVIDED[parallel.strategy].parameters
-            states = _sum(
-                states, _states(setup, part, Sizes(whole, whole / shard, 0.0, unit), whole, framework)
-            )
+            experts = expert_sizes(parallel, part, framework)
+            states = _sum(states, _states(setup, part, experts, part.all_experts, framework))
     else:
         states = _with_adapters(setup, part, framework)
         notes = ("adapters on every matrix of the layers; all else is frozen",)
@@ -155,7 +149,7 @@ def _with_adapters(setup: Setup, part: Held, framework: Framework) -> _States:
     matrices = part.layers * part.products
     frozen = part.total * size
     if recipe.adapters == "qlora":
-        frozen += matrices * (_FOUR_BIT - size)
+        frozen += matrices * (FOUR_BIT - size)
     gathered = 0.0
     if divides.parameters:
         unit = part.products * frozen / part.total  # norms are next to nothing of it

@@ -30,16 +30,23 @@ class Group:
     """Ranks that talk: neighbours along one axis."""
 
     ranks: int
-    ranks_per_host: int
-
-    @property
-    def hosts(self) -> int:
-        return -(-self.ranks // self.ranks_per_host)
+    ranks_per_host: int  # of the host that has the fewest: what goes between hosts goes through its ports
+    hosts: int
 
 
 def along(cluster: Cluster, size: int, stride: int) -> Group:
-    """`size` ranks with `stride` between one and the next, in the order of hosts."""
-    return Group(size, max(1, min(size, cluster.gpus_per_host // stride)))
+    """`size` ranks with `stride` between one and the next, in the order of hosts: of all such groups the one
+    on most hosts.
+
+    Groups follow each other with no regard to hosts: of six ranks each, on hosts of eight, they are 6, 2 + 4,
+    4 + 2 and 6.
+    """
+    inside, span = cluster.gpus_per_host, size * stride
+    if cluster.hosts == 1 and span <= inside:
+        return Group(size, size, 1)
+    piece = math.gcd(inside, span)
+    hosts = min(size, (inside - piece + span - 1) // inside + 1)
+    return Group(size, max(1, min(size, piece // stride)), hosts)
 
 
 def sent_bytes(op: Op, size_bytes: float, ranks: int) -> float:
@@ -60,9 +67,15 @@ def collective_s(cluster: Cluster, op: Op, size_bytes: float, group: Group) -> f
         return _BASE_S + around
     if group.hosts == 1:
         hops = 2 * (group.ranks - 1) * cluster.inside.latency
-        rate = cluster.inside.rate(size_bytes, group.ranks) * cluster.inside.switch
+        rate = cluster.inside.rate(size_bytes, group.ranks) * _switch(cluster.inside, group.ranks)
         return _BASE_S + hops + sent_bytes(op, size_bytes, group.ranks) / rate
     return _BASE_S + min(2 * around, _tree_s(cluster, size_bytes, group))
+
+
+def _switch(link: Link, ranks: int) -> float:
+    """How much faster an all-reduce is because the switch adds up: no more than by the bytes that it spares,
+    for a rank sends (n + 1)/n of them instead of 2 (n - 1)/n. Four ranks gain a fifth, and two nothing."""
+    return max(1.0, min(link.switch, 2 * (ranks - 1) / (ranks + 1)))
 
 
 def send_s(cluster: Cluster, size_bytes: float, between_hosts: bool) -> float:

@@ -49,7 +49,7 @@ class HeadTime:
 
 
 @functools.lru_cache(maxsize=65536)
-def product_s(gpu: Gpu, rows: int, columns: int, terms: int) -> float:
+def product_s(gpu: Gpu, rows: int, columns: int, terms: int, element_bytes: int = 2) -> float:
     """Seconds of [rows, terms] x [terms, columns], without what software adds."""
     units = gpu.multiprocessors
     rate = gpu.peak * gpu.reachable * gpu.sustained / units
@@ -59,7 +59,7 @@ def product_s(gpu: Gpu, rows: int, columns: int, terms: int) -> float:
         split = max(1, min(units // tiles, terms // _SPLIT)) if tiles < units else 1
         waves = -(-tiles * split // units)
         best = min(best, waves * 2 * height * width * (terms / split + _FILL) / (rate * share))
-    moved = 2 * (rows * terms + terms * columns + rows * columns)
+    moved = element_bytes * (rows * terms + terms * columns + rows * columns)
     return max(best, stream_s(gpu, moved))
 
 
@@ -72,7 +72,7 @@ def layer_time(
     gpu: Gpu, model: Model, manner: Manner, recipe: Recipe, context: int, tensor: int, sequence: bool
 ) -> LayerTime:
     """Of one micro-batch, 1/context of whose tokens are this rank's."""
-    tokens = recipe.micro_batch * recipe.seq // context
+    tokens, size = recipe.micro_batch * recipe.seq // context, recipe.precision.activations
     heads, kv_heads = part(model.heads, tensor), part(model.kv_heads, tensor)
     query, both, mlp = (
         heads * model.head_width,
@@ -86,10 +86,10 @@ def layer_time(
         (tokens, model.width, query),
         (through, model.width, mlp),
     )
-    forward = sum(product_s(gpu, m, n, k) for m, n, k in shapes) / manner.products
-    inputs = [product_s(gpu, m, k, n) / manner.products for m, n, k in shapes]
-    weights = sum(product_s(gpu, k, n, m) for m, n, k in shapes) / manner.products
-    moved = _moved_forward(model, tokens, tensor if sequence else 1, query + both / 2, through * mlp)
+    forward = sum(product_s(gpu, m, n, k, size) for m, n, k in shapes) / manner.products
+    inputs = [product_s(gpu, m, k, n, size) / manner.products for m, n, k in shapes]
+    weights = sum(product_s(gpu, k, n, m, size) for m, n, k in shapes) / manner.products
+    moved = size * _moved_forward(model, tokens, tensor if sequence else 1, query + both / 2, through * mlp)
     around = stream_s(gpu, moved * manner.elementwise * (_FUSED if recipe.compiled else 1))
     core, core_backward = _core(gpu, model, manner, recipe, context, heads)
     return LayerTime(
@@ -103,11 +103,11 @@ def layer_time(
 
 
 def _moved_forward(model: Model, tokens: int, split: int, turned: float, activated: int) -> float:
-    """Bytes that element-wise kernels of a layer read and write in forward, bf16, one kernel an operation."""
-    width = 2 * tokens * model.width * (2 * 2 + 2 * 3) / split  # two norms, two sums with the residual
-    positions = 0 if model.learned_positions else 2 * 2 * tokens * turned
-    activation = 2 * activated * (5 if model.gated else 2)
-    biases = 2 * 2 * activated if model.biases else 0
+    """Elements that a layer's kernels read and write in forward but for products, one kernel an operation."""
+    width = tokens * model.width * (2 * 2 + 2 * 3) / split  # two norms, two sums with the residual
+    positions = 0 if model.learned_positions else 2 * tokens * turned
+    activation = activated * (5 if model.gated else 2)
+    biases = 2 * activated if model.biases else 0
     return width + positions + activation + biases
 
 
@@ -116,6 +116,7 @@ def _core(
 ) -> tuple[float, float]:
     """Forward and backward of the scores and what is done with them."""
     scores = recipe.micro_batch * recipe.seq * recipe.seq // context * heads
+    flops: float
     if recipe.attention == "plain":  # computes those that the causal mask hides, too
         rate = gpu.peak * gpu.reachable * gpu.sustained * _BATCHED
         flops = 4 * scores * model.head_width
@@ -123,27 +124,31 @@ def _core(
         return forward, 2 * flops / rate + stream_s(gpu, _SCORES_BACKWARD * scores)
     rate = gpu.peak * manner.flash * recipe.seq / (recipe.seq + _HALF_SEQ)
     rate *= min(1.0, (model.head_width / 128) ** 0.15)
-    flops = 2 * scores * model.head_width
+    flops = 2 * scores * model.scores_part(recipe.seq) * model.head_width
     return flops / (rate * gpu.flash[0]), 2.5 * flops / (rate * gpu.flash[1])
 
 
 def head_time(gpu: Gpu, model: Model, manner: Manner, recipe: Recipe, tokens: int, tensor: int) -> HeadTime:
     """The head on `tokens` of this rank, its vocabulary split over `tensor` ranks."""
-    vocabulary = part(model.vocab_size, tensor)
+    vocabulary, size = part(model.vocab_size, tensor), recipe.precision.activations
     loss = stream_s(gpu, manner.loss_bytes * (_FUSED if recipe.compiled else 1) * tokens * vocabulary)
-    forward = product_s(gpu, tokens, vocabulary, model.width) / manner.products
-    inputs = product_s(gpu, tokens, model.width, vocabulary) / manner.products
-    weights = product_s(gpu, model.width, vocabulary, tokens) / manner.products
+    forward = product_s(gpu, tokens, vocabulary, model.width, size) / manner.products
+    inputs = product_s(gpu, tokens, model.width, vocabulary, size) / manner.products
+    weights = product_s(gpu, model.width, vocabulary, tokens, size) / manner.products
     return HeadTime(forward + 0.6 * loss, inputs + 0.4 * loss, weights)
 
 
-def flops_a_token(model: Model, seq: int) -> float:
-    """Forward and backward by the usual convention: 6 N + 12 L h s, all parameters, all of the scores."""
+def flops_a_token(model: Model, seq: int, frozen: bool = False) -> float:
+    """Forward and backward by the usual convention: 6 N + 12 L h s, all parameters, all scores in a window.
+
+    4 N where the model is frozen, for nothing makes gradients of its matrices; adapters are not counted.
+    """
     active = model.parameters
     if model.experts:
         one = (3 if model.gated else 2) * model.width * model.mlp_width
         active -= model.layers * (model.experts - model.active_experts) * one
-    return 6 * active + 12 * model.layers * model.heads * model.head_width * seq
+    heads = model.heads * model.head_width * model.scores_part(seq)
+    return (4 if frozen else 6) * active + 12 * model.layers * heads * seq
 
 
 def part(whole: int, ranks: int) -> int:

@@ -44,8 +44,9 @@ IMECE = Manner("imece", elementwise=1.5, contention=0.6)
 
 # huggingface/nanotron: optim/zero.py (parameters are gathered after the step, beside nothing),
 # optim/gradient_accumulator.py (fp32 gradients in one buffer), parallel/tensor_parallel/functional.py
-# (asynchronous column products, gathered again), scripts/scaling_benchmarks.py. Gradients are reduced in a
-# hook of DDP; the measured steps show none of it hidden, so none is taken to be. That a layer with tensor
+# (asynchronous column products, gathered again), scripts/scaling_benchmarks.py. With ZeRO-0 alone gradients
+# are reduced in a hook of DDP, in buckets, with a pipeline and without (trainer.py); the measured steps show
+# none of it hidden, so all are taken to go at once when backward is through. That a layer with tensor
 # parallelism takes the CPU longer, by 2 ms a rank, when there is a pipeline over several hosts is measured
 # (spread_host_s) and not understood.
 NANOTRON = Manner(

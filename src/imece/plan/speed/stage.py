@@ -58,7 +58,7 @@ def stage_time(setup: Setup, cluster: Cluster, manner: Manner) -> StageTime:
     parallel, recipe = setup.parallel, setup.recipe
     key = (
         parallel.tensor, parallel.sequence and parallel.tensor > 1, parallel.context, parallel.pipeline,
-        parallel.interleave, parallel.ranks > cluster.gpus_per_host, parallel.ranks // parallel.pipeline,
+        parallel.interleave, parallel.ranks // parallel.pipeline,
     )  # fmt: skip
     return _stage_time(setup.model, cluster, manner, recipe, key)
 
@@ -69,9 +69,10 @@ def _stage_time(
     cluster: Cluster,
     manner: Manner,
     recipe: Recipe,
-    key: tuple[int, bool, int, int, int, bool, int],
+    key: tuple[int, bool, int, int, int, int],
 ) -> StageTime:
-    tensor, sequence, context, pipeline, interleave, several_hosts, stride = key
+    tensor, sequence, context, pipeline, interleave, stride = key
+    several_hosts = stride * pipeline > cluster.gpus_per_host
     gpu = cluster.gpu
     tokens = recipe.micro_batch * recipe.seq // context
     layer = layer_time(gpu, model, manner, recipe, context, tensor, sequence)
@@ -86,7 +87,8 @@ def _stage_time(
         )
         layer_work, head_work = layer.forward + layer.inputs + unpacking, head.forward + head.inputs
     again = _again(manner, recipe, layer)
-    talk = _tensor_talk(cluster, manner, recipe, model.width * tokens * 2, tensor, sequence, layer.columns)
+    hidden_bytes = model.width * tokens * recipe.precision.activations
+    talk = _tensor_talk(cluster, manner, recipe, hidden_bytes, tensor, sequence, layer.columns)
     host = _layer_host_s(manner, recipe, talk.calls)
     if pipeline > 1 and several_hosts and tensor > 1:
         host += manner.spread_host_s * tensor * along(cluster, tensor, 1).hosts ** 0.5
@@ -94,7 +96,12 @@ def _stage_time(
     device = layer_work + again + talk.exposed
     waits = max(0.0, most * host - most * device)
     waits_last = max(0.0, last * host - last * device - head_work)
-    sends = _sends_s(cluster, manner, model.width * tokens * 2, tensor, sequence, pipeline, stride)
+    sends, sends_inside = (
+        _sends_s(cluster, manner, hidden_bytes, tensor, sequence, between)
+        for between in (several_hosts, False)
+    )
+    crossing = _crossing(cluster.gpus_per_host, pipeline, stride)
+    all_sends = crossing * sends + (pipeline - 1 - crossing) * sends_inside
     middle, end = most * device + waits, last * device + head_work + waits_last
     slowest = end >= middle
     count = last if slowest else most
@@ -106,11 +113,16 @@ def _stage_time(
         tensor=count * talk.exposed,
         tensor_hidden=count * talk.hidden,
         waiting=waits_last if slowest else waits,
-        sends=sends * interleave,
-        all_stages=rest * device + (pipeline - 1) * waits + end + (pipeline - 1) * sends,
+        sends=sends * interleave if pipeline > 1 else 0.0,
+        all_stages=rest * device + (pipeline - 1) * waits + end + all_sends,
         layers=count,
         with_head=slowest,
     )
+
+
+def scores_again(manner: Manner, recipe: Recipe) -> bool:
+    """Whether attention's scores are computed a second time in backward."""
+    return recipe.recompute == "full" or (recipe.recompute == "selective" and not manner.selective_products)
 
 
 def _again(manner: Manner, recipe: Recipe, layer: LayerTime) -> float:
@@ -186,13 +198,16 @@ def _layer_host_s(manner: Manner, recipe: Recipe, calls: int) -> float:
     return host * (_FUSED_HOST if recipe.compiled else 1) + calls * manner.collective_host_s
 
 
+def _crossing(gpus_per_host: int, pipeline: int, stride: int) -> int:
+    """Of the pairs of stages that are neighbours, `stride` ranks each, how many are not on one host."""
+    firsts = range(0, (pipeline - 1) * stride, stride)
+    return sum(first // gpus_per_host != (first + 2 * stride - 1) // gpus_per_host for first in firsts)
+
+
 def _sends_s(
-    cluster: Cluster, manner: Manner, size_bytes: int, tensor: int, sequence: bool, pipeline: int, stride: int
+    cluster: Cluster, manner: Manner, size_bytes: int, tensor: int, sequence: bool, between: bool
 ) -> float:
-    """An activation to the next stage and its gradient back."""
-    if pipeline == 1:
-        return 0.0
-    between = stride >= cluster.gpus_per_host
+    """An activation to the next stage, which is on another host if `between`, and its gradient back."""
     if sequence or manner.scatters_pieces:
         size_bytes //= tensor
     once = send_s(cluster, size_bytes, between)

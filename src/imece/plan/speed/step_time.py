@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from imece.plan.hardware import Cluster
 from imece.plan.setup import Setup
-from imece.plan.speed.communication import send_s
+from imece.plan.speed.communication import along, send_s
 from imece.plan.speed.compute import flops_a_token, layer_time
 from imece.plan.speed.manner import IMECE, Manner
-from imece.plan.speed.stage import StageTime, stage_time
+from imece.plan.speed.stage import StageTime, scores_again, stage_time
 from imece.plan.speed.synchronise import optimizer_s, synchronise
 
 
@@ -32,12 +32,12 @@ class StepTime:
     data: float  # and whatever else is done once a step
     total: float
     tokens_per_s: float  # of all ranks
-    mfu: float  # 6 N + 12 L h s for each token, over the peak of all ranks
+    mfu: float  # flops_a_token over the peak of all ranks in the recipe's precision
 
 
 def step_time(setup: Setup, cluster: Cluster, manner: Manner = IMECE) -> StepTime:
     """Of `setup` on `cluster`, as the software `manner` goes about it."""
-    parallel, recipe, peak = setup.parallel, setup.recipe, cluster.gpu.peak
+    parallel, recipe = setup.parallel, setup.recipe
     cluster = cluster.multiplying(recipe.precision.activations)
     stage = stage_time(setup, cluster, manner)
     steps = recipe.accumulation
@@ -56,6 +56,7 @@ def step_time(setup: Setup, cluster: Cluster, manner: Manner = IMECE) -> StepTim
     working = steps * (stage.compute + stage.waiting)
     total = working + sum(exposed.values()) + bubble + optimizer + manner.step_s
     per_s = setup.tokens_a_step / total
+    flops = flops_a_token(setup.model, recipe.seq, frozen=recipe.adapters != "none")
     return StepTime(
         compute=steps * stage.compute,
         recompute=steps * stage.recompute,
@@ -67,7 +68,7 @@ def step_time(setup: Setup, cluster: Cluster, manner: Manner = IMECE) -> StepTim
         data=manner.step_s,
         total=total,
         tokens_per_s=per_s,
-        mfu=flops_a_token(setup.model, recipe.seq) * per_s / (peak * parallel.ranks),
+        mfu=flops * per_s / (cluster.gpu.peak * parallel.ranks),
     )
 
 
@@ -77,13 +78,13 @@ def _context(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime) -
     if parallel.context == 1:
         return 0.0, 0.0
     tokens = recipe.micro_batch * recipe.seq // parallel.context
-    sent = 2 * 2 * tokens * model.kv_heads * model.head_width / parallel.tensor
-    between = parallel.context * parallel.tensor > cluster.gpus_per_host
-    hop = send_s(cluster, sent, between)
+    sent = 2 * recipe.precision.activations * tokens * model.kv_heads * model.head_width / parallel.tensor
+    hop = send_s(cluster, sent, along(cluster, parallel.context, parallel.tensor).hosts > 1)
     layer = layer_time(
         cluster.gpu, model, manner, recipe, parallel.context, parallel.tensor, parallel.sequence
     )
     beside = layer.core / parallel.context
     hops = stage.layers * (parallel.context - 1)
-    exposed = hops * (max(0.0, hop - beside) + max(0.0, 2 * hop - 2.5 * beside))
-    return exposed, 3 * hops * hop - exposed
+    forwards = 2 if scores_again(manner, recipe) else 1
+    exposed = hops * (forwards * max(0.0, hop - beside) + max(0.0, 2 * hop - 2.5 * beside))
+    return exposed, (forwards + 2) * hops * hop - exposed

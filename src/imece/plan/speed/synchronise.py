@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 
 from imece.plan.hardware import Cluster
+from imece.plan.memory.held import adapter_parameters
+from imece.plan.memory.memory import FOUR_BIT
 from imece.plan.setup import Setup
 from imece.plan.speed.communication import Group, Op, along, collective_s, share_of_inside
 from imece.plan.speed.compute import stream_s
@@ -14,7 +16,8 @@ from imece.plan.speed.stage import StageTime
 from imece.plan.speed.timeline import exposed_after, exposed_before
 
 _HOST_LINK = 20e9  # bytes/s between a device and its host's memory
-_HOST_MEMORY = 100e9  # bytes/s with which a host's CPUs step what is offloaded, its share of each device
+_HOST_MEMORY = 410e9  # bytes/s with which a host's CPUs step what is offloaded: 16 x DDR4-3200, as DGX A100
+_RANK_MEMORY = 100e9  # of it, what those of one rank reach
 _OFFLOADED = 28  # bytes that they read and write for each parameter
 
 
@@ -31,11 +34,7 @@ def trained_parameters(setup: Setup, stage: StageTime) -> float:
     """On one tensor rank of the stage."""
     model, recipe = setup.model, setup.recipe
     if recipe.adapters != "none":
-        query, both = model.heads * model.head_width, 2 * model.kv_heads * model.head_width
-        widths = (
-            4 * model.width + 2 * query + both + (3 if model.gated else 2) * (model.width + model.mlp_width)
-        )
-        return stage.layers * recipe.adapter_rank * widths / setup.parallel.tensor
+        return stage.layers * adapter_parameters(model, recipe.adapter_rank) / setup.parallel.tensor
     return held_parameters(setup, stage)
 
 
@@ -46,6 +45,15 @@ def held_parameters(setup: Setup, stage: StageTime) -> float:
     if setup.parallel.pipeline == 1 and not model.tied_head:
         tables += model.table_parameters
     return (stage.layers * model.layer_parameters + tables) / setup.parallel.tensor
+
+
+def _held_bytes(setup: Setup, stage: StageTime) -> float:
+    """Of `held_parameters`, as they lie in memory and are gathered."""
+    held, size = held_parameters(setup, stage), setup.recipe.precision.parameters
+    if setup.recipe.adapters != "qlora":
+        return held * size
+    layers = stage.layers * setup.model.layer_parameters / setup.parallel.tensor
+    return layers * FOUR_BIT + (held - layers) * size
 
 
 def synchronise(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime) -> Synchronisation:
@@ -95,7 +103,7 @@ def moved_bytes(setup: Setup, stage: StageTime) -> dict[Op, float]:
         return {"all_reduce": reduced}
     if strategy in ("zero1", "zero2"):
         return {"reduce_scatter": reduced * (1 if strategy == "zero1" else times), "all_gather": stepped}
-    gathered = held_parameters(setup, stage) * setup.recipe.precision.parameters
+    gathered = _held_bytes(setup, stage)
     moved: dict[Op, float] = {
         "reduce_scatter": reduced * times,
         "all_gather": stepped if strategy == "hybrid_zero2" else 2 * gathered * times,
@@ -167,7 +175,7 @@ def _sharded(
     if group.ranks == 1 and not offloaded:
         return Synchronisation(0.0, 0.0, 0.0)
     units = max(1, stage.layers)
-    held = held_parameters(setup, stage) * setup.recipe.precision.parameters
+    held = _held_bytes(setup, stage)
     gather = held / units / group.ranks / _HOST_LINK if offloaded else 0.0
     scatter = 0.0
     if group.ranks > 1:
@@ -198,7 +206,8 @@ def optimizer_s(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime
     if recipe.offload:  # as masters gradients go there, and come back, but where they stay to be gathered
         size = recipe.precision.masters or recipe.precision.parameters
         sent = size * (1 if recipe.offload == "parameters" else 2)
-        return stepped * (sent / _HOST_LINK + _OFFLOADED / _HOST_MEMORY)
+        rate = min(_RANK_MEMORY, _HOST_MEMORY / cluster.gpus_per_host)
+        return stepped * (sent / _HOST_LINK + _OFFLOADED / rate)
     if recipe.optimizer == "muon":  # five products of each matrix with its square, twice
         rate = cluster.gpu.peak * cluster.gpu.reachable * cluster.gpu.sustained
         return stream_s(cluster.gpu, moved) + stepped * setup.model.width * _MUON_FLOPS / rate
