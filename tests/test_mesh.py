@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import math
 import os
@@ -9,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ import imece
 from imece import mesh as mesh_module
 from imece.axes import AXES, check_axes, coordinates, crossing, partition
 from imece.collectives import recorder
+from imece.collectives.shared_memory.board import CLOSED
+from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.errors import CollectiveTimeoutError, PeerLostError, UserError
 from imece.store import read_note
 from tests.ranks import run_ranks, start_ranks
@@ -110,6 +114,38 @@ def test_one_rank_needs_no_launcher_and_no_second_init() -> None:
     with pytest.raises(UserError, match="closed"):
         mesh.group("shard")
     mesh.close()  # a second time does nothing
+
+
+def test_groups_that_torch_destroyed() -> None:
+    mesh = imece.init()
+    mesh.host_group_in(1)
+    dist.destroy_process_group()
+    again = imece.init()
+    assert again is not mesh and again is mesh_module.current()
+    assert imece.all_reduce(torch.ones(1)).item() == 1
+    again.host_group_in(1)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    again.close()  # as at the end of the process
+    assert dist.is_initialized(), "that group is not the mesh's"
+    dist.destroy_process_group()
+
+
+def test_a_forked_copy_does_not_leave_for_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = imece.init()
+    group = mesh.world_group
+    assert isinstance(group, SharedMemoryGroup)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork with threads
+        child = os.fork()
+    if child == 0:  # what it does at its end
+        monkeypatch.setattr("imece.status.tell_closed", lambda *_: os._exit(1))
+        mesh.close()
+        group._close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, "the launcher would take the rank for one that has left"
+    assert group._board.mine[CLOSED] == 0, "the others would"
+    mesh.close()
 
 
 def test_the_script_says_how_many_ranks_it_wants() -> None:
@@ -348,3 +384,18 @@ def test_a_signal_shows_what_a_rank_does_unless_the_program_uses_it(tmp_path: Pa
     for result in results:
         shown = "use_the_signal" in result.output and "broadcast from 0 of float32[8] (w)" in result.output
         assert shown == (result.rank == 0), result.report()
+
+
+def ends() -> list[str]:
+    imece.init()
+    said: list[str] = []
+    mesh_module.before_closing.append(lambda: said.append("the mesh"))
+    mesh_module.ended_last.append(lambda: said.append("the beat"))
+    atexit.register(lambda: said.append("somebody's upload"))
+    atexit._run_exitfuncs()
+    return said
+
+
+def test_what_is_to_go_on_ends_after_all_exit_handlers() -> None:
+    """The launcher takes a rank for hung that neither beats nor has told that it is closed."""
+    assert run_ranks(ends, 1, backend=None) == [["somebody's upload", "the mesh", "the beat"]]

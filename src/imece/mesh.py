@@ -33,6 +33,14 @@ _SHOWN_CHARS = 200
 
 before_closing: list[Callable[[], None]] = []
 """What is done before a mesh destroys its groups."""
+ended_last: list[Callable[[], None]] = []
+"""What is to go on until all else that this process does at its exit is done."""
+
+
+@atexit.register  # here, before others can: what is registered first is called last
+def _end_the_last() -> None:
+    for end in ended_last:
+        end()
 
 
 class Mesh:
@@ -60,6 +68,7 @@ class Mesh:
         self._timeout = timeout
         self._owns_world = owns_world
         self._closed = False
+        self._pid = os.getpid()
         self._take(world, backends, hosts, sizes, store)
         self._launchers = launchers_store(world, store, min(timeout, timedelta(seconds=_MEETING_S)))
         status.tell_running(self._launchers, world.known_as)
@@ -156,8 +165,11 @@ class Mesh:
         return self._launchers.get(name).decode() if self._launchers.check([name]) else None
 
     def close(self) -> None:
-        """Destroy the groups, the last one first, and tell the launcher that this rank leaves in order."""
-        if self._closed:
+        """Destroy the groups, the last one first, and tell the launcher that this rank leaves in order.
+
+        In a forked copy of the rank it does nothing.
+        """
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         for finish in before_closing:
@@ -165,12 +177,19 @@ class Mesh:
         with contextlib.suppress(RuntimeError):  # whoever serves the store may have left before us
             status.tell_closed(self._launchers, self.world.known_as)
         self._stop_telling()
-        for group in reversed(self._created):
-            dist.destroy_process_group(group)
-        if self._owns_world and dist.is_initialized():
-            dist.destroy_process_group()
+        if not self._destroyed:
+            for group in reversed(self._created):
+                dist.destroy_process_group(group)
+            if self._owns_world and dist.is_initialized():
+                dist.destroy_process_group()
         self._groups.clear()
         _forget(self)
+
+    @property
+    def _destroyed(self) -> bool:
+        """Whether the script has called dist.destroy_process_group(), which ends all groups."""
+        known = self._groups.get((self._whole, 0))  # none if `reform` got no further
+        return known is not None and known is not dist.group.WORLD
 
     def _check(self, axes: Sequence[str]) -> None:
         if self._closed:
@@ -229,11 +248,14 @@ def init(
     timeout: for collectives, and (up to 10 minutes) for the ranks to meet.
 
     A process group that exists already is adopted. A second call with the same arguments returns the
-    same mesh. The mesh is closed when the process ends, or by `close()`. SIGUSR1 makes this rank print its
+    same mesh. The mesh is closed when the process ends, by `close()`, or by torch's
+    `dist.destroy_process_group()`, after which a call opens a new one. SIGUSR1 makes this rank print its
     stacks and last calls, if this is the main thread and the program has no handler of its own.
     Raises UserError if the world is not the one asked for, or the ranks do not ask for the same.
     """
     global _open, _opened_with, _openings
+    if _open is not None and _open._destroyed:
+        _open.close()
     adopted = dist.is_initialized() if _open is None else not _open._owns_world
     if backend is None and not adopted:
         backend = os.environ.get(BACKEND) or None

@@ -5,7 +5,9 @@ One start of ranks runs all cases of a (backend, world size); a failing case say
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -74,11 +76,15 @@ def run_contract() -> dict[str, Any]:
     for group in groups():
         for case in (
             all_reduces, reduces, broadcasts, reduce_scatters, all_gathers, several_at_once, point_to_point,
-            hierarchical_all_reduces,
+            hierarchical_all_reduces, averages_of_complex,
         ):  # fmt: skip
             if group is not None and isinstance(group, dist.ProcessGroup):
                 count += case(group)
         dist.barrier()
+    with torch.inference_mode():
+        made_inside = dist.new_group()  # and what it keeps
+    for inside in (True, False):
+        count += inference_tensors(made_inside, inside)
     ops.barrier()
     return {"cases": everywhere(count, world), "bits": big_messages(world)}
 
@@ -324,6 +330,9 @@ def point_to_point(group: dist.ProcessGroup) -> int:
                 same(received[0], make(left), "", f"exchange from the left {dtype} {list(shape)}")
                 same(received[1], make(right), "", f"exchange from the right {dtype} {list(shape)}")
                 count += 1
+    to_itself = torch.zeros(6)
+    ops.exchange([Send(torch.arange(6.0).view(2, 3).t(), rank), Recv(to_itself, rank)], group=group)
+    same(to_itself, torch.tensor([0.0, 3.0, 1.0, 4.0, 2.0, 5.0]), "", "a strided message to itself")
     for peer in range(1, world_size):  # rank 0 sends two messages of a tag, which arrive in order
         both = [torch.full((3,), float(peer)), torch.full((3,), peer + 0.5)]
         got = [strided(torch.zeros(3)), torch.zeros(3)]
@@ -348,6 +357,64 @@ def hierarchical_all_reduces(group: dist.ProcessGroup) -> int:
         tensor = make(rank)
         run_schedule(build("all_reduce", "hierarchical", rank, world_size, numel, hosts=hosts), tensor, group)
         same(tensor, reference(make, world_size, "sum"), "sum", f"hierarchical schedule {hosts} [{numel}]")
+        count += 1
+    return count
+
+
+def averages_of_complex(group: dist.ProcessGroup) -> int:
+    """They are no integers, to be truncated."""
+    mean, world_size = torch.full((8,), 0.5 + 0.25j), group.size()
+    for name in (None, "ring"):
+        tensor, part = mean.clone(), torch.zeros_like(mean)
+        ops.all_reduce(tensor, "avg", group=group, schedule=name)
+        ops.reduce_scatter(part, mean.repeat(world_size), "avg", group=group, schedule=name)
+        same(torch.stack((tensor, part)), torch.stack((mean, mean)), "", f"complex avg schedule={name!r}")
+    return 4
+
+
+def inference_tensors(group: dist.ProcessGroup, inside: bool) -> int:
+    """Calls in torch.inference_mode(), or not `inside`, on tensors that were made there and on others.
+
+    Outside of the mode, which is a thread's own, torch lets nobody write to what was made in it.
+    """
+    count, rank, world_size = 0, group.rank(), group.size()
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    for made_inside, (op, dtype), (name, numel), asynchronous in itertools.product(
+        (True, False),
+        [("sum", torch.bfloat16), ("avg", torch.float32)],
+        [(None, 20_000), ("ring", 13), (None, 13)],
+        (0, 2),
+    ):
+        case = asynchronous + count // 2 % 2
+        make = values(dtype, (numel,), op, salt=count)
+        each = torch.stack([make(other) for other in range(world_size)])
+        with torch.inference_mode(made_inside):
+            source, rows = make(rank), each.view(-1).clone()
+            tensor, async_op, how = layouts(case, source.clone())
+            root, (part, got, own) = source.clone(), (torch.zeros_like(source) for _ in range(3))
+            if case & 1:
+                part, got = strided(part), strided(got)
+            whole, _, _ = layouts(case, torch.zeros_like(each))
+        assert all(place.is_inference() == made_inside for place in (tensor, whole, root, part, got, own))
+        how += f" {dtype} {numel} schedule={name!r}, made inside: {made_inside}, called inside: {inside}"
+        way: dict[str, Any] = {"group": group, "async_op": async_op, "schedule": name}
+        with torch.inference_mode() if inside else contextlib.nullcontext():
+            finish(ops.all_reduce(tensor, op, **way), async_op)
+            finish(ops.all_gather(whole, source, **way), async_op)
+            finish(ops.reduce_scatter(part, rows, op, **way), async_op)
+            finish(ops.broadcast(root, **{**way, "schedule": name and "tree"}), async_op)
+            messages: list[Send | Recv] = [Send(each[rank], rank), Recv(own, rank)]
+            if world_size > 1:
+                messages += [Send(source, right), Recv(got, left)]
+            result = ops.exchange(messages, group=group, async_op=async_op)
+            assert (result.wait() if async_op else result) is None
+        same(tensor, reference(make, world_size, op), op, f"all_reduce {how}")
+        same(whole, each, "", f"all_gather {how}")
+        same(part, reference(lambda _: each, world_size, op)[rank], op, f"reduce_scatter {how}")  # noqa: B023
+        same(root, each[0], "", f"broadcast {how}")
+        same(own, source, "", f"a message to itself {how}")
+        if world_size > 1:
+            same(got, each[left], "", f"a message {how}")
         count += 1
     return count
 

@@ -155,6 +155,16 @@ def test_attach_to_no_rank() -> None:
         recorder.attach(process.pid)
 
 
+def test_attach_to_one_that_ends_meanwhile(own: recorder.Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(pid: int) -> int:
+        raise FileNotFoundError(f"/proc/{pid}/status")
+
+    assert recorder.attach(os.getpid()).pid == os.getpid()
+    monkeypatch.setattr("imece.collectives.recording._own_pid", ended)
+    with pytest.raises(UserError, match=f"process {os.getpid()} has no imece recorder"):
+        recorder.attach(os.getpid())
+
+
 SIGNALLED = """
 import signal, sys, time, torch
 from imece.collectives import recorder

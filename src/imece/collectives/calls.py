@@ -17,7 +17,7 @@ import torch.distributed as dist
 from imece import mesh
 from imece.collectives import checks, pending, recorder
 from imece.collectives.companions import companions
-from imece.collectives.pending import Pending, Task, Waitable, drain, in_background
+from imece.collectives.pending import Pending, Task, Waitable, drain, in_background, without_gradients
 from imece.collectives.recording import POINT_TO_POINT
 from imece.collectives.reduction import flattened, shares_memory
 from imece.collectives.shared_memory.group import SharedMemoryGroup
@@ -99,26 +99,27 @@ class Call:
         async_op: bool,
     ) -> Any:
         """Runs what the backend does by itself. launch starts it, finish puts the result where it belongs."""
-        token = self._enter()
-        try:
-            with waiting:
-                drain(self.group)
-            checker = self._checker()
-            works: Waitable | list[Waitable]
-            if checker is not None and async_op:
-                one = cast(Callable[[], Waitable], launch)
-                works = _Checked(checker.call(one, *self._fingerprint()))
-            else:
-                with waiting, torch.no_grad(), self._here(async_op):
-                    if checker is not None:
-                        checker.begin(*self._fingerprint()).wait()
-                    works = launch()
-        except BaseException:
-            if token is not None:
-                recorder.fail(token)
-            raise
-        pending = Pending(self.op, result, works if isinstance(works, list) else [works], finish, token)
-        return pending if async_op else pending.wait()
+        with without_gradients(result):
+            token = self._enter()
+            try:
+                with waiting:
+                    drain(self.group)
+                checker = self._checker()
+                works: Waitable | list[Waitable]
+                if checker is not None and async_op:
+                    one = cast(Callable[[], Waitable], launch)
+                    works = _Checked(checker.call(one, *self._fingerprint()))
+                else:
+                    with waiting, self._here(async_op):
+                        if checker is not None:
+                            checker.begin(*self._fingerprint()).wait()
+                        works = launch()
+            except BaseException:
+                if token is not None:
+                    recorder.fail(token)
+                raise
+            pending = Pending(self.op, result, works if isinstance(works, list) else [works], finish, token)
+            return pending if async_op else pending.wait()
 
     def scheduled(
         self,
@@ -138,12 +139,13 @@ class Call:
                     check.wait()
                 run()
 
-            if async_op:
-                task = in_background(checked, self.group, *others)
-                return Pending(self.op, result, [task], None, token)
-            with waiting, torch.no_grad():
-                drain(self.group, *others)
-                checked()
+            with without_gradients(result):
+                if async_op:
+                    task = in_background(checked, self.group, *others)
+                    return Pending(self.op, result, [task], None, token)
+                with waiting:
+                    drain(self.group, *others)
+                    checked()
         except BaseException:
             if token is not None:
                 recorder.fail(token)
@@ -161,7 +163,7 @@ class Call:
             def launch() -> Task:
                 return in_background(run, lane=lane)
 
-            with waiting:
+            with waiting, without_gradients(result):
                 if checker is None:
                     work: Waitable = launch()
                 else:

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from imece.collectives import fingerprint as fp
 from imece.collectives import recorder
 from imece.collectives.companions import Companions
-from imece.collectives.pending import Waitable
+from imece.collectives.pending import Waitable, without_gradients
 from imece.collectives.rollcall import RollCall
 from imece.collectives.streams import Place
 from imece.errors import CollectiveError, CollectiveTimeoutError, MismatchError, PeerLostError
@@ -104,6 +104,7 @@ class CheckedWork:
         self._work: Waitable | None = None
         self._error: BaseException | None = None
         self._place = Place(beside=check._checker.launches_beside)
+        self._mode = without_gradients()
 
     def done(self) -> bool:
         """Whether `wait` would not block."""
@@ -129,8 +130,8 @@ class CheckedWork:
         """In the checker's thread: keeps what goes wrong for whoever waits."""
         try:
             self._check._gather(None)
-            # Grad mode belongs to a thread too, and a tensor that is reduced in place may want gradients.
-            with torch.no_grad(), self._place.behind():
+            # Its modes are a thread's own, and a tensor that is reduced in place may want gradients.
+            with self._mode, self._place.behind():
                 self._work = self._launch()
         except BaseException as error:  # noqa: BLE001 - raised again by wait()
             self._error = error

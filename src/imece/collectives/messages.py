@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from imece.collectives.calls import Call, check_rank, copy_back, flat_place, group_or_default
 from imece.collectives.execute import Message, post
-from imece.collectives.pending import Waitable
+from imece.collectives.pending import Waitable, without_gradients
 from imece.collectives.reduction import flattened
 
 Tensor = torch.Tensor
@@ -97,11 +97,12 @@ def exchange(
 
     def start() -> list[Waitable]:
         for sent, received in to_self:
-            received.tensor.detach().copy_(sent.tensor.view(received.tensor.shape))
+            received.tensor.detach().copy_(sent.tensor.reshape(received.tensor.shape))
         return post(sends, receives, group)
 
     first = messages[0].tensor if messages else None
-    return Call("exchange", group, first, label=label).native(start, None, finish, async_op)
+    with without_gradients(*(message.tensor for message in messages if isinstance(message, Recv))):
+        return Call("exchange", group, first, label=label).native(start, None, finish, async_op)
 
 
 def _pairs_with_itself(messages: Sequence[Send | Recv], rank: int) -> list[tuple[Send, Recv]]:

@@ -13,6 +13,7 @@ what is in different lanes goes on side by side.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import queue
 import threading
@@ -42,6 +43,16 @@ class Waitable(Protocol):
     def is_completed(self) -> bool: ...
 
 
+def without_gradients(*written: torch.Tensor | None) -> contextlib.AbstractContextManager[None]:
+    """A context for writing to these tensors, and for going on elsewhere with what this thread begins.
+
+    It is torch's inference mode if this thread is in it, or if one of the tensors was made there: outside of
+    the mode, which is a thread's own, torch lets nobody write to such a tensor.
+    """
+    made_inside = any(tensor is not None and tensor.is_inference() for tensor in written)
+    return torch.inference_mode() if made_inside or torch.is_inference_mode_enabled() else torch.no_grad()
+
+
 class Pending:
     """A collective under way; its tensors must be neither read nor written before `wait` returns."""
 
@@ -59,6 +70,7 @@ class Pending:
         self._result = result
         self._works = list(works)
         self._finish = finish
+        self._mode = without_gradients()
 
     def wait(self, timeout_s: float | None = None) -> torch.Tensor | None:
         """The call's tensor, complete (None for barrier and exchange). A second call returns it at once.
@@ -67,13 +79,13 @@ class Pending:
         over: then the group cannot be used any more. PeerLostError if a connection was lost.
         """
         try:
-            with waiting:
-                while self._works:
-                    wait_for(self._works[0], self._what, timeout_s)
-                    self._works.pop(0)
-            if self._finish is not None:
-                finish, self._finish = self._finish, None
-                with torch.no_grad():
+            with self._mode:
+                with waiting:
+                    while self._works:
+                        wait_for(self._works[0], self._what, timeout_s)
+                        self._works.pop(0)
+                if self._finish is not None:
+                    finish, self._finish = self._finish, None
                     finish()
         except BaseException:
             self._tell(recorder.fail)
@@ -124,6 +136,7 @@ class Task:
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._place = Place()
+        self._mode = without_gradients()
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:
         if not self._ended.wait(timeout.total_seconds() if timeout is not None else None):
@@ -144,7 +157,7 @@ class Task:
     def execute(self) -> None:
         try:
             assert self._run is not None
-            with torch.no_grad(), self._place.behind():
+            with self._mode, self._place.behind():
                 self._run()
         except BaseException as error:  # noqa: BLE001 — kept, and raised in the thread that waits
             self._error = error

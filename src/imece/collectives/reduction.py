@@ -58,7 +58,7 @@ def prepared(tensor: torch.Tensor, op: str, world_size: int) -> tuple[torch.Tens
         return flat, op
     if tensor.dtype == torch.float16:
         return flat.div(world_size), "sum"
-    if not tensor.dtype.is_floating_point:
+    if not _divides(tensor.dtype):
         return flat.to(torch.int64), "sum"
     return flat, "sum"
 
@@ -71,13 +71,18 @@ def landed(buffer: torch.Tensor, tensor: torch.Tensor, op: str, world_size: int)
     """
     if tensor.dtype == torch.bool:
         buffer = buffer.view(torch.bool)
-    elif op == "avg" and not tensor.dtype.is_floating_point:
+    elif op == "avg" and not _divides(tensor.dtype):
         buffer = buffer.div(world_size, rounding_mode="trunc")
     elif op == "avg" and tensor.dtype != torch.float16:
         buffer.div_(world_size)
     if not shares_memory(buffer, tensor):
         tensor.copy_(buffer.view(tensor.shape))
     return tensor
+
+
+def _divides(dtype: torch.dtype) -> bool:
+    """Whether quotients have this dtype too; those of integers are truncated."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,13 @@ def test_more_than_this_machine_has() -> None:
         shared_empty(segment.available_bytes() // 4 + 2**30)
 
 
+def test_a_segment_outlives_the_mode_of_who_made_it() -> None:
+    with torch.inference_mode():
+        made = segment.create(64, "a test")
+    made.memory.fill_(1)
+    made.close()
+
+
 def hit_a_limit(name: str) -> list[str]:
     """A real limit of the kernel on this process; what the error says. The group still works after it."""
     told = []

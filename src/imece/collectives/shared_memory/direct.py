@@ -20,7 +20,7 @@ from imece.collectives.shared_memory.small import (
     SmallGather,
     SmallReduce,
 )
-from imece.collectives.shared_memory.tensors import nothing
+from imece.collectives.shared_memory.tensors import nothing, writing
 from imece.collectives.shared_memory.waiting import Steps
 from imece.collectives.waited import here, waiting
 
@@ -51,7 +51,11 @@ class DirectCalls(GroupBase):
             with waiting:
                 self._runner.run(self._engine.operation(fingerprint, noted))
             return
-        self._run_small(small, source, target, label)
+        if target.is_inference():  # `with writing()` for every call would take 0.8 of the 8 us, this 0.1
+            with writing():
+                self._run_small(small, source, target, label)
+        else:
+            self._run_small(small, source, target, label)
 
     def open(self, tensor: Tensor, label: str = "") -> list[Tensor] | None:
         """Every rank's `tensor` where it lies, in rank order; None, for all, unless all are in shared memory.
@@ -118,11 +122,12 @@ class DirectCalls(GroupBase):
             nbytes *= dim
         made: Small | None = None
         if nbytes <= (REDUCED_BYTES if reduce_op else EXCHANGED_BYTES):
-            if reduce_op:
-                made = SmallReduce(self._engine, op, self._reduction(reduce_op, dtype), shape, root)
-            else:
-                kind = SmallBroadcast if op == "broadcast" else SmallGather
-                made = kind(self._engine, op, dtype, shape, root=root)
+            with torch.inference_mode(False):  # its views of slots are written to outside of the mode too
+                if reduce_op:
+                    made = SmallReduce(self._engine, op, self._reduction(reduce_op, dtype), shape, root)
+                else:
+                    kind = SmallBroadcast if op == "broadcast" else SmallGather
+                    made = kind(self._engine, op, dtype, shape, root=root)
         if len(self._smalls) >= _KEPT:
             self._smalls.clear()
         self._smalls[key] = made

@@ -170,7 +170,8 @@ class Engine:
         """Room for the running result of one piece, [slot_bytes] of `dtype`."""
         found = self._scratches.get(dtype)
         if found is None:
-            found = self._scratches[dtype] = torch.empty(self.board.slot_bytes, dtype=dtype)
+            with torch.inference_mode(False):  # small calls write to it outside of the mode too
+                found = self._scratches[dtype] = torch.empty(self.board.slot_bytes, dtype=dtype)
         return found
 
     def in_place(self, ranks: Iterable[int]) -> list[torch.Tensor] | None:

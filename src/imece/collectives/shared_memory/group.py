@@ -263,12 +263,10 @@ class SharedMemoryGroup(DirectCalls):
         return self._receive([member for member in self._members if member != self.rank()], tensors[0], tag)
 
     def _receive(self, sources: list[int], tensor: Tensor, tag: int) -> dist.Work:
-        operation, wanted, back = self._receiving(sources, tensor, tag)
+        operation, wanted = self._receiving(sources, tensor, tag)
         work = ShmWork([tensor], done=False)
 
         def finish(error: BaseException | None) -> None:
-            if error is None:
-                back()
             work.source = wanted.source
             work.finish(error)
 
@@ -283,15 +281,13 @@ class SharedMemoryGroup(DirectCalls):
         steps = self._noted(shown, tensor.dtype, tuple(tensor.shape), steps, nothing)
         return Operation(steps, fingerprint, lambda: tag, lambda: [target])
 
-    def _receiving(
-        self, sources: list[int], tensor: Tensor, tag: int
-    ) -> tuple[Operation, Wanted, Callable[[], None]]:
+    def _receiving(self, sources: list[int], tensor: Tensor, tag: int) -> tuple[Operation, Wanted]:
         flat, back = flattened(tensor)
         wanted = Wanted(tag, pack("send", "", tensor.dtype, tensor.numel()), as_bytes(flat))
         steps = self._messages.receive(sources, wanted)
         shown = pack("recv", "", tensor.dtype, tensor.numel(), sources[0] if len(sources) == 1 else -1)
-        steps = self._noted(shown, tensor.dtype, tuple(tensor.shape), steps, nothing)
-        return Operation(steps, shown, lambda: tag, lambda: self._messages.awaited(sources)), wanted, back
+        steps = self._noted(shown, tensor.dtype, tuple(tensor.shape), steps, back)
+        return Operation(steps, shown, lambda: tag, lambda: self._messages.awaited(sources)), wanted
 
     def _gather_list(
         self, targets: list[Tensor], input: Tensor, op: str, root: int, opts: Any, result: Any

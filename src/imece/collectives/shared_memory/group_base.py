@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -51,7 +52,7 @@ class GroupBase(dist.ProcessGroup):
         self._smalls: dict[Hashable, Small | None] = {}
         self._inline = threading.local()
         self._members = list(range(size))
-        self._close = weakref.finalize(self, _close, self._runner, self._board)
+        self._close = weakref.finalize(self, _close, os.getpid(), self._runner, self._board)
 
     # What torch asks of a group.
 
@@ -188,6 +189,7 @@ class GroupBase(dist.ProcessGroup):
         return last.giving(result) if isinstance(last, ShmWork) else last
 
 
-def _close(runner: Runner, board: Board) -> None:
-    runner.close()
-    board.close()
+def _close(pid: int, runner: Runner, board: Board) -> None:
+    if os.getpid() == pid:  # the end of a forked copy is not the end of the rank
+        runner.close()
+        board.close()

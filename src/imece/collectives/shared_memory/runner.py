@@ -18,6 +18,7 @@ from imece.collectives.shared_memory.board import FAILED, Board
 from imece.collectives.shared_memory.engine import Engine
 from imece.collectives.shared_memory.messages import Messages
 from imece.collectives.shared_memory.small import Small
+from imece.collectives.shared_memory.tensors import writing
 from imece.collectives.shared_memory.waiting import Operation, Patience, late
 from imece.errors import CollectiveError, CollectiveTimeoutError
 
@@ -93,15 +94,16 @@ class Runner:
         patience: Patience | None = None
         moved = 0
         try:
-            while left := [operation for operation in left if not _ended(operation)]:
-                if patience is None:
-                    # A thread beside the main one shares its core with what the main one computes.
-                    hot = threading.current_thread() is threading.main_thread()
-                    patience = Patience(self._board, timeout_s, hot=hot)
-                elif moved != self._moved():
-                    moved = self._moved()
-                    patience.progress()
-                patience.wait(left)
+            with writing():
+                while left := [operation for operation in left if not _ended(operation)]:
+                    if patience is None:
+                        # A thread beside the main one shares its core with what the main one computes.
+                        hot = threading.current_thread() is threading.main_thread()
+                        patience = Patience(self._board, timeout_s, hot=hot)
+                    elif moved != self._moved():
+                        moved = self._moved()
+                        patience.progress()
+                    patience.wait(left)
         except BaseException as error:
             self.fail(error)
             raise
@@ -129,7 +131,8 @@ class Runner:
         if self._refused(finish):
             return
         try:
-            ended = _ended(operation)
+            with writing():
+                ended = _ended(operation)
         except BaseException as error:
             self.fail(error)
             raise
@@ -194,7 +197,6 @@ class Runner:
             raise errors[0]
 
     def _work(self) -> None:
-        torch.set_grad_enabled(False)  # of this thread: parameters are written to in place
         while True:
             with self._changed:
                 while not (self._collectives or self._underway or self._current or self._closed):
@@ -203,7 +205,8 @@ class Runner:
                     self._give_up(CollectiveError("this group has been destroyed"))
                     return
             try:
-                self._work_until_idle()
+                with writing():
+                    self._work_until_idle()
             except BaseException as error:  # noqa: BLE001 - whoever waits for the work gets it
                 self.fail(error)
                 self._give_up(error)
