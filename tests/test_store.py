@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import threading
 from dataclasses import replace
@@ -11,7 +13,10 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+import imece
 from imece.errors import UserError
+from imece.launch.hosts.network import Network
+from imece.launch.local import launch
 from imece.store import connect, launchers_store, listen, root_store, serve, swap_notes
 from imece.world import World
 
@@ -85,6 +90,25 @@ def test_nobody_there() -> None:
 def test_an_address_that_is_none() -> None:
     with pytest.raises(UserError, match=r"MASTER_ADDR=no-such-host\.invalid"):
         connect(world(0, 1, address="no-such-host.invalid"), SECOND, {})
+    for rank in range(2):  # that it is no name is known at once
+        with pytest.raises(UserError, match=r"^MASTER_ADDR=a\.\.b is no"):
+            connect(world(rank, 1, address="a..b"), SECOND * 60, {})
+
+
+def test_loopback_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a network namespace of its own, where one may listen all the same."""
+
+    def down(sock: socket.socket, address: object) -> None:
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    monkeypatch.setattr(socket.socket, "connect", down)
+    said = r"^cannot listen on 127\.0\.0\.1 \(Network is unreachable\): is the loopback interface"
+    with pytest.raises(UserError, match=said):
+        imece.spawn(print)
+    with pytest.raises(UserError, match=said):
+        launch(["true"], 1)
+    with pytest.raises(UserError, match=said):
+        Network(b"a token", 0, "job", silent_s=1.0)
 
 
 def test_mpi_without_a_launcher_above() -> None:

@@ -43,6 +43,17 @@ def listen(address: str = LOOPBACK, port: int = 0) -> socket.socket:
     return listener
 
 
+def listen_here() -> socket.socket:
+    """A socket that listens on loopback, at a free port. UserError if loopback is down."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+            route.connect((LOOPBACK, 9))  # looks up the way, and sends nothing: some listen, and none come
+        return listen()
+    except OSError as error:
+        why = f"cannot listen on {LOOPBACK} ({error.strerror})"
+        raise UserError(f"{why}: is the loopback interface down? ip link set lo up") from None
+
+
 def serve(listener: socket.socket) -> dist.Store:
     """A store that this process serves at `listener`, which it takes over.
 
@@ -142,10 +153,10 @@ def swap_notes(
     return [read_note(store.get(f"note/{other}"), f"rank {other}") for other in range(world_size)]
 
 
-def read_note(data: bytes, sender: str) -> dict[str, Any]:
+def read_note(data: bytes, sender: str, limit_bytes: int = MESSAGE_LIMIT_BYTES) -> dict[str, Any]:
     """The JSON object in `data`, which `sender` left; UserError if it is too long or not one."""
     try:
-        note = json.loads(data) if len(data) <= MESSAGE_LIMIT_BYTES else None
+        note = json.loads(data) if len(data) <= limit_bytes else None
     except (ValueError, RecursionError):
         note = None
     if not isinstance(note, dict):
@@ -186,7 +197,7 @@ def _mpi_parent() -> str | None:
 def _serve(address: str, port: int, world: World, timeout: timedelta) -> dist.Store:
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter: no host's name at all
         raise UserError(f"MASTER_ADDR={address} is not a host that rank 0 can find: {error}") from None
     target = str(found)
     one_host = world.local_world_size == world.world_size
@@ -209,6 +220,8 @@ def _await_port(address: str, port: int, world: World, timeout: timedelta) -> No
         try:
             socket.create_connection((address, port), timeout=5).close()
             return
+        except UnicodeError as error:
+            raise UserError(f"MASTER_ADDR={address} is no host's name: {error}") from None
         except OSError as error:
             if time.monotonic() > deadline:
                 raise UserError(

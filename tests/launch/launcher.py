@@ -51,9 +51,11 @@ class Launcher:
             except BaseException:  # noqa: BLE001  (a copy of pytest must never return from here)
                 traceback.print_exc()
             finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(status)
+                try:
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                finally:
+                    os._exit(status)
 
     def signal(self, number: int) -> None:
         """Send the launcher a signal."""

@@ -183,6 +183,31 @@ def test_a_finished_step_makes_a_new_row() -> None:
         run.join(3, 10.0 * number)
 
 
+def test_back_at_a_checkpoint_what_they_finish_is_new() -> None:
+    run = Run()
+    for died, at in ((1000, 10.0), (700, 3000.0), (900, 6000.0), (900, 9000.0)):
+        run.generations.note_steps(dict.fromkeys(run.generations.slots, died))
+        assert goes_on(run.ends(max(run.generations.slots), at=at)).at_s == at
+        run.join(3, at)
+        for number in (1, 0, 2):  # one after another says that it is back
+            run.generations.note_steps({number: 500})
+    goes_on(run.ends(max(run.generations.slots), at=9002.0))
+    run.join(3, 9002.0)
+    last = ended(run.ends(max(run.generations.slots), at=9004.0))
+    assert "3rd time in a row" in last.why, "without a step since they were back"
+
+
+def test_one_that_was_ahead_of_the_others_is_no_step_back() -> None:
+    run = Run(4)
+    for member, at in ((3, 10.0), (4, 20.0), (5, 30.0)):
+        run.generations.note_steps({0: 6, 1: 6, 2: 6, member: 7})
+        verdict = run.ends(member, at=at)
+        if member < 5:
+            run.join(3, at)
+        run.generations.note_steps({0: 6, 1: 6, 2: 6})
+    assert "3rd time in a row" in ended(verdict).why
+
+
 def test_ranks_that_die_within_a_moment_are_one_death() -> None:
     run = Run(8)
     for member in range(5):
@@ -233,6 +258,20 @@ def test_while_all_are_asked_to_end() -> None:
     assert run.ends(0, status=143) is None
     run.resilient = False
     assert run.ends(3) is None
+
+
+def test_those_that_wait_for_others_to_leave_go_on_when_all_are_asked_to_end() -> None:
+    for way in ("closed", "ended"):
+        run = Run()
+        assert run.generations.leave([0, 1]) is not None
+        run.generations.stopping = True
+        verdict: Verdict | None = None
+        if way == "closed":
+            assert run.generations.closed([0], 10.0) is None
+            verdict = run.generations.closed([0, 1], 10.0)
+        else:
+            verdict = run.ends(0, 1, status=-15)
+        assert goes_on(verdict).generation == Generation(2, (2, 3)), way
 
 
 def test_who_waits_for_ranks_that_have_finished_is_left_over() -> None:

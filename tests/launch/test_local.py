@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -15,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from imece.cli.main import main
+from imece.launch.crew import Crew
 from tests.launch.launcher import Launcher, run_launch
 
 Script = Callable[[str], Path]
@@ -196,8 +199,9 @@ def test_children_left_by_finished_ranks_are_ended(script: Script) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_are_passed_on(script: Script, number: signal.Signals) -> None:
+    heard = signal.SIGTERM if number == signal.SIGHUP else number  # for which a program is prepared to save
     text = f"""
-signal.signal({int(number)}, lambda *_: (print("saved"), sys.exit(0)))
+signal.signal({int(heard)}, lambda *_: (print("saved"), sys.exit(0)))
 print("ready", flush=True)
 time.sleep(1000)
 """
@@ -209,6 +213,29 @@ time.sleep(1000)
     assert outcome.status == 128 + number
     assert outcome.out.count("saved") == 2
     assert outcome.err == f"imece: ended by {number.name}, passed on to 2 ranks\n"
+
+
+def test_signals_that_it_was_started_to_ignore_end_nothing(script: Script) -> None:
+    """As nohup does it. Its ranks ignore none: it may pass on what another host has got."""
+    text = """
+print([signal.getsignal(number) is not signal.SIG_IGN for number in (1, 2, 15)], flush=True)
+while not os.path.exists(sys.argv[1]): time.sleep(0.01)
+"""
+    path = script(text)
+
+    def call() -> int:
+        for number in (signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        return main(["launch", "--ranks", "1", str(path), str(path.with_name("go"))])
+
+    with Launcher(call=call) as launcher:
+        launcher.wait_for("[rank 0] [True, True, True]")
+        for number in (signal.SIGHUP, signal.SIGINT):
+            launcher.signal(number)
+        time.sleep(0.1)
+        path.with_name("go").touch()
+        outcome = launcher.wait(20)
+    assert outcome.status == 0 and outcome.err == "", outcome.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGCHLD, signal.SIGUSR2])
@@ -292,6 +319,47 @@ def test_a_reader_that_goes_away_ends_the_job(script: Script) -> None:
         assert launcher.stdout is not None and launcher.stdout.read(1) == b"["
         launcher.stdout.close()
         assert launcher.wait(30) == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_an_output_that_takes_nothing_ends_no_rank(script: Script, tmp_path: Path, closed: bool) -> None:
+    """It was closed with >&-, of which Python makes None, or its disk is full."""
+    path = script("for _ in range(50): print('x', flush=True); print('y', file=sys.stderr, flush=True)")
+
+    def call() -> int:
+        if closed:
+            os.close(1)
+            sys.stdout = None
+        else:
+            for fd in (1, 2):
+                os.dup2(os.open("/dev/full", os.O_WRONLY), fd)
+        return main(["launch", "--ranks", "2", "--log-dir", str(tmp_path / "new" / "logs"), str(path)])
+
+    with Launcher(call=call) as launcher:
+        outcome = launcher.wait(20)
+    assert outcome.status == 0 and outcome.out == ""
+    for rank in range(2):
+        lines = (tmp_path / "new" / "logs" / f"rank-{rank}.log").read_text().splitlines()
+        assert (lines.count("x"), lines.count("y")) == (50, 50)
+
+
+def test_a_log_that_cannot_be_opened_starts_no_rank(tmp_path: Path) -> None:
+    (tmp_path / "new" / "rank-0.log").mkdir(parents=True)
+    with Crew(tmp_path / "new") as crew, pytest.raises(IsADirectoryError):
+        crew.start(0, 0, ["sleep", "1000"], os.environ, direct=False)
+    assert not any("sleep" in child.name() for child in psutil.Process().children())
+
+
+def test_a_process_that_goes_on_writing_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = iter(range(100))
+    with Crew(None) as crew:
+        crew.start(0, 0, ["sh", "-c", "sleep 1000 &"], os.environ, direct=False)  # it holds both pipes open
+        while not crew.wait(time.monotonic() + 10)[0]:
+            pass
+        with monkeypatch.context() as patched:
+            patched.setattr(crew, "_read", lambda fd: next(reads) >= 0)
+            crew.reap(0)
+    assert 0 < next(reads) < 100
 
 
 def test_a_real_process(script: Script) -> None:

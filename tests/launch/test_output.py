@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
+import sys
+import threading
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from imece.launch.output import Printed, RankOutput
+from imece.launch.output import LogFile, Printed, RankOutput
 
 _TEXT = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"\xff"]), max_size=30).map(b"".join)
 
@@ -39,3 +44,45 @@ def test_tracebacks_are_repeated_only_if_others_spoke_since() -> None:
     other.feed(b"noise\n")
     assert one.failure_lines() == [b"Traceback (most recent call last):", b"  File", b"ValueError"]
     assert other.failure_lines() == []
+
+
+def test_a_full_disk_takes_nothing_and_the_log_all(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "log")
+    with open("/dev/full", "wb", buffering=0) as full:
+        RankOutput(0, full, Printed(), log).feed(b"one\ntwo\n")
+    log.close()
+    assert (tmp_path / "log").read_bytes() == b"one\ntwo\n"
+
+
+def test_a_terminal_that_is_gone_ends_nothing_and_a_pipe_that_nobody_reads_is_told() -> None:
+    parent, child = os.openpty()
+    os.close(parent)
+    with open(child, "wb", buffering=0) as gone:
+        RankOutput(0, gone, Printed()).feed(b"one\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb", buffering=0) as gone, pytest.raises(BrokenPipeError):
+        RankOutput(0, gone, Printed()).feed(b"one\n")
+
+
+def test_a_pipe_that_does_not_wait_gets_all() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    got: list[bytes] = []
+    with open(reader, "rb") as file:
+        reading = threading.Thread(target=lambda: got.append(file.read()))
+        reading.start()
+        with open(writer, "wb", buffering=0) as target:
+            RankOutput(0, target, Printed()).feed(b"x" * 300_000 + b"\n")
+        reading.join()
+    assert got[0].count(b"x") == 300_000
+
+
+def test_a_full_disk_behind_the_log_and_behind_its_complaint(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = LogFile(Path("/dev/full"))
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        log.write(b"one")
+        monkeypatch.undo()
+    log.write(b"two")
+    assert log._file is None, "it is not tried again"

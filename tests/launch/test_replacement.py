@@ -20,9 +20,12 @@ import pytest
 
 import imece.launch.host
 from imece import status
+from imece.launch.generations import Limits
+from imece.launch.job import Job
 from imece.launch.local import launch
 from imece.membership.roster import Generation
 from imece.status import Failure
+from tests.launch.hosts.cluster import FakeHost
 from tests.launch.launcher import Launcher, Outcome
 
 HEAD = """
@@ -530,3 +533,25 @@ def test_how_often_a_plain_script_starts(tmp_path: Path, text: str, times: int) 
     with Launcher("--ranks", "1", "--max-restarts", "2", script) as launcher:
         outcome = launcher.wait()
     assert outcome.out.count("here") == times and outcome.status == int(text[-2])
+
+
+def test_a_signal_gives_one_that_is_joining_no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody takes it in any more, and it has taken the signal for what its own next step is to look at."""
+    host = FakeHost(0)
+    host.obstinate = True
+    monkeypatch.setattr(host, "ready", lambda members: [])
+    job = Job(Limits(2), 120.0, True, {0: host}, 2)
+    job.start()
+    host.dies(1)
+    job.ended({1: host.endings[1]}, time.monotonic())
+    job.on_time(time.monotonic())
+    assert host.crew.living.keys() == {0, 2} and job.generations.joining == [2]
+    before = list(host.said)
+    job.signalled(signal.SIGTERM)
+    assert (host.ended_by, host.graces_s) == ([signal.SIGTERM] * 2, [120.0, 2.0])
+    host.dies(2)
+    job.ended({2: host.endings[2]}, time.monotonic())
+    host.dies(0, 143)
+    job.ended({0: host.endings[0]}, time.monotonic())
+    assert job.is_done and host.said == before, "that it was killed is no news"
+    assert job.outcome().line == "imece: ended by SIGTERM, passed on to 2 ranks"

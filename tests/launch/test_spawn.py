@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import signal
 import subprocess
@@ -19,7 +20,8 @@ import torch.distributed as dist
 
 import imece
 from imece.errors import UserError
-from imece.launch.spawn import RankFailedError, spawn
+from imece.launch.processes import Ending
+from imece.launch.spawn import RankFailedError, _Crew, spawn
 from imece.store import listen, serve
 from tests.launch.launcher import Launcher
 
@@ -87,6 +89,12 @@ def test_the_traceback_of_the_first_failing_rank() -> None:
 )
 def test_other_ways_to_fail(fault: Callable[[], Any], said: str) -> None:
     assert said in str(failing(fault))
+
+
+def test_a_failure_without_a_word_says_where_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # as redirect_stderr does, where nothing comes of it
+    with pytest.raises(RankFailedError, match=r"It wrote why to stderr$"):
+        _Crew()._raise(Ending(1, 4711, 1, 0.0))
 
 
 def test_one_failure_ends_ranks_that_wait_for_nothing() -> None:

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch.distributed as dist
 
+from imece.cli.launch_hosts import MOST_RANKS
 from imece.errors import UserError
 from imece.membership.offers import Offer, handed_over, newest_whole, of_step, on_host, travelling
 from imece.membership.roster import Generation, Roster
@@ -72,6 +73,9 @@ def test_who_leaves_is_told() -> None:
     for generation in (Generation(3, (0, 2)), Generation(4, (0, 2, 5), ("rank 1 was killed",), (2, 5))):
         roster.publish(generation)
         assert roster.generation(generation.number) == generation
+    most = Generation(5, tuple(range(1_000_000, 1_000_000 + MOST_RANKS)))
+    roster.publish(most)
+    assert roster.generation(5) == most
     store = dist.HashStore()
     store.set("imece/members/1", '{"members": [1], "leaving": "all"}')
     with pytest.raises(UserError, match="generation 1 names no members"):

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import imece
+from imece import mesh as meshes
+from imece.membership import steps as loops_of
 from imece.membership.borders import Borders
+from imece.membership.states import packed, unpacked
 from tests.launch.launcher import run_launch
 from tests.ranks import run_ranks
 
@@ -155,3 +160,56 @@ def test_how_often_a_rank_would_ask(step_s: float, count: int) -> None:
 def test_without_init() -> None:
     with pytest.raises(imece.errors.UserError, match=r"call imece.init\(\) first"):
         list(imece.steps(1, None, None))  # type: ignore[arg-type]
+
+
+def carried(
+    monkeypatch: pytest.MonkeyPatch, optimizer: torch.optim.Optimizer, also: list[Any]
+) -> tuple[Any, Any]:
+    """What a loop with these hands to Recovery: `state` and `take`."""
+    kept: dict[str, Any] = {}
+
+    def recovery(*_: Any, **given: Any) -> Any:
+        kept.update(given)
+        return mock.Mock(member=mock.Mock(is_joining=False))
+
+    monkeypatch.setattr(loops_of, "keeps_roster", lambda _: True)
+    monkeypatch.setattr(meshes, "current", mock.Mock())
+    monkeypatch.setattr(loops_of, "Member", mock.Mock())
+    monkeypatch.setattr(loops_of, "Recovery", recovery)
+    next(iter(imece.steps(9, mock.Mock(), optimizer, also=also)))
+    return kept["state"], kept["take"]
+
+
+def test_a_scheduler_goes_on_after_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MultiStepLR looks up numbers, which are no keys in JSON."""
+
+    def made() -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+        return optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.5)
+
+    optimizer, scheduler = made()
+    state, take = carried(monkeypatch, optimizer, [scheduler])
+    rates = []
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+        take(unpacked(packed(state())))
+        rates.append(scheduler.get_last_lr()[0])
+    assert rates == [1.0, 0.5, 0.5, 0.25, 0.25]
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, imece.GradScaler])
+def test_a_scaler_makes_a_step_again(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer was lost between `unscale_` and `update`."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), kind("cpu", init_scale=8.0)
+    state, take = carried(monkeypatch, optimizer, [scaler])
+    begun = unpacked(packed(state()))
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    take(begun)
+    optimizer.zero_grad()
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight.item() == 0.0, "unscaled once"

@@ -20,9 +20,10 @@ from imece.data.batches import Batches
 from imece.data.tokens import Part
 from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer, token_loss
-from imece.train.batch import plan_batch
+from imece.train.batch import BatchPlan, plan_batch, shared_among
 from imece.train.clock import Clock
 from imece.train.config import BatchSection, OptimizerSection
+from imece.train.evaluate import evaluate
 from imece.train.optimizer import make_optimizers
 from imece.train.precision import Precision
 from imece.train.step import Step
@@ -33,14 +34,14 @@ FP32 = Precision("fp32", "cpu")
 Found = dict[str, list[Any]]
 
 
-def batches() -> Batches:
-    """Of 60 documents of 10 to 20 tokens."""
+def text() -> Part:
+    """60 documents of 10 to 20 tokens."""
     draw = np.random.default_rng(0)
     lengths = draw.integers(10, 21, 60)
     tokens = draw.integers(0, 256, lengths.sum()).astype(np.uint16)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     tokens[offsets[1:] - 1] = 256
-    return Batches(Part("train", tokens, offsets, 256, len(tokens)), SEQ, SEQUENCES, seed=1)
+    return Part("train", tokens, offsets, 256, len(tokens))
 
 
 class Bench:
@@ -53,6 +54,7 @@ class Bench:
         optimizers: Sequence[str] = (),
         precision: Precision = FP32,
         strategy: str = "replicate",
+        plan: BatchPlan | None = None,
     ) -> None:
         """optimizers: "adamw" or "muon"; none: one that only moves by the gradient itself."""
         mesh = imece.init()
@@ -60,10 +62,10 @@ class Bench:
         self.model = Transformer(config, generator=torch.Generator().manual_seed(1))
         self.optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(self.model.parameters())]
         for kind in optimizers:
-            section = OptimizerSection(kind=kind)  # type: ignore[arg-type]
-            self.optimizers = make_optimizers(self.model, section)
-        self.batches = batches()
-        self.plan = plan_batch(BatchSection(sequences=SEQUENCES, micro=micro), SEQ, mesh.world_size)
+            self.optimizers = make_optimizers(self.model, OptimizerSection(kind=kind))  # type: ignore[arg-type]
+        section = BatchSection(sequences=SEQUENCES, micro=micro)
+        self.plan = plan or plan_batch(section, SEQ, mesh.world_size)
+        self.batches = Batches(text(), SEQ, self.plan.sequences, seed=1)
         self.clock = Clock(mesh.device)
         self.wrapped, _ = imece.parallelize(self.model, self.optimizers, strategy, mesh, average="tokens")
         self.step = Step(self.wrapped, self.optimizers, self.batches, self.plan, precision, clip, self.clock)
@@ -129,6 +131,37 @@ def test_the_gradient_is_that_of_one_process(ranks: int) -> None:
         assert [rank["tokens"] for rank in each] == [share * SEQ] * ranks
         nats = sum(rank["nats"] for rank in each)
         assert nats / (SEQUENCES * SEQ) == pytest.approx(first["loss"], rel=1e-6)
+
+
+def unequal() -> list[Any]:
+    """7 sequences, as after a death: 3 + 1 for rank 0 and 3 for rank 1; and 3 batches that are held out."""
+    plan = shared_among(BatchPlan(SEQ, 7, ranks=3, micro=3, accumulation=1), 2)
+    assert plan.accumulation == 2
+    alone = Bench(plan=plan)
+    loss, expected = alone.whole_batch(3)
+    norm = float(torch.cat([each.flatten() for each in expected]).norm())
+    nats, _ = evaluate(alone.model, text(), SEQ, 2, FP32, most_tokens=5 * SEQ)
+    found: list[Any] = []
+    for strategy in ("replicate", "zero3"):
+        bench = Bench(plan=plan, strategy=strategy)
+        rank = int(os.environ["RANK"])
+        shares = evaluate(bench.model, text(), SEQ, 2, FP32, rank=rank, world_size=2, most_tokens=5 * SEQ)
+        outcome = bench.step.run(3, lr=0.0)
+        found.append([outcome.nats, outcome.tokens, outcome.computed, outcome.grad_norm, *shares])
+        assert bench.step.blame(3) == []
+    return [[loss * 7 * SEQ, norm, nats], *found]
+
+
+def test_ranks_with_unequal_shares_make_as_many_forwards() -> None:
+    """Where units are gathered each forward is a collective."""
+    first, second = run_ranks(unequal, 2, backend=None, env={"IMECE_BACKEND": "cpu:gloo"})
+    loss, norm, held_out = first[0]
+    for one, other in zip(first[1:], second[1:], strict=True):
+        assert one[1:3] == [4 * SEQ] * 2 and other[1:3] == [3 * SEQ, 4 * SEQ], "one that does not count"
+        assert one[0] + other[0] == pytest.approx(loss, rel=1e-6)
+        assert one[3] == other[3] == pytest.approx(norm, rel=1e-6)
+        assert one[4] + other[4] == pytest.approx(held_out, rel=1e-6)
+        assert [one[5], other[5]] == [3 * SEQ, 2 * SEQ]
 
 
 def drops() -> list[Any]:

@@ -31,12 +31,45 @@ def test_the_first_is_noted_and_the_second_acts(number: signal.Signals) -> None:
             signal.signal(each, handler)
 
 
+def test_a_rank_that_was_launched_notes_the_first_alone() -> None:
+    """systemd signals the launcher, which passes it on, and the ranks."""
+    came: list[int] = []
+    before = {each: signal.signal(each, lambda signum, _: came.append(signum)) for each in SIGNALS}
+    try:
+        stop = Stop(launched=True)
+        with stop.listening():
+            for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), number)
+                assert (stop.signal, came) == (signal.SIGTERM, [])
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert came == [signal.SIGTERM], "it has been saved by then"
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
 def test_handlers_come_back_without_a_signal_too() -> None:
     before = [signal.getsignal(each) for each in SIGNALS]
     with pytest.raises(KeyError), Stop().listening():
         assert [signal.getsignal(each) for each in SIGNALS] != before
         raise KeyError
     assert [signal.getsignal(each) for each in SIGNALS] == before
+
+
+def test_what_this_process_was_started_to_ignore_stays_ignored() -> None:
+    before = {each: signal.signal(each, signal.SIG_IGN) for each in SIGNALS}
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        stop = Stop()
+        with stop.listening():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop.signal == 0
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.signal == signal.SIGTERM
+            assert [signal.getsignal(each) for each in SIGNALS] == [signal.SIG_IGN, signal.SIG_DFL]
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def test_other_threads_have_no_handlers() -> None:

@@ -300,7 +300,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             if parameter.requires_grad:
                 raise RuntimeError(
                     f"parameter {name} was frozen when the model was wrapped and wants a gradient now, which "
-                    f"no other rank would see: wrap the model with requires_grad=True, and freeze it after that"
+                    f"no other rank would see: wrap it with requires_grad=True, and freeze it after that"
                 )
 
     def _tell_joined(self) -> None:

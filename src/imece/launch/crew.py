@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from imece.launch.output import LogFile, Printed, RankOutput
+from imece.errors import UserError
+from imece.launch.output import LogFile, Printed, RankOutput, say, unbuffered
 from imece.launch.processes import die_with_parent, kill_group
-from imece.launch.signals import ENDING, signals_as_bytes
+from imece.launch.signals import ENDING, hear_all, signals_as_bytes
 from imece.membership.where import RECORD, new_record, read_record
 
 _READ_BYTES = 65_536
+_PIPE_READS = 1 + (1 << 20) // _READ_BYTES  # of the largest pipe that a user may make, and of its end
 _DRAIN_S = 1.0  # for output of processes that left the ranks' process groups
 _TOGETHER_S = 0.01  # ranks whose ends come within it ended together: one change for the others, not two
 
@@ -55,7 +57,12 @@ class Crew:
     """All of them. Leaving its block kills, drains and reaps whatever is left."""
 
     def __init__(self, logs: Path | None) -> None:
-        """`logs`: a folder, in which each rank's output is kept too."""
+        """`logs`: a folder, in which each rank's output is kept too. UserError if it cannot be made."""
+        if logs is not None:
+            try:
+                logs.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"cannot make the folder {str(logs)!r} for logs: {error.strerror}") from None
         self.living: dict[int, Process] = {}
         self.ended: dict[int, Process] = {}
         """Not reaped yet."""
@@ -110,7 +117,17 @@ class Crew:
 
         Raises OSError, ValueError or subprocess.SubprocessError.
         """
+        log = None if direct else self._log_of(slot)
+        outputs = (
+            RankOutput(slot, unbuffered(sys.stdout), self._printed, log),
+            RankOutput(slot, unbuffered(sys.stderr), self._printed, log),
+        )
         launcher, record = os.getpid(), new_record()
+
+        def prepare() -> None:
+            die_with_parent(launcher)
+            hear_all()
+
         try:
             popen = subprocess.Popen(
                 command,
@@ -120,16 +137,13 @@ class Crew:
                 stderr=None if direct else subprocess.PIPE,
                 pass_fds=(record,),
                 process_group=0,
-                preexec_fn=lambda: die_with_parent(launcher),
+                preexec_fn=prepare,
             )
         except BaseException:
             os.close(record)
             raise
-        log = None if direct else self._log_of(slot, popen.pid)
-        outputs = (
-            RankOutput(slot, sys.stdout.buffer, self._printed, log),
-            RankOutput(slot, sys.stderr.buffer, self._printed, log),
-        )
+        if log is not None:
+            log.begin(slot, popen.pid)
         try:
             pidfd = os.pidfd_open(popen.pid)
         except OSError:
@@ -173,15 +187,15 @@ class Crew:
         for fd in [
             fd for fd, (_, output) in self._open.items() if any(output is own for own in process.outputs)
         ]:
-            while self._read(fd):  # what it left in the pipe, which another process may hold open
-                pass
+            for _ in range(_PIPE_READS):  # what it left, and no more: another process may go on writing
+                if not self._read(fd):
+                    break
         process.popen.wait()
         os.close(process.record)
 
     def say(self, line: str) -> None:
         """One line of our own."""
-        with contextlib.suppress(BrokenPipeError):
-            print(line, file=sys.stderr, flush=True)
+        say(line)
 
     def show_failure(self, output: RankOutput) -> None:
         """Show the traceback again that a rank has printed, unless it is the last thing on the screen."""
@@ -236,10 +250,9 @@ class Crew:
             os.close(null)
             self._signals.append(signal.SIGPIPE)
 
-    def _log_of(self, slot: int, pid: int) -> LogFile | None:
+    def _log_of(self, slot: int) -> LogFile | None:
         if self._logs is None:
             return None
         if slot not in self._log_files:
             self._log_files[slot] = LogFile(self._logs / f"rank-{slot}.log")
-        self._log_files[slot].begin(slot, pid)
         return self._log_files[slot]

@@ -101,12 +101,15 @@ class Generations:
         self._counted_s = 0.0  # when the last of them was
         self._steps_then: int | None = None
         self._steps: int | None = None  # finished ones, of the member that is furthest
+        self._to_leave: set[int] = set()  # once those have left that are leaving
+        self._said: dict[int, int] = {}  # finished ones, as members that live last said
 
     def start_all(self, now: float) -> Generation:
         """All slots have new members, which form a generation of their own."""
         members = tuple(self._new_member(slot, now) for slot in self.places)
         self.newest = Generation(self.newest.number + 1, members)
         self.joining, self._newcomers, self.leaving, self.left = [], {}, set(), set()
+        self._to_leave = set()
         self._finished, self._no_veteran_since = False, None
         self._steps = self._steps_then = None  # they may count anew
         return self.newest
@@ -119,6 +122,10 @@ class Generations:
 
     def note_steps(self, steps: Mapping[int, int]) -> None:
         """How many steps members have finished, of those that say so."""
+        back = [count for member, count in steps.items() if count < self._said.get(member, count)]
+        self._said |= steps
+        if back:  # at a checkpoint: what they finish from there on is new
+            self._steps = self._steps_then = max(back)
         self._steps = max([*steps.values(), *([] if self._steps is None else [self._steps])], default=None)
         if self._steps_then is None:
             self._steps_then = self._steps
@@ -141,12 +148,24 @@ class Generations:
         """Whether nobody new is of use: ranks finish their work, or have been asked to end."""
         return self._finished or self.stopping
 
+    def all_go_on(self, go_on: Callable[[Sequence[int]], bool]) -> bool:
+        """Whoever was taken in once is one that goes on, though it may not have come to say so."""
+        return go_on(self._veterans() or self._living())
+
     def leave(self, members: Collection[int]) -> Generation | None:
-        """The next generation, in which these are to leave in order; None if too few would be left."""
-        going = self.leaving | {member for member in members if member in self.newest.members}
+        """The generation in which these are to leave in order; None if too few would be left.
+
+        As long as others leave it is the newest one: these follow when those are gone, for in a generation
+        that comes before, they would wait for some that have left already.
+        """
+        asked = {member for member in members if member in self.newest.members}
+        going = self.leaving | self._to_leave | asked
         if len(set(self._living()) - going) < max(1, self._limits.min_ranks):
             return None
-        self.leaving = going
+        if self.leaving:
+            self._to_leave |= asked
+            return self.newest
+        self.leaving = asked
         self.newest = self._next(self._living())
         return self.newest
 
@@ -195,6 +214,7 @@ class Generations:
         """It has ended, and nothing follows from that."""
         del self.slots[member]
         self._newcomers.pop(member, None)
+        self._said.pop(member, None)
         self.left.discard(member)
         if member in self.joining:
             self.joining.remove(member)
@@ -207,7 +227,7 @@ class Generations:
     def left_over(self, now: float) -> list[int]:
         """Members that wait for others who have all finished."""
         since = self._no_veteran_since
-        if since is None:
+        if since is None or self.stopping:
             return []
         return [*self.joining, *(self._newcomers if now >= since + _LATE_S else ())]
 
@@ -221,7 +241,7 @@ class Generations:
 
     def _after_death(self, go_on: Callable[[Sequence[int]], bool], now: float) -> Verdict | None:
         living = self._living()
-        if len(living) < max(1, self._limits.min_ranks) or not self._all_go_on(living, go_on):
+        if len(living) < max(1, self._limits.min_ranks) or not self.all_go_on(go_on):
             if self.stopping:
                 return None
             return self._start_again(now) if self._limits.restart else self._end()
@@ -239,10 +259,13 @@ class Generations:
         return GoOn(self.newest, slots, at_s, said)
 
     def _after_leaving(self, now: float) -> GoOn | None:
-        """All that were to leave have left."""
+        """All that were to leave have left. The others wait for that, also when they are asked to end."""
         living = self._living()
-        if not living or self.stopping:
+        if not living:
             return None
+        if not self.stopping:
+            self.leaving = self._to_leave & set(living)
+        self._to_leave = set()
         self.newest = self._next(living)
         return GoOn(
             self.newest, (), now, f"imece: all that were to leave have left; {_ranks(len(living))} on"
@@ -251,10 +274,6 @@ class Generations:
     def _next(self, members: tuple[int, ...], lost: tuple[str, ...] = ()) -> Generation:
         leaving = tuple(member for member in members if member in self.leaving)
         return Generation(self.newest.number + 1, members, lost, leaving)
-
-    def _all_go_on(self, living: Sequence[int], go_on: Callable[[Sequence[int]], bool]) -> bool:
-        """Whoever was taken in once is one that goes on, though it may not have come to say so."""
-        return go_on(self._veterans() or living)
 
     def _start_again(self, now: float) -> Verdict:
         if self._is_loop(now):

@@ -21,7 +21,7 @@ from imece.launch.processes import Ending, Outcome, is_stopped, name_of, prints_
 from imece.launch.silence import Silence
 from imece.launch.view import View, hit
 from imece.membership.roster import Generation, Roster
-from imece.store import listen, serve
+from imece.store import listen_here, serve
 
 if TYPE_CHECKING:  # ranks are started before torch is imported here, which takes a second
     import torch.distributed as dist
@@ -100,7 +100,7 @@ class Host:
         """Of all members so far."""
         self._order = order
         self._environment = environment
-        self._listener = listen()
+        self._listener = listen_here()
         self.port: int = self._listener.getsockname()[1]
         """Of the store in which this host's ranks and launcher meet, on loopback."""
         self.meeting_port = self.port
@@ -202,7 +202,7 @@ class Host:
         self._over_since = _NEVER
         if self.endings:
             # What torch's groups have left in a store, addresses too, would be found by the next ones.
-            listener = listen()
+            listener = listen_here()
             self.meeting_port = listener.getsockname()[1]
             self._meeting = serve(listener)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 from imece.errors import CollectiveTimeoutError, UserError
 from imece.launch.generations import End, Generations, GoOn, Limits, Verdict
@@ -20,6 +20,7 @@ from imece.status import Failure
 AFTER_FAILURE_S = 2.0  # from SIGTERM to SIGKILL once a rank has failed
 WAITED_FOR_S = 0.02  # how often to ask those that leave, and for whom all others wait, whether they are gone
 _JOINING_S = 0.05  # how often to ask whether a replacement is ready
+_AGAIN_S = 30.0  # after which a replacement that could not be started is tried once more
 _POLL_S = 1.0  # how often to ask how far all are
 _NEVER = float("inf")
 
@@ -101,15 +102,24 @@ class Job:
         self.generations.stopping = True
         self.generations.blame_at = None
         self._again_at, self._replacements = None, []
-        passed_on = signal.SIGTERM if number == signal.SIGPIPE else number
-        self._end_ranks(list(self.generations.slots), passed_on, 0.0 if again else self._grace_s)
+        # For which alone ranks are prepared, of the three.
+        passed_on = signal.SIGTERM if number in (signal.SIGPIPE, signal.SIGHUP) else number
+        joining = self.generations.joining.copy()  # nobody takes them in now, and they would wait for that
+        self._let_go |= set(joining)
+        grace_s = 0.0 if again else self._grace_s
+        self._end_ranks(self.generations.slots.keys() - joining, passed_on, grace_s)
+        self._end_ranks(joining, passed_on, min(grace_s, AFTER_FAILURE_S))
 
     def cannot_start(self, member: int, why: str, now: float) -> None:
         """A member's process could not be started."""
         slot = self.generations.slots[member]
         if member in self.generations.joining:
             self.generations.remove(member)
-            self.say(f"imece: cannot start a replacement for rank {slot}: {why}")
+            again = ""
+            if self.is_calm and not self.generations.is_ending:
+                self._replacements.append((now + _AGAIN_S, slot))
+                again = f"; tried again in {_AGAIN_S:.0f} s"
+            self.say(f"imece: cannot start a replacement for rank {slot}: {why}{again}")
         else:
             failure = Failure(now, UserError.__name__, f"cannot start: {why}", False)
             self.ended({member: Ending(slot, 0, SAID, now, failure, host=slot // self._per_host)}, now)
@@ -118,7 +128,7 @@ class Job:
         """When `on_time` has something to do."""
         times = [at for at in (self.generations.blame_at, self._again_at) if at is not None]
         times += [at for at, _ in self._replacements]
-        if self.is_calm:
+        if self._looks:
             times.append(self._poll_at)
         return min(times, default=_NEVER)
 
@@ -133,10 +143,10 @@ class Job:
             for at, slot in list(self._replacements):
                 if now >= at:
                     self._replacements.remove((at, slot))
-                    self._replace([slot])
-            if now >= self._poll_at:
-                self._poll(now)
-                self._poll_at = now + self._poll_s
+                    self._replace(slot)
+        if self._looks and now >= self._poll_at:
+            self._poll(now)
+            self._poll_at = now + self._poll_s
 
     def outcome(self) -> Outcome:
         """What became of it, after its end."""
@@ -155,6 +165,12 @@ class Job:
         left = f"; rank {finished[0]} had finished before" if finished and cause.because_of_peer else ""
         line = f"imece: {cause.describe()}{self._why}{left or (ended if others else '')}"
         return Outcome(128 - cause.status if cause.status < 0 else cause.status or 1, line, cause)
+
+    @property
+    def _looks(self) -> bool:
+        """Whether to look at what members say: after a signal too, while others wait for those that leave."""
+        ends = self._over or self._again_at is not None
+        return not ends and (self._got_signal is None or bool(self.generations.leaving))
 
     @property
     def _poll_s(self) -> float:
@@ -216,12 +232,12 @@ class Job:
         for hands in self.hands.values():
             hands.begin_anew()
 
-    def _replace(self, slots: Sequence[int]) -> None:
-        """New members in these slots of one host, which will join."""
+    def _replace(self, slot: int) -> None:
+        """A new member in a slot, which will join."""
         now, restarts = time.monotonic(), self.generations.starts
-        starts = [Start(self.generations.start_one(slot, now), slot, 0, 1, True, restarts) for slot in slots]
+        start = Start(self.generations.start_one(slot, now), slot, 0, 1, True, restarts)
         try:
-            self.hands[slots[0] // self._per_host].start(starts)
+            self.hands[slot // self._per_host].start([start])
         except CannotStart as error:
             self.cannot_start(error.start.member, str(error), now)
 

@@ -43,11 +43,11 @@ def launch(
 ) -> int:
     """Run `command` once for each rank and return the exit status for the whole.
 
-    0 if all ranks finished; the first failing rank's status, or 128 + its signal; 128 + the signal that
-    this process got. SIGINT, SIGTERM and SIGHUP are passed on to the ranks, which then have `grace_s`
-    seconds; a second one kills them at once. direct: rank 0 has this process' own output, without a prefix,
-    and a rank that ends with status 2 has said itself what is wrong. Call it from the main thread. Raises
-    UserError if the ranks cannot be started.
+    0 if all ranks finished; the first failing rank's status, or 128 + its signal; 128 + the signal that this
+    process got. SIGINT, SIGTERM and, as SIGTERM, SIGHUP are passed on to the ranks, which then have
+    `grace_s` seconds; a second one kills them at once. direct: rank 0 has this process' own output, without
+    a prefix, and a rank that ends with status 2 has said itself what is wrong. Call it from the main thread.
+    Raises UserError if the ranks cannot be started.
 
     A rank that dies is replaced if the others go on without it (membership/roster.py) and are `min_ranks` or
     more. If not, all are ended; restart: and started again, after a death; exceptions: after another failure
@@ -61,11 +61,6 @@ def launch(
         raise UserError(f"--ranks {ranks}: from 1 to {MAX_RANKS} ranks can run on one host")
     if not 1 <= min_ranks <= ranks:
         raise UserError(f"--min-ranks {min_ranks}: from 1 to the {ranks} ranks of the run")
-    if logs is not None:
-        try:
-            logs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot make the folder {str(logs)!r} for logs: {error.strerror}") from None
     limits = Limits(ranks, min_ranks, max_restarts, restart, exceptions)
     order = Order(command, environ, grace_s, direct, silent_s)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import select
 import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _LONGEST_BYTES = 65_536  # a longer line is passed on in pieces
@@ -17,6 +19,37 @@ _KEPT_LINES = 100
 _COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)  # no red: that is for what went wrong
 _TORCHS_PREFIX = re.compile(rb"^\[rank\d+\]: ")  # before tracebacks
 _FAILURE_STARTS = (b"Traceback (most recent call last)", b"Fatal Python error")
+
+
+def unbuffered(stream: TextIO) -> BinaryIO:
+    """Where it writes to. Its buffer would keep what a full disk has refused, and fail again at the end."""
+    target: BinaryIO = getattr(stream.buffer, "raw", stream.buffer)
+    return target
+
+
+def write(target: BinaryIO, data: bytes) -> None:
+    """Write all of it. What a full disk or a terminal that is gone does not take is lost, and ends no rank.
+
+    Raises BrokenPipeError if nobody reads the target any more.
+    """
+    rest = memoryview(data)
+    try:
+        while rest:
+            taken = target.write(rest)
+            if taken:
+                rest = rest[taken:]
+            else:  # None: somebody has made it one that does not wait
+                select.select([], [target], [])
+    except BrokenPipeError:
+        raise
+    except OSError:
+        return
+
+
+def say(line: str) -> None:
+    """One line of the launcher's own."""
+    with contextlib.suppress(BrokenPipeError):
+        write(unbuffered(sys.stderr), f"{line}\n".encode(sys.stderr.encoding, "backslashreplace"))
 
 
 @dataclass
@@ -47,7 +80,7 @@ class LogFile:
             self._file.write(line + b"\n")
         except OSError as error:
             self.close()
-            print(f"imece: {self._path} is not written any more: {error.strerror}", file=sys.stderr)
+            say(f"imece: {self._path} is not written any more: {error.strerror}")
 
     def close(self) -> None:
         """No more lines."""
@@ -74,7 +107,7 @@ class RankOutput:
         self._coloured = self.target.isatty() and not os.environ.get("NO_COLOR")
 
     def feed(self, data: bytes) -> None:
-        """Pass on every line that is now complete. Raises OSError if the target is gone."""
+        """Pass on every line that is now complete. Raises BrokenPipeError, as `write` does."""
         data = self._partial + data
         pieces = _LINE_END.split(data)
         # A carriage return at the very end may be the first half of "\r\n".
@@ -109,8 +142,7 @@ class RankOutput:
         prefix = b"[rank %d]" % self.rank
         if self._coloured:
             prefix = b"\x1b[%dm%s\x1b[0m" % (_COLOURS[self.rank % len(_COLOURS)], prefix)
-        self.target.write(b"%s %s\n" % (prefix, line))
-        self.target.flush()
+        write(self.target, b"%s %s\n" % (prefix, line))
 
     def _line(self, line: bytes) -> None:
         line = _TORCHS_PREFIX.sub(b"", line)

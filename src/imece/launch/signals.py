@@ -14,11 +14,13 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def signals_as_bytes(selector: selectors.BaseSelector) -> Iterator[None]:
-    """While open, SIGINT, SIGTERM and SIGHUP only wake `selector`, one byte for each."""
+    """While open, SIGINT, SIGTERM and SIGHUP only wake `selector`, one byte for each. Those that this process
+    was started to ignore, as nohup does it, stay ignored."""
     reader, writer = socket.socketpair()
     for end in (reader, writer):
         end.setblocking(False)
-    before = {number: signal.signal(number, _note) for number in ENDING}
+    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _note) for number in heard}
     previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     selector.register(reader, selectors.EVENT_READ, None)
     try:
@@ -30,6 +32,12 @@ def signals_as_bytes(selector: selectors.BaseSelector) -> Iterator[None]:
             signal.signal(number, handler)
         reader.close()
         writer.close()
+
+
+def hear_all() -> None:
+    """Called in a child: its launcher may pass on what it ignores itself, but another host has got."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _note(number: int, frame: FrameType | None) -> None:

@@ -30,7 +30,7 @@ from imece.launch.processes import (
     worker_environment,
 )
 from imece.launch.results import decode, encode
-from imece.store import listen, serve
+from imece.store import listen_here, serve
 
 _BLAME_S = 1.0  # how long a rank that lost its peer waits for that peer's own end to be seen
 _RESULT, _FAILURE = b"r", b"f"
@@ -77,7 +77,7 @@ def spawn(
             f"{fn!r} cannot be imported by a new process, and this one cannot be copied after it has used "
             "CUDA or torch.distributed: move the function to a module"
         )
-    listener = listen()
+    listener = listen_here()
     port = listener.getsockname()[1]
     job = f"imece-{os.getpid()}-{port}"
     crew = _Crew()
@@ -200,7 +200,7 @@ class _Crew:
             raise UserError(f"rank {cause.rank}: {cause.failure.message}")
         message = cause.describe() + (f"\n\n{trace}" if trace else "")
         if not frame and cause.status == 1:  # multiprocessing could not get as far as calling it
-            message += f": can a new process import the function? It wrote why to {sys.stderr.name}"
+            message += ": can a new process import the function? It wrote why to stderr"
         raise RankFailedError(message, cause.rank, cause.pid)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from imece.checkpoint.deal import Slice
 from imece.checkpoint.manifest import DTYPE_NAMES, DTYPES
 from imece.checkpoint.training_state import TrainingState
 from imece.collectives import ops
-from imece.collectives.texts import gather_texts
+from imece.collectives.texts import gather_json
 from imece.membership.pieces import Pieces
 
 _CHUNK_BYTES = 64 * 2**20
@@ -39,10 +38,10 @@ def catch_up(
     """
     sends = group.rank() == root
     held = {name: _whole(value) for name, value in state.own().items()} if sends else {}
-    table = [json.dumps([name, DTYPE_NAMES[each.dtype], list(each.shape)]) for name, each in held.items()]
-    said = gather_texts(table, group, device, "names of the training state")[root]
+    table = [[name, DTYPE_NAMES[each.dtype], list(each.shape)] for name, each in held.items()]
+    said = gather_json(table, group, device, "names of the training state")[root]
     pieces = Pieces()
-    for chunk in _chunks([json.loads(text) for text in said]):
+    for chunk in _chunks(said):
         nbytes = sum(each.nbytes for each in chunk)
         flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
         if sends:

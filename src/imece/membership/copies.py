@@ -11,7 +11,6 @@ have. What a host has no copy of comes to it from another one (streams.py).
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from imece.collectives import ops
-from imece.collectives.texts import gather_texts
+from imece.collectives.texts import gather_json, gather_texts
 from imece.errors import UserError
 from imece.membership.copy import Copy, Held
 from imece.membership.offers import Offer, handed_over, newest_whole, of_step, on_host, travelling
@@ -80,14 +79,14 @@ class Copies:
                 own = Copy.of(held)
                 unless_done.callback(own.memory.close)
                 own.write(step, held)
-                mine = [json.dumps([*_where(own), at]), str(self._made)]
+                mine = {"where": [*_where(own), at], "made": self._made}
             except UserError as error:
-                mine = [str(error)]
-            said = gather_texts(mine, group, _CPU, "copies in memory")
-            if lacking := [texts[0] for texts in said if len(texts) == 1]:
+                mine = {"lacking": str(error)}
+            said = gather_json(mine, group, _CPU, "copies in memory")
+            if lacking := [each["lacking"] for each in said if "lacking" in each]:
                 self.drop()
-                return lacking[0]
-            wheres = [json.loads(where) for where, _ in said]
+                return str(lacking[0])
+            wheres = [each["where"] for each in said]
             new = _Set(places, [int(each[3]) for each in wheres], [])
             for maker in next(host for host in hosts if group.rank() in host):
                 pid, fd, serial, of = wheres[maker]
@@ -97,7 +96,7 @@ class Copies:
                 new.mapped.append(_Mapped(copy, maker, of))
             ops.barrier(group=group)  # now all have those of their host open
             unless_done.pop_all()
-        self._made = max(int(made) for _, made in said) + 1
+        self._made = max(each["made"] for each in said) + 1
         self._sets[self._made], self._own = new, own
         # Of a rank that dies before all know the new set, other hosts may have only the one before.
         ops.barrier(group=group)

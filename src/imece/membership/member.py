@@ -5,7 +5,6 @@ A thread of its own does the first two, five times a second; so what the trainin
 
 from __future__ import annotations
 
-import atexit
 import math
 import os
 import threading
@@ -64,7 +63,7 @@ class Member:
         self._stop = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="imece-beat", daemon=True)
         self._beating.start()
-        atexit.register(self._close)  # a process that still lives must beat; one that ends must not
+        meshes.ended_last.append(self._close)  # a process that still lives must beat; one that ends must not
 
     def _first(self) -> int:
         """The generation that it was started in. The launcher may say so a moment after it has started it."""

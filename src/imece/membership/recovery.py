@@ -13,7 +13,6 @@ there the others get copies of what would go with them, and then they end.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import sys
 import time
@@ -27,7 +26,7 @@ from torch.optim import Optimizer
 
 from imece.checkpoint.training_state import TrainingState
 from imece.collectives import ops
-from imece.collectives.texts import gather_texts
+from imece.collectives.texts import gather_json
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.errors import CollectiveError, MismatchError
@@ -37,6 +36,7 @@ from imece.membership.copies import Copies
 from imece.membership.member import Member, is_peer_gone
 from imece.membership.needs import Needs
 from imece.membership.roster import Generation
+from imece.membership.states import packed, unpacked
 
 Json = dict[str, Any]
 
@@ -101,7 +101,7 @@ class Recovery:
         member.where.watch(model, self._optimizers)
         self._fits = True
         self._again: int | None = None  # steps to be made again, until the first one of this generation is
-        self._states: dict[str, Json] = {}  # by finished steps, the last two
+        self._states: dict[str, str] = {}  # by finished steps, the last two: packed, as they were then
         self.without_copies = self._no_copies_at_all
         """Why there are none, the same on all ranks; "" if there are."""
 
@@ -122,7 +122,7 @@ class Recovery:
     def begin(self, step: int) -> None:
         """All ranks of this generation are here, with `step` finished steps; `go_on` is to follow."""
         self._exchange(step)
-        self._states[str(step)] = self._state()
+        self.note_state(step)
         self.member.steps = step
         self._borders.begin(step)
 
@@ -140,9 +140,13 @@ class Recovery:
             self.member.went_on(self._again)
             self._again = None
         self._states = {key: each for key, each in self._states.items() if int(key) == step - 1}
-        self._states[str(step)] = self._state()
+        self.note_state(step)
         if not self.without_copies and not self._is_alone:
             self._fits = self._copies.write(step, self._training_state.own())
+
+    def note_state(self, step: int) -> None:
+        """What belongs to so many finished steps is as it is now. `begin` and `finished` have noted it."""
+        self._states[str(step)] = packed(self._state())
 
     def says(self) -> tuple[float, float]:
         """For the border: the newest generation, and whether the copies have to be made anew."""
@@ -209,13 +213,13 @@ class Recovery:
             try:
                 step, lost = self._take_over(step)
                 lost_steps += lost
+                self.member.goes_on()  # before the launcher counts on it because of its steps
                 self.member.steps = step
                 if generation.leaving:
                     self._let_leave(generation, step)
             except RuntimeError as another:
                 error = another
                 continue
-            self.member.goes_on()
             self._borders.begin(step)
             self._again = lost_steps
             return Recovered(generation, step, lost_steps, time.monotonic() - began)
@@ -238,8 +242,7 @@ class Recovery:
         else:
             model.regroup(mesh)
         mine = {"step": step, "states": self._states, "copies": self._copies.note()}
-        said = gather_texts([json.dumps(mine)], mesh.world_group, mesh.device, "how far each rank is")
-        notes: list[Json] = [json.loads(texts[0]) for texts in said]
+        notes: list[Json] = gather_json(mine, mesh.world_group, mesh.device, "how far each rank is")
         furthest = max(range(len(notes)), key=lambda rank: (notes[rank]["step"], -rank))
         most = int(notes[furthest]["step"])
         if self._sharded:
@@ -248,10 +251,12 @@ class Recovery:
             begin = most
             if any(note["step"] < most for note in notes):
                 catch_up(self._training_state, furthest, step < most, mesh.world_group, model.device)
-        states = notes[furthest]["states"]
-        if str(begin) in states:
-            self._take(states[str(begin)])
-            self._states = {str(begin): states[str(begin)]}
+        state = notes[furthest]["states"].get(str(begin))
+        if state is None:  # back at a checkpoint, which a rank that joins has read but for what is not in it
+            mine_now = packed(self._state())
+            state = gather_json(mine_now, mesh.world_group, mesh.device, "state of the checkpoint")[furthest]
+        self._take(unpacked(state))
+        self._states = {str(begin): state}
         self.without_copies = self._no_copies_at_all  # those who have just come know of no want of memory
         self._exchange(begin)
         return begin, most - begin

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # a launcher does not wait for torch before it starts ranks
 
 _PREFIX = "imece/members/"
 _NEWEST = _PREFIX + "newest"
+_GENERATION_BYTES = 1 << 20  # the most ranks that can be started need a fifth of it
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Roster:
 
     def generation(self, number: int) -> Generation:
         """The one of that number, which must have been published. UserError if it is none of ours."""
-        note = read_note(self._store.get(f"{_PREFIX}{number}"), "the launcher")
+        note = read_note(self._store.get(f"{_PREFIX}{number}"), "the launcher", _GENERATION_BYTES)
         members, lost, leaving = note.get("members"), note.get("lost"), note.get("leaving", [])
         for each in (members, leaving):
             if not isinstance(each, list) or not all(isinstance(number, int) for number in each):

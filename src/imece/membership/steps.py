@@ -15,7 +15,6 @@ torch's generators, for dropout or to choose samples, the loop sees to that: eac
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -25,11 +24,13 @@ import torch
 from torch.optim import Optimizer
 
 from imece import mesh as meshes
+from imece.data_parallel.grad_scaler import forget_stage
 from imece.data_parallel.optimizer import numbers_of, set_numbers
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.membership.draws import begin_draws
 from imece.membership.member import Member, keeps_roster
 from imece.membership.recovery import Recovered, Recovery
+from imece.membership.states import packed
 from imece.membership.unwatched import say_unwatched
 from imece.mesh import Mesh
 
@@ -38,7 +39,7 @@ _looped: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
 class Stateful(Protocol):
-    """A learning-rate scheduler, a sampler: what has a state of JSON."""
+    """A learning-rate scheduler, a sampler: what has a state of JSON, whose keys may be numbers too."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
@@ -83,8 +84,9 @@ def steps(
     """The steps from `start` to `total`, each a context to make one optimizer update in; see above.
 
     model, optimizer: as `imece.DistributedDataParallel` or `imece.parallelize` gave them; several optimizers
-    as a list. also: learning-rate schedulers and the like, whose state_dict is JSON: a rank that was behind
-    gets that of the rank that was furthest. recovered: called on every rank that has come into a generation.
+    as a list. recovered: called on every rank that has come into a generation. also: learning-rate
+    schedulers, a GradScaler and the like, whose state_dict is JSON, and small, for each step notes it anew:
+    a rank that was behind gets that of the rank that was furthest.
 
     seed: of what is drawn in the steps from torch's generators, of the CPU and of this rank's device; by
     default the one that the script gave to torch.manual_seed. Each step begins them anew, from the seed, the
@@ -126,8 +128,10 @@ def steps(
             set_numbers(each, numbers)
         for thing, found in zip(also, said["also"], strict=True):
             thing.load_state_dict(found)
+            if isinstance(thing, torch.amp.GradScaler):
+                forget_stage(thing)
 
-    json.dumps(state())  # TypeError now, and not when a rank has died
+    packed(state())  # TypeError now, and not when a rank has died
     recovery = Recovery(Member(mesh), model, optimizers, state=state, take=take)
     try:
         yield from _until(total, _Loop(recovery, start, total, recovered or (lambda _: None)), begin)

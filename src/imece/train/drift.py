@@ -11,7 +11,6 @@ next one; where only one rank holds a part, nothing can tell.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from imece.collectives.texts import gather_texts
+from imece.collectives.texts import gather_json
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.same import digest, sync_from
 from imece.data_parallel.sharded import ShardedDataParallel
@@ -82,10 +81,9 @@ class Drift:
         With the parameters goes what their optimizers keep of them. Returns what differed. DriftError if
         there is a tie; nothing is changed then.
         """
-        mine = [json.dumps([self.key])]
-        mine += [json.dumps([name, int(digest(each))]) for name, each in self._named]
+        mine = [[self.key], *([name, int(digest(each))] for name, each in self._named)]
         world, device = self._model.process_group, self._model.device
-        said = [[json.loads(text) for text in texts] for texts in gather_texts(mine, world, device, "drift")]
+        said = gather_json(mine, world, device, "drift")
         found: list[_Difference] = []
         for key in sorted({texts[0][0] for texts in said}):
             ranks = [rank for rank, texts in enumerate(said) if texts[0][0] == key]

@@ -34,6 +34,8 @@ def evaluate(
     The part is read in windows of `seq` tokens that do not overlap, `batch` at a time. Each token counts
     once; the one before a document's first is an end token, as in training.
     most_tokens: in so many windows only, at equal distances over the whole part; 0 for all.
+
+    All ranks make as many forwards, as gathered parameters need: some of them one more that does not count.
     """
     windows = math.ceil(len(part.tokens) / seq)
     chosen = min(windows, math.ceil(most_tokens / seq)) if most_tokens else windows
@@ -42,8 +44,9 @@ def evaluate(
     nats, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
     was_training = model.training
     model.eval()
-    for first in range(rank * batch, chosen, world_size * batch):
-        numbers = range(first, min(first + batch, chosen))
+    for begin in range(0, chosen, world_size * batch):
+        first = begin + rank * batch
+        numbers = range(first, min(first + batch, chosen))  # none for the last ranks of the last round
         inputs, targets = _windows(part, seq, [number * windows // chosen for number in numbers])
         with precision.autocast():
             logits = model(torch.from_numpy(inputs).to(device))
@@ -56,9 +59,12 @@ def evaluate(
 
 
 def _windows(part: Part, seq: int, numbers: Sequence[int]) -> tuple[Tokens, Tokens]:
-    """Inputs and targets, each int64 [windows, seq]; what lies behind the part's end does not count."""
-    inputs = np.full((len(numbers), seq), part.end, np.int64)
-    targets = np.full((len(numbers), seq), IGNORE, np.int64)
+    """Inputs and targets, each int64 [windows, seq]; what lies behind the part's end does not count.
+
+    At least one window: of no number it is one in which nothing counts.
+    """
+    inputs = np.full((max(1, len(numbers)), seq), part.end, np.int64)
+    targets = np.full_like(inputs, IGNORE)
     for row, number in enumerate(numbers):
         tokens = part.tokens[number * seq : (number + 1) * seq]
         targets[row, : len(tokens)] = tokens

@@ -38,6 +38,7 @@ class _Together:
     signal: int  # that some rank got, else 0
     newest: float = 0.0  # what Recovery wants to know
     anew: float = 0.0
+    owes_save: bool = False  # a rank had one under way when the generation ended
     drifted: bool = False  # ranks that should hold the same do not
     own: tuple[tuple[float, ...], ...] = ()  # of each rank, its time of the step before, by PHASES
 
@@ -52,8 +53,7 @@ class Loop:
         self._process = psutil.Process()
         mesh = session.mesh
         self._pending: dict[str, Any] | None = None  # of a step that is made and not yet told
-        self._made: tuple[int, Outcome, float] | None = None  # a step whose figures no rank has of the others
-        self._counted = session.done  # steps whose figures all have
+        self._made: tuple[int, Outcome, float] | None = None  # the newest step
         self._recovered: Recovered | None = None  # since the last step
         self._own: tuple[float, ...] | None = None  # this rank's time of the last step, by PHASES
         self._stragglers = Stragglers(session.config.watch.slow_ratio)
@@ -84,9 +84,9 @@ class Loop:
                 session.done, together.newest, together.anew
             )
             last = session.done == config.steps
-            val_loss = (
-                self._validate_now(record) if last or _due(session.done, config.validate.every) else None
-            )
+            if last or _due(session.done, config.validate.every):
+                self._validate_now(record)
+            session.step_judged()
             if outcome.skipped:
                 self._skipped(index, outcome, record)
             else:
@@ -95,7 +95,7 @@ class Loop:
             self._tell(record)
             if last or together.signal or _due(session.done, config.checkpoint.every):
                 began = time.perf_counter()
-                session.save(val_loss)
+                session.save()
                 self._save_s = time.perf_counter() - began
                 session.clock.lap()  # neither this nor validation is a part of the next step
             if together.signal:
@@ -117,19 +117,23 @@ class Loop:
             f"generation {generation.number}: {session.mesh.world_size} ranks go on after step "
             f"{session.done} ({recovered.seconds:.2f} s); {session.plan.describe()}"
         )
-        self._make_up()
+        owed = self._make_up()
         config = session.config
-        if session.done == config.steps or _due(session.done, config.checkpoint.every):
-            session.save(None)  # the one that was under way came to nothing
+        if owed or session.done == config.steps or _due(session.done, config.checkpoint.every):
+            session.save()
 
-    def _make_up(self) -> None:
-        """The figures of a step after which a rank died: of those ranks that have them. All ranks call it."""
-        made, self._made = self._made, None
+    def _make_up(self) -> bool:
+        """The figures of a step after which a rank died: of those ranks that have them. All ranks call it.
+
+        Whether a save that was under way came to nothing.
+        """
+        made = self._made
         mine = made if made is not None and made[0] == self._session.done else None
         _, outcome, rate = mine or (0, Outcome(0.0, 0, math.nan), math.nan)
         together = self._gather(outcome)
-        if together.tokens and self._counted < self._session.done:
+        if together.tokens and self._session.counted < self._session.done:
             self._pending = self._record(outcome, together, rate)
+        return together.owes_save
 
     def _tell(self, record: dict[str, Any]) -> None:
         self._pending = None
@@ -161,7 +165,7 @@ class Loop:
             else self._process.memory_info().rss
         )
         recovery = self._session.recovery
-        said = recovery.says() if recovery is not None else (0.0, 0.0)
+        said = (*(recovery.says() if recovery is not None else (0.0, 0.0)), float(self._session.owes_save))
         own = self._own or (math.nan,) * len(PHASES)
         mine = torch.tensor(
             [outcome.nats, outcome.tokens, memory, self._stop.signal, *said, *own, self._drift.key, 0.0],
@@ -174,15 +178,15 @@ class Loop:
             ops.all_gather(everybodys, mine, group=group, label="loss of each rank")
         rows = everybodys.view(-1, len(mine)).tolist()
         nats, tokens, *most, keys, digests = zip(*rows, strict=True)
-        memory, signal, newest, anew = map(max, most[:4])
+        memory, signal, newest, anew, owes = map(max, most[:5])
         return _Together(
             sum(nats) / max(1.0, sum(tokens)), int(sum(tokens)), int(memory), int(signal), newest, anew,
-            Drift.differs(digests, keys), tuple(zip(*most[4:], strict=True)),
+            bool(owes), Drift.differs(digests, keys), tuple(zip(*most[5:], strict=True)),
         )  # fmt: skip
 
     def _record(self, outcome: Outcome, together: _Together, rate: float) -> dict[str, Any]:
         session = self._session
-        self._made, self._counted = None, session.done
+        session.counted = session.done
         lap = session.clock.lap()
         step_s, phases = lap.seconds, lap.phases
         self._own = self._own_times(lap, outcome)
@@ -220,7 +224,7 @@ class Loop:
     def _own_times(self, lap: Lap, outcome: Outcome) -> tuple[float, ...] | None:
         """By PHASES, for an even share of the global batch: who has more to do is not slow."""
         plan = self._session.plan
-        share = outcome.tokens * plan.ranks / plan.tokens
+        share = outcome.computed * plan.ranks / plan.tokens
         return tuple(lap.own.get(phase, 0.0) / share for phase in PHASES) if share else None
 
     def _new_drift(self) -> Drift:
@@ -254,19 +258,19 @@ class Loop:
             )
         record["drift"] = "; ".join(said)
 
-    def _validate_now(self, record: dict[str, Any]) -> float | None:
+    def _validate_now(self, record: dict[str, Any]) -> None:
         """At the end `finish` reads all that is held out; here it is for the checkpoint to be judged by."""
         session = self._session
         if not len(session.prepared.tokens.validation.tokens):
-            return None
+            return
         began = time.perf_counter()
         val_loss = self.validate(session.config.validate.tokens)
         if math.isfinite(val_loss):
             session.best_val_loss = min(val_loss, session.best_val_loss or math.inf)
+            session.val_loss = session.done, val_loss
         record["val_loss"] = val_loss
         record["val_s"] = time.perf_counter() - began
         session.clock.lap()
-        return val_loss if math.isfinite(val_loss) else None
 
     def _skipped(self, index: int, outcome: Outcome, record: dict[str, Any]) -> None:
         session = self._session

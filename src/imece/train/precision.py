@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from imece.data_parallel.grad_scaler import GradScaler
 from imece.errors import UserError
 from imece.train.config import Dtype
 
@@ -29,9 +30,9 @@ class Precision:
             return contextlib.nullcontext()
         return torch.autocast(self.device_type, self.dtype)
 
-    def scaler(self) -> torch.amp.GradScaler | None:
+    def scaler(self) -> GradScaler | None:
         """Keeps small gradients above fp16's smallest number; the other two need none."""
-        return torch.amp.GradScaler(self.device_type) if self.name == "fp16" else None
+        return GradScaler(self.device_type) if self.name == "fp16" else None
 
 
 def choose_precision(asked: Dtype, device: torch.device) -> Precision:

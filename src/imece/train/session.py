@@ -13,7 +13,7 @@ import torch
 from imece.checkpoint.load import Saved, newest
 from imece.checkpoint.save import Checkpoints
 from imece.checkpoint.training_state import TrainingState
-from imece.collectives.texts import gather_texts
+from imece.collectives.texts import gather_json, gather_texts
 from imece.data.batches import Batches
 from imece.data.prepare import Prepared, prepare
 from imece.data_parallel.parallelize import parallelize
@@ -65,11 +65,14 @@ class Session:
     alarms: deque[str]  # what the saving thread has to say; the loop shows it
     done: int = 0  # optimizer updates so far
     first: int = 0  # of them, before this command
+    counted: int = 0  # of them, those that the next two know of
     seconds: float = 0.0  # spent on them
     tokens: int = 0  # that they read
     compile_s: float = 0.0  # before the first step
     best_val_loss: float | None = None
-    checkpoints: Checkpoints = field(init=False)
+    val_loss: tuple[int, float | None] = (_NOTHING, None)  # (after so many updates, it): by which one is kept
+    owes_save: bool = False  # one that was under way was given up, as ranks died or came
+    checkpoints: Checkpoints = field(init=False)  # of one that joins: from `begin` on
     recovery: Recovery | None = None  # None: the launcher does not replace ranks
 
     @classmethod
@@ -84,7 +87,7 @@ class Session:
         def inputs() -> tuple[Prepared, BatchPlan, Batches, Precision]:
             prepared = prepare(config.data.source(), folder.tokenizer_file, folder.tokens(config), None)
             shape = config.model.shape(prepared.tokenizer.vocab_size)
-            plan = plan_batch(config.batch, shape.max_seq, mesh.world_size)
+            plan = plan_batch(config.batch, shape.max_seq, _first_ranks(config, mesh))
             batches = Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed)
             return prepared, plan, batches, choose_precision(config.compute.dtype, mesh.device)
 
@@ -112,8 +115,7 @@ class Session:
         )  # fmt: skip
         if not mesh.world.joining:
             session.checkpoints = session._open_checkpoints()
-            together(mesh, session._resume)
-            session._check_same_step()
+            session._resume()
             session.first = session.done
         if keeps_roster(mesh):
             session.recovery = Recovery(
@@ -146,6 +148,11 @@ class Session:
             with self.clock.phase("copy"):
                 self.recovery.finished(self.done)
 
+    def step_judged(self) -> None:
+        """All that will be known of the newest step is known: a rank that joins gets it too."""
+        if self.recovery is not None:
+            self.recovery.note_state(self.done)
+
     def recover(self, error: BaseException | None) -> Recovered:
         """Into the next generation, with the same steps and the same global batches; None: this rank joins.
 
@@ -155,6 +162,7 @@ class Session:
             assert error is not None
             raise error
         if error is not None:
+            self.owes_save |= self.checkpoints.is_saving
             self.checkpoints.close()  # what was under way can never be whole
         recovered = self.recovery.recover(error, self.done if error is not None else _NOTHING)
         self.done = recovered.step
@@ -175,26 +183,31 @@ class Session:
 
     def _counters(self) -> dict[str, Any]:
         return {
+            "done": self.done,
+            "counted": self.counted,
             "seconds": self.seconds,
             "tokens": self.tokens,
             "best_val_loss": self.best_val_loss,
+            "val_loss": self.val_loss,
             "scaler": self.step.scaler_state,
             "micro": self.plan.micro,
         }
 
     def _take_counters(self, state: dict[str, Any]) -> None:
-        self.seconds, self.tokens = state["seconds"], state["tokens"]
-        self.best_val_loss = state["best_val_loss"]
+        assert self.recovery is not None
+        if state["done"] != self.recovery.member.steps:  # else its own may know more of this step
+            self.counted, self.seconds, self.tokens = state["counted"], state["seconds"], state["tokens"]
+            self.best_val_loss, self.val_loss = state["best_val_loss"], state["val_loss"]
         self.step.load_scaler(state["scaler"])
         self.plan = replace(self.plan, micro=state["micro"])  # never more at once than the first ranks had
 
     def _from_checkpoint(self) -> int:
         """What nobody has in memory any more. LostStateError if there is no checkpoint yet."""
-        before, self.done = self.done, 0
-        self._resume()
-        if not self.done:
+        assert self.recovery is not None
+        if not self._resume():
             raise LostStateError("a rank that is gone held a part of the model, and no checkpoint has it yet")
-        self.alarms.append(f"back to the checkpoint of step {self.done}: {before - self.done} steps are lost")
+        lost = self.recovery.member.steps - self.done
+        self.alarms.append(f"back to the checkpoint of step {self.done}: {lost} steps are lost")
         return self.done
 
     # Checkpoints.
@@ -210,13 +223,16 @@ class Session:
             time.sleep(_POLL_S)
         return self.checkpoints.finish()
 
-    def save(self, val_loss: float | None) -> None:
+    def save(self) -> None:
         """Begin to save; `finish_save` waits until it is on the disk."""
+        step, val_loss = self.val_loss
         with self.recovery.saving() if self.recovery is not None else contextlib.nullcontext():
             # A collective, before the wait: that is not the same on all.
             tensors = self.training_state.tensors()
             self.finish_save()
-            self.checkpoints.save(self.done, tensors, self._state(), {}, metric=val_loss)
+            metric = val_loss if step == self.done else None
+            self.checkpoints.save(self.done, tensors, self._state(), {}, metric=metric)
+        self.owes_save = False
 
     @property
     def strategy(self) -> str:
@@ -245,8 +261,15 @@ class Session:
             "scaler": self.step.scaler_state,
         }
 
-    def _resume(self) -> None:
-        """The place in the data and all that is drawn follow from the step's number: nothing else is lost."""
+    def _resume(self) -> bool:
+        """From the newest checkpoint, and whether there is one. All ranks call it."""
+        saved = together(self.mesh, self._newest)
+        self._check_same_step(saved.step if saved is not None else 0)
+        if saved is not None:
+            together(self.mesh, lambda: self._load(saved))
+        return saved is not None
+
+    def _newest(self) -> Saved | None:
         damaged: list[str] = []
         saved = newest(self.folder.checkpoints, damaged.append)
         if self.mesh.rank == 0:  # all see the same, and one to say so is enough
@@ -257,18 +280,22 @@ class Session:
                     f"{self.folder.checkpoints}: none of {len(damaged)} checkpoints can be read "
                     f"({damaged[0]}); to begin anew, name another folder with --run"
                 )
-            return
+            return None
         self._check(saved)
+        return saved
+
+    def _load(self, saved: Saved) -> None:
+        """The place in the data and all that is drawn follow from the step's number: nothing else is lost."""
         self.training_state.load(saved)
         self.step.load_scaler(saved.state["scaler"])
-        self.done, self.best_val_loss = saved.step, saved.state["best_val_loss"]
+        self.done = self.counted = saved.step
+        self.best_val_loss, self.val_loss = saved.state["best_val_loss"], (saved.step, saved.metric)
         self.seconds, self.tokens = saved.state["counters"]["seconds"], saved.state["counters"]["tokens"]
 
-    def _check_same_step(self) -> None:
-        """All ranks call it. One that cannot read what the others can has taken an older checkpoint."""
+    def _check_same_step(self, step: int) -> None:
+        """All ranks call it. One that cannot read what the others can would take an older checkpoint."""
         mesh = self.mesh
-        said = gather_texts([str(self.done)], mesh.world_group, mesh.device, "step to go on from")
-        steps = [int(text) for (text,) in said]
+        steps = gather_json(step, mesh.world_group, mesh.device, "step to go on from")
 
         def check() -> None:
             if len(set(steps)) > 1:
@@ -287,6 +314,15 @@ class Session:
                 f"{saved.folder} was trained with another tokenizer ({entries} entries) than "
                 f"{self.folder.tokenizer_file} ({self.prepared.tokenizer.vocab_size}): put the old one back"
             )
+
+
+def _first_ranks(config: TrainConfig, mesh: Mesh) -> int:
+    """Those that the run began with, as far as a rank that joins, and is alone, knows."""
+    world = mesh.world
+    if not world.joining:
+        return mesh.world_size
+    several_hosts = world.agent_port is not None
+    return config.ranks or (1 if several_hosts else world.local_world_size)
 
 
 def _strategy(

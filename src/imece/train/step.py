@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from imece.collectives import ops
-from imece.collectives.texts import gather_texts
+from imece.collectives.texts import gather_json
 from imece.data.batches import Batches, rows
+from imece.data_parallel.grad_scaler import forget_stage
 from imece.data_parallel.replicate import DistributedDataParallel
+from imece.data_parallel.sharded import ShardedDataParallel
 from imece.membership.draws import begin_draws
 from imece.models.transformer import Transformer, token_loss
 from imece.train.batch import BatchPlan
@@ -30,6 +31,13 @@ class Outcome:
     tokens: int  # of this rank
     grad_norm: float  # before clipping
     skipped: str = ""  # why the update was not made
+    computed: int = 0  # tokens of this rank, with those that do not count
+
+
+class _MicroBatch(NamedTuple):
+    inputs: Tensor  # int64 [micro, seq]
+    targets: Tensor  # the same
+    tokens: int  # that count: all or none
 
 
 class Step:
@@ -39,6 +47,9 @@ class Step:
     forward, backward   for each micro-batch; the last backward sums the gradients over the ranks
     exposed   the part of that sum which backward did not hide
     optimizer the gradient's norm; if it is finite, clipping and the update
+
+    All ranks make as many forwards and backwards, since with gathered parameters each is a collective: a rank
+    with fewer micro-batches than another one ends with some of weight 0.
 
     The gradient is that of the mean over all tokens of the global batch. Since it is bit-equal on all ranks
     after the sum, they all see the same norm, and skip or make the update without asking each other.
@@ -74,23 +85,25 @@ class Step:
         micro_batches = self._read(index)
         # The sum stays on the device: reading it after each micro-batch would make a GPU wait.
         nats = torch.zeros((), dtype=torch.float64, device=self._model.device)
-        for number, (inputs, targets) in enumerate(micro_batches):
+        for number, (inputs, targets, tokens) in enumerate(micro_batches):
             last = number == len(micro_batches) - 1
             begin_draws(self._batches.seed, index, self._first(number), self._model.device)
             with contextlib.nullcontext() if last else self._model.no_sync():
                 with self._clock.phase("forward"), self._precision.autocast():
                     loss = token_loss(self._model(inputs), targets)
                 with self._clock.phase("backward"):
-                    weighed = self._model.weigh(loss, targets.numel())
+                    weighed = self._model.weigh(loss, tokens)
                     (self._scaler.scale(weighed) if self._scaler else weighed).backward()
-            nats += loss.detach().double() * targets.numel()
+            if tokens:
+                nats += loss.detach().double() * tokens
         trace = self._model.last_trace
         if trace is not None:
             self._clock.exposed(trace.exposed_s, self._model.backward_computed)
         with self._clock.phase("optimizer"):
             norm, skipped = self._update()
-        tokens = sum(targets.numel() for _, targets in micro_batches)
-        return Outcome(float(nats), tokens, norm, skipped)
+        counted = sum(each.tokens for each in micro_batches)
+        computed = sum(each.targets.numel() for each in micro_batches)
+        return Outcome(float(nats), counted, norm, skipped, computed)
 
     def blame(self, index: int) -> list[str]:
         """Who brought what is not finite into step `index`: a line for each rank, with its documents.
@@ -98,8 +111,19 @@ class Step:
         All ranks call it after a step that was skipped. The step is computed once more, rank by rank: only
         then is a sum known to have been finite on one side. Costs nothing as long as all is well.
         """
-        found: list[str] = []
-        for number, (inputs, targets) in enumerate(self._read(index)):
+        model = self._model
+        # autograd.grad asks for the gradients of whole parameters, which may be gone after a unit's forward.
+        inside = model.gathered() if isinstance(model, ShardedDataParallel) else contextlib.nullcontext()
+        with inside:
+            found = list(self._not_finite_in(index))
+        every = gather_json(found, model.process_group, model.device, "who brought what is not finite")
+        return [self._describe(rank, *each) for rank, said in enumerate(every) for each in said]
+
+    def _not_finite_in(self, index: int) -> Iterator[tuple[float, list[str], list[int]]]:
+        """Of each micro-batch of this rank that brings such: its loss, the parameters, the documents."""
+        for number, (inputs, targets, tokens) in enumerate(self._read(index)):
+            if not tokens:
+                continue
             begin_draws(self._batches.seed, index, self._first(number), self._model.device)
             with self._precision.autocast():
                 loss = token_loss(self._model.module(inputs), targets)
@@ -108,60 +132,46 @@ class Step:
             if bad or not math.isfinite(nats):
                 begin = self._first(number)
                 documents = self._batches.names(index, begin, begin + len(inputs))
-                found.append(json.dumps([nats, bad, documents]))
-        device = self._model.device
-        texts = gather_texts(found, self._model.process_group, device, "who brought what is not finite")
-        return [self._describe(rank, text) for rank, said in enumerate(texts) for text in said]
+                yield nats, bad, documents
 
     def _first(self, number: int) -> int:
         """Where this rank's micro-batch `number` begins among the sequences of the global batch."""
         first, _ = rows(self._plan.sequences, self._rank, self._plan.ranks)
         return first + number * self._plan.micro
 
-    def _read(self, index: int) -> list[tuple[Tensor, Tensor]]:
-        """This rank's micro-batches: inputs and targets, each int64 [micro, seq]."""
+    def _read(self, index: int) -> list[_MicroBatch]:
+        """This rank's micro-batches, as many as every other rank has."""
         with self._clock.phase("data"):
-            inputs, targets = self._batches.for_rank(index, self._rank, self._plan.ranks)
-            device = self._model.device
-            both = [torch.from_numpy(part).to(device).split(self._plan.micro) for part in (inputs, targets)]
-            return list(zip(*both, strict=True))
+            both = self._batches.for_rank(index, self._rank, self._plan.ranks)
+            inputs, targets = (torch.from_numpy(part).to(self._model.device) for part in both)
+            parts = zip(inputs.split(self._plan.micro), targets.split(self._plan.micro), strict=True)
+            found = [_MicroBatch(*part, part[1].numel()) for part in parts]
+            # A sequence of its own: it brings nothing that is not finite unless it has done so already.
+            ignored = _MicroBatch(inputs[:1], targets[:1], 0)
+            return found + [ignored] * (self._plan.accumulation - len(found))
 
     def _update(self) -> tuple[float, str]:
         if self._scaler is not None:
             for optimizer in self._optimizers:
                 self._scaler.unscale_(optimizer)
-            self._agree_on_overflow()
         length = float(self._model.gradient_norm())
         finite = math.isfinite(length)
         if finite and 0 < self._clip < length:
             self._model.scale_gradients(self._clip / length)
         if finite:  # of all gradients: the scaler alone would make the update of each optimizer that can
             for optimizer in self._optimizers:
-                scaled = self._scaler is not None and self._scaler._found_inf_per_device(optimizer)
-                self._scaler.step(optimizer) if self._scaler is not None and scaled else optimizer.step()
+                self._scaler.step(optimizer) if self._scaler is not None else optimizer.step()
         if self._scaler is not None:
             self._scaler.update()
             return length, "" if finite else f"fp16 overflow; the scale is now {self._scaler.get_scale():g}"
         return length, "" if finite else "the gradient is not finite"
-
-    def _agree_on_overflow(self) -> None:
-        """Ranks of a sharded model have different parts of the gradient: one that saw Inf says it for all."""
-        assert self._scaler is not None
-        for optimizer in self._optimizers:
-            found = list(self._scaler._found_inf_per_device(optimizer).values())
-            # A rank without a part of this optimizer's gradients has looked at nothing, and takes part.
-            flag = found[0] if found else torch.zeros(1)
-            agreed = flag.to(self._model.device)  # of offloaded gradients it is on the CPU
-            ops.all_reduce(agreed, "max", group=self._model.process_group, label="fp16 overflow")
-            flag.copy_(agreed)
 
     def _not_finite(self, gradients: tuple[Tensor | None, ...]) -> list[str]:
         names = [name for name, each in self._model.module.named_parameters() if each.requires_grad]
         pairs = zip(names, gradients, strict=True)
         return [name for name, each in pairs if each is not None and not bool(each.isfinite().all())]
 
-    def _describe(self, rank: int, text: str) -> str:
-        loss, bad, documents = json.loads(text)
+    def _describe(self, rank: int, loss: float, bad: list[str], documents: list[int]) -> str:
         where = f"gradient of {bad[0]}" if bad else "finite gradients"
         where += f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         return f"rank {rank}: loss {loss:g}, {where}; documents {_listed(documents)}"
@@ -186,6 +196,7 @@ class Step:
         """The reverse of `scaler_state`."""
         if self._scaler is not None and state:
             self._scaler.load_state_dict(state)
+            forget_stage(self._scaler)
 
 
 def unwrapped(model: DistributedDataParallel) -> Transformer:

@@ -51,6 +51,7 @@ class FakeHost:
         self.obstinate = False  # its ranks end by SIGKILL alone
         self.told: set[int] = set()  # members that have said that they are closed
         self.resilient = True
+        self.unsaid: set[int] = set()  # members that have not come to say that they are resilient
         self.meeting_port = 1000 + number
 
     def start(self, starts: Sequence[Start]) -> None:
@@ -98,7 +99,7 @@ class FakeHost:
         self.said.append(line)
 
     def all_resilient(self, members: Collection[int]) -> bool:
-        return self.resilient and bool(members)
+        return self.resilient and bool(members) and not self.unsaid & set(members)
 
     def ready(self, members: Iterable[int]) -> list[int]:
         return list(members)

@@ -57,3 +57,6 @@ def test_the_way_to_this_host_is_over_loopback() -> None:
 def test_no_way_is_one_line() -> None:
     with pytest.raises(UserError, match=r"no way from here to nowhere\.invalid:1: "):
         address_towards(("nowhere.invalid", 1))
+    for name in ("a..b", "x" * 64):
+        with pytest.raises(UserError, match=f"no way from here to {name}:1: that is no host's name"):
+            address_towards((name, 1))

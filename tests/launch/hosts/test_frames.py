@@ -10,8 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from imece.cli.launch_hosts import MOST_HOSTS, MOST_RANKS
+from imece.launch.generations import Limits
 from imece.launch.hosts import frames
 from imece.launch.hosts.frames import FrameError, pack, printable, unpack
+from imece.launch.hosts.wide_generations import WideGenerations
+from imece.launch.hosts.words import Report, Seen, of_report
+from imece.launch.processes import MAX_RANKS, Ending
+from imece.status import Failure
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -69,11 +75,31 @@ def test_too_deep_and_too_many_digits_are_refused() -> None:
 
 
 def test_too_long_a_frame_is_refused_by_its_length_alone() -> None:
-    with pytest.raises(FrameError, match="65537 bytes, of which 65536"):
-        read_all(b"\0\1\0\1")
+    with pytest.raises(FrameError, match="1048577 bytes, of which 1048576"):
+        read_all(b"\0\x10\0\1")
     with pytest.raises(frames.Goodbye):
         read_all(frames.GOODBYE)
     assert read_all(b"\0\0\1") == [], "half a frame is none"
+
+
+def test_what_agents_say_of_the_most_ranks_fits() -> None:
+    generations = WideGenerations(Limits(MOST_RANKS))
+    generations.follow_up(None, 1_000_000)  # so many were replaced
+    first = generations.start_all(0.0)
+    joined = [generations.start_one(slot, 0.0) for slot in range(MOST_RANKS // 2)]
+    for member in first.members[: MOST_RANKS // 2]:
+        generations.remove(member)
+    newest = generations.take_in(joined, dict.fromkeys(joined, 1_000_000))
+    assert newest is not None and len(newest.members) == MOST_RANKS
+    book = [[host, "fe80::ffff:ffff:ffff:ffff%eth0", 65_535] for host in range(MOST_HOSTS)]
+    assert pack({"do": "know", "snapshot": generations.snapshot(), "book": book})
+    members = newest.members[:MAX_RANKS]
+    gone_on = tuple((number, 1e6 / 7, 1_000_000) for number in range(10_000, 10_003))
+    seen = Seen(MOST_RANKS, 4_000_000, 1_000_000, 1_000_000, True, True, gone_on)
+    failure = Failure(1e6 / 7, "ValueError", "木" * 30_000, False)
+    ending = Ending(MOST_RANKS, 4_000_000, 1, 1e6 / 7, failure, where="in backward of step 1,000,000")
+    report = Report(dict.fromkeys(members, seen), dict.fromkeys(members, ending), newest)
+    assert pack({"say": "yes", "report": of_report(report, 2e6 / 7)})
 
 
 @given(st.text() | st.integers())

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from imece.launch.hosts.door import MOST_STRANGERS
 from imece.launch.hosts.events import Complaints, Down, Refused, Said, Up
+from imece.launch.hosts.frames import FRAME_LIMIT_BYTES
 from imece.launch.hosts.handshake import MAGIC
 from tests.launch.hosts.agents import TOKEN, Agent, agents, all_that_comes, exactly, is_open, knock
 
@@ -137,9 +138,8 @@ def test_who_takes_too_long_is_dropped(pair: list[Agent], drips: bool) -> None:
 def test_a_frame_of_a_gigabyte_is_not_waited_for(pair: list[Agent]) -> None:
     _, more = prove(pair[0])
     assert more(struct.pack(">I", 1 << 30) + b"x" * 100) == b""
-    assert (
-        pair[0].next(Refused).why == "it declared a message of 1073741824 bytes, of which 65536 are allowed"
-    )
+    why = f"it declared a message of 1073741824 bytes, of which {FRAME_LIMIT_BYTES} are allowed"
+    assert pair[0].next(Refused).why == why
     undisturbed(pair)
 
 
@@ -159,7 +159,8 @@ def test_a_peer_that_says_what_is_no_message_loses_its_link(pair: list[Agent]) -
     zero, one = pair
     one._call(one._links._up[0].send, struct.pack(">I", 1 << 31))
     down = zero.next(Down)
-    assert down == Down(1, "it declared a message of 2147483648 bytes, of which 65536 are allowed", False)
+    why = f"it declared a message of 2147483648 bytes, of which {FRAME_LIMIT_BYTES} are allowed"
+    assert down == Down(1, why, False)
     assert one.next(Down).host == 0
 
 

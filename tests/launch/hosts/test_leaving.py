@@ -94,6 +94,54 @@ def test_all_hosts_are_asked_to_go(cluster: Make, order: tuple[int, int]) -> Non
 
 
 @pytest.mark.parametrize("number", [2, 15])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_all_hosts_are_asked_to_go_one_after_another(
+    cluster: Make, order: tuple[int, int], number: int
+) -> None:
+    """Those of the second wait in the generation in which the first leaves: they have to save alone."""
+    made = cluster(2)
+    first, second = order
+    made.agents[first].role.signalled(15)
+    made.settle()
+    assert made.newest(second).leaving == tuple(made.members(first))
+    for each in made.hosts.values():
+        each.obstinate = True
+    made.agents[second].role.signalled(number)
+    made.settle()
+    stay = tuple(made.members(second))
+    made.hosts[first].told |= set(made.members(first))
+    made.settle()
+    assert (made.newest(second).members, made.newest(second).leaving) == (stay, ())
+    for host in order:
+        for member in made.members(host):
+            made.hosts[host].dies(member, 0)
+        made.settle()
+    name = "SIGINT" if number == 2 else "SIGTERM"
+    for host in (0, 1):
+        outcome = made.heres[host].outcome
+        assert outcome is not None and outcome.status == 128 + number and f"ended by {name}" in outcome.line
+
+
+def test_one_host_leaves_after_another(cluster: Make) -> None:
+    """Those of the first may have left already: nobody is to wait for them in a generation with both."""
+    made = cluster(3)
+    for host in (1, 2):
+        made.agents[host].role.signalled(15)
+    made.settle()
+    assert made.newest(0).members == (0, 1, 2, 3, 4, 5) and made.newest(0).leaving == (2, 3)
+    assert made.hosts[0].published.count(made.newest(0)) == 1
+    for host, left, leaving in ((1, (0, 1, 4, 5), (4, 5)), (2, (0, 1), ())):
+        made.hosts[host].closes()
+        made.settle()
+        assert (made.newest(0).members, made.newest(0).leaving) == (left, leaving)
+        for member in made.members(host):
+            made.hosts[host].dies(member, 0)
+        made.settle()
+        outcome = made.heres[host].outcome
+        assert outcome is not None and outcome.status == 143 and "have left in order" in outcome.line
+
+
+@pytest.mark.parametrize("number", [2, 15])
 def test_one_signal_to_all_hosts_is_one(cluster: Make, number: int) -> None:
     """As from SLURM: ranks keep their time to save. The second one of a host is another."""
     made = cluster(3)
@@ -108,6 +156,20 @@ def test_one_signal_to_all_hosts_is_one(cluster: Make, number: int) -> None:
     made.settle()
     for host in made.hosts.values():
         assert host.graces_s == [30.0] * 2 + [0.0] * 2
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_host_leaves_though_another_rank_was_just_taken_in(cluster: Make, host: int) -> None:
+    """Which has not come to say yet that it goes on."""
+    made = cluster(2)
+    made.hosts[0].dies(0)
+    made.settle()
+    assert made.newest(0).members == (1, 2, 3, 4)
+    for each in made.hosts.values():
+        each.unsaid = {4}
+    made.agents[host].role.signalled(15)
+    made.settle()
+    assert made.newest(0).leaving == ((1, 4), (2, 3))[host] and made.heres[host].outcome is None
 
 
 def test_one_asked_to_go_goes_though_the_coordinator_dies(cluster: Make) -> None:

@@ -63,6 +63,14 @@ def test_a_message_that_is_too_long_is_the_senders_mistake() -> None:
         assert zero.is_calm() and one.is_calm()
 
 
+@pytest.mark.parametrize("name", ["a..b", "x" * 64])
+def test_what_is_no_hosts_name_is_not_reached(name: str) -> None:
+    """A peer may say that an agent is there."""
+    why = f"^'{name}' is not a host that can be found: it is no host's name$"
+    with pytest.raises(reach.Unreached, match=why):
+        asyncio.run(reach._connect((name, 1)))
+
+
 def test_what_was_sent_last_arrives_and_then_the_host_is_surely_gone() -> None:
     with agents(0) as (zero,):
         with agents(1) as (one,):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 from imece.errors import UserError
@@ -61,6 +64,19 @@ def test_one_comes_again_though_host_0_is_gone(cluster: Make) -> None:
     made.start(0)
     made.settle()
     assert made.leaders == [2] and made.newest(0).members == (4, 5, 6, 7, 8, 9)
+
+
+def test_a_rank_dies_while_nobody_leads(cluster: Make) -> None:
+    """Its launcher has already told the one that will lead how its ranks are."""
+    made = cluster(3)
+    made._ends(0)
+    while not any(isinstance(event, Said) and event.message["say"] == "yes" for event in made.events[1]):
+        assert made._handle()
+    made.hosts[2].dies(4)
+    assert made._end_ranks()
+    made.settle()
+    assert made.leaders == [1] and made.members(2) == [5, 6]
+    assert made.newest(1).members == made.newest(2).members == (2, 3, 5, 6)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +159,21 @@ def test_a_watcher_sees_and_hits_members_of_all_hosts(cluster: Make) -> None:
     assert view.living().keys() == {1, 2, 4, 5} and not view.signal(3, 9)
     assert {*view.generation(view.newest()).members} == {1, 2, 4, 5}
     assert view.generation(0).members == (0, 1, 2, 3), "earlier ones are kept"
+
+
+def test_a_watcher_ends_the_job_though_ctrl_c_is_ignored(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view, sent = WideView(cluster(2).heres[0]), []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        view.end()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        view.end()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert sent == [(os.getpid(), signal.SIGINT), (os.getpid(), signal.SIGTERM)]
 
 
 def test_nobody_comes(cluster: Make) -> None:

@@ -34,6 +34,17 @@ def test_where_the_file_is(home: dict[str, str], tmp_path: Path) -> None:
     assert token_path({**home, TOKEN_FILE: "/run/secret"}) == Path("/run/secret")
 
 
+def test_where_nobody_knows_of_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(_: object) -> None:
+        raise KeyError
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    monkeypatch.delenv("HOME", raising=False)
+    for environ in ({}, {TOKEN_FILE: "~/token"}, {TOKEN_FILE: "~no-such-user/token"}):
+        with pytest.raises(UserError, match=r"no home .*: set IMECE_TOKEN, or IMECE_TOKEN_FILE to a file"):
+            find_token(environ, create=True)
+
+
 def test_the_environment_comes_first(home: dict[str, str]) -> None:
     keep(token_path(home), "a" * 20)
     assert find_token({**home, TOKEN: f" {LONG}\n"}, create=True) == (LONG.encode(), None)

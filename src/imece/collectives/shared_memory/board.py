@@ -7,7 +7,7 @@ Layout of a segment (word = int64, line = 8 words = 64 bytes, so that ranks neve
                   FAILED, CLOSED   it gave up / it left in order
                   FREED   arenas it has given back: mappings of them may be dropped
                   DETAIL  number of the collective to which the text about what it sent belongs
-                  JOINED  it has mapped everybody's segments
+                  JOINED  it has mapped everybody's segments, or has given that up
     line 1, 2     the descriptor of its collective, for even and odd numbers:
                   fingerprint, bytes offered, (fd, serial, offset) of a tensor in shared memory
     line 3        BELL, the word it sleeps on: the only one that others write, so it has a line of its own
@@ -84,18 +84,30 @@ class Board:
     """This rank's view of everybody's segments in one group."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+        """Raises as `_meet` does, and CollectiveError where one that has come is gone."""
         self.rank = rank
         self.world_size = world_size
         slots_byte = -(-(_CHANNELS_BYTE + world_size * CHANNEL_WORDS * 8) // 4096) * 4096
         rings_byte = slots_byte + SLOTS * CROWDED_SLOT_BYTES
         own = segment.create(rings_byte + world_size * RING_BYTES, "a group of the shm backend")
-        self.peers = _meet(store, own, rank, world_size, timeout)
+        self._pidfds: dict[int, int] = {}
+        try:
+            self.peers = _meet(store, own, rank, world_size, timeout)
+            self._segments = [
+                own if peer.rank == rank else segment.attach(peer.pid, peer.fd, peer.serial)
+                for peer in self.peers
+            ]
+            for peer in self.peers:
+                if peer.rank != rank:
+                    self._pidfds[peer.rank] = _pidfd(peer)
+        except BaseException:
+            words = words_of(own.memory)
+            words[CLOSED] = words[JOINED] = 1  # for those that have come: nobody is to wait for this rank
+            own.close()
+            self._close_pidfds()
+            raise
         self.crowded = world_size > min(peer.cores for peer in self.peers)  # more ranks than cores
         self.slot_bytes = CROWDED_SLOT_BYTES if self.crowded else SLOT_BYTES  # the same on all ranks
-        self._segments = [
-            own if peer.rank == rank else segment.attach(peer.pid, peer.fd, peer.serial)
-            for peer in self.peers
-        ]
         self.words = [words_of(each.memory) for each in self._segments]
         self.mine = self.words[rank]
         self.others = [other for other in range(world_size) if other != rank]
@@ -113,7 +125,6 @@ class Board:
         self._counting = threading.Lock()
         self._attached: dict[tuple[int, int], Segment] = {}  # (rank, serial) -> another rank's arena
         self._freed = [0] * world_size
-        self._pidfds = {peer.rank: os.pidfd_open(peer.pid) for peer in self.peers if peer.rank != rank}
         self._watch = select.poll()
         for fd in self._pidfds.values():
             self._watch.register(fd, select.POLLIN)
@@ -219,12 +230,15 @@ class Board:
         """Leave in order. Memory is unmapped when the last tensor on it is gone."""
         self._wait_for_late_ranks()
         self.publish(CLOSED, 1)
-        for fd in self._pidfds.values():
-            os.close(fd)
-        self._pidfds.clear()
+        self._close_pidfds()
         self._watch = select.poll()
         self._segments[self.rank].close()
         self._attached.clear()
+
+    def _close_pidfds(self) -> None:
+        for fd in self._pidfds.values():
+            os.close(fd)
+        self._pidfds.clear()
 
     def _wait_for_late_ranks(self) -> None:
         """A rank that is still joining needs this segment's descriptor, and this process: wait a moment."""
@@ -263,6 +277,16 @@ def _meet(store: dist.Store, own: Segment, rank: int, world_size: int, timeout: 
             + ": use backend='gloo' between hosts"
         )
     return peers
+
+
+def _pidfd(peer: Peer) -> int:
+    """A descriptor that tells of its end. CollectiveError if it has been reaped already."""
+    try:
+        return os.pidfd_open(peer.pid)
+    except ProcessLookupError:
+        raise CollectiveError(
+            f"rank {peer.rank} (pid {peer.pid}) is gone: it ended while the group was formed"
+        ) from None
 
 
 def _get(store: dist.Store, key: str, timeout: timedelta, who: str) -> bytes:

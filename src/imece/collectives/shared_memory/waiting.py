@@ -22,6 +22,7 @@ _YIELD_POLLS = 240  # then about 100 us in which any other process may have the 
 _FIRST_SLEEP_S = 0.0005
 _LONGEST_SLEEP_S = 0.02
 _LOOK_EVERY_S = 0.02
+_LONGEST_LOOK_S = 1.0  # between two looks, unless the rank was stopped
 
 _KINDS = {kind.__name__: kind for kind in (MismatchError, PeerLostError, CollectiveTimeoutError)}
 
@@ -54,7 +55,7 @@ class Patience:
         """Something moved: start over with the short waits."""
         self._polls = 0
         self._sleep_s = _FIRST_SLEEP_S
-        self._since = self._looked = 0.0
+        self._waited_s = self._looked = 0.0
         self._seen = self._board.bell()
         self._suspects: set[int] = set()
 
@@ -71,10 +72,11 @@ class Patience:
         self._sleep_s = min(2 * self._sleep_s, _LONGEST_SLEEP_S)
         self._seen = self._board.bell()
         now = time.monotonic()
-        self._since = self._since or now
         if now - self._looked >= _LOOK_EVERY_S:
+            if self._looked:  # whoever was stopped himself for an hour has not waited that long for others
+                self._waited_s += min(now - self._looked, _LONGEST_LOOK_S)
             self._looked = now
-            self._look(operations, now - self._since)
+            self._look(operations, self._waited_s)
 
     def _look(self, operations: Sequence[Operation], waited_s: float) -> None:
         board = self._board

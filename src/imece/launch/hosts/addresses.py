@@ -44,6 +44,8 @@ def address_towards(address: Address) -> str:
         with socket.socket(family, kind, protocol) as sock:
             sock.connect(target)  # of a datagram socket: looks up the route, and sends nothing
             return str(sock.getsockname()[0])
+    except UnicodeError:  # getaddrinfo's, of an empty label or one of more than 63 letters
+        raise UserError(f"no way from here to {describe(address)}: that is no host's name") from None
     except OSError as error:
         raise UserError(f"no way from here to {describe(address)}: {error.strerror or error}") from None
 

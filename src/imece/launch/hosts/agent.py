@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from imece.launch.hosts.network import Network
 from imece.launch.hosts.seeker import Seeker
 from imece.launch.hosts.token import VARIABLES, find_token
 from imece.launch.hosts.wide_view import WideView
+from imece.launch.output import say
 from imece.launch.processes import Outcome, worker_environment
 from imece.launch.view import watched
 from imece.world import AGENT_PORT
@@ -54,7 +54,7 @@ def launch_here(
     own = _own_address(plan)
     token, said = find_token(environ, create=plan.me == 0)
     if said:
-        print(said, file=sys.stderr, flush=True)
+        say(said)
     order = Order(command, environ, plan.grace_s, False, rank_silent_s)
     with Network(token, plan.me, job, silent_s=plan.silent_s) as network:
         network.hello = {"hosts": plan.hosts, "ranks": plan.ranks}

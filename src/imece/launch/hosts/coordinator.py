@@ -309,12 +309,12 @@ class Coordinator:
         elif host in self._leaving:
             self._job.cut_short(host)
         else:
-            self._leaving.clear()  # all are
             self._end(host, number)
 
     def _end(self, host: int, number: int) -> None:
         """A signal ends the job. All hosts may get it at once, as SLURM's do: only the second one that a host
         gets is in a hurry."""
+        self._leaving.clear()  # all are
         if not self._ends or host in self._signalled:
             self._ends = True
             self._job.signalled(number, "" if host == self._here.me else f" on host {host}")

@@ -49,6 +49,9 @@ class Follower:
         here.network.serve_store(None)
         here.network.lead_to(here.up[follow.leader])
         self._obey(follow.view)
+        endings = {member: here.host.endings[member] for member in here.host.crew.ended}
+        if endings:  # some perhaps of a moment when this one had told what it knows, and nobody led
+            self.ended(endings, time.monotonic())
         if here.asked_to_go is not None:
             here.send(follow.leader, {"say": "leave", "number": here.asked_to_go})
 

@@ -24,7 +24,7 @@ from imece.launch.hosts.addresses import Address, describe
 from imece.launch.hosts.events import Event
 from imece.launch.hosts.links import Links
 from imece.launch.hosts.tunnel import Target
-from imece.world import LOOPBACK
+from imece.store import listen_here
 
 
 class Network:
@@ -34,7 +34,9 @@ class Network:
 
     def __init__(self, token: bytes, me: int, job: str, *, silent_s: float, handshake_s: float = 5.0) -> None:
         """`me`: this host's rank. A link that hears nothing for `silent_s` ends (0: never); a stranger has
-        `handshake_s` to prove who he is."""
+        `handshake_s` to prove who he is. UserError if loopback is down."""
+        tunnel = listen_here()
+        tunnel.setblocking(False)
         self.me, self.job = me, job
         self._events: deque[Event] = deque()
         self._error: BaseException | None = None
@@ -46,8 +48,8 @@ class Network:
         self.wake, self._waker = socket.socketpair()
         self.wake.setblocking(False)
         self._waker.setblocking(False)
-        self._listeners = [_bound(LOOPBACK, 0)]
-        self.tunnel_port: int = self._listeners[0].getsockname()[1]
+        self._listeners = [tunnel]
+        self.tunnel_port: int = tunnel.getsockname()[1]
         """On this host's loopback, for its ranks; always open."""
 
     def __enter__(self) -> Self:
@@ -73,7 +75,7 @@ class Network:
 
     @property
     def hello(self) -> dict[str, Any]:
-        """What a peer gets to know with its Up; may be replaced at any time, by at most 60 KiB of JSON."""
+        """What a peer gets to know with its Up; may be replaced at any time, by less than 1 MiB of JSON."""
         return self._links.hello
 
     @hello.setter
@@ -119,7 +121,7 @@ class Network:
         self._call(self._links.dial, host, address, patience_s)
 
     def send(self, host: int, message: dict[str, Any]) -> None:
-        """Send JSON of at most 64 KiB, in order; dropped if there is no link. Raises ValueError if it is too
+        """Send JSON of at most 1 MiB, in order; dropped if there is no link. Raises ValueError if it is too
         long."""
         self._call(self._links.send, host, frames.pack(message))
 

@@ -123,8 +123,9 @@ async def _connect(address: Address) -> socket.socket:
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise Unreached(f"{address[0]!r} is not a host that can be found: {error.strerror}") from None
+    except (OSError, UnicodeError) as error:  # the latter: no host's name at all
+        why = error.strerror if isinstance(error, OSError) else "it is no host's name"
+        raise Unreached(f"{address[0]!r} is not a host that can be found: {why}") from None
     failure = Unreached(f"{describe(address)} does not answer")
     for family, kind, protocol, _, target in found:
         sock = socket.socket(family, kind, protocol)

@@ -24,13 +24,18 @@ _POLL_S = 0.1
 
 
 def token_path(environ: Mapping[str, str]) -> Path:
-    """The file that holds the token where the environment does not."""
-    if environ.get(TOKEN_FILE):
-        return Path(environ[TOKEN_FILE]).expanduser()
-    # As the specification has it: a relative path in XDG_CONFIG_HOME is to be ignored.
-    config = Path(environ.get("XDG_CONFIG_HOME") or "")
-    if not config.is_absolute():
-        config = Path(environ.get("HOME") or Path.home()) / ".config"
+    """The file that holds the token where the environment does not. UserError if nobody knows of a home."""
+    try:
+        if environ.get(TOKEN_FILE):
+            return Path(environ[TOKEN_FILE]).expanduser()
+        # As the specification has it: a relative path in XDG_CONFIG_HOME is to be ignored.
+        config = Path(environ.get("XDG_CONFIG_HOME") or "")
+        if not config.is_absolute():
+            config = Path(environ.get("HOME") or Path.home()) / ".config"
+    except RuntimeError as error:
+        raise UserError(
+            f"no home folder for the token's file: set {TOKEN}, or {TOKEN_FILE} to a file"
+        ) from error
     return config / "imece" / "token"
 
 

@@ -62,15 +62,15 @@ class WideJob(Job):
 
     def takes_in(self) -> bool:
         """Whether newcomers are of use now."""
-        living = [m for m in self.generations.newest.members if m in self.generations.slots]
-        return self.is_calm and not self.generations.is_ending and self._all_resilient(living)
+        generations = self.generations
+        return self.is_calm and not generations.is_ending and generations.all_go_on(self._all_resilient)
 
     def fill(self, host: int) -> None:
         """Start members in the slots of a host that has none, to join the others."""
         taken = {*self.generations.slots.values(), *(slot for _, slot in self._replacements)}
-        slots = [slot for slot in self._slots_of(host) if slot not in taken]
-        if slots:
-            self._replace(slots)
+        for slot in self._slots_of(host):
+            if slot not in taken:
+                self._replace(slot)
 
     def leave(self, host: int) -> bool:
         """Let a host's members leave in order, if the others go on without them; False if they do not."""
@@ -79,6 +79,7 @@ class WideJob(Job):
         leaving = [member for member in members if member in self.generations.newest.members]
         if not self.is_calm or not self.takes_in():
             return False
+        newest = self.generations.newest
         generation = self.generations.leave(leaving) if leaving else None
         if leaving and generation is None:
             return False
@@ -87,7 +88,8 @@ class WideJob(Job):
         self._let_go |= set(joining)
         self._end_ranks(joining, signal.SIGTERM, AFTER_FAILURE_S)
         if generation is not None:
-            self._publish(generation)
+            if generation != newest:
+                self._publish(generation)
             self._poll_at = 0.0
             self.hands[host].end(leaving, 0, self._grace_s)
         return True

@@ -75,8 +75,9 @@ class WideView:
         return True
 
     def end(self) -> None:
-        """End the job as a person's Ctrl-C would."""
-        os.kill(os.getpid(), signal.SIGINT)
+        """End the job as a person's Ctrl-C would, or SIGTERM where that is ignored."""
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        os.kill(os.getpid(), signal.SIGTERM if ignored else signal.SIGINT)
 
     def newest(self) -> int:
         """The newest generation's number; -1 before the first."""

@@ -15,7 +15,7 @@ from imece.launch.processes import Ending, Outcome
 from imece.membership.roster import Generation
 from imece.status import Failure
 
-_ALL_MESSAGES = 30_000  # characters of exceptions' messages in one frame, which is limited
+_ALL_MESSAGES = 30_000  # characters of exceptions' messages in one frame, of up to 6 bytes each
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,103 @@
+"""Groups that come to nothing, since a rank has ended while they were formed."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from imece.collectives.shared_memory import segment
+from imece.collectives.shared_memory.board import JOINED, Board, words_of
+from imece.collectives.shared_memory.segment import Segment
+from imece.errors import CollectiveError
+from imece.world import host_id
+
+
+def made(store: dist.Store, rank: int) -> Board:
+    return Board(store, rank, 3, timedelta(seconds=10))
+
+
+def come(store: dist.Store, rank: int) -> Segment:
+    """A rank that has introduced itself, in this very process."""
+    own = segment.create(1 << 25, "a test")
+    note = {"pid": os.getpid(), "fd": own.fd, "serial": own.serial, "host": host_id(), "cores": 2}
+    store.set(f"shm/{rank}", json.dumps(note))
+    return own
+
+
+def descriptors() -> list[str]:
+    return os.listdir("/proc/self/fd")
+
+
+def test_nobody_waits_for_one_whose_board_came_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 dies after rank 0 has mapped its segment, and before rank 1 has."""
+    store, real, mapped = dist.HashStore(), segment.attach, threading.Event()
+    third = come(store, 2)
+    words_of(third.memory)[JOINED] = 1  # as far as rank 0 is concerned
+
+    def attach(pid: int, fd: int, serial: int) -> Segment:
+        if threading.current_thread() is threading.main_thread() and serial == third.serial:
+            assert mapped.wait(10)
+            raise CollectiveError("it is gone")
+        return real(pid, fd, serial)
+
+    monkeypatch.setattr(segment, "attach", attach)
+    boards: list[Board] = []
+
+    def first() -> None:
+        boards.append(made(store, 0))
+        mapped.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    with pytest.raises(CollectiveError, match="it is gone"):
+        made(store, 1)
+    thread.join()
+    began = time.monotonic()
+    boards[0].close()
+    assert time.monotonic() - began < 1
+    third.close()
+
+
+def _fails_at_mapping(monkeypatch: pytest.MonkeyPatch, store: dist.Store) -> None:
+    come(store, 1).close()
+
+
+def _fails_at_watching(monkeypatch: pytest.MonkeyPatch, store: dist.Store) -> None:
+    real, asked = os.pidfd_open, []
+
+    def pidfd_open(pid: int) -> int:
+        asked.append(pid)
+        if len(asked) == 2:
+            raise ProcessLookupError
+        return real(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+
+
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [
+        (_fails_at_mapping, "cannot be opened|is not segment"),
+        (_fails_at_watching, r"rank 2 \(pid \d+\) is gone: it ended while the group was formed"),
+    ],
+)
+def test_a_board_that_comes_to_nothing_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch, fails: Callable[[pytest.MonkeyPatch, dist.Store], None], said: str
+) -> None:
+    store = dist.HashStore()
+    others = [come(store, rank) for rank in (1, 2)]
+    before = len(descriptors())
+    fails(monkeypatch, store)
+    with pytest.raises(CollectiveError, match=said):
+        made(store, 0)
+    left = len(descriptors())
+    for each in others:
+        each.close()
+    assert left == before

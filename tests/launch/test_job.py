@@ -1,0 +1,52 @@
+"""What a job does about ranks, with hands that are no host's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from imece.launch import job
+from imece.launch.generations import Limits
+from imece.launch.host import CannotStart, Start
+from imece.launch.job import Job
+from tests.launch.hosts.cluster import Clock, FakeHost
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(job, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+class Full(FakeHost):
+    """A host that has no room for one more process at times."""
+
+    full = False
+
+    def start(self, starts: Sequence[Start]) -> None:
+        if self.full:
+            raise CannotStart(starts[0], BlockingIOError(11, "Resource temporarily unavailable"))
+        super().start(starts)
+
+
+def test_a_replacement_that_cannot_be_started_is_tried_again(clock: Clock) -> None:
+    host = Full(0)
+    ours = Job(Limits(2), 30.0, False, {0: host}, 2)
+    ours.start()
+    host.full = True
+    host.dies(1)
+    ours.ended(host.news, clock.now)
+    for clock.now in (0.1, 29.0):
+        ours.on_time(clock.now)
+    assert host.said[1:] == [
+        "imece: cannot start a replacement for rank 1: [Errno 11] Resource temporarily unavailable; "
+        "tried again in 30 s"
+    ]
+    assert ours.next_time() < 31.0
+    host.full = False
+    for clock.now in (30.2, 31.5):
+        ours.on_time(clock.now)
+    assert list(host.crew.living) == [0, 3] and host.said[-1] == "imece: rank 1 joined; 2 ranks go on"

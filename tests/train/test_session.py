@@ -1,0 +1,173 @@
+"""What a session carries over a death, a join or a checkpoint; one rank, its engine and its disk played."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from imece.collectives import ops
+from imece.errors import UserError
+from imece.membership.recovery import MovedOnError
+from imece.train import session as sessions
+from imece.train.batch import BatchPlan
+from imece.train.config import TrainConfig
+from imece.train.loop import Loop, _Together
+from imece.train.precision import Precision
+from imece.train.session import Session, _first_ranks
+from imece.train.step import Outcome, Step
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> Session:
+    """After 8 steps, of which the figures are known; others may be asked, and say the same."""
+    monkeypatch.setattr(sessions, "together", lambda _, call: call())
+    monkeypatch.setattr(sessions, "gather_json", lambda mine, *_: [mine, mine])
+    made = Session.__new__(Session)
+    made.mesh = mock.Mock(rank=0, world_size=1, device=CPU)
+    made.folder, made.config, made.alarms = mock.Mock(), TrainConfig(steps=100), deque()
+    made.model = mock.Mock(config=TrainConfig().model.shape(300))
+    made.prepared, made.wrapped, made.training_state = mock.Mock(), mock.Mock(), mock.Mock()
+    made.clock = mock.Mock(phase=lambda _: contextlib.nullcontext())
+    made.clock.lap.return_value = SimpleNamespace(seconds=2.0, phases={}, own={})
+    made.plan, made.step, made.batches = BatchPlan(8, 4, 1, 4, 1), mock.Mock(scaler_state={}), mock.Mock()
+    made.checkpoints, made.recovery = mock.Mock(is_saving=False), mock.Mock()
+    made.recovery.member.steps = 8
+    generation = mock.Mock(number=1, lost=())
+    made.recovery.recover.return_value = mock.Mock(step=8, seconds=0.1, generation=generation)
+    made.recovery.says.return_value = (0.0, 0.0)
+    made.recovery.saving = contextlib.nullcontext
+    monkeypatch.setattr(made, "_open_checkpoints", lambda: made.checkpoints)
+    made.done = made.counted = 8
+    made.seconds, made.tokens, made.best_val_loss, made.val_loss = 16.0, 256, 1.5, (8, 1.5)
+    made.owes_save = False
+    return made
+
+
+def loop_of(session: Session) -> Any:
+    """Its loop, in which nobody shows anything."""
+    loop = Loop.__new__(Loop)
+    loop._session, loop._watching, loop._stop = session, mock.Mock(), mock.Mock(signal=0)
+    loop._drift = mock.Mock(key=0.0)
+    loop._drift.digest.return_value = 0.0
+    loop._new_drift = mock.Mock(return_value=loop._drift)  # type: ignore[method-assign]
+    loop._process, loop._stragglers = mock.Mock(), mock.Mock()
+    loop._process.memory_info.return_value.rss = 1
+    loop._own = loop._made = loop._pending = loop._recovered = loop._save_s = None
+    loop._tokens_per_s_of_rank = 1.0
+    return loop
+
+
+def metric(session: Session) -> Any:
+    """With which it saves."""
+    session.save()
+    return session.checkpoints.save.call_args.kwargs["metric"]  # type: ignore[attr-defined]
+
+
+def test_a_checkpoint_that_is_saved_again_keeps_its_metric(session: Session) -> None:
+    """A rank dies in the step after it; a rank that joins as the first has the metric too."""
+    loop = loop_of(session)
+    loop._gather = lambda _: _Together(0.0, 0, 1, 0)
+    session.config = TrainConfig(steps=8)
+    loop.recovered(session.recover(MovedOnError("a rank has joined")))
+    assert session.checkpoints.save.call_args.kwargs["metric"] == 1.5  # type: ignore[attr-defined]
+    state = json.loads(json.dumps(session._counters()))
+    joins, session.val_loss = session, (-1, None)
+    joins.recovery.member.steps = 0  # type: ignore[union-attr]
+    joins._take_counters(state)
+    assert metric(joins) == 1.5
+    joins.done = 9
+    assert metric(joins) is None, "of another step"
+
+
+def test_a_save_that_was_given_up_is_made_at_the_next_border(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "all_gather", lambda out, mine, **_: out.copy_(mine))
+    loop, checkpoints = loop_of(session), mock.Mock(is_saving=True)
+    session.checkpoints = checkpoints
+    checkpoints.close = lambda: setattr(checkpoints, "is_saving", False)
+    for _ in range(2):
+        loop.recovered(session.recover(MovedOnError("a rank has joined")))
+        steps = [call.args[0] for call in checkpoints.save.call_args_list]
+        assert steps == [8], "it is not due, and once is enough"
+
+
+def test_own_figures_of_a_step_are_kept(session: Session) -> None:
+    """The state of a step is noted when it is made, before its time and its loss are known."""
+    state = session._counters() | {"counted": 7, "seconds": 14.0, "tokens": 224, "best_val_loss": 2.0}
+    session._take_counters(state)
+    assert (session.counted, session.seconds, session.tokens, session.best_val_loss) == (8, 16.0, 256, 1.5)
+    session.recovery.member.steps = 7  # type: ignore[union-attr]
+    session._take_counters(state)  # this rank was behind
+    assert (session.counted, session.seconds, session.tokens, session.best_val_loss) == (7, 14.0, 224, 2.0)
+
+
+def test_the_figures_of_the_newest_step_are_counted_once(session: Session) -> None:
+    """By whoever does not know them, a rank that has just joined say, from those that do."""
+    for counted, tokens in ((7, 288), (8, 256)):
+        session.counted, session.tokens, session.seconds = counted, 256, 16.0
+        loop = loop_of(session)
+        loop._gather = lambda _: _Together(3.0, 32, 1, 0)
+        loop._made = 8, Outcome(96.0, 32, 1.0), 0.1
+        loop._make_up()
+        assert (session.counted, session.tokens) == (8, tokens)
+        assert loop._made[0] == 8, "others may lack it after the next death"
+
+
+def test_ranks_that_see_different_checkpoints(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the memory of all is gone, and not only at the start."""
+    found = mock.Mock(step=4)
+    monkeypatch.setattr(session, "_newest", lambda: found)
+    monkeypatch.setattr(sessions, "gather_json", lambda mine, *_: [mine, 2])
+    with pytest.raises(UserError) as mistake:
+        session._from_checkpoint()
+    assert str(mistake.value) == (
+        f"{session.folder.checkpoints}: rank 1 can read step 2 at most, others step 4: check that all hosts "
+        "see the same disk"
+    )
+    assert not session.training_state.load.called  # type: ignore[attr-defined]
+
+
+def test_back_to_a_checkpoint(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = {"seconds": 8.0, "tokens": 128}
+    found = mock.Mock(step=4, metric=2.5, state={"scaler": {}, "best_val_loss": 2.5, "counters": counters})
+    monkeypatch.setattr(session, "_newest", lambda: found)
+    assert session._from_checkpoint() == session.done == session.counted == 4
+    assert (session.tokens, session.val_loss) == (128, (4, 2.5))
+    assert list(session.alarms) == ["back to the checkpoint of step 4: 4 steps are lost"]
+
+
+@pytest.mark.parametrize(
+    ("joining", "config_ranks", "agent_port", "expected"),
+    [(False, 0, None, 2), (True, 0, None, 4), (True, 6, 1234, 6), (True, 0, 1234, 1)],
+)
+def test_a_rank_that_joins_plans_for_all(
+    joining: bool, config_ranks: int, agent_port: int | None, expected: int
+) -> None:
+    """It is alone, and compiles for the micro-batches of the others."""
+    world = SimpleNamespace(joining=joining, agent_port=agent_port, local_world_size=4)
+    mesh: Any = SimpleNamespace(world=world, world_size=1 if joining else 2)
+    assert _first_ranks(TrainConfig(ranks=config_ranks), mesh) == expected
+
+
+def test_a_scaler_begins_anew_with_its_state() -> None:
+    """A peer was lost between `unscale_` and `update`."""
+    scaler = Precision("fp16", "cpu").scaler()
+    step = Step.__new__(Step)
+    step._scaler = scaler
+    assert scaler is not None
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight])
+    for _ in range(2):
+        scaler.scale(weight.sum()).backward()
+        scaler.unscale_(optimizer)
+        step.load_scaler(step.scaler_state)
