@@ -52,6 +52,11 @@ def jobs(module: str, names: Iterable[str], *where: tuple[int, str]) -> list[Any
     return [pytest.param(job, id=f"{job.name}-{job.world_size} {job.backend}") for job in found]
 
 
+def slow(found: list[Any]) -> list[Any]:
+    """The same parameters, for `make test-all` alone: a sibling of each runs always."""
+    return [pytest.param(*each.values, marks=pytest.mark.slow, id=each.id) for each in found]
+
+
 def run_each(wanted: list[list[str]]) -> list[str]:
     """In a rank. wanted: [module, name] of each check. What became of them: a traceback, "" if one passed."""
     told = []

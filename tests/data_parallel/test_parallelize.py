@@ -27,7 +27,7 @@ from imece.data_parallel.buckets import Bucket
 from imece.data_parallel.optimizer import is_element_wise, parameters_of
 from imece.data_parallel.shard import Sharding
 from imece.errors import MismatchError
-from tests.data_parallel.checks import Check, Job, jobs, passed
+from tests.data_parallel.checks import Check, Job, jobs, passed, slow
 from tests.data_parallel.test_parity import (
     SHAPE,
     Checkpointed,
@@ -773,10 +773,7 @@ SLOW = ["compiled"]
     + jobs(__name__, CORE, (1, "shm"), (2, "gloo"))
     + jobs(__name__, CORE[:2], (3, "gloo"))
     + jobs(__name__, ["sgd", "muon and adamw, schedule"], (4, "shm"))
-    + [
-        pytest.param(*each.values, marks=pytest.mark.slow, id=each.id)
-        for each in jobs(__name__, SLOW, (2, "shm")) + jobs(__name__, SLOW_IN_THREE, (3, "shm"))
-    ],
+    + slow(jobs(__name__, SLOW, (2, "shm")) + jobs(__name__, SLOW_IN_THREE, (3, "shm"))),
 )
 def test_parallelize(job: Job, request: pytest.FixtureRequest) -> None:
     passed(job, request)

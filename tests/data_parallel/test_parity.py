@@ -29,7 +29,7 @@ from imece.bench.reference_model import Block, Decoder, Shape, batch
 from imece.collectives.pending import Pending
 from imece.data_parallel.buckets import Bucket
 from imece.data_parallel.reducer import Reducer
-from tests.data_parallel.checks import Check, Job, jobs, passed
+from tests.data_parallel.checks import Check, Job, jobs, passed, slow
 
 SHAPE = Shape(vocabulary=32, width=16, layers=2, heads=2, length=8)
 THREE_BLOCKS = replace(SHAPE, layers=3)
@@ -641,12 +641,20 @@ CHECKS: dict[str, Check] = (
     | {"two models": two_models, "two forwards, two backwards": two_forwards_then_two_backwards}
     | {f"notices {name}": check for name, check in CONTROLS.items()}
 )
-CORE_CHECKS = [*CORE, "uneven", "uneven, by those present", "uneven, unused", "two forwards, two backwards"]
+SLOW = ["compiled blocks"]
+MORE = ["uneven", "uneven, by those present", "two forwards, two backwards"]
 
 
 @pytest.mark.parametrize(
     "job",
-    jobs(__name__, CHECKS, (2, "shm")) + jobs(__name__, CORE_CHECKS, (3, "shm"), (3, "gloo")),
+    jobs(__name__, [name for name in CHECKS if name not in SLOW], (2, "shm"))
+    + jobs(__name__, CORE, (3, "shm"))
+    + jobs(__name__, [*CORE, "uneven, unused"], (3, "gloo"))
+    + slow(
+        jobs(__name__, SLOW, (2, "shm"))
+        + jobs(__name__, [*MORE, "uneven, unused"], (3, "shm"))
+        + jobs(__name__, MORE, (3, "gloo"))
+    ),
 )
 def test_parity(job: Job, request: pytest.FixtureRequest) -> None:
     passed(job, request)

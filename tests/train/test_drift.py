@@ -175,6 +175,7 @@ def test_sharded_models() -> None:
     assert run_ranks(sharded, 3, backend=None) == [{"zero1": whole, "zero2": whole, "zero3": once}] * 3
 
 
+@pytest.mark.slow
 def test_replicas_of_parts() -> None:
     for seen, said, _ in run_ranks(hybrid, 4, args=(2,), backend=None):
         assert seen and "0.weight differs between ranks 1, 3, and there is no majority" in said, said
