@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import time
 import uuid
@@ -24,6 +25,11 @@ os.environ["IMECE_HERE"] = (
     "/nonexistent/here.toml"  # what this machine was measured with is no test's business
 )
 _VARIABLES = frozenset(os.environ)
+
+# A shell has what it starts in the background ignore SIGINT, nohup SIGHUP: what tests start hears them.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 # Two cores that others use too: a deadline for a single example would only measure their load.
 hypothesis.settings.register_profile("imece", deadline=None, derandomize="CI" in os.environ)
