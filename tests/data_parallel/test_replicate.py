@@ -108,9 +108,14 @@ def total(model: Any, *inputs: Any) -> torch.Tensor:
 
 def train_step(model: Any, group: dist.ProcessGroup, step: int = 0, picked: list[int] | None = None) -> None:
     """One backward, whose gradients must be the mean."""
-    expected = mean_over(group, model.module, total, own_input(step), picked)
+    loss_step(model, group, total, own_input(step), picked)
+
+
+def loss_step(model: Any, group: dist.ProcessGroup, loss: Callable[..., torch.Tensor], *inputs: Any) -> None:
+    """The same of any loss."""
+    expected = mean_over(group, model.module, loss, *inputs)
     model.zero_grad()
-    model(own_input(step), picked).sum().backward()
+    loss(model, *inputs).backward()
     same(gradients(model), expected)
 
 
@@ -486,10 +491,7 @@ def an_output_changed_in_place(group: dist.ProcessGroup) -> None:
 
     model = wrap(double(Scores()), group)
     for step in range(3):
-        expected = mean_over(group, model.module, loss, step)
-        model.zero_grad()
-        loss(model, step).backward()
-        same(gradients(model), expected)
+        loss_step(model, group, loss, step)
 
 
 def a_loss_of_gradients_alone(group: dist.ProcessGroup) -> None:
@@ -502,10 +504,7 @@ def a_loss_of_gradients_alone(group: dist.ProcessGroup) -> None:
 
     model = wrap(double(Scores()), group)
     for step in range(3):
-        expected = mean_over(group, model.module, loss, step)
-        model.zero_grad()
-        loss(model, step).backward()
-        same(gradients(model), expected)
+        loss_step(model, group, loss, step)
         train_step(model, group, step)
 
 
