@@ -115,8 +115,12 @@ class Chunk:
         self.arrived = []
 
     def _sum_in_host(self) -> Row:
-        """Of the own row."""
+        """Of the own row, in place if it is to be overwritten anyway: what was read is in the cache."""
         if self.host.size() == 1:
+            return self.mine
+        if self.theirs and self.whole is not None:
+            for at, place in enumerate(self.mine):
+                _reduce(self.op, [row[at] for row in self.theirs], place)
             return self.mine
         sums = self.tensor.new_empty((len(self.mine), self.part.numel()))
         if self.theirs:
