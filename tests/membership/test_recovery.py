@@ -35,7 +35,7 @@ class Alone:
         made._training_state, made._optimizers, made._borders = mock.Mock(), [], Borders()
         made._state, made._take = lambda: self.state, self.taken.append
         made._fallback, made._patience_s = lambda: fallback, 1.0
-        made._states, made._again, made.without_copies = {}, None, ""
+        made._states, made._again, made.without_copies, made._block = {}, None, "", None
 
 
 def test_a_step_s_state_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """After a death: the next generation, the state of whoever is furthest, and on with the same steps.
 
     replicate   every rank holds everything. Survivors are at the same step or one apart, for a step that one
-                of them has finished had its sum on all of them; whoever is furthest gives to those behind
+                of them has finished had its sum on all of them; whoever is furthest gives to those behind,
+                and what is done of a step is not done twice (block.py)
     sharded     each rank holds a part that nobody else has, and keeps a copy of it (copies.py). All take the
                 newest step that is whole in the copies: the one that was under way is made again, or none
 
@@ -31,6 +32,7 @@ from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.errors import CollectiveError, MismatchError
 from imece.membership.behind import catch_up
+from imece.membership.block import Block
 from imece.membership.borders import Borders
 from imece.membership.copies import Copies
 from imece.membership.member import Member, is_peer_gone
@@ -96,6 +98,7 @@ class Recovery:
         self._optimizers = list(optimizers)
         self._sharded = isinstance(model, ShardedDataParallel)
         self._copies = Copies(member.mesh)
+        self._block = None if self._sharded else Block(model.module, self._optimizers)
         self._borders = Borders()
         member.aborting.before_updates(self._optimizers, model.device)
         member.where.watch(model, self._optimizers)
@@ -123,6 +126,8 @@ class Recovery:
         """All ranks of this generation are here, with `step` finished steps; `go_on` is to follow."""
         self._exchange(step)
         self.note_state(step)
+        if self._block is not None:
+            self._block.begin()
         self.member.steps = step
         self._borders.begin(step)
 
@@ -141,6 +146,8 @@ class Recovery:
             self._again = None
         self._states = {key: each for key, each in self._states.items() if int(key) == step - 1}
         self.note_state(step)
+        if self._block is not None:
+            self._block.begin()
         if not self.without_copies and not self._is_alone:
             self._fits = self._copies.write(step, self._training_state.own())
 
@@ -241,16 +248,20 @@ class Recovery:
             model.regroup(mesh, spread=True)
         else:
             model.regroup(mesh)
-        mine = {"step": step, "states": self._states, "copies": self._copies.note()}
+        far = [step, 0 if self._block is None else self._block.updates]
+        mine = {"far": far, "states": self._states, "copies": self._copies.note()}
         notes: list[Json] = gather_json(mine, mesh.world_group, mesh.device, "how far each rank is")
-        furthest = max(range(len(notes)), key=lambda rank: (notes[rank]["step"], -rank))
-        most = int(notes[furthest]["step"])
-        if self._sharded:
+        furthest = max(range(len(notes)), key=lambda rank: (notes[rank]["far"], -rank))
+        most, updates = notes[furthest]["far"]
+        if self._block is None:
             begin = self._from_copies(notes, most)
         else:
             begin = most
-            if any(note["step"] < most for note in notes):
-                catch_up(self._training_state, furthest, step < most, mesh.world_group, model.device)
+            self._block.take_back()
+            if any(note["far"] < [most, updates] for note in notes):
+                behind = far < [most, updates]
+                catch_up(self._training_state, furthest, behind, mesh.world_group, model.device)
+            self._block.begin(updates)
         state = notes[furthest]["states"].get(str(begin))
         if state is None:  # back at a checkpoint, which a rank that joins has read but for what is not in it
             mine_now = packed(self._state())

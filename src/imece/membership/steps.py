@@ -9,7 +9,8 @@
 
 When another rank dies inside of the block, the block is left, the ranks that are there take the state of the
 one that is furthest, and the same step comes again (or the next one, if somebody had finished it). What is in
-the block must therefore depend on the step's number and on this rank and world alone. Of what is drawn from
+the block must therefore depend on the step's number and on this rank and world alone. It may make several
+updates: those that were made are passed over. Of what is drawn from
 torch's generators, for dropout or to choose samples, the loop sees to that: each step begins them anew.
 """
 
@@ -81,7 +82,7 @@ def steps(
     seed: int | None = None,
     recovered: Callable[[Recovered], None] | None = None,
 ) -> Iterator[Step]:
-    """The steps from `start` to `total`, each a context to make one optimizer update in; see above.
+    """The steps from `start` to `total`, each a context to make an optimizer's update in; see above.
 
     model, optimizer: as `imece.DistributedDataParallel` or `imece.parallelize` gave them; several optimizers
     as a list. recovered: called on every rank that has come into a generation. also: learning-rate

@@ -1,0 +1,74 @@
+"""What a step that is left has done already, where every rank holds everything: not to be done twice.
+
+A step may change more than its last update does: its forward moves buffers (running means), and it may make
+several updates (a GAN's two networks). When it is made again buffers begin as they were, and updates that
+were made are passed over. So ranks that have made more of them are further than others in the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from imece.data_parallel.optimizer import parameters_of
+
+
+class Block:
+    """The step under way."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """model: of whose state its buffers are. An update that computes gradients by itself, in a closure,
+        is made again."""
+        self.updates = 0
+        """That this rank has made since the step began."""
+        self._calls = 0
+        self._aside: dict[Optimizer, list[tuple[Tensor, Tensor | None]]] = {}
+        # Where they are, to walk through the model once: a forward may put another tensor there.
+        self._holders = [
+            (module._buffers, name)
+            for module in model.modules()
+            for name in module._buffers
+            if name not in module._non_persistent_buffers_set
+        ]
+        self._buffers: list[Tensor | None] = []
+        self._noted: list[Tensor | None] = []
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._before)
+            optimizer.register_step_post_hook(self._after)
+
+    def begin(self, updates: int = 0) -> None:
+        """A step begins, or the same one again, of which so many updates have been made."""
+        self.updates, self._calls = updates, 0
+        self._buffers = [holder[name] for holder, name in self._holders]
+        with torch.no_grad():
+            self._noted = [None if each is None else each.clone() for each in self._buffers]
+
+    def take_back(self) -> None:
+        """Buffers are as they were when the step began, and gradients that were put aside are back."""
+        with torch.no_grad():
+            for (holder, name), buffer, noted in zip(self._holders, self._buffers, self._noted, strict=True):
+                holder[name] = buffer
+                if buffer is not None and noted is not None:
+                    buffer.copy_(noted)
+        for optimizer in list(self._aside):
+            self._give_back(optimizer)
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        """Without gradients an optimizer does nothing."""
+        if self._calls < self.updates:
+            self._aside[optimizer] = [(each, each.grad) for each in parameters_of(optimizer)]
+            for parameter, _grad in self._aside[optimizer]:
+                parameter.grad = None
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        self._give_back(optimizer)
+        self._calls += 1
+        self.updates = max(self.updates, self._calls)
+
+    def _give_back(self, optimizer: Optimizer) -> None:
+        for parameter, grad in self._aside.pop(optimizer, []):
+            parameter.grad = grad

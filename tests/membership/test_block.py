@@ -1,0 +1,91 @@
+"""A step that is made again: what it has done already is not done twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from imece.membership.block import Block
+from tests.launch.launcher import run_launch
+from tests.membership import two_updates
+
+
+def test_a_step_of_two_updates_made_again(tmp_path: Path) -> None:
+    """Deaths before the first update, between both, and after them beside a collective of the script's."""
+    outcome = run_launch("--ranks", "4", two_updates.__file__, tmp_path, timeout_s=120)
+    assert outcome.status == 0, outcome.err
+    assert outcome.err.count("was killed by signal 9") == len(two_updates.DEATHS), outcome.err
+
+    alone = two_updates.Networks()
+    steppers = two_updates.optimizers(alone)
+    for number in range(two_updates.STEPS):
+        two_updates.step(alone, steppers, number, lambda _: None)
+    ends = [json.loads(file.read_text()) for file in tmp_path.glob("member-*.json")]
+    assert ends
+    for end in ends:
+        for name, each in alone.state_dict().items():
+            assert end[name] == pytest.approx(each.double().flatten().tolist(), rel=1e-12), name
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer, Block]:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    block = Block(model, [optimizer])
+    block.begin()
+    return model, optimizer, block
+
+
+def run(model: nn.Module) -> None:
+    model.zero_grad()
+    model(torch.arange(8.0).view(4, 2)).sum().backward()
+
+
+def test_an_update_that_was_made_is_passed_over_once() -> None:
+    model, optimizer, block = made()
+    run(model)
+    optimizer.step()
+    assert block.updates == 1
+    block.take_back()
+    block.begin(1)
+    kept = {name: each.clone() for name, each in model.named_parameters()}
+    moments = optimizer.state[model[1].weight]["exp_avg"].clone()  # type: ignore[index]
+    run(model)
+    gradient = model[1].weight.grad  # type: ignore[index]
+    optimizer.step()
+    assert all(torch.equal(each, kept[name]) for name, each in model.named_parameters())
+    assert torch.equal(optimizer.state[model[1].weight]["exp_avg"], moments)  # type: ignore[index]
+    assert model[1].weight.grad is gradient, "to be looked at"  # type: ignore[index]
+    optimizer.step()
+    assert block.updates == 2
+    assert not torch.equal(model[1].weight, kept["1.weight"])  # type: ignore[index]
+
+
+def test_buffers_begin_as_they_were() -> None:
+    model, _, block = made()
+    norm = model[0]  # type: ignore[index]
+    mean = norm.running_mean
+    run(model)
+    assert int(norm.num_batches_tracked) == 1
+    norm.running_mean = norm.running_mean + 1.0  # another tensor in its place
+    block.take_back()
+    assert norm.running_mean is mean and not mean.any() and int(norm.num_batches_tracked) == 0
+
+
+def test_what_an_update_that_fails_had_put_aside_is_back() -> None:
+    model, optimizer, block = made()
+    run(model)
+    gradient = model[1].weight.grad  # type: ignore[index]
+    block.begin(1)
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("in a hook")
+
+    optimizer.register_step_pre_hook(fails)
+    with pytest.raises(RuntimeError, match="in a hook"):
+        optimizer.step()
+    block.take_back()
+    assert model[1].weight.grad is gradient and block.updates == 1  # type: ignore[index]
