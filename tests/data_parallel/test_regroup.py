@@ -414,7 +414,11 @@ def keep_options(folder: str) -> None:
             sharded.loss(0).backward()
         frozen = CASES["zero3"].wrapped(group, seed=1)
         frozen.parameters[-1].requires_grad_(False)
+        model.leave()
+        training.parameters[-1].requires_grad_(group.rank() == 0)  # between a GAN's two updates
     with worlds.open("three", range(2)) as group:
+        model.regroup(group)
+        assert training.parameters[-1].requires_grad == (group.rank() == 0)
         frozen.model.regroup(group)
         assert not frozen.parameters[-1].requires_grad
         frozen.model.sharding.check_views()

@@ -12,6 +12,7 @@ from torch import nn
 
 import imece
 from imece import mesh as meshes
+from imece.membership import recovery
 from imece.membership import steps as loops_of
 from imece.membership.borders import Borders
 from imece.membership.states import packed, unpacked
@@ -196,6 +197,42 @@ def test_a_scheduler_goes_on_after_a_death(monkeypatch: pytest.MonkeyPatch) -> N
         take(unpacked(packed(state())))
         rates.append(scheduler.get_last_lr()[0])
     assert rates == [1.0, 0.5, 0.5, 0.25, 0.25]
+
+
+@pytest.mark.parametrize("place", ["before", "inside", "after"])
+def test_where_a_scheduler_may_go_on(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that joins comes to the next turn's beginning: after the block it has not been."""
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    model = nn.Linear(1, 1)
+    model.module, model.device = nn.Linear(1, 1), torch.device("cpu")  # type: ignore[assignment]
+    member = mock.Mock(is_joining=False, steps=0, newest=1, generation=1)
+    monkeypatch.setattr(loops_of, "keeps_roster", lambda _: True)
+    monkeypatch.setattr(meshes, "current", mock.Mock())
+    monkeypatch.setattr(loops_of, "begin_draws", mock.Mock())
+    monkeypatch.setattr(loops_of, "Member", lambda _: member)
+    monkeypatch.setattr(recovery, "TrainingState", mock.Mock())
+    monkeypatch.setattr(recovery.Recovery, "meet", mock.Mock())
+
+    def run() -> list[bool]:
+        made = []
+        for step in imece.steps(3, model, optimizer, also=[scheduler]):  # type: ignore[arg-type]
+            if place == "before":
+                scheduler.step()
+            with step:
+                optimizer.step()
+                if place == "inside":
+                    scheduler.step()
+            if place == "after":
+                scheduler.step()
+            made.append(step.made)
+        return made
+
+    if place == "after":
+        with pytest.raises(RuntimeError, match=r"changed after the block.*inside of `with step:`"):
+            run()
+    else:
+        assert run() == [True] * 3
 
 
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, imece.GradScaler])

@@ -100,8 +100,8 @@ def regroup(model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
     model.require_forward_param_sync = True
     model._synchronised = 0  # those that have just come count from here too
     model._choose_way()
-    check_same_shapes(model._alike(), group, model.device)
-    with _wanting_gradients(kept.named):
+    with wanting_gradients(kept.named):  # which of them do may differ between a step and the next
+        check_same_shapes(model._alike(), group, model.device)
         model._make_reducer(kept.named)
     model.reducer.watch = kept.watch
     model.reducer.hook, model.reducer.hook_state = kept.hook, kept.hook_state
@@ -117,7 +117,7 @@ def _make_usable(parameter: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def _wanting_gradients(named: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
+def wanting_gradients(named: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
     """Those that were frozen after construction have their place in a bucket all the same."""
     frozen = [each for _, each in named if not each.requires_grad]
     for each in frozen:

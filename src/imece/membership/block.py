@@ -23,9 +23,8 @@ class Block:
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """model: of whose state its buffers are. An update that computes gradients by itself, in a closure,
         is made again."""
-        self.updates = 0
-        """That this rank has made since the step began."""
-        self._calls = 0
+        # By optimizer: one of them may leave out an update, when a scaler finds no finite gradients.
+        self._number = {optimizer: at for at, optimizer in enumerate(optimizers)}
         self._aside: dict[Optimizer, list[tuple[Tensor, Tensor | None]]] = {}
         # Where they are, to walk through the model once: a forward may put another tensor there.
         self._holders = [
@@ -34,41 +33,40 @@ class Block:
             for name in module._buffers
             if name not in module._non_persistent_buffers_set
         ]
-        self._buffers: list[Tensor | None] = []
-        self._noted: list[Tensor | None] = []
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before)
             optimizer.register_step_post_hook(self._after)
+        self.begin()
 
-    def begin(self, updates: int = 0) -> None:
-        """A step begins, or the same one again, of which so many updates have been made."""
-        self.updates, self._calls = updates, 0
+    def begin(self, updates: Sequence[int] | None = None) -> None:
+        """A step begins, or the same one again, of which so many updates of each optimizer have been made."""
+        self.updates = [0] * len(self._number) if updates is None else list(updates)
+        """That this rank has made since the step began, by optimizer."""
+        self._calls = [0] * len(self._number)
         self._buffers = [holder[name] for holder, name in self._holders]
         with torch.no_grad():
             self._noted = [None if each is None else each.clone() for each in self._buffers]
 
     def take_back(self) -> None:
-        """Buffers are as they were when the step began, and gradients that were put aside are back."""
+        """Buffers are as they were when the step began."""
         with torch.no_grad():
             for (holder, name), buffer, noted in zip(self._holders, self._buffers, self._noted, strict=True):
                 holder[name] = buffer
                 if buffer is not None and noted is not None:
                     buffer.copy_(noted)
-        for optimizer in list(self._aside):
-            self._give_back(optimizer)
+        self._aside.clear()  # they belong to the ranks until now
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         """Without gradients an optimizer does nothing."""
-        if self._calls < self.updates:
+        at = self._number[optimizer]
+        if self._calls[at] < self.updates[at]:
             self._aside[optimizer] = [(each, each.grad) for each in parameters_of(optimizer)]
             for parameter, _grad in self._aside[optimizer]:
                 parameter.grad = None
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        self._give_back(optimizer)
-        self._calls += 1
-        self.updates = max(self.updates, self._calls)
-
-    def _give_back(self, optimizer: Optimizer) -> None:
         for parameter, grad in self._aside.pop(optimizer, []):
             parameter.grad = grad
+        at = self._number[optimizer]
+        self._calls[at] += 1
+        self.updates[at] = max(self.updates[at], self._calls[at])

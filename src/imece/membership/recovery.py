@@ -155,6 +155,10 @@ class Recovery:
         """What belongs to so many finished steps is as it is now. `begin` and `finished` have noted it."""
         self._states[str(step)] = packed(self._state())
 
+    def is_as_noted(self, step: int) -> bool:
+        """Whether what belongs to so many finished steps has not changed since."""
+        return packed(self._state()) == self._states[str(step)]
+
     def says(self) -> tuple[float, float]:
         """For the border: the newest generation, and whether the copies have to be made anew."""
         return float(self.member.newest), float(not self._fits)
@@ -248,20 +252,22 @@ class Recovery:
             model.regroup(mesh, spread=True)
         else:
             model.regroup(mesh)
-        far = [step, 0 if self._block is None else self._block.updates]
-        mine = {"far": far, "states": self._states, "copies": self._copies.note()}
+        updates = self._block.updates if self._block is not None else []
+        far = [step, sum(updates)]
+        mine = {"far": far, "updates": updates, "states": self._states, "copies": self._copies.note()}
         notes: list[Json] = gather_json(mine, mesh.world_group, mesh.device, "how far each rank is")
         furthest = max(range(len(notes)), key=lambda rank: (notes[rank]["far"], -rank))
-        most, updates = notes[furthest]["far"]
+        furthest_far = notes[furthest]["far"]
+        most = int(furthest_far[0])
         if self._block is None:
             begin = self._from_copies(notes, most)
         else:
             begin = most
             self._block.take_back()
-            if any(note["far"] < [most, updates] for note in notes):
-                behind = far < [most, updates]
+            if any(note["far"] < furthest_far for note in notes):
+                behind = far < furthest_far
                 catch_up(self._training_state, furthest, behind, mesh.world_group, model.device)
-            self._block.begin(updates)
+            self._block.begin(notes[furthest]["updates"])
         state = notes[furthest]["states"].get(str(begin))
         if state is None:  # back at a checkpoint, which a rank that joins has read but for what is not in it
             mine_now = packed(self._state())

@@ -53,7 +53,9 @@ class Step:
         self, index: int, begin: Callable[[int], None], finish: Callable[[BaseException | None], None]
     ) -> None:
         self.index = index
-        """From 0: how many optimizer updates were made before."""
+        """From 0: how many steps were made before."""
+        self.made = False
+        """Whether this rank came to the end of the block. False: another's death has left it before."""
         self._begin, self._finish = begin, finish
         self.entered = False
 
@@ -68,6 +70,7 @@ class Step:
     ) -> bool:
         if error is not None and not isinstance(error, RuntimeError):
             return False
+        self.made = error is None
         self._finish(error)
         return True
 
@@ -97,8 +100,8 @@ def steps(
     a rank that dies ends all, and rank 0 says so at first. imece.init()'s mesh, the model and the optimizer
     stay the same objects; of the mesh rank, world_size and groups change. A program has one such loop.
 
-    RuntimeError if the block was not entered, `with step:`, and for a second loop. TypeError for a state that
-    is no JSON.
+    RuntimeError if the block was not entered, `with step:`, for a second loop, and for a state that is
+    changed after the block. TypeError for a state that is no JSON.
     """
     mesh = meshes.current()
     first = torch.initial_seed() if seed is None else seed
@@ -146,6 +149,7 @@ def _until(total: int, loop: _Plain | _Loop, begin: Callable[[int], None]) -> It
         yield step
         if not step.entered:
             raise RuntimeError("imece.steps: enter each step, `with step:`, and make its update inside")
+        loop.look()
 
 
 class _Plain:
@@ -160,6 +164,9 @@ class _Plain:
             raise error
         self.done += 1
 
+    def look(self) -> None:
+        """The loop's body is over."""
+
 
 class _Loop:
     """How far this rank is, through the deaths of others."""
@@ -169,6 +176,7 @@ class _Loop:
     ) -> None:
         self._recovery, self._recovered = recovery, recovered
         self.done, self._total = start, total
+        self._noted = False  # by this rank, since the turn began
         if recovery.member.is_joining:
             self.done = _NOTHING
             self._recover(None)
@@ -183,11 +191,23 @@ class _Loop:
                 raise error
             self.done += 1
             self._recovery.finished(self.done)
+            self._noted = True
             self._recovery.meet(self.done, self.done == self._total)
         except RuntimeError as failed:
             self._recover(failed)
 
+    def look(self) -> None:
+        """The loop's body is over. RuntimeError if it changed after the block what ranks that join get from
+        there: they would begin with the next block, without the change."""
+        if self._noted and not self._recovery.is_as_noted(self.done):
+            raise RuntimeError(
+                "imece.steps: a state in `also`, or an option of an optimizer (its learning rate?), was "
+                "changed after the block, where a rank that joins has not been: change it inside of "
+                "`with step:`"
+            )
+        self._noted = False
+
     def _recover(self, error: BaseException | None) -> None:
         found = self._recovery.recover(error, self.done)
-        self.done = found.step
+        self.done, self._noted = found.step, False
         self._recovered(found)

@@ -44,8 +44,13 @@ def _also(*names: str) -> Any:
     return tyro.conf.arg(aliases=list(names))
 
 
-def _least(name: str, value: float, least: float, unit: str = "") -> None:
-    most = _MOST if isinstance(value, int) else sys.float_info.max
+_MOST_PARTS = 100_000
+"""Of a model, one for each step: they are written down."""
+
+
+def _least(name: str, value: float, least: float, unit: str = "", most: float | None = None) -> None:
+    if most is None:
+        most = _MOST if isinstance(value, int) else sys.float_info.max
     if not least <= value <= most:
         also = f", at most {most}{unit}" if value > most else ""
         raise ValueError(f"{name} is {reprlib.repr(value)}{unit}: at least {least}{unit}{also}")
@@ -222,7 +227,7 @@ class WatchSection:
     waits, and 10 ms and 5 % of a step longer; 0: none is."""
 
     def __post_init__(self) -> None:
-        _least("watch.drift_every", self.drift_every, 0, " steps")
+        _least("watch.drift_every", self.drift_every, 0, " steps", _MOST_PARTS)
         if self.slow_ratio:
             _least("watch.slow_ratio", self.slow_ratio, 1)
 

@@ -178,6 +178,9 @@ def test_a_watcher_ends_the_job_though_ctrl_c_is_ignored(
 
 def test_nobody_comes(cluster: Make) -> None:
     made = cluster(2, apart=True)
+    for now in (4.0, 6.0, 60.0):
+        made.agents[1].on_time(now)
+        assert sum("finds no job at 10.0.0.1:29400 yet" in line for line in made.hosts[1].said) == (now > 5)
     with pytest.raises(UserError, match=r"no job at 10.0.0.1:29400 within 600 s.*is host 0 started"):
         made.heres[1].network.dial(0, ("", 0), patience_s=0)
         made.agents[1].on_time(601.0)

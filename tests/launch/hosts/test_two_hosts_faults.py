@@ -66,7 +66,7 @@ def test_a_launcher_is_killed_and_started_again(tmp_path: Path, name: str) -> No
         first = went_on(other, since, 1, {line.pid for line in other.steps()})
         died_s = gone_within(pids, 5.0)
         again = two.start(name)
-        both = went_on(other, since, 2)
+        both = went_on(other, first.time_s, 2)
         two.hurry()
         statuses = again.end(), other.end()
     assert statuses == (0, 0), again.text + other.text

@@ -5,6 +5,7 @@ Whoever was cut off ends its ranks at once, for others may be going on without t
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from imece.launch.hosts.here import Follow, Here, Lead, Seek
 from imece.launch.processes import Ending, Outcome
 
 _AGAIN_S = 1.0
+_SILENT_S = 5.0
+"""Who waits for longer is told for what."""
 
 
 class Seeker:
@@ -25,6 +28,7 @@ class Seeker:
         self._here, self._gathers = here, bool(seek.why) and here.me == 0
         here.was_cut_off |= bool(seek.why)
         self._until = time.monotonic() + here.plan.patience_s
+        self._say_at = math.inf if seek.why else time.monotonic() + _SILENT_S
         self._shows = False
         self._dial_at: dict[int, float] = {}
         self._why_not = ""
@@ -96,7 +100,7 @@ class Seeker:
 
     def next_time(self) -> float:
         """When to dial, or to give up."""
-        return min([self._until, *self._dial_at.values()])
+        return min([self._until, self._say_at, *self._dial_at.values()])
 
     def on_time(self, now: float) -> None:
         """Show up once no rank is left here."""
@@ -112,8 +116,19 @@ class Seeker:
                 here.turn = Lead()  # unless the job goes on elsewhere, it starts again once all are here
         for host in [host for host, at in self._dial_at.items() if now >= at]:
             self._dial(host, now)
+        if now >= self._say_at:
+            self._say_at = math.inf
+            self._say_what_it_waits_for()
         if now >= self._until:
             self._give_up()
+
+    def _say_what_it_waits_for(self) -> None:
+        here = self._here
+        if not here.up:
+            here.say(
+                f"host {here.me} finds no job at {describe(here.plan.rendezvous)} yet: it tries for "
+                f"{here.plan.patience_s:.0f} s; is host 0 started, with that --rendezvous?"
+            )
 
     def _dial(self, host: int, now: float) -> None:
         self._dial_at.pop(host, None)
