@@ -207,11 +207,11 @@ def test_a_checkpoint_under_another_name(folder: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    assert newest(tmp_path / "none", print) is None and best(tmp_path / "none") is None
+    assert newest(tmp_path / "none", print) is None and best(tmp_path / "none", print) is None
     (tmp_path / "step-00000001").mkdir()
     lines: list[str] = []
     assert newest(tmp_path, lines.append) is None and len(lines) == 1
-    assert best(tmp_path) is None
+    assert best(tmp_path, lines.append) is None and lines == lines[:1] * 2
     with pytest.raises(UserError, match="no such checkpoint"):
         open_checkpoint(tmp_path / "step-00000002")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 from pathlib import Path
 
 import pytest
 
-from imece.checkpoint import Saved, all_steps, best, load, open_checkpoint
+from imece.checkpoint import Checkpoints, Saved, all_steps, best, load, open_checkpoint
 from imece.checkpoint.manifest import seal, unseal
 from imece.errors import UserError
 from tests.checkpoint.crew import assert_whole, crew, newest_whole, partials, state_of
@@ -22,28 +23,76 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
             assert ranks.save(step, state_of(step), metric)
             assert all_steps(tmp_path) == stay[step]
             if step == 5:
-                found = best(tmp_path)
+                found = best(tmp_path, print)
                 assert_whole(found, 2, 2)
                 assert found is not None and found.metric == 3.0
-    assert_whole(best(tmp_path), 8, 2)
+    assert_whole(best(tmp_path, print), 8, 2)
     assert [open_checkpoint(tmp_path / f"step-{step:08d}").metric for step in (7, 8)] == [None, 0.0]
 
 
 def test_no_metric_no_best(tmp_path: Path) -> None:
     with crew(tmp_path, 1) as ranks:
         assert ranks.save(1, state_of(1))
-    assert best(tmp_path) is None
+    assert best(tmp_path, print) is None
 
 
-def test_the_best_that_is_damaged_is_not_passed_over(tmp_path: Path) -> None:
+def test_the_best_that_is_damaged_is_passed_over_by_name(tmp_path: Path) -> None:
+    with crew(tmp_path, 1, keep=3) as ranks:
+        for step, metric in ((1, 1.0), (2, 3.0), (3, 2.0)):
+            assert ranks.save(step, state_of(step), metric)
+    path = tmp_path / "step-00000001" / "rank-00000.safetensors"
+
+    def passed_over() -> str:
+        lines: list[str] = []
+        assert_whole(best(tmp_path, lines.append), 3, 1)
+        (line,) = lines
+        return line.removeprefix(f"{tmp_path}/step-00000001/")
+
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    why = "its checksum is not that of its content"
+    assert passed_over() == f"rank-00000.safetensors: damaged ({why}): use an older checkpoint"
+    path.unlink()
+    why = "No such file or directory"
+    assert passed_over() == f"rank-00000.safetensors: damaged ({why}): use an older checkpoint"
+    path.with_name("manifest.json").unlink()
+    assert passed_over() == f"manifest.json: damaged ({why}): use an older checkpoint"
+
+
+def test_the_best_that_is_removed_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job prunes between the look at which is the best and the reading of it."""
     with crew(tmp_path, 1) as ranks:
         assert ranks.save(1, state_of(1), 1.0) and ranks.save(2, state_of(2), 2.0)
-    path = tmp_path / "step-00000001" / "rank-00000.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with pytest.raises(UserError, match=r"step-00000001/rank-00000\.safetensors: damaged"):
-        best(tmp_path)
-    path.unlink()
-    assert_whole(best(tmp_path), 2, 1)
+    opened, lines = load.open_checkpoint, list[str]()
+
+    def prunes(path: Path) -> Saved:
+        if path.name == "step-00000001":
+            shutil.rmtree(path)
+        return opened(path)
+
+    monkeypatch.setattr(load, "open_checkpoint", prunes)
+    assert_whole(best(tmp_path, lines.append), 2, 1)
+    assert not (tmp_path / "step-00000001").exists() and not lines
+
+
+def test_metrics_of_other_texts_are_not_compared(tmp_path: Path) -> None:
+    """Those that do not say of what they are, as older ones, are compared with all."""
+    saves: tuple[tuple[int, str | None, float | None, int, list[int]], ...] = (
+        # step, measured on, metric, then the best, and what stays
+        (1, None, 2.0, 1, [1]),
+        (2, "a", 3.0, 1, [1, 2]),
+        (3, "a", 1.0, 3, [3]),
+        (4, "b", 9.0, 4, [4]),
+        (5, "b", 7.0, 5, [5]),
+        (6, "b", 8.0, 5, [5, 6]),
+    )
+    with contextlib.closing(Checkpoints(tmp_path, rank=0, world_size=1, keep=1, alarm=print)) as checkpoints:
+        for step, on, metric, expected, stay in saves:
+            state = {"step": step} | ({"metric_on": on} if on else {})
+            checkpoints.save(step, state_of(step), state, {}, metric=metric)
+            assert checkpoints.finish()
+            found = best(tmp_path, print)
+            assert found is not None and found.step == expected
+            assert all_steps(tmp_path) == stay
 
 
 def test_later_steps_of_a_course_that_was_left_go_away(tmp_path: Path) -> None:

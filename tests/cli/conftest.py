@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from imece.checkpoint.commit import METRIC_ON
 from imece.checkpoint.save import Checkpoints
 from imece.data.prepare import prepare
 from imece.models.transformer import Transformer
@@ -59,7 +60,11 @@ def make_run(path: Path, data: DataSection) -> Path:
         (LAST_STEP, Transformer(shape, generator=generator), 4.0),
     ):
         tensors = {f"model/{name}": each.detach() for name, each in model.named_parameters()}
-        state = {"model": shape_as_json(shape), "tokenizer_hash": prepared.tokenizer.hash}
+        state = {
+            "model": shape_as_json(shape),
+            "tokenizer_hash": prepared.tokenizer.hash,
+            METRIC_ON: prepared.tokens.identity,
+        }
         checkpoints.save(step, tensors, state, {}, metric=metric)
         assert checkpoints.finish(), alarms
     checkpoints.close()

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from imece.cli.evaluate import measures
 from imece.cli.main import main
 from imece.data.baselines import baselines
+from imece.data.prepare import TextSource, prepare
 from imece.data.tokens import open_tokens
 from imece.train.precision import choose_precision
 from imece.train.run_folder import RunFolder
@@ -109,6 +110,25 @@ def test_without_the_runs_own_tokens(
     assert main(["eval", str(run), "--data", str(tmp_path / "a.txt"), "--json"]) == 0
     out, err = capsys.readouterr()
     assert "no baselines" in err and err.count("\n") == 1
+    assert json.loads(out)["baselines"] == {}
+
+
+def test_the_tokens_of_another_run(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two runs share --data.folder, with the same tokenizer, and the other one was there last."""
+    run = tmp_path / "run"
+    shutil.copytree(trained_run, run)
+    (tmp_path / "a.txt").write_text("another text\n" * 100)
+    prepare(TextSource((str(tmp_path / "a.txt"),)), run / "tokenizer.json", run / "tokens")
+    why = (
+        f"{run}/tokens: not of the text that step 1 was trained on: imece train makes them again if that is "
+        "still there, --data names other text"
+    )
+    assert refused(capsys, str(run)) == f"imece: {why}\n"
+    assert main(["eval", str(run), "--data", str(tmp_path / "a.txt"), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == f"imece: no baselines, for the run's own tokens cannot be used ({why})\n"
     assert json.loads(out)["baselines"] == {}
 
 

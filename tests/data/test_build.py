@@ -199,6 +199,37 @@ def test_places_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "tokens/lock").exists()
 
 
+@pytest.mark.parametrize("name", [MANIFEST, "train.bin", "validation.idx"])
+def test_files_of_others_are_not_overwritten(tmp_path: Path, name: str) -> None:
+    """Other programs have a train.bin too; what is in a folder without any of our names stays as well."""
+    files, folder = write_texts(tmp_path / "texts", "one"), tmp_path / "theirs"
+    arguments = (folder, files, "text", ByteTokenizer())
+    folder.mkdir()
+    (folder / name).write_text("{}")
+    (folder / "big.iso.partial").write_text("half of it")
+    assert mistake(build, *arguments) == (
+        f"{folder} holds a {name} that others made, which would be overwritten: name another folder for the "
+        "token files"
+    )
+    assert sorted(os.listdir(folder)) == sorted([name, "big.iso.partial"])
+    assert (folder / name).read_text() == "{}"
+    (folder / name).unlink()
+    build(*arguments, share=0.3)
+    assert sorted(os.listdir(folder)) == sorted([*_NAMES, "big.iso.partial"])
+    (folder / "lock").unlink()  # a copy without it is as good, as long as it is up to date
+    build(*arguments, share=0.3)
+    assert "that others made" in mistake(build, *arguments, share=0.4)
+
+
+def test_what_a_killed_one_left_goes_away(tmp_path: Path) -> None:
+    files, folder = write_texts(tmp_path / "texts", "one"), tmp_path / "tokens"
+    build(folder, files, "text", ByteTokenizer(), share=0.3)
+    for name in ("train.bin.partial", "validation.idx.partial", "manifest.json.123.partial"):
+        (folder / name).touch()
+    build(folder, files, "text", ByteTokenizer(), share=0.4)
+    assert sorted(os.listdir(folder)) == _NAMES
+
+
 # --- killed, and together ---
 
 

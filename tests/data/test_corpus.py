@@ -41,6 +41,28 @@ def test_a_folder_gives_what_its_suffixes_say_but_nothing_hidden(tmp_path: Path)
     assert sources([str(tmp_path)]) == sorted(wanted)
 
 
+def test_links_to_folders_are_followed(tmp_path: Path) -> None:
+    """Once each, whatever circles they make; what is in the folder itself keeps its own name."""
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    write(root / "z/own.txt", "own")
+    write(root / ".hidden/store/a.txt", "hidden")
+    write(elsewhere / "b/c.txt", "linked")
+    write(tmp_path / "further/d.txt", "further")
+    for link, target in {
+        root / "a": root / "z",
+        root / "b": elsewhere,
+        root / "c": elsewhere / "b",
+        root / "store": root / ".hidden/store",
+        root / "z/up": root,
+        root / "nowhere": tmp_path / "gone",
+        elsewhere / "back": root,
+        elsewhere / "on": tmp_path / "further",
+    }.items():
+        link.symlink_to(target)
+    found = [os.path.relpath(path, root) for path in sources([root])]
+    assert found == ["b/b/c.txt", "b/on/d.txt", "store/a.txt", "z/own.txt"]
+
+
 def test_each_file_comes_once_whatever_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = write(tmp_path / "a.py", "x"), write(tmp_path / "b.py", "y")
     os.symlink(first, tmp_path / "c.py")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from imece.cli.options import parse
-from imece.data.prepare import TextSource, prepare
+from imece.data.prepare import TextSource, prepare, reopen
 from imece.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from tests.data.helpers import files_of_at_most, mistake
 from tests.data.processes import content, run_processes, write_texts
@@ -111,6 +111,24 @@ def test_what_is_wrong_leaves_no_tokenizer(tmp_path: Path, texts: str) -> None:
     assert f"{below}: cannot be written" in mistake(prepare, TextSource((texts,)), below, tmp_path / "tokens")
     assert os.listdir(path.parent) == [".tokenizer.json.lock"]
     assert prepare(TextSource((texts,)), path, tmp_path / "tokens").files == 40
+
+
+def test_who_joins_reads_what_the_others_do(tmp_path: Path, texts: str) -> None:
+    path, folder = tmp_path / "tokenizer.json", tmp_path / "tokens"
+    source = TextSource((texts,), vocab_size=270)
+    first = prepare(source, path, folder)
+    before = [each.stat() for each in sorted(folder.iterdir())]
+    write_texts(Path(texts), "added words", count=41)
+    for each in (reopen(source, path, folder), reopen(TextSource(("gone",)), path, folder)):
+        assert content(each.tokens) == content(first.tokens)
+        assert (each.tokens.identity, each.tokenizer.hash) == (first.tokens.identity, first.tokenizer.hash)
+    assert [each.stat() for each in sorted(folder.iterdir())] == before
+    elsewhere = reopen(source, path, tmp_path / "elsewhere")  # a host that has none: of the text as it is now
+    assert elsewhere.tokens.identity != first.tokens.identity
+    (folder / "train.bin").write_bytes(b"?" * (folder / "train.bin").stat().st_size)
+    assert reopen(source, path, folder).tokens.identity == elsewhere.tokens.identity
+    ByteTokenizer().save(path)
+    assert reopen(source, path, folder).tokens.tokenizer_hash == ByteTokenizer().hash
 
 
 def test_of_many_processes_one_makes_each(tmp_path: Path) -> None:

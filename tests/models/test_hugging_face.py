@@ -245,6 +245,10 @@ def test_tensors_that_are_not_the_models() -> None:
         ({"hidden_size": "32"}, "hidden_size is '32', not a whole number"),
         ({"num_hidden_layers": 0}, "layers is 0"),
         ({"rms_norm_eps": None}, "NoneType"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            r"its weights are quantised, as quantization_config says\): name another folder",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "of the type 'yarn'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "of the type 'linear'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "it has no 'low_freq_factor'"),
@@ -260,6 +264,20 @@ def test_models_that_cannot_be_read(tmp_path: Path, values: dict[str, Any], mess
     with pytest.raises(UserError, match=message) as refused:
         from_hugging_face(tmp_path)
     assert str(tmp_path) in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_weights_without_their_scales(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Also where several are packed into one, so that the shape is another."""
+    written, key = write(tmp_path, model_of(PLAIN)), "model.layers.1.mlp.up_proj.weight"
+    written[key] = torch.ones(48, 16).to(dtype)
+    save_file(written, tmp_path / "model.safetensors")
+    with pytest.raises(UserError) as refused:
+        from_hugging_face(tmp_path)
+    assert str(refused.value) == (
+        f"{tmp_path}/model.safetensors: {key} is {str(dtype).removeprefix('torch.')}, so quantised; only "
+        "floating point of 16 bits or more can be read: get the model as it was before"
+    )
 
 
 def _cut(path: Path) -> None:

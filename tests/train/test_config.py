@@ -185,7 +185,7 @@ def test_what_a_file_leaves_out_is_as_ever(file: Path) -> None:
         ("[model]\nheads = 3", "width is 256, which cannot be divided among heads = 3"),
         ("steps = ", "not TOML (Invalid value (at end of document)); imece train --print-config shows"),
         ("steps = 1\nsteps = 2", "not TOML (Cannot overwrite a value"),
-        ("[watch]\ndrift_every = 100001", "watch.drift_every is 100001 steps: at least 0 steps, at most 100000"),
+        ("[watch]\ndrift_every = 100001", "watch.drift_every is 100001 steps: at least 0 steps, at most 1"),
         ("[data]\nvocab_size = 1048577", "vocab_size is 1048577: at most 1048576, for all take memory"),
         (
             "ranks = 9223372036854775808",

@@ -83,6 +83,25 @@ def test_nothing_to_read(folder: RunFolder, tmp_path: Path) -> None:
         RunFolder(tmp_path / ("x" * 300)).config()
 
 
+def test_a_damaged_best_is_passed_over_by_name(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    save(folder, {1: 3.0, 2: 2.5, 3: 4.0})
+    paths = {step: folder.checkpoints / f"step-{step:08d}" / "manifest.json" for step in (1, 2, 3)}
+    damaged: list[str] = []
+    for step, expected in ((2, 1), (1, 3)):
+        paths[step].write_text("{}")
+        damaged.append(f"imece: damaged, so another checkpoint is used: {paths[step]}: damaged ")
+        assert folder.saved("best").step == expected
+        lines = sorted(capsys.readouterr().err.splitlines(), reverse=True)
+        assert [line[: len(damaged[0])] for line in lines] == damaged
+    paths[3].write_text("{}")
+    with pytest.raises(UserError, match=r"run has no checkpoint that can be read: .*manifest\.json: damaged"):
+        folder.saved("best")
+    save(folder, {1: None, 2: 2.0})
+    paths[2].write_text("{}")
+    assert folder.saved("best").step == 1
+    assert capsys.readouterr().err.count("imece: ") == 2, "each once, by two looks"
+
+
 def test_a_checkpoint_of_another_model(folder: RunFolder) -> None:
     save(folder, {1: None})
     saved = folder.saved()

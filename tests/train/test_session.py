@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -36,6 +37,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     made.folder, made.config, made.alarms = mock.Mock(), TrainConfig(steps=100), deque()
     made.model = mock.Mock(config=TrainConfig().model.shape(300))
     made.prepared, made.wrapped, made.training_state = mock.Mock(), mock.Mock(), mock.Mock()
+    made.prepared.tokens = mock.Mock(identity="a text", folder="run/tokens")
     made.clock = mock.Mock(phase=lambda _: contextlib.nullcontext())
     made.clock.lap.return_value = SimpleNamespace(seconds=2.0, phases={}, own={})
     made.plan, made.step, made.batches = BatchPlan(8, 4, 1, 4, 1), mock.Mock(scaler_state={}), mock.Mock()
@@ -144,6 +146,51 @@ def test_back_to_a_checkpoint(session: Session, monkeypatch: pytest.MonkeyPatch)
     assert session._from_checkpoint() == session.done == session.counted == 4
     assert (session.tokens, session.val_loss) == (128, (4, 2.5))
     assert list(session.alarms) == ["back to the checkpoint of step 4: 4 steps are lost"]
+
+
+@pytest.mark.parametrize(("on", "val_loss"), [("a text", 2.5), (None, 2.5), ("another text", None)])
+def test_gone_on_with_after_the_text_has_changed(
+    session: Session, monkeypatch: pytest.MonkeyPatch, on: str | None, val_loss: float | None
+) -> None:
+    """A checkpoint of an older run does not say what it was trained on."""
+    state = {"scaler": {}, "best_val_loss": 2.5, "counters": {"seconds": 8.0, "tokens": 128}}
+    found = mock.Mock(step=4, metric=2.5, state=state | ({"metric_on": on} if on else {}))
+    monkeypatch.setattr(session, "_newest", lambda: found)
+    assert session._resume()
+    assert (session.done, session.tokens, session.best_val_loss) == (4, 128, val_loss)
+    assert metric(session) == val_loss
+    assert session.checkpoints.save.call_args.args[2]["metric_on"] == "a text"  # type: ignore[attr-defined]
+    assert list(session.alarms) == ([] if val_loss else [
+        "the text has changed since step 4: its order begins anew, and validation losses do not compare with "
+        "those before"
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("joining", [False, True])
+def test_who_joins_makes_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joining: bool) -> None:
+    """The text may have changed since the others began."""
+    called = {name: mock.Mock(side_effect=UserError(name)) for name in ("prepare", "reopen")}
+    monkeypatch.setattr(sessions, "together", lambda _, call: call())
+    for name, each in called.items():
+        monkeypatch.setattr(sessions, name, each)
+    with pytest.raises(UserError, match="reopen" if joining else "prepare"):
+        Session.open(TrainConfig(run=str(tmp_path)), mock.Mock(world=mock.Mock(joining=joining)))
+    arguments = TrainConfig().data.source(), tmp_path / "tokenizer.json", tmp_path / "tokens"
+    assert [each.call_args_list for each in called.values()] == (
+        [[], [mock.call(*arguments)]] if joining else [[mock.call(*arguments)], []]
+    )
+
+
+def test_who_joins_with_another_text_is_refused(session: Session) -> None:
+    state = json.loads(json.dumps(session._counters()))
+    session._take_counters(state)
+    session.prepared.tokens.identity = "another text"  # type: ignore[misc]
+    with pytest.raises(UserError) as mistake:
+        session._take_counters(state)
+    assert str(mistake.value) == (
+        "run/tokens: not the text that the other ranks read: give this host the text that they began with, "
+        "or start the run again, which then goes on with the text as it is now"
+    )
 
 
 @pytest.mark.parametrize(

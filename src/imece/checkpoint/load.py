@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from imece.checkpoint import files
-from imece.checkpoint.commit import by_metric, glance
+from imece.checkpoint.commit import by_metric
 from imece.checkpoint.manifest import (
     DTYPES,
     MANIFEST,
@@ -179,8 +179,38 @@ def newest(folder: Path, damaged: Callable[[str], None]) -> Saved | None:
 
     damaged: called with one line for each newer one that is not. UserError if the folder cannot be read.
     """
-    while True:
+    return _first_whole(lambda: [path for _, path in files.step_folders(folder)], damaged)
+
+
+def best(folder: Path, damaged: Callable[[str], None]) -> Saved | None:
+    """The one with the lowest metric of those that are whole; None if none has one, or no such folder.
+
+    damaged: called with one line for each that is not, and has a lower metric or one that cannot be read.
+    UserError if the folder cannot be read.
+    """
+
+    def ranked() -> list[Path]:
+        found = []
         for _, path in files.step_folders(folder):
+            try:
+                found.append((path, _manifest(path / MANIFEST)))
+            except UserError as error:
+                if _identity(path) is not None:  # else a job has just removed it
+                    damaged(str(error))
+        return [path for path, _ in by_metric(found)]
+
+    return _first_whole(ranked, damaged)
+
+
+def all_steps(folder: Path) -> list[int]:
+    """The steps that have a checkpoint, ascending, damaged ones too. Empty if there is no such folder."""
+    return sorted({step for step, _ in files.step_folders(folder)})
+
+
+def _first_whole(paths: Callable[[], list[Path]], damaged: Callable[[str], None]) -> Saved | None:
+    """The first that is whole, in the order of `paths`, which is asked again when they change meanwhile."""
+    while True:
+        for path in paths():
             before = _identity(path)
             try:
                 return open_checkpoint(path)
@@ -190,21 +220,6 @@ def newest(folder: Path, damaged: Callable[[str], None]) -> Saved | None:
                 damaged(str(error))
         else:
             return None
-
-
-def best(folder: Path) -> Saved | None:
-    """The checkpoint with the lowest metric; None if none has one, or there is no such folder.
-
-    Those that can be seen to be incomplete do not count. UserError if the best is damaged otherwise.
-    """
-    found = [(path, glance(path)) for _, path in files.step_folders(folder)]
-    ranked = by_metric((path, manifest) for path, manifest in found if manifest is not None)
-    return open_checkpoint(ranked[0][0]) if ranked else None
-
-
-def all_steps(folder: Path) -> list[int]:
-    """The steps that have a checkpoint, ascending, damaged ones too. Empty if there is no such folder."""
-    return sorted({step for step, _ in files.step_folders(folder)})
 
 
 def _manifest(path: Path) -> Manifest:

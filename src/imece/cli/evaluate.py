@@ -14,6 +14,8 @@ from typing import Annotated, Any
 import torch
 import tyro
 
+from imece.checkpoint.commit import METRIC_ON
+from imece.checkpoint.load import Saved
 from imece.cli.options import parse
 from imece.cli.trained import best_device, open_run, tokenizer_of
 from imece.data.baselines import baselines
@@ -65,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
     config = folder.config()
     model, saved = folder.model(options.which, device)
     tokenizer = tokenizer_of(folder, saved)
-    with _data(options, folder, config, tokenizer) as (part, others):
+    with _data(options, folder, config, tokenizer, saved) as (part, others):
         precision = _precision(config.compute.dtype, device)
         nats, tokens = evaluate(model, part, model.config.max_seq, _SEQUENCES, precision)
         found: dict[str, Any] = {
@@ -110,10 +112,10 @@ def _precision(asked: Dtype, device: torch.device) -> Precision:
 
 @contextlib.contextmanager
 def _data(
-    options: EvalOptions, folder: RunFolder, config: TrainConfig, tokenizer: Tokenizer
+    options: EvalOptions, folder: RunFolder, config: TrainConfig, tokenizer: Tokenizer, saved: Saved
 ) -> Iterator[tuple[Part, TokenFiles | None]]:
     """What to read, and the run's own tokens, which may be gone when other text is read."""
-    own = _own_tokens(folder, config, tokenizer, needed=not options.data)
+    own = _own_tokens(folder, config, tokenizer, saved, needed=not options.data)
     if not options.data:
         assert own is not None
         if not len(own.validation.tokens):
@@ -136,7 +138,7 @@ def _data(
 
 
 def _own_tokens(
-    folder: RunFolder, config: TrainConfig, tokenizer: Tokenizer, needed: bool
+    folder: RunFolder, config: TrainConfig, tokenizer: Tokenizer, saved: Saved, needed: bool
 ) -> TokenFiles | None:
     try:
         own = open_tokens(folder.tokens(config))
@@ -144,10 +146,15 @@ def _own_tokens(
             raise UserError(
                 f"{own.folder}: made with another tokenizer than this run's: imece train makes them again"
             )
+        if own.identity != saved.state.get(METRIC_ON, own.identity):
+            raise UserError(
+                f"{own.folder}: not of the text that step {saved.step} was trained on: imece train makes "
+                "them again if that is still there, --data names other text"
+            )
     except UserError as error:
         if needed:
             raise
-        _note(f"no baselines, for the run's own tokens cannot be read ({error})")
+        _note(f"no baselines, for the run's own tokens cannot be used ({error})")
         return None
     return own
 

@@ -21,7 +21,9 @@ from imece.errors import UserError
 
 Progress = Callable[[int, int], None]  # (bytes of text tokenized, bytes of all files)
 
+_LOCK = "lock"
 _PARTIAL = ".partial"
+_NAMES = tuple(f"{part}.{suffix}" for part in PARTS for suffix in SUFFIXES)
 _BATCH_BYTES = 1 << 20  # of text that is tokenized at once; the package needs some 40 times that
 _BATCH_DOCUMENTS = 1024
 
@@ -43,16 +45,23 @@ def build(
     each of them reads all of `files`, about 1 GB a second.
 
     share, seed: of the documents that `corpus.held_out` puts into the validation part; at least one, if share
-    is not 0. UserError if a part that was asked for gets no document, and if the folder cannot be written to.
+    is not 0. UserError if a part that was asked for gets no document, if the folder has files of others under
+    our names, and if it cannot be written to.
     """
     folder = Path(folder)
     if not 0 <= share < 1:
         raise UserError(f"a held-out share of {share}: at least 0 and less than 1, such as 0.02")
     wanted = _wanted(files, field, tokenizer, share, seed)
-    if not os.access(folder, os.W_OK) and (found := _made_from(folder, wanted)):
-        return found  # a shared folder in which only others may write, and so lock
+    foreign = _foreign(folder)
+    if (foreign or not os.access(folder, os.W_OK)) and (found := _made_from(folder, wanted)):
+        return found  # a copy, or a shared folder in which only others may write, and so lock
+    if foreign:
+        raise UserError(
+            f"{folder} holds a {foreign} that others made, which would be overwritten: name another folder "
+            "for the token files"
+        )
     try:
-        with locked(folder / "lock"):
+        with locked(folder / _LOCK):
             if found := _made_from(folder, wanted):
                 return found
             with _no_leftovers(folder):
@@ -94,6 +103,12 @@ def _made_from(folder: Path, wanted: dict[str, Any]) -> TokenFiles | None:
         return None
 
 
+def _foreign(folder: Path) -> str | None:
+    """What has one of our names in a folder that is none of ours: those have a lock before anything else."""
+    there = [name for name in (*_NAMES, MANIFEST) if os.path.lexists(folder / name)]
+    return there[0] if there and not os.path.lexists(folder / _LOCK) else None
+
+
 def _build(
     folder: Path,
     files: Sequence[Path],
@@ -130,9 +145,8 @@ def _build(
     # From here on the old files are replaced one by one: they must not be taken for a set.
     (folder / MANIFEST).unlink(missing_ok=True)
     sync_folder(folder)
-    for name in PARTS:
-        for suffix in SUFFIXES:
-            os.replace(folder / f"{name}.{suffix}{_PARTIAL}", folder / f"{name}.{suffix}")
+    for name in _NAMES:
+        os.replace(folder / f"{name}{_PARTIAL}", folder / name)
     sync_folder(folder)
     write_manifest(
         folder,
@@ -169,8 +183,11 @@ def _no_leftovers(folder: Path) -> Iterator[None]:
 
 
 def _remove_partial(folder: Path) -> None:
-    for leftover in folder.glob(f"*{_PARTIAL}"):
-        leftover.unlink()
+    for leftover in (
+        *(folder / f"{name}{_PARTIAL}" for name in _NAMES),
+        *folder.glob(f"{MANIFEST}.[0-9]*{_PARTIAL}"),
+    ):
+        leftover.unlink(missing_ok=True)
 
 
 def _batches(all_documents: Iterator[Document]) -> Iterator[list[Document]]:

@@ -39,10 +39,10 @@ class Document:
 def sources(paths: Sequence[Path | str], field: str = "text") -> list[Path]:
     """The files behind folders, globs, single files and datasets: absolute, sorted, each once.
 
-    A folder is searched for SUFFIXES, in all its folders but the hidden ones; a glob gives the files it
-    matches. "hf:NAME" or "hf:NAME:SPLIT" is a dataset of the Hugging Face Hub, which is downloaded, or a
-    folder that `datasets` saved to disk, which is also known without "hf:". No path at all is the Python
-    standard library of this disk, without its tests.
+    A folder is searched for SUFFIXES, in all its folders but the hidden ones, and in those that links in it
+    lead to; a glob gives the files it matches. "hf:NAME" or "hf:NAME:SPLIT" is a dataset of the Hugging Face
+    Hub, which is downloaded, or a folder that `datasets` saved to disk, which is also known without "hf:".
+    No path at all is the Python standard library of this disk, without its tests.
 
     What is named by itself is looked into here, so that a mistake shows before any work is done: UserError
     if it is missing, empty or not UTF-8 text, if the first line of a .jsonl or a table has no `field`, or if
@@ -152,14 +152,29 @@ def _standard_library() -> list[Path]:
 
 
 def _walk(root: str) -> Iterator[tuple[str, list[str], list[str]]]:
-    """os.walk without hidden folders; UserError for a folder that cannot be read."""
+    """os.walk into links too, but not into hidden folders, and into each folder once, whatever leads to it.
+
+    UserError for a folder that cannot be read.
+    """
 
     def refuse(error: OSError) -> None:
         raise UserError(f"{error.filename}: cannot be read ({error.strerror}): check its permissions")
 
-    for folder, folders, names in os.walk(root, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield folder, folders, names
+    seen, waiting = set[str](), [root]
+    while waiting:
+        links: list[str] = []
+        for folder, folders, names in os.walk(waiting.pop(0), onerror=refuse):
+            real = os.path.realpath(folder)
+            if real in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            yield folder, folders, names
+            below = (os.path.join(folder, name) for name in folders)
+            links += (path for path in below if os.path.islink(path))
+        # After all that is in the root itself, and sorted: names must not depend on a disk's own order.
+        waiting += sorted(links)
 
 
 def _behind(given: str, field: str) -> Iterator[Path]:

@@ -19,7 +19,7 @@ from imece.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-from imece.data.tokens import TokenFiles
+from imece.data.tokens import TokenFiles, open_tokens
 from imece.errors import UserError
 
 Progress = Callable[[str, int, int], None]  # (what is under way, bytes of text done, bytes of all files)
@@ -66,8 +66,8 @@ class Prepared:
 
     tokenizer: Tokenizer
     tokens: TokenFiles
-    files: int  # that were text
-    source_bytes: int  # of all files on disk
+    files: int  # that were text; 0 after `reopen`
+    source_bytes: int  # of all files on disk; 0 after `reopen`
 
 
 def prepare(
@@ -94,6 +94,21 @@ def prepare(
         progress=partial(progress, "making tokens") if progress else None,
     )
     return Prepared(tokenizer, tokens, len(files) - tokens.skipped, total_bytes(files))
+
+
+def reopen(source: TextSource, tokenizer_path: Path, folder: Path) -> Prepared:
+    """What `prepare` has made, for a rank that joins others who read it, whatever has become of the text.
+
+    A host that does not have it whole prepares it, and then it may be of another text: see
+    `TokenFiles.identity`. UserError as `prepare`.
+    """
+    try:
+        tokenizer, tokens = load_tokenizer(tokenizer_path), open_tokens(folder, verify=True)
+    except UserError:
+        return prepare(source, tokenizer_path, folder)
+    if tokens.tokenizer_hash != tokenizer.hash:
+        return prepare(source, tokenizer_path, folder)
+    return Prepared(tokenizer, tokens, files=0, source_bytes=0)
 
 
 def _tokenizer(source: TextSource, files: Sequence[Path], path: Path, progress: Progress | None) -> Tokenizer:

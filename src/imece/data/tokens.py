@@ -56,6 +56,7 @@ class TokenFiles:
     tokenizer_hash: str
     skipped: int  # files that were not text
     made_from: Mapping[str, Any]  # all that the content depends on, as `build` wrote it
+    identity: str  # of the content: where it is equal, every step reads the same
 
 
 def open_tokens(folder: Path | str, *, verify: bool = False) -> TokenFiles:
@@ -103,6 +104,7 @@ def _open(folder: Path, manifest: dict[str, Any], verify: bool) -> TokenFiles:
         tokenizer_hash=made_from["tokenizer"],
         skipped=manifest["skipped"],
         made_from=made_from,
+        identity=digest(json.dumps([manifest[name]["checksums"] for name in PARTS]).encode()),
     )
 
 

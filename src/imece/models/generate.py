@@ -23,8 +23,9 @@ def generate(
 ) -> Iterator[int]:
     """At most max_new tokens that follow the prompt; ends before a token of `stop`, which is not given out.
 
-    temperature 0 takes the likeliest token each time. Otherwise one is drawn, among the top_k likeliest, and
-    of these among the fewest that together have probability top_p. `generator` must be on the model's device.
+    temperature 0, or one too small for float32, takes the likeliest token each time. Otherwise one is drawn,
+    among the top_k likeliest, and of these among the fewest that together have probability top_p. `generator`
+    must be on the model's device.
     Whenever max_seq positions are full, the model forgets the older half of them and reads the rest again.
 
     ValueError, at once and not at the first token, for an empty prompt, one of more than max_seq tokens or
@@ -79,7 +80,7 @@ def _choose(
     top_p: float | None,
     generator: torch.Generator | None,
 ) -> int:
-    if temperature == 0:
+    if temperature < torch.finfo(torch.float32).tiny:  # in float32 it may be 0
         return int(logits.argmax())
     # The maximum goes first: divided by a small temperature, it would overflow.
     scaled = (logits - logits.max()) / temperature
@@ -88,6 +89,7 @@ def _choose(
     if top_p is not None:
         probabilities = probabilities / probabilities.sum()
         likelier = probabilities.cumsum(0) - probabilities  # what all tokens before it have together
-        likelier[0] = 0.0  # exactly: the likeliest one stays, however small top_p is
-        probabilities = probabilities[likelier < top_p]
+        kept = likelier < top_p
+        kept[0] = True  # the likeliest one, also where top_p is so small that it is 0 in float32
+        probabilities = probabilities[kept]
     return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])

@@ -51,6 +51,7 @@ _DEFAULTS = {
     "mlp_bias": False,
 }
 _DEFAULT_THETA = 10000.0
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # others need scales, which are apart
 
 
 def hugging_face_name(name: str) -> str:
@@ -85,7 +86,8 @@ def from_hugging_face(folder: Path | str) -> tuple[TransformerConfig, dict[str, 
     """The shape, and all parameters by the names that `Transformer` has for them, in the dtype of the file.
 
     UserError, with the file's name, if it is missing or damaged, if the model is none that `Transformer` can
-    be (another architecture, biases, other rotary positions), or if a tensor is missing or of another shape.
+    be (another architecture, biases, other rotary positions, quantised), or if a tensor is missing or of
+    another shape.
     """
     folder = Path(folder)
     path = folder / CONFIG
@@ -194,6 +196,8 @@ def _read_config(content: Json) -> TransformerConfig:
     ):
         if content[key] != only:
             raise ValueError(f"{key} is {content[key]!r}, only {only!r} is possible")
+    if content.get("quantization_config") is not None:
+        raise ValueError("its weights are quantised, as quantization_config says")
     theta, scaling = _read_rope(content)
     config = TransformerConfig(
         vocab_size=_whole(content, "vocab_size"),
@@ -257,6 +261,12 @@ def _read_tensors(folder: Path, config: TransformerConfig) -> dict[str, Tensor]:
                 tensor = file.get_tensor(key)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{stored[key]}: cannot be read ({error}): get the file again") from error
+        if tensor.dtype not in _DTYPES:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(
+                f"{stored[key]}: {key} is {dtype}, so quantised; only floating point of 16 bits or more can "
+                "be read: get the model as it was before"
+            )
         if tuple(tensor.shape) != shape:
             raise UserError(
                 f"{stored[key]}: {key} is {list(tensor.shape)}, by {CONFIG} it is {list(shape)}: "

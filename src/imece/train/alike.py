@@ -32,10 +32,10 @@ def check_same_start(config: TrainConfig, mesh: Mesh) -> None:
 
 def check_same_tokens(prepared: Prepared, mesh: Mesh) -> None:
     """As check_same_start, of what they read."""
-    facts = {
+    facts: dict[str, object] = {
         "tokenizer": prepared.tokenizer.hash,
         "text": prepared.tokens.made_from,
-        "tokens to train on": len(prepared.tokens.train.tokens),
+        "tokens": prepared.tokens.identity,
     }
     _check(facts, mesh, "give all hosts the same text")
 

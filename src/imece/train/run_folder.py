@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -151,14 +152,19 @@ class RunFolder:
         return load_tokenizer(self.tokenizer_file)
 
     def saved(self, which: Which = "last") -> Saved:
-        """The newest checkpoint, or the one with the lowest validation loss. UserError if none is whole."""
+        """The newest checkpoint, or the one with the lowest validation loss: of those that are whole.
+
+        A line on standard error for each damaged one that is passed over. UserError if none is whole.
+        """
         damaged: list[str] = []
-        found = best(self.checkpoints) if which == "best" else newest(self.checkpoints, damaged.append)
-        if found is None and which == "best":
-            found = newest(self.checkpoints, damaged.append)  # nothing was validated when it was saved
+        found = best(self.checkpoints, damaged.append) if which == "best" else None
+        if found is None:  # or nothing was validated when it was saved
+            found = newest(self.checkpoints, damaged.append)
         if found is None:
             why = f": {damaged[0]}" if damaged else " yet: train first"
             raise UserError(f"{self.path} has no checkpoint that can be read{why}")
+        for line in dict.fromkeys(damaged):
+            print(f"imece: damaged, so another checkpoint is used: {line}", file=sys.stderr, flush=True)
         return found
 
     def model(self, which: Which = "last", device: torch.device | str = "cpu") -> tuple[Transformer, Saved]:

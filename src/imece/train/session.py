@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from imece.checkpoint.commit import METRIC_ON
 from imece.checkpoint.load import Saved, newest
 from imece.checkpoint.save import Checkpoints
 from imece.checkpoint.training_state import TrainingState
 from imece.collectives.texts import gather_json, gather_texts
 from imece.data.batches import Batches
-from imece.data.prepare import Prepared, prepare
+from imece.data.prepare import Prepared, prepare, reopen
 from imece.data_parallel.parallelize import parallelize
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel
@@ -85,7 +86,9 @@ class Session:
         folder = RunFolder(config.folder)
 
         def inputs() -> tuple[Prepared, BatchPlan, Batches, Precision]:
-            prepared = prepare(config.data.source(), folder.tokenizer_file, folder.tokens(config), None)
+            # The others read what was made when they began, and the text may have changed since.
+            get = reopen if mesh.world.joining else prepare
+            prepared = get(config.data.source(), folder.tokenizer_file, folder.tokens(config))
             shape = config.model.shape(prepared.tokenizer.vocab_size)
             plan = plan_batch(config.batch, shape.max_seq, _first_ranks(config, mesh))
             batches = Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed)
@@ -191,10 +194,17 @@ class Session:
             "val_loss": self.val_loss,
             "scaler": self.step.scaler_state,
             "micro": self.plan.micro,
+            "text": self.prepared.tokens.identity,
         }
 
     def _take_counters(self, state: dict[str, Any]) -> None:
         assert self.recovery is not None
+        tokens = self.prepared.tokens
+        if state["text"] != tokens.identity:
+            raise UserError(
+                f"{tokens.folder}: not the text that the other ranks read: give this host the text that they "
+                "began with, or start the run again, which then goes on with the text as it is now"
+            )
         if state["done"] != self.recovery.member.steps:  # else its own may know more of this step
             self.counted, self.seconds, self.tokens = state["counted"], state["seconds"], state["tokens"]
             self.best_val_loss, self.val_loss = state["best_val_loss"], state["val_loss"]
@@ -206,8 +216,9 @@ class Session:
         assert self.recovery is not None
         if not self._resume():
             raise LostStateError("a rank that is gone held a part of the model, and no checkpoint has it yet")
-        lost = self.recovery.member.steps - self.done
-        self.alarms.append(f"back to the checkpoint of step {self.done}: {lost} steps are lost")
+        lost = self.recovery.member.steps - self.done  # a rank that has just joined had made none
+        also = f": {lost} steps are lost" if lost > 0 else ""
+        self.alarms.append(f"back to the checkpoint of step {self.done}{also}")
         return self.done
 
     # Checkpoints.
@@ -259,6 +270,7 @@ class Session:
             "counters": {"seconds": self.seconds, "tokens": self.tokens},
             "best_val_loss": self.best_val_loss,
             "scaler": self.step.scaler_state,
+            METRIC_ON: self.prepared.tokens.identity,
         }
 
     def _resume(self) -> bool:
@@ -290,6 +302,14 @@ class Session:
         self.step.load_scaler(saved.state["scaler"])
         self.done = self.counted = saved.step
         self.best_val_loss, self.val_loss = saved.state["best_val_loss"], (saved.step, saved.metric)
+        text = self.prepared.tokens.identity
+        if saved.state.get(METRIC_ON, text) != text:
+            self.best_val_loss, self.val_loss = None, (_NOTHING, None)
+            if self.mesh.rank == 0:
+                self.alarms.append(
+                    f"the text has changed since step {saved.step}: its order begins anew, and validation "
+                    "losses do not compare with those before"
+                )
         self.seconds, self.tokens = saved.state["counters"]["seconds"], saved.state["counters"]["tokens"]
 
     def _check_same_step(self, step: int) -> None:
