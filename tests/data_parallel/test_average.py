@@ -5,7 +5,9 @@ Every rank knows what all ranks were given, and computes the same alone.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from imece import DistributedDataParallel
+from imece import DistributedDataParallel, parallelize
 from imece.data_parallel.average import OVER, Over
 from tests.data_parallel.checks import Check, Job, jobs, passed
 
@@ -174,6 +176,55 @@ def left_out(group: dist.ProcessGroup) -> None:
         same(model, alone, f"step {step}")
 
 
+def several_losses(group: dist.ProcessGroup) -> None:
+    """In one backward, of forwards in no_sync or not; and one of them that is left out."""
+    model = wrap(group)
+    for step, quiet in enumerate((False, True, False)):
+        parts = [[part(1 + 2 * at + step + two, 10 * at + two) for two in range(2)]
+                 for at in range(group.size())]  # fmt: skip
+        alone = whole(model.module, [one for each in parts for one in each])
+        model.zero_grad()
+        losses = []
+        for (x, y), local in zip(parts[dist.get_rank()], (quiet, False), strict=True):
+            with model.no_sync() if local else contextlib.nullcontext():
+                losses.append(model.weigh(functional.cross_entropy(model(x), y), len(y)))
+        _left = model.weigh(functional.cross_entropy(model(x), y), 100)
+        (losses[0] + losses[1]).backward()
+        same(model, alone, f"step {step}")
+
+
+def zeroed_in_place(group: dist.ProcessGroup) -> None:
+    """What a sharded model's zero_grad throws away does not count, whether to None or to zeros."""
+    model: Any
+    for zeroes in ("optimizer", "model"):
+        net = Net()
+        sgd = torch.optim.SGD(net.parameters())
+        model, optimizer = parallelize(net, sgd, "zero2", group, average="tokens")
+        parts = [part(2 + at, at) for at in range(group.size())]
+        with model.gathered():
+            alone = whole(model.module, parts)
+        with model.no_sync():
+            bring(model, part(7, 9))
+        (optimizer if zeroes == "optimizer" else model).zero_grad(set_to_none=False)
+        bring(model, parts[dist.get_rank()])
+        grads = [each.grad for each in alone.parameters() if each.grad is not None]
+        torch.testing.assert_close(model.gradient_norm(), nn.utils.get_total_norm(grads).float())
+
+
+def zeroed_after_the_forward(group: dist.ProcessGroup) -> None:
+    """What is thrown away between a forward and its backward does not count."""
+    model = wrap(group)
+    parts = [part(2 + at, at) for at in range(group.size())]
+    alone = whole(model.module, parts)
+    with model.no_sync():
+        bring(model, part(7, 9))
+    x, y = parts[dist.get_rank()]
+    loss = model.weigh(functional.cross_entropy(model(x), y), len(y))
+    model.zero_grad()
+    loss.backward()
+    same(model, alone)
+
+
 def unused_here(group: dist.ProcessGroup) -> None:
     """A branch that one rank takes: its gradient is over all tokens, too."""
     rank = dist.get_rank()
@@ -292,6 +343,9 @@ CHECKS: dict[str, Check] = {
     "any counts": any_counts,
     "fractions": fractions,
     **{f"nothing to predict, {way}": nothing_to_predict(way) for way in WAYS},
+    "several losses": several_losses,
+    "zeroed in place": zeroed_in_place,
+    "zeroed after the forward": zeroed_after_the_forward,
     "unused here": unused_here,
     "reduced before": reduced_before,
     "left out": left_out,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import os
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,10 +24,11 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.checkpoint import checkpoint
 
-from imece import DistributedDataParallel
+from imece import DistributedDataParallel, parallelize
 from imece.collectives import ops
 from imece.collectives.shared_memory.arena import ARENAS
 from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.errors import MismatchError
 from tests.data_parallel.checks import Check, Job, jobs, passed
 
 SMALL_MB = 80 / 2**20  # of two layers' gradients, 96 bytes, more than one bucket
@@ -372,6 +375,55 @@ def thawed_later(group: dist.ProcessGroup) -> None:
         model(own_input())
 
 
+def frozen_as_a_whole(group: dist.ProcessGroup) -> None:
+    """Before its first forward, as a discriminator is while the generator takes its step."""
+    made, judge = wrap(double(Branches(2)), group), wrap(double(Branches(2)), group)
+    judge.requires_grad_(False)
+    both = nn.ModuleList([copy.deepcopy(made.module), copy.deepcopy(judge.module)])
+    expected = mean_over(group, both, lambda both, x: both[1](both[0](x)).sum(), own_input())
+    judge(made(own_input())).sum().backward()
+    got = {f"0.{name}": each for name, each in gradients(made).items()}
+    same(got | {f"1.{name}": each for name, each in gradients(judge).items()}, expected)
+    judge.check_parameters()
+    with torch.no_grad():
+        judge.module.layers[1].bias += dist.get_rank()
+    with pytest.raises(MismatchError, match=r"layers\.1\.bias on all ranks \(of 4 parameters\)"):
+        judge.check_parameters()
+    judge.requires_grad_(True)
+    train_step(judge, group)
+
+
+# Wrapping is undone.
+
+
+def wrapped_again(group: dist.ProcessGroup) -> None:
+    """What the first wrapper prepared for and nobody called backward on is no longer waited for."""
+    module = double(Branches())
+    model = wrap(module, group)
+    loss = total(model, own_input())
+    del model, loss
+    train_step(wrap(module, group), group)
+
+
+def gone_with_its_model(group: dist.ProcessGroup) -> None:
+    def trained(strategy: str, **options: Any) -> list[weakref.ref[Any]]:
+        module = Branches()
+        model, optimizer = parallelize(
+            module, torch.optim.AdamW(module.parameters()), strategy, group, **options
+        )
+        for step in range(2):
+            optimizer.zero_grad()
+            total(model, own_input(step).float()).backward()
+            optimizer.step()
+        known = [model, module, optimizer, model.reducer, model.reducer.gradients]
+        return [weakref.ref(each) for each in [*known, *module.parameters()]]
+
+    left = [trained(strategy) for strategy in ("replicate", "zero1", "zero2", "zero3")]
+    left.append(trained("zero3", gather=True))
+    gc.collect()
+    assert [[ref() for ref in refs if ref() is not None] for refs in left] == [[]] * 5
+
+
 # Outputs.
 
 
@@ -586,19 +638,34 @@ def evaluation_is_local(group: dist.ProcessGroup) -> None:
 
 
 def two_models_one_backward(group: dist.ProcessGroup) -> None:
-    """One behind the other; each rank leaves another part of the second unused."""
-    first = wrap(double(Branches()), group, bucket_cap_mb=SMALL_MB)
-    second = wrap(double(Branches()), group, bucket_cap_mb=SMALL_MB)
-    both = nn.ModuleList([copy.deepcopy(first.module), copy.deepcopy(second.module)])
-    for step in range(4):
-        picked = [[0, 1, 2, 3], [2, 0]][(dist.get_rank() + step) % 2]
-        inputs = own_input(step), picked
-        expected = mean_over(group, both, lambda both, x, picked: both[1](both[0](x), picked).sum(), *inputs)
-        first.zero_grad()
-        second.zero_grad()
-        second(first(inputs[0]), picked).sum().backward()
-        got = {f"0.{name}": each for name, each in gradients(first).items()}
-        same(got | {f"1.{name}": each for name, each in gradients(second).items()}, expected)
+    """One behind the other, or in a backward inside of it; each rank leaves other parts of it unused."""
+    for overlap, inside in ((None, False), (False, True)):
+        first = wrap(double(Branches()), group, bucket_cap_mb=SMALL_MB, overlap=overlap)
+        second = wrap(double(Branches()), group, bucket_cap_mb=SMALL_MB, overlap=overlap)
+        both = nn.ModuleList([copy.deepcopy(first.module), copy.deepcopy(second.module)])
+        for step in range(4):
+            picked = [[0, 1, 2, 3], [2, 0]][(dist.get_rank() + step) % 2]
+            x = own_input(step).requires_grad_()
+            expected = mean_over(
+                group, both, lambda both, x, used: both[1](both[0](x), used).sum(), x, picked
+            )
+            first.zero_grad()
+            second.zero_grad()
+            between = checkpoint(first, x, use_reentrant=True) if inside else first(x)
+            second(between, picked).sum().backward()
+            got = {f"0.{name}": each for name, each in gradients(first).items()}
+            same(got | {f"1.{name}": each for name, each in gradients(second).items()}, expected)
+
+
+def checkpointed_after_another_failed(group: dist.ProcessGroup) -> None:
+    """It has no forward with gradients outside of backward, which would see that the other one is over."""
+    failed, model = wrap(double(Fused()), group), wrap(double(Branches()), group)
+    with blown():
+        failed(own_input()).sum().backward()
+    x = own_input().requires_grad_()
+    expected = mean_over(group, model.module, total, x)
+    checkpoint(model, x, use_reentrant=True).sum().backward()
+    same(gradients(model), expected)
 
 
 def checkpointed_from_outside(group: dist.ProcessGroup) -> None:
@@ -648,6 +715,36 @@ def a_group_of_one(group: dist.ProcessGroup) -> None:
 
 
 # Hooks.
+
+
+def hooks_on_parameters_come_first(group: dist.ProcessGroup) -> None:
+    """Added after wrapping too: they see this rank's gradient, and what they leave is reduced."""
+    factor = dist.get_rank() + 2
+
+    def replace(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * factor + 1
+
+    def write(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(factor).add_(1)
+
+    for strategy, overlap in (("replicate", False), ("replicate", True), ("zero1", False), ("zero3", False)):
+        module = double(Branches())
+        model, optimizer = parallelize(
+            module, torch.optim.SGD(module.parameters(), lr=1.0), strategy, group, bucket_cap_mb=SMALL_MB,
+            overlap=overlap,
+        )  # fmt: skip
+        for at, parameter in enumerate(module.parameters()):
+            parameter.register_post_accumulate_grad_hook(write if at % 2 else replace)
+        for step in range(3):
+            x, before = own_input(step), {name: each.clone() for name, each in module.named_parameters()}
+            means = mean_over(group, module, lambda alone, x: alone(x).sum() * factor, x)
+            expected = {name: before[name] - each - 1 for name, each in means.items() if each is not None}
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            same(dict(module.named_parameters()), expected)
 
 
 def hooks_may_answer_in_several_ways(group: dist.ProcessGroup) -> None:
@@ -757,6 +854,11 @@ def copies_train(group: dist.ProcessGroup) -> None:
     expected = mean_over(world, original.module, total, own_input(1))
     original.weigh(original(own_input(1)).sum(), 2).backward()
     same(gradients(original), expected)
+
+    model = DistributedDataParallel(double(Branches())).requires_grad_(False)
+    twin = copy.deepcopy(model)
+    assert not any(each.requires_grad for each in twin.parameters())
+    train_step(twin.requires_grad_(True), world)
 
     with pytest.raises(RuntimeError, match="default process group"):
         copy.deepcopy(wrap(double(Branches()), group))
@@ -941,6 +1043,9 @@ CHECKS: dict[str, Check] = {
     "used by some rank": used_by_some_rank_is_the_mean,
     "frozen later": frozen_later,
     "thawed later": thawed_later,
+    "frozen as a whole": frozen_as_a_whole,
+    "wrapped again": wrapped_again,
+    "gone with its model": gone_with_its_model,
     "outputs": outputs_of_all_kinds,
     "hidden outputs": hidden_outputs,
     "outputs and parameters": outputs_and_parameters_together,
@@ -955,6 +1060,7 @@ CHECKS: dict[str, Check] = {
     "compiled as a whole": compiled_as_a_whole,
     "complex parameters": complex_parameters,
     "a group of one": a_group_of_one,
+    "hooks on parameters": hooks_on_parameters_come_first,
     "hooks' answers": hooks_may_answer_in_several_ways,
     "refused hooks": hooks_that_are_refused,
     "names": names_are_torchs,
@@ -962,6 +1068,7 @@ CHECKS: dict[str, Check] = {
     "refused": refused_with_the_reason,
     "a rank that uses nothing": a_rank_that_uses_nothing,
     "two models, one backward": two_models_one_backward,
+    "checkpointed after another failed": checkpointed_after_another_failed,
 }
 
 

@@ -276,6 +276,24 @@ def buffers_from_meta(group: dist.ProcessGroup) -> None:
     assert norm.running_var.tolist() != [1.0] * 4
 
 
+def frozen_in_bf16(group: dist.ProcessGroup) -> None:
+    """A partly frozen model runs in bf16; a frozen parameter is whole on each rank, gathered or not."""
+    for way in WAYS:
+        inner = two_layers()
+        inner[0].requires_grad_(False)
+        before = inner[0].weight.detach().clone()
+        model, optimizer = wrap(inner, group, way.strategy, gather=way.gather,
+                                precision=MixedPrecision(param=torch.bfloat16))  # fmt: skip
+        assert torch.equal(model.module[0].weight, before.bfloat16())
+        trained = model.module[1].weight
+        model(torch.ones(2, 16, dtype=torch.bfloat16)).mean().backward()
+        optimizer.step()
+        with model.gathered():
+            assert trained.dtype == torch.bfloat16 and trained.any()
+        assert torch.equal(model.module[0].weight, before.bfloat16())
+        assert model.module[0].weight.untyped_storage().nbytes() == 2 * before.numel()
+
+
 # Communication hooks.
 
 
@@ -469,14 +487,50 @@ def written_in_common(group: dist.ProcessGroup) -> None:
     )
 
 
+def written_beside_masters(group: dist.ProcessGroup) -> None:
+    """Into parameters that the next step fills again from its masters."""
+    for way in WAYS[:2]:
+        inner = two_layers()
+        precision = MixedPrecision(param=torch.bfloat16)
+        model, optimizer = wrap(inner, group, way.strategy, precision=precision)
+
+        def step(model: Any = model, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            model(torch.ones(2, 16, dtype=torch.bfloat16)).mean().backward()
+            optimizer.step()
+
+        step()
+        with torch.no_grad(), model.gathered(write=True):
+            inner[1].weight.mul_(0.5)
+        step()
+        model.load_state_dict(model.state_dict())
+        step()
+        with torch.no_grad():
+            inner[1].weight.clamp_(-0.01, 0.01)
+        with pytest.raises(RuntimeError) as caught:
+            step()
+        assert str(caught.value) == (
+            "parameter 1.weight was written into, and the optimizer steps a master copy of it, from which "
+            "the next step would fill it again: do it inside of `with model.gathered(write=True):`, or by "
+            "model.load_state_dict"
+        )
+        model, optimizer = wrap(two_layers(), group, way.strategy)  # what steps the parameters themselves
+        with torch.no_grad():
+            model.module[1].weight.clamp_(-0.01, 0.01)
+        model(torch.ones(2, 16)).mean().backward()
+        optimizer.step()
+
+
 CHECKS: dict[str, Check] = {
     "late groups": late_groups,
     "old gradients": old_gradients,
     "written in common": written_in_common,
+    "written beside masters": written_beside_masters,
     "hooked": hooked,
     "hook of many calls": hook_of_many_calls,
     "averaged weights": averaged_weights,
     "hybrid models": hybrid_models,
+    "frozen in bf16": frozen_in_bf16,
     "buffers": buffers,
     "buffers from meta": buffers_from_meta,
     "rounds once": rounds_once,
@@ -490,8 +544,8 @@ JOBS = [
     *jobs(__name__, ["sends half", "unknown wire", "buffers", "buffers from meta"], (2, "gloo")),
     *jobs(__name__, ["rounds once", "sends half"], (3, "gloo")),
     *jobs(__name__, ["hooked", "hook of many calls", "averaged weights"], (2, "gloo")),
-    *jobs(__name__, ["late groups", "old gradients"], (2, "gloo")),
-    *jobs(__name__, ["averaged weights", "written in common"], (2, "shm")),
+    *jobs(__name__, ["late groups", "old gradients", "frozen in bf16"], (2, "gloo")),
+    *jobs(__name__, ["averaged weights", "written in common", "written beside masters"], (2, "shm")),
     *jobs(__name__, ["hybrid wire", "hybrid models"], (4, "gloo")),
 ]
 

@@ -473,6 +473,34 @@ def failed_backward(group: dist.ProcessGroup) -> None:
     assert_freed(model)
 
 
+def gradient_penalty(group: dist.ProcessGroup) -> None:
+    """The second backward needs what the first one frees, unless all is held."""
+
+    def penalised(model: nn.Module) -> torch.Tensor:
+        x = torch.ones(2, 4, requires_grad=True)
+        y: torch.Tensor = model(x).sum()
+        (slope,) = torch.autograd.grad(y, x, create_graph=True)
+        return y + slope.square().sum()
+
+    def layers() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    model, _ = wrap(layers(), group, gather=True)
+    with pytest.raises(RuntimeError) as caught:
+        penalised(model)
+    assert str(caught.value) == (
+        "a backward with create_graph=True came to unit 2, which is freed before the backward of its "
+        "result: run the forward and both of them inside of `with model.gathered():`"
+    )
+    with model.gathered():
+        penalised(model).backward()
+    alone = layers()
+    penalised(alone).backward()
+    grads = [each.grad for each in alone.parameters() if each.grad is not None]
+    torch.testing.assert_close(model.gradient_norm(), nn.utils.get_total_norm(grads))
+
+
 def resized(group: dist.ProcessGroup) -> None:
     model, optimizer = wrap(made(), group)
     with pytest.raises(RuntimeError, match=r"blocks.2.up.bias was"), model.gathered(write=True):
@@ -694,6 +722,7 @@ CHECKS |= {
     "kept memory": kept_memory,
     "late gradient": late_gradient,
     "failed backward": failed_backward,
+    "gradient penalty": gradient_penalty,
     "resized": resized,
     "written": written,
     "masters keep bits": masters_keep_bits,

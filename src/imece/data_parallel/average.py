@@ -6,13 +6,13 @@ With weights w (1 for ranks; the number of samples or tokens that a loss is the 
 
 `Average.weigh` multiplies the loss, and so the gradients, by w; the sum of w over all ranks is agreed while
 backward runs, and each gradient is divided by it on its way into the bucket. So ranks with different counts,
-gradient accumulation and ranks that have ended early are one case.
+several losses in one backward, gradient accumulation and ranks that have ended early are one case.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Literal, cast
+import weakref
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,8 @@ class Average:
         self.present_only = False  # under join: ranks that have ended do not count
         self._group, self._device = group, host_device(group, device)
         self._world_size = group.size()
-        self._weight = 0.0  # of this rank's micro-batches since the last synchronisation
-        self._weighed = False  # whether there were any
+        self._weights: dict[int, float] = {}  # of each backward since the last synchronisation, by its task
+        self._losses: weakref.WeakSet[Any] = weakref.WeakSet()  # _Weighed, whose graphs somebody has
         self._nothing = False  # whether a loss over no samples or tokens is among those of this backward
         self._agreeing: Pending | None = None
         self._factor: float | None = None
@@ -53,13 +53,21 @@ class Average:
             raise ValueError(f"a loss is the mean over a number of {self.over}, not over {count}")
         weighed = loss * count if count else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
         if weighed.requires_grad:
-            weighed.register_hook(partial(self._came, count))
+            weighed = _Weighed.apply(weighed, self, count)  # type: ignore[no-untyped-call]
+            self._losses.add(weighed.grad_fn)
         return weighed
 
-    def _came(self, count: float, _gradient: torch.Tensor) -> None:
-        self._weight += count
-        self._weighed = True
-        self._nothing = self._nothing or not count
+    def came(self, loss: Any) -> None:
+        """The gradient of a `_Weighed`."""
+        self._count(loss)
+        self._nothing = self._nothing or not loss.count
+
+    def _count(self, loss: Any) -> None:
+        """Once in each backward."""
+        task = _task()
+        if loss.counted_in != task:
+            loss.counted_in = task
+            self._weights[task] = self._weights.get(task, 0.0) + loss.count
 
     def cleaned(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """What comes to an output of the model, if it is to be something else.
@@ -73,8 +81,8 @@ class Average:
         self._nothing = False
 
     def forget(self) -> None:
-        """What was counted since the last synchronisation: those gradients were thrown away."""
-        self._weight, self._weighed = 0.0, False
+        """What was counted before this backward, if in one: those gradients were thrown away."""
+        self._weights = {task: weight for task, weight in self._weights.items() if task == _task()}
 
     @property
     def agrees(self) -> bool:
@@ -87,13 +95,17 @@ class Average:
         if not self.agrees:
             self._factor = 1.0 / self._world_size
             return
-        weight = float(present) if self.over == "ranks" else self._weight
-        forgot = float(present and self.over != "ranks" and not self._weighed)
+        if _task() != _NO_TASK:  # of several losses, some may come after the model's first gradient
+            for loss in list(self._losses):
+                if torch._C._will_engine_execute_node(loss):
+                    self._count(loss)
+        weight = float(present) if self.over == "ranks" else sum(self._weights.values())
+        forgot = float(present and self.over != "ranks" and not self._weights)
         total = torch.tensor([weight, forgot], dtype=torch.float64, device=self._device)
         self._agreeing = cast(
             Pending, ops.all_reduce(total, group=self._group, async_op=True, label=f"number of {self.over}")
         )
-        self._weight, self._weighed = 0.0, False
+        self._weights.clear()
 
     def give_up(self) -> None:
         """Nobody will ask for what is being agreed on."""
@@ -116,3 +128,25 @@ class Average:
                 )
             self._factor = 1.0 / amount if amount else 0.0
         return self._factor
+
+
+class _Weighed(torch.autograd.Function):
+    """(loss, average, count) -> loss. Its node in the graph says when the gradient of the loss comes."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, average: Average, count: float) -> torch.Tensor:
+        ctx.average, ctx.count, ctx.counted_in = average, count, _NO_TASK
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.average.came(ctx)
+        return gradients[0], None, None
+
+
+_NO_TASK = -1
+
+
+def _task() -> int:
+    """The number of the backward that this is inside of."""
+    return torch._C._current_graph_task_id()

@@ -1,18 +1,18 @@
-"""The dtypes of a sharded model, and its buffers in another one, as FSDP keeps them.
+"""The dtypes of a sharded model, and its buffers and frozen parameters in another one, as FSDP keeps them.
 
-Buffers are cast once, and saved in the dtype that they had. Those of batch norms are left alone: torch wants
-their statistics in the dtype of their parameters or more.
+Both are cast once. Buffers are saved in the dtype that they had, and those of batch norms are left alone:
+torch wants their statistics in the dtype of their parameters or more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
@@ -21,13 +21,21 @@ class MixedPrecision:
     """In which dtypes a sharded model is kept; None: in its own.
 
     param: of the parameters that forward and backward use; their masters, which the optimizer steps, stay in
-    the model's own dtype, one shard a rank. reduce: of gradients in buckets, and of their sum. buffer: of
-    buffers of floating point, from parallelize on; state dicts have them in the model's own dtype.
+    the model's own dtype, one shard a rank; frozen ones have none. reduce: of gradients in buckets, and of
+    their sum. buffer: of buffers of floating point, from parallelize on; state dicts have them in the model's
+    own dtype.
     """
 
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
     buffer: torch.dtype | None = None
+
+
+def cast_frozen(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
+    """Cast those of floating point, which are in no bucket; they stay the objects that others know."""
+    for each in parameters:
+        if each.is_floating_point() and each.dtype != dtype:
+            each.data = each.to(dtype)
 
 
 def cast_buffers(model: nn.Module, dtype: torch.dtype, ignored: Collection[str]) -> None:

@@ -29,6 +29,7 @@ def gathered(sharding: Sharding, write: bool) -> Iterator[None]:
         if write:
             with torch.no_grad():
                 _take_over(sharding)
+            sharding.note_versions()
 
 
 def fill_state(gathering: Gathering, state: dict[str, Any]) -> None:

@@ -157,6 +157,11 @@ class Gathering:
         comes = False
 
         def on_gradient(_gradient: torch.Tensor) -> None:
+            if torch.is_grad_enabled() and not self._held:
+                raise RuntimeError(
+                    f"a backward with create_graph=True came to {unit}, which is freed before the backward "
+                    f"of its result: run the forward and both of them inside of `with model.gathered():`"
+                )
             self._came.append((unit, entered))
             if left is not None and self.when_over is not None:
                 self.when_over({each.number for each in self.units if min(each.calls, default=0) > left})

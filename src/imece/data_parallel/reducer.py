@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from imece.collectives import ops
 from imece.collectives.calls import host_device
@@ -86,9 +87,12 @@ class Reducer:
         self._used_anywhere: list[int] = []  # by parameter, in the last backward that asked
         self._arrivals: list[tuple[int, float]] = []  # bytes and time of each, in that order
         gradients.when_over(self._over)
-        self._handles = [
-            slot.parameter.register_post_accumulate_grad_hook(self._on_gradient(slot)) for slot in self.slots
+        self._handles: list[RemovableHandle] = [
+            slot.parameter.register_post_accumulate_grad_hook(self._on_gradient(slot.index))
+            for slot in self.slots
         ]
+        self._off = weakref.finalize(self, _remove, self._handles)
+        self._off.atexit = False
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -137,7 +141,15 @@ class Reducer:
             raise RuntimeError("this backward is of a forward before regroup(): run that forward again")
         self._syncing = True
         _queue_callback(self.finish)
+        self._come_last()
         self.start()
+
+    def _come_last(self) -> None:
+        """Before us comes what others have hooked to parameters since, and may change their gradients."""
+        for handle in self._handles:
+            hooks = handle.hooks_dict_ref()
+            if hooks and next(reversed(hooks)) != handle.id:
+                hooks[handle.id] = hooks.pop(handle.id)  # torch, in C++, would not see move_to_end
 
     def _arrive(self, index: int) -> bool:
         """A gradient where no backward has begun: whether it is to be reduced."""
@@ -158,6 +170,7 @@ class Reducer:
         for bucket in self.buckets:
             bucket.pending = len(bucket.slots)
         if self.average.over != "ranks":
+            self._forget_what_was_dropped()  # between the forward and now
             self._set_aside()
         self.gradients.start()
         self.average.begin(present=present)
@@ -173,34 +186,41 @@ class Reducer:
 
     # Backward.
 
-    def _on_gradient(self, slot: Slot) -> Callable[[torch.Tensor], None]:
-        """What autograd calls after it has written a parameter's gradient. Every microsecond counts here."""
-        index, keep = slot.index, self.gradients.is_whole
+    def _on_gradient(self, index: int) -> Callable[[torch.Tensor], None]:
+        """What autograd calls after it has written a parameter's gradient. Every microsecond counts here.
+
+        It may not keep this reducer, which keeps the parameter: Python does not see a cycle through such a
+        hook, and neither would ever go.
+        """
+        keep = self.gradients.is_whole
         multiply = torch.mul if keep else _multiply
+        known = weakref.ref(self)
 
         def on_gradient(parameter: torch.Tensor) -> None:
-            if not self._syncing and not self._arrive(index):
+            reducer = known()
+            if reducer is None or (not reducer._syncing and not reducer._arrive(index)):
                 return
             grad = parameter.grad
             if grad is None:
                 return  # an undefined gradient came: as if nothing had
-            fired = self._fired[index] = self._fired[index] + 1
-            if (self._order is not None or fired != slot.uses) and not self._complete(slot):
+            slot = reducer.gradients.slots[index]
+            fired = reducer._fired[index] = reducer._fired[index] + 1
+            if (reducer._order is not None or fired != slot.uses) and not reducer._complete(slot):
                 return
             bucket = slot.bucket
             if not bucket.attached:
-                self._attach(bucket)
+                reducer._attach(bucket)
             view = slot.view
-            if self._scale is None or self._graphed or grad is view:
-                self._put(grad, view)
+            if reducer._scale is None or reducer._graphed or grad is view:
+                reducer._put(grad, view)
             else:
-                multiply(grad, self._scale, out=view)
+                multiply(grad, reducer._scale, out=view)
             parameter.grad = view if keep else None
             bucket.pending -= 1
             if bucket.pending <= 0:
                 if bucket.pending:
                     raise refusals.late(slot)
-                self._let_go()
+                reducer._let_go()
 
         return on_gradient
 
@@ -322,9 +342,12 @@ class Reducer:
         if not self._syncing:
             return  # the backward that this was to end has raised, and its graph ran once more
         around = torch._C._current_autograd_node()
-        if around is not None and any(bucket.pending for bucket in self.buckets):
+        line = _lines.get(self.group, [])
+        ahead = line.index(self) if self in line else 0
+        if around is not None and (ahead or any(bucket.pending for bucket in self.buckets)):
             self._finish_after(around)
             return
+        del line[:ahead]  # who is ahead would have ended by now: its backward has raised
         comes_later = not any(self._fired)  # autograd.grad() came this way, and a loss of what it gave will
         with torch.no_grad():
             self._finish()
@@ -501,9 +524,7 @@ class Reducer:
 
     def detach(self) -> None:
         """Take the hooks off the parameters."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._off()
 
     def close(self) -> None:
         """Let go of parameters and memory, whatever is under way: nobody waits for ranks that are gone."""
@@ -521,6 +542,11 @@ class Reducer:
         self.gradients.let_go()
         if self.watch is not None:
             self.watch.give_up()
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def _multiply(grad: torch.Tensor, factor: float, *, out: torch.Tensor) -> torch.Tensor:

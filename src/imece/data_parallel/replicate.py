@@ -26,7 +26,7 @@ from imece.data_parallel.joining import DDPJoinHook, agree, common_rank
 from imece.data_parallel.norm import squared_norm
 from imece.data_parallel.outputs import tensors_in, when_gradient_comes
 from imece.data_parallel.reducer import Reducer
-from imece.data_parallel.regroup import Kept, leave, regroup
+from imece.data_parallel.regroup import Kept, leave, regroup, wanting_gradients
 from imece.data_parallel.same import check_drift, check_same_shapes, sync_from
 from imece.data_parallel.trace import StepTrace
 from imece.data_parallel.watch import Watch
@@ -108,7 +108,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.parameters_to_ignore: set[str] = set(
             getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ()
         )
-        named = self._named_parameters()
+        self._trained = named = arguments.trained(module, self.parameters_to_ignore)
         self._frozen = [(name, each) for name, each in module.named_parameters()
                         if not each.requires_grad and name not in self.parameters_to_ignore]  # fmt: skip
         self.device = named[0][1].device
@@ -404,8 +404,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     # Construction.
 
     def _named_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        """Those that want a gradient, each once."""
-        return arguments.trained(self.module, self.parameters_to_ignore)
+        """Those that wanted a gradient at construction, each once, though they may be frozen now."""
+        return self._trained
 
     def _choose_way(self) -> None:
         """What was not asked for, for this group."""
@@ -490,4 +490,6 @@ class DistributedDataParallel(nn.Module, Joinable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = group_or_default(None)
-        self._make_reducer(self._named_parameters())
+        named = self._named_parameters()
+        with wanting_gradients(named):
+            self._make_reducer(named)

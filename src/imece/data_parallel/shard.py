@@ -33,6 +33,15 @@ from imece.data_parallel.stores import Division, Store, make_stores
 from imece.data_parallel.trained import Trained
 from imece.data_parallel.way import most_under_way
 
+_COMMON = (
+    "and the ranks of this host have its memory in common, so that each of them changed what the others had "
+    "written: do it inside of `with model.gathered(write=True):`"
+)
+_FROM_MASTER = (
+    "and the optimizer steps a master copy of it, from which the next step would fill it again: do it inside "
+    "of `with model.gathered(write=True):`, or by model.load_state_dict"
+)
+
 
 class Sharding(Gradients):
     """The memory of one model under one strategy, and the collectives on it. One reducer uses it."""
@@ -73,7 +82,8 @@ class Sharding(Gradients):
         self.not_zeroed: set[int] = set()
         """Optimizers that have stepped, and whose gradients were not zeroed since."""
         self._has_warned = False
-        self._versions: list[int] = []  # of parameters in common memory
+        self._guarded = self._not_to_write()
+        self._versions: list[int] = []  # of those
         self.note_versions()
         self._spare: list[torch.Tensor] = []  # memory of buckets that have given it back
         self._borrowed: dict[int, torch.Tensor] = {}  # what of it a bucket has
@@ -285,23 +295,29 @@ class Sharding(Gradients):
         for store in self.stores:
             store.check_views()
 
+    def _not_to_write(self) -> list[tuple[str, torch.Tensor, str]]:
+        """(name, parameter, what becomes of what a rank writes into it), of those where that is lost."""
+        if self.gathering is not None:
+            return []  # they are freed, and say so by themselves
+        common = self.common_parameters and self.size > 1
+        return [
+            (item.name, parameter, _COMMON if common else _FROM_MASTER)
+            for store in self.stores if common or store.own is not store.master
+            for item, parameter in zip(store.items, store.members, strict=True)
+        ]  # fmt: skip
+
     def note_versions(self) -> None:
         """What has been written into parameters until now was meant to be."""
-        if self.common_parameters and self.size > 1:
-            self._versions = [parameter._version for _, parameter in self.trained.named]
+        self._versions = [_version(parameter) for _, parameter, _ in self._guarded]
 
     def check_unwritten(self) -> None:
-        """RuntimeError that names a parameter in common memory into which a rank has written by itself.
+        """RuntimeError that names a parameter into which a rank has written what would be lost.
 
-        A step writes into parts, which count their own versions.
+        A step writes into parts, and a gather into buckets, which count their own versions.
         """
-        for (name, parameter), version in zip(self.trained.named, self._versions, strict=False):
-            if parameter._version != version:
-                raise RuntimeError(
-                    f"parameter {name} was written into, and the ranks of this host have its memory in "
-                    f"common, so that each of them changed what the others had written: do it inside of "
-                    f"`with model.gathered(write=True):`"
-                )
+        for (name, parameter, lost), version in zip(self._guarded, self._versions, strict=True):
+            if _version(parameter) != version:
+                raise RuntimeError(f"parameter {name} was written into, {lost}")
 
     # What is known only together.
 
@@ -311,6 +327,12 @@ class Sharding(Gradients):
         squares = squared_norm(parts, self.stores[0].parameters.device)
         ops.all_reduce(squares, group=self.groups.shard, label="norm of the gradient")
         return squares.sqrt().float()
+
+
+def _version(parameter: torch.Tensor) -> int:
+    """How often it was written into; one that is coming is not waited for."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter._version
 
 
 def _bucket(store: Store) -> Bucket:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from imece.collectives import ops
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel.average import Average, Over
-from imece.data_parallel.cast import MixedPrecision, cast_buffers
+from imece.data_parallel.cast import MixedPrecision, cast_buffers, cast_frozen
 from imece.data_parallel.compiled import waits_before_compiled
 from imece.data_parallel.gathered import fill_state, gathered
 from imece.data_parallel.gathering import Gathering, GatherOptions
@@ -121,9 +121,11 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def _begin(self) -> None:
         """What is done once: it stays when the ranks change."""
-        buffer = self._options.precision.buffer
-        if buffer is not None:
-            cast_buffers(self.module, buffer, self.parameters_to_ignore)
+        precision = self._options.precision
+        if precision.param is not None:
+            cast_frozen((each for _, each in self._frozen), precision.param)
+        if precision.buffer is not None:
+            cast_buffers(self.module, precision.buffer, self.parameters_to_ignore)
         for number, optimizer in enumerate(self._optimizers):
             optimizer.register_step_pre_hook(partial(self._before_step, number))
         self._stepped = [
@@ -327,6 +329,8 @@ class ShardedDataParallel(DistributedDataParallel):
         self._before_zero(len(self._optimizers), set_to_none)
         super().zero_grad(set_to_none)
         self.sharding.not_zeroed.clear()
+        for slot in self.sharding.slots:  # zeros would count as what came in no_sync and is to be summed
+            slot.parameter.grad = None
         for part in self.sharding.parts:
             if set_to_none:
                 part.parameter.grad = None

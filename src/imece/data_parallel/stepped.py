@@ -8,6 +8,7 @@ looks at that element alone may have matrices cut anywhere; one that looks at wh
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +27,8 @@ from imece.data_parallel.shard import Sharding
 if TYPE_CHECKING:
     from imece.data_parallel.sharded import ShardedDataParallel
 
+_WHOSE = "imece"  # in an optimizer's state dict, beside torch's "state" and "param_groups"
+
 
 class SteppedParts:
     """One of the user's optimizers, which from now on steps this rank's parts."""
@@ -41,6 +44,9 @@ class SteppedParts:
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         self._add = optimizer.add_param_group
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
+        optimizer.register_state_dict_post_hook(self._say_whose)
+        self._load = optimizer.load_state_dict  # not by torch's hook: bitsandbytes has its own and runs none
+        optimizer.load_state_dict = self._load_state_dict  # type: ignore[method-assign]
         self._is_asking = False
         self._takes_scale = getattr(optimizer, "_step_supports_amp_scaling", False)
         # A scaler of torch's skips the step of a rank whose part is not finite, unless the optimizer says
@@ -136,6 +142,32 @@ class SteppedParts:
                 f"gradient would not come here: give it before parallelize, wanting a gradient"
             )
         self._add(param_group)
+
+    def _say_whose(self, _: Optimizer, state: dict[str, Any]) -> None:
+        """Another rank's state dict has the same keys, and mostly the same shapes, for other elements."""
+        if self._whole:  # there are no parts between leave() and regroup()
+            state[_WHOSE] = self._whose()
+
+    def _whose(self) -> dict[str, Any]:
+        by_parameter = {id(part.parameter): part for part in self._sharding.parts}
+        elements = [
+            [(part.index, part.shape, part.start, part.stop)
+             for each in group["params"] if (part := by_parameter.get(id(each))) is not None]
+            for group in self.optimizer.param_groups
+        ]  # fmt: skip
+        digest = hashlib.sha256(repr(elements).encode()).hexdigest()
+        return {"rank": self._sharding.rank, "size": self._sharding.size, "parts": digest}
+
+    def _load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """ValueError: it is of other parts."""
+        found = state_dict.get(_WHOSE)
+        if found is not None and found["parts"] != (mine := self._whose())["parts"]:
+            raise ValueError(
+                f"this optimizer's state dict is of the parts of rank {found['rank']} of {found['size']}, "
+                f"and rank {mine['rank']} of {mine['size']} has others: load on each rank what it has saved, "
+                f"or save with imece.checkpoint.TrainingState, which loads on any rank"
+            )
+        self._load(state_dict, *args, **kwargs)
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         self._model._before_zero(self._number, set_to_none)
