@@ -457,6 +457,15 @@ def old_gradients(group: dist.ProcessGroup) -> None:
             )
 
 
+def write_as_allowed(model: Any, inner: Any, step: Callable[[], None]) -> None:
+    step()
+    with torch.no_grad(), model.gathered(write=True):
+        inner[1].weight.mul_(0.5)
+    step()
+    model.load_state_dict(model.state_dict())
+    step()
+
+
 def written_in_common(group: dist.ProcessGroup) -> None:
     """Into zero3's parameters, one memory for all ranks, each would write on top of the others."""
     inner = two_layers()
@@ -467,12 +476,7 @@ def written_in_common(group: dist.ProcessGroup) -> None:
         model(torch.ones(2, 16)).mean().backward()
         optimizer.step()
 
-    step()
-    with torch.no_grad(), model.gathered(write=True):
-        inner[1].weight.mul_(0.5)
-    step()
-    model.load_state_dict(model.state_dict())
-    step()
+    write_as_allowed(model, inner, step)
     with model.join():
         pass
     step()
@@ -499,12 +503,7 @@ def written_beside_masters(group: dist.ProcessGroup) -> None:
             model(torch.ones(2, 16, dtype=torch.bfloat16)).mean().backward()
             optimizer.step()
 
-        step()
-        with torch.no_grad(), model.gathered(write=True):
-            inner[1].weight.mul_(0.5)
-        step()
-        model.load_state_dict(model.state_dict())
-        step()
+        write_as_allowed(model, inner, step)
         with torch.no_grad():
             inner[1].weight.clamp_(-0.01, 0.01)
         with pytest.raises(RuntimeError) as caught:

@@ -235,6 +235,20 @@ def test_where_a_scheduler_may_go_on(place: str, monkeypatch: pytest.MonkeyPatch
         assert run() == [True] * 3
 
 
+@pytest.mark.parametrize(
+    ("fails", "made"), [("nothing", True), ("block", False), ("finished", False), ("meet", True)]
+)
+def test_whether_a_rank_has_made_a_step(fails: str, made: bool) -> None:
+    """Not if its sums turn out to have been aborted; but if others wait to join after it."""
+    played = mock.Mock(member=mock.Mock(is_joining=False))
+    played.recover.return_value = mock.Mock(step=1)
+    if fails in ("finished", "meet"):
+        getattr(played, fails).side_effect = RuntimeError("a rank is gone")
+    loop = loops_of._Loop(played, 0, 9, lambda _: None)
+    assert loop.finish(RuntimeError("a rank is gone") if fails == "block" else None) == made
+    assert loop.done == 1 and played.recover.called == (fails != "nothing")
+
+
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, imece.GradScaler])
 def test_a_scaler_makes_a_step_again(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer was lost between `unscale_` and `update`."""

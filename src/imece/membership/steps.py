@@ -50,12 +50,12 @@ class Step:
     """One step: a context that another rank's death leaves, to be entered again by the loop's next turn."""
 
     def __init__(
-        self, index: int, begin: Callable[[int], None], finish: Callable[[BaseException | None], None]
+        self, index: int, begin: Callable[[int], None], finish: Callable[[BaseException | None], bool]
     ) -> None:
         self.index = index
         """From 0: how many steps were made before."""
         self.made = False
-        """Whether this rank came to the end of the block. False: another's death has left it before."""
+        """Whether this rank has made it. False: another's death has left the block before its end."""
         self._begin, self._finish = begin, finish
         self.entered = False
 
@@ -70,8 +70,7 @@ class Step:
     ) -> bool:
         if error is not None and not isinstance(error, RuntimeError):
             return False
-        self.made = error is None
-        self._finish(error)
+        self.made = self._finish(error)
         return True
 
 
@@ -158,11 +157,12 @@ class _Plain:
     def __init__(self, start: int) -> None:
         self.done = start
 
-    def finish(self, error: BaseException | None) -> None:
+    def finish(self, error: BaseException | None) -> bool:
         """The block was left."""
         if error is not None:
             raise error
         self.done += 1
+        return True
 
     def look(self) -> None:
         """The loop's body is over."""
@@ -184,17 +184,22 @@ class _Loop:
             recovery.begin(start)
             recovery.go_on()
 
-    def finish(self, error: BaseException | None) -> None:
-        """The block was left: with an update made, or by an error. Raises an error that no death explains."""
+    def finish(self, error: BaseException | None) -> bool:
+        """The block was left: with an update made, or by an error. Raises an error that no death explains.
+
+        Whether the step is made by this rank.
+        """
+        made = False
         try:
             if error is not None:
                 raise error
             self.done += 1
             self._recovery.finished(self.done)
-            self._noted = True
+            made = self._noted = True
             self._recovery.meet(self.done, self.done == self._total)
         except RuntimeError as failed:
             self._recover(failed)
+        return made
 
     def look(self) -> None:
         """The loop's body is over. RuntimeError if it changed after the block what ranks that join get from
