@@ -212,7 +212,7 @@ def go_on_beside_a_new_one(
     fresh = case.wrapped(group, seed=99)
     fresh.at(steps.start)
     for each in (training, fresh):
-        each.state.load(kept)
+        each.state.load(kept, frozen=False)
     assert same(training.state.own(), fresh.state.own())
     for step in steps:
         mine, expected = training.step(step), fresh.step(step)

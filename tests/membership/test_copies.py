@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -15,6 +17,8 @@ from imece.errors import UserError
 from imece.membership.copies import Copies
 from imece.membership.copy import Copy
 from imece.membership.pieces import Pieces
+from tests.launch.launcher import run_launch
+from tests.membership import seldom_sums
 from tests.ranks import run_ranks
 
 
@@ -47,9 +51,28 @@ def test_two_slots_hold_the_last_two_steps() -> None:
 
 def test_only_the_same_tensors_fit() -> None:
     copy = Copy.of(held(0))
-    assert copy.fits(held(7))
-    assert not copy.fits(held(7) | {"optimizer/a/exp_avg": torch.zeros(6)})
-    assert not copy.fits({**held(7), "model/a": Slice(torch.zeros(5), (3, 4), 3)})
+    seen_by_another = Copy(copy.memory)
+    assert copy.write(6, held(6)) and seen_by_another.asks == math.inf
+    for other in (
+        held(7) | {"optimizer/a/exp_avg": torch.zeros(6)},
+        {**held(7), "model/a": Slice(torch.zeros(5), (3, 4), 3)},
+        {**held(7), "model/a": Slice(torch.zeros(6, dtype=torch.float64), (3, 4), 3)},
+    ):
+        assert not copy.write(7, other)
+        assert seen_by_another.asks == 7 and seen_by_another.steps == {6}
+    copy.memory.close()
+
+
+def test_what_is_copied_again_is_what_it_is_now() -> None:
+    """The same object, so that it is not looked through again."""
+    now = held(0)
+    copy = Copy.of(now)
+    for step in (1, 2):
+        now["optimizer/a/step"].fill_(step)  # type: ignore[union-attr]
+        copy.write(step, now)
+        pieces = Pieces()
+        copy.read(step, pieces)
+        assert float(pieces.tensor("optimizer/a/step")) == step
     copy.memory.close()
 
 
@@ -113,3 +136,21 @@ def survivors(folder: str) -> list[float]:
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     return []
+
+
+def test_steps_without_sums_and_states_that_come_late(tmp_path: Path) -> None:
+    """Ranks whose copies are a step apart at most, though nothing holds them together; a frozen part."""
+    outcome = run_launch("--ranks", str(seldom_sums.RANKS), seldom_sums.__file__, tmp_path, timeout_s=120)
+    assert outcome.status == 0, outcome.err
+    assert outcome.err.count("was killed by signal 9") == len(seldom_sums.DEATHS), outcome.err
+    assert outcome.err.count(" joined; ") == len(seldom_sums.DEATHS), outcome.err
+
+    alone = seldom_sums.Network()
+    optimizer = seldom_sums.optimizer_of(alone)
+    for number in range(seldom_sums.STEPS):
+        seldom_sums.step(alone, optimizer, number)
+    ends = [json.loads(file.read_text()) for file in tmp_path.glob("member-*.json")]
+    assert len(ends) == seldom_sums.RANKS
+    for end in ends:
+        for name, each in alone.state_dict().items():
+            assert end[name] == pytest.approx(each.flatten().tolist(), rel=1e-12), name

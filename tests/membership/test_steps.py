@@ -134,11 +134,10 @@ print(met)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "expected"), [("replicate", [1, 6, 11, 16, 21, 23]), ("zero1", list(range(1, 24)))]
-)
-def test_ranks_ask_each_other_at_the_same_borders(tmp_path: Path, strategy: str, expected: list[int]) -> None:
-    """As seldom as the slower one wishes; at each where there are copies, which may no longer fit."""
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+def test_ranks_ask_each_other_at_the_same_borders(tmp_path: Path, strategy: str) -> None:
+    """As seldom as the slower one wishes."""
+    expected = [1, 6, 11, 16, 21, 23]
     (tmp_path / "borders.py").write_text(BORDERS)
     outcome = run_launch("--ranks", "2", tmp_path / "borders.py", strategy, timeout_s=120)
     assert outcome.status == 0, outcome.err

@@ -77,6 +77,24 @@ class Asked(Pieces):
         super().fill(target, name, start)
 
 
+def is_found_again(state: TrainingState, optimizer: Optimizer) -> None:
+    """What is copied after each step is looked for when it lies elsewhere, or has to be made."""
+    own = state.own()
+    assert (state.own() is own) is (type(optimizer) is AdamW), "Blocks keeps numbers"
+    state.forget()
+    assert state.own() is not own
+    kept = next(iter(optimizer.state.values()))
+    kept["late"] = torch.ones(2)
+    assert any(name.endswith("/late") for name in state.own())
+    for late in (torch.zeros(2), kept["late"].new_full((2,), 5.0)):
+        kept["late"] = late
+        found = next(each for name, each in state.own().items() if name.endswith("/late"))
+        assert torch.equal(found if isinstance(found, Tensor) else found.tensor, late)
+    kept["late"].data = torch.full((2,), 6.0)
+    found = next(each for name, each in state.own().items() if name.endswith("/late"))
+    assert (found if isinstance(found, Tensor) else found.tensor).tolist() == [6.0, 6.0]
+
+
 def ask() -> list[int]:
     """How many tensors were needed, of each strategy and optimizer."""
     imece.init()
@@ -100,6 +118,7 @@ def ask() -> list[int]:
             wanted = {name: (start, stop) for name, (start, stop) in wanted.items() if start < stop}
             assert wanted == asked.elements, (kind, strategy)
             counts.append(len(wanted))
+            is_found_again(state, optimizer)
             copies.drop()
     return counts
 

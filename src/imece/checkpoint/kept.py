@@ -39,10 +39,15 @@ class Kept:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._per = optimizer, elements_per(optimizer)
 
+    def state(self, parameter: Tensor) -> dict[str, Any]:
+        """As the optimizer has it. Empty before the first step."""
+        found: dict[str, Any] = self._optimizer.state.get(parameter, {})
+        return found
+
     def entries(self, parameter: Tensor) -> dict[str, Entry]:
         """By key. Empty before the first step."""
         found = {}
-        for key, value in _plain(self._optimizer.state.get(parameter, {})):
+        for key, value in _plain(self.state(parameter)):
             per = self._per.get(_last(key), 1)
             spread = per and value.ndim and value.numel() == math.ceil(parameter.numel() / per)
             found[key] = Entry(value, per if spread else 0)

@@ -39,6 +39,8 @@ class TrainingState:
     def __init__(self, model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
         self._model, self._optimizers = model, [(each, Kept(each)) for each in optimizers]
         self._names: dict[Tensor, str] = {each: name for name, each in model.module.named_parameters()}
+        self._own: dict[str, Tensor | Slice] = {}
+        self._own_lay: list[tuple[Tensor, int]] = []  # what that was made of, and where in memory
 
     def tensors(self) -> dict[str, Tensor | Slice]:
         """All of it, as this rank has it. All ranks call it, after as many steps."""
@@ -58,10 +60,40 @@ class TrainingState:
         All ranks' together are all of it. A Tensor is whole, and each rank that has it has the same (buffers
         may differ: rank 0's count); a Slice says which elements of it it is. Replicas give the same elements.
         With `kinds` and `deal(own, kinds, 0, 1)` the pieces can be described and laid into one buffer.
+
+        Of a sharded model without the parameters that are whole on every rank: the frozen ones.
+
+        The same object again if all of it lies where it lay: see `forget`.
         """
-        sharded, parts = set(self._sharded()), self._parts()
+        lay = self._lay()
+        if lay is None or not _are_same(lay, self._own_lay):
+            self._own, self._own_lay = self._find_own(), lay or []
+        return self._own
+
+    def forget(self) -> None:
+        """Do not hold what `own` has found: the memory is to be let go."""
+        self._own, self._own_lay = {}, []
+
+    def _lay(self) -> list[tuple[Tensor, int]] | None:
+        """What `own` finds of a sharded model, and where; None if some of it has to be made for it."""
+        found = list(self._parts())
+        if not found:
+            return None
+        for module in self._model.module.modules():
+            found += [each for each in module._buffers.values() if each is not None]
+        for stepped, kept in self._stepped():
+            for value in kept.state(stepped).values():
+                if type(value) is Tensor:
+                    found.append(value)
+                elif value is not None:
+                    return None
+        return [(each, each.data_ptr()) for each in found] if all(map(Tensor.is_contiguous, found)) else None
+
+    def _find_own(self) -> dict[str, Tensor | Slice]:
+        parts = self._parts()
+        sharded = isinstance(self._model, ShardedDataParallel)
         found: dict[str, Tensor | Slice] = {
-            MODEL + name: each.detach() for each, name in self._names.items() if name not in sharded
+            MODEL + name: each.detach() for each, name in self._names.items() if not sharded
         }
         found |= {MODEL + name: each.detach() for name, each in buffers_of(self._model.module)}
         for part in parts.values():
@@ -78,14 +110,17 @@ class TrainingState:
         return found
 
     @torch.no_grad()
-    def load(self, saved: Source) -> None:
+    def load(self, saved: Source, *, frozen: bool = True) -> None:
         """Fill parameters and optimizers from a checkpoint of any world and strategy. All ranks call it.
+
+        frozen: also the parameters of a sharded model that are whole on every rank, which `own` leaves out.
 
         UserError, with the first names and shapes that differ, for a checkpoint of another model; also for
         states in blocks that are not those of this optimizer.
         """
         shapes = {name: tuple(each.shape) for name, each in shaped(self._model).items()}
-        check_shapes(saved, shapes)
+        whole = set() if frozen else self._whole()
+        check_shapes(saved, {name: shape for name, shape in shapes.items() if name not in whole})
         if isinstance(self._model, ShardedDataParallel):
             # A mistake may be in a part that one rank has: the others would wait for it below.
             together(self._model, lambda: self._fill(saved, shapes))
@@ -171,6 +206,11 @@ class TrainingState:
         model = self._model
         return [slot.name for slot in model.sharding.slots] if isinstance(model, ShardedDataParallel) else []
 
+    def _whole(self) -> set[str]:
+        """The parameters of a sharded model that are not."""
+        sharded = isinstance(self._model, ShardedDataParallel)
+        return {*self._names.values()} - {*self._sharded()} if sharded else set()
+
     def _parts(self) -> dict[Tensor, Part]:
         model = self._model
         if not isinstance(model, ShardedDataParallel):
@@ -208,3 +248,10 @@ def _read(saved: Source, name: str, per: int, part: Part | None, parameter: Tens
         raise UserError(f"{saved.folder}: {name} should be {list(expected)}, it has {list(shape)}")
     found = saved.slice(name, part.start // per, math.ceil(part.stop / per))
     return found.view(parameter.shape) if per == 1 else found
+
+
+def _are_same(lay: Sequence[tuple[Tensor, int]], other: Sequence[tuple[Tensor, int]]) -> bool:
+    """The same objects at the same places; to compare tensors with == would compare their elements."""
+    return len(lay) == len(other) and all(
+        a is b and at == then for (a, at), (b, then) in zip(lay, other, strict=True)
+    )

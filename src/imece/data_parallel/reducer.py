@@ -63,6 +63,7 @@ class Reducer:
         self.hook: Hook | None = None
         self.hook_state: Any = None
         self.rebuilt = False
+        self.sums = 0  # finished ones, of all ranks: after one, each has come at least as far as its backward
         self.watch: Watch | None = None
         self.stepping: list[torch.Tensor] = []  # parameters with optimizers that step in backward
         self.awaited: list[torch.futures.Future[Any]] = []  # of a hook on buffers: done when backward is
@@ -375,6 +376,7 @@ class Reducer:
         self._let_go()
         assert self._next == len(self.buckets), "a bucket is left behind"
         used = self._wait_for_all()
+        self.sums += 1
         if used is not None:
             self._note_used(used, read=bool(absent) or self._learning)
         self.gradients.finish(absent, self._used_anywhere)
@@ -515,6 +517,7 @@ class Reducer:
             self._ending = True
             self._let_go()
             used = self._wait_for_all()
+            self.sums += 1
             if used is not None:
                 self._note_used(used, read=not self.gradients.is_whole)
             # Whole gradients of a rank that has ended are its own affair; of a part it is the owner.

@@ -103,7 +103,7 @@ class ShardedDataParallel(DistributedDataParallel):
         )
         if fill is not None:
             fill.rest()
-            self._sync_rest(named)
+            self.sync_rest(0)
         if gathering is not None:
             gathering.hook()
         if self._dtypes is None:
@@ -224,12 +224,12 @@ class ShardedDataParallel(DistributedDataParallel):
             Filling(units, home, self.process_group, options.init) if home is not None and fills else None,
         )
 
-    def _sync_rest(self, named: list[tuple[str, torch.Tensor]]) -> None:
-        """After a fill: what is whole on every rank is rank 0's."""
-        sharded = {id(each) for _, each in named}
+    def sync_rest(self, root: int) -> None:
+        """What is whole on every rank, buffers and frozen parameters, is rank `root`'s; a collective."""
+        sharded = {id(slot.parameter) for slot in self.sharding.slots}
         rest = [each for each in self.states(buffers=True) if id(each) not in sharded]
         if rest:
-            sync_from(0, rest, self.process_group, "what is not sharded")
+            sync_from(root, rest, self.process_group, "what is not sharded")
 
     @contextlib.contextmanager
     def gathered(self, write: bool = False) -> Iterator[None]:

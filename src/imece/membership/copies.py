@@ -4,8 +4,9 @@
     set     the copies of all ranks of a generation; a rank has those of its host mapped
 
 A rank writes its copy before it takes part in the sum of the next step, so a rank that can write that of
-step n knows that all have written that of step n - 1: whenever a rank dies, there is a step that all copies
-have. What a host has no copy of comes to it from another one (streams.py).
+step n knows that all have written that of step n - 1, or ask for a new set because it did not fit; then
+nobody of their host writes until all have exchanged copies anew. So whenever a rank dies, there is a step
+that all copies have. What a host has no copy of comes to it from another one (streams.py).
 """
 
 from __future__ import annotations
@@ -59,12 +60,17 @@ class Copies:
         self._sets: dict[int, _Set] = {}  # by number; more than one only while a new one is made
         self._made = 0  # sets so far, over all generations: the same number on all ranks that were there
 
+    def asked(self, step: int) -> bool:
+        """Whether a rank of this host asked for a new set before it had finished so many steps.
+
+        After the sum of a step all know it of the step before, for whoever asks does so before it takes part.
+        """
+        return any(each.copy.asks < step for each in self._sets[self._made].mapped)
+
     def write(self, step: int, held: Held) -> bool:
-        """What this rank holds after `step` finished steps; False if all have to `exchange` first."""
-        if self._own is None or not self._own.fits(held):
-            return False
-        self._own.write(step, held)
-        return True
+        """What this rank holds after `step` finished steps; False if it does not fit, and all are asked to
+        `exchange`."""
+        return self._own is not None and self._own.write(step, held)
 
     def exchange(self, step: int, held: Held, place: tuple[int, int] | None = None) -> str:
         """A new set, of `step` finished steps. All ranks of the generation call it.
@@ -102,6 +108,11 @@ class Copies:
         ops.barrier(group=group)
         self._close([number for number in self._sets if number != self._made])
         return ""
+
+    def forget(self) -> None:
+        """Do not hold what was copied last: the memory is to be let go."""
+        if self._own is not None:
+            self._own.forget()
 
     def drop(self) -> None:
         """Let go of all."""

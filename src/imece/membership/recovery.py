@@ -103,6 +103,8 @@ class Recovery:
         member.aborting.before_updates(self._optimizers, model.device)
         member.where.watch(model, self._optimizers)
         self._fits = True
+        self._asked = False  # by a rank of this host, for new copies, before the last step
+        self._summed: tuple[object, int] = (None, 0)  # by which reducer, and how often, at the last copy
         self._again: int | None = None  # steps to be made again, until the first one of this generation is
         self._states: dict[str, str] = {}  # by finished steps, the last two: packed, as they were then
         self.without_copies = self._no_copies_at_all
@@ -149,7 +151,7 @@ class Recovery:
         if self._block is not None:
             self._block.begin()
         if not self.without_copies and not self._is_alone:
-            self._fits = self._copies.write(step, self._training_state.own())
+            self._copy(step)
 
     def note_state(self, step: int) -> None:
         """What belongs to so many finished steps is as it is now. `begin` and `finished` have noted it."""
@@ -173,12 +175,14 @@ class Recovery:
         """`border` for whoever has no collective of its own to say it in. MovedOnError if all move on.
 
         Not at every border (borders.py), but after the `last` step: what follows is not protected, so all are
-        to have come so far. At every border where ranks keep copies, of which the next one may not fit.
+        to have come so far. And where ranks ask for new copies, which those of another host do not see: of
+        several hosts that keep copies, at every border.
         """
-        if not last and not self._borders.is_due(step):
+        if not last and not self._asked and not self._borders.is_due(step):
             return
         model = self._model
-        again = self._borders.wished(step) if self.without_copies else 1
+        seldom = self.without_copies or len(self.member.mesh.hosts) == 1
+        again = self._borders.wished(step) if seldom else 1
         mine = torch.tensor((*self.says(), -again), dtype=torch.float64, device=model.device)
         ops.all_reduce(mine, "max", group=model.process_group, label="border between steps")
         newest, anew, again = mine.tolist()
@@ -248,6 +252,8 @@ class Recovery:
     def _take_over(self, step: int) -> tuple[int, int]:
         """(finished steps of all from now on, how many more the furthest rank had)."""
         mesh, model = self.member.mesh, self._model
+        self._training_state.forget()  # parts that `regroup` cuts anew
+        self._copies.forget()
         if isinstance(model, ShardedDataParallel):
             model.regroup(mesh, spread=True)
         else:
@@ -260,7 +266,9 @@ class Recovery:
         furthest_far = notes[furthest]["far"]
         most = int(furthest_far[0])
         if self._block is None:
+            assert isinstance(model, ShardedDataParallel)
             begin = self._from_copies(notes, most)
+            model.sync_rest(furthest)
         else:
             begin = most
             self._block.take_back()
@@ -274,6 +282,7 @@ class Recovery:
             state = gather_json(mine_now, mesh.world_group, mesh.device, "state of the checkpoint")[furthest]
         self._take(unpacked(state))
         self._states = {str(begin): state}
+        self._asked, self._summed = False, (None, 0)
         self.without_copies = self._no_copies_at_all  # those who have just come know of no want of memory
         self._exchange(begin)
         return begin, most - begin
@@ -292,9 +301,18 @@ class Recovery:
                 f"learned until step {most} is lost, but for what a checkpoint has"
             )
         step, pieces = found
-        self._training_state.load(pieces)
+        self._training_state.load(pieces, frozen=False)
         ops.barrier(group=self.member.mesh.world_group)  # nobody lets go of what another still reads
         return step
+
+    def _copy(self, step: int) -> None:
+        """What this rank alone holds, for the others; unless all are to exchange copies first."""
+        reducer = self._model.reducer
+        if (reducer, reducer.sums) == self._summed:
+            ops.barrier(group=self._model.process_group)  # a step without a sum does not tell how far all are
+        self._summed = reducer, reducer.sums
+        self._asked = self._copies.asked(step)
+        self._fits = not self._asked and self._copies.write(step, self._training_state.own())
 
     def _exchange(self, step: int) -> None:
         model = self._model
