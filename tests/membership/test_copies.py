@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -154,3 +155,19 @@ def test_steps_without_sums_and_states_that_come_late(tmp_path: Path) -> None:
     for end in ends:
         for name, each in alone.state_dict().items():
             assert end[name] == pytest.approx(each.flatten().tolist(), rel=1e-12), name
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_memory_that_a_gpu_writes_is_locked(is_allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, calls = Copy.of(held(0)), mock.Mock()
+    raises = mock.Mock(side_effect=RuntimeError("CUDA error: out of memory"))
+    monkeypatch.setattr(torch, "zeros", raises)  # what runs after an error raises it
+    calls.cudaHostRegister.return_value = 0 if is_allowed else 2
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
+    copy.pin()
+    calls.cudaHostRegister.assert_called_once_with(copy.memory.address, copy.memory.nbytes, 0)
+    assert raises.called is not is_allowed
+    copy.close()
+    copy.close()
+    given_back = [mock.call(copy.memory.address)] if is_allowed else []
+    assert calls.cudaHostUnregister.mock_calls == given_back

@@ -48,7 +48,7 @@ class _Set:
 
     def close(self) -> None:
         for each in self.mapped:
-            each.copy.memory.close()
+            each.copy.close()
 
 
 class Copies:
@@ -83,7 +83,7 @@ class Copies:
         with contextlib.ExitStack() as unless_done:
             try:
                 own = Copy.of(held)
-                unless_done.callback(own.memory.close)
+                unless_done.callback(own.close)
                 own.write(step, held)
                 mine = {"where": [*_where(own), at], "made": self._made}
             except UserError as error:
@@ -98,7 +98,7 @@ class Copies:
                 pid, fd, serial, of = wheres[maker]
                 copy = own if maker == group.rank() else Copy.at(pid, fd, serial, keep=True)
                 if copy is not own:
-                    unless_done.callback(copy.memory.close)
+                    unless_done.callback(copy.close)
                 new.mapped.append(_Mapped(copy, maker, of))
             ops.barrier(group=group)  # now all have those of their host open
             unless_done.pop_all()
