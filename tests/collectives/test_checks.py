@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import imece
 from imece.collectives import checks, recorder
 from imece.collectives.companions import companions
 from imece.errors import CollectiveTimeoutError, MismatchError, PeerLostError
@@ -287,3 +288,23 @@ def test_missing_rank_swapped_order_and_registry() -> None:
         assert "rank 2 is not in it: its last call was broadcast number 1 on group replicate (left" in text
     sides = "ranks 0, 1 sent float32[16] (first), rank 2 float32[2, 8] (second)"
     assert all(sides in text for text in swapped), swapped
+
+
+def call_by_turns() -> int:
+    """Asynchronous calls, whose fingerprints a thread sends to the other host, before synchronous ones."""
+    imece.init(backend="gloo")
+    one, other = torch.zeros(8), torch.zeros(8)
+    draws = random.Random(dist.get_rank())
+    for _ in range(150):
+        if draws.random() < 0.3:
+            time.sleep(draws.random() * 0.002)
+        work = imece.all_reduce(one, async_op=True)
+        imece.all_reduce(other)
+        work.wait()
+    assert dist.group.WORLD is not None
+    found = checks.checker(dist.group.WORLD)
+    return len(found.companions.levels) if found is not None else 0
+
+
+def test_fingerprints_between_hosts_go_in_the_order_of_calls() -> None:
+    assert run_ranks(call_by_turns, 4, backend=None, ranks_per_host=2) == [2] * 4

@@ -156,6 +156,7 @@ class Checker:
         self._lock = threading.Lock()  # numbers go to the check group in their own order
         self.failure: CollectiveError | None = None  # the first
         self.last: CheckedWork | None = None
+        self._behind: CheckedWork | None = None  # the last one whose fingerprint the thread sends on
         self._queue: queue.SimpleQueue[CheckedWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -199,6 +200,8 @@ class Checker:
             check = self._begin(op, dtype, shape, reduce_op, root, label, None, inline=meet)
             work = CheckedWork(check, launch)
             self.last = work
+            if not meet:
+                self._behind = work
             self._queue.put(work)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="imece-check", daemon=True)
@@ -238,6 +241,9 @@ class Checker:
             row, 0, self._number, fingerprint, *dims, *(0,) * (6 - len(dims)), label.encode()[:128]
         )
         what = f"{op} number {self._number}" + (f" ({label})" if label else "")
+        if inline and self._behind is not None and len(self.companions.levels) > 1:
+            self._behind.started.wait()  # or this one might be the first between the hosts, on some ranks
+            self._behind = None
         rollcall = RollCall(self.companions, torch.frombuffer(row, dtype=torch.uint8), inline=inline)
         return Check(self, what, rollcall, before)
 

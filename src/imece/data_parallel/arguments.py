@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from imece.collectives.calls import group_or_default
+from imece.collectives.schedules import check_name
 
 MIB = 2**20
 
@@ -25,6 +26,14 @@ def refuse(delayed: object, delayed_by: object, mixed_precision: object, check_r
         raise ValueError("mixed_precision is not supported: use torch.autocast around the forward")
     if check_reduction:
         warnings.warn("check_reduction does nothing, as in torch", FutureWarning, stacklevel=3)
+
+
+def check_way(schedule: str | None, wire: str | None) -> None:
+    """ValueError for a name that no collective knows: not in the first backward, where ranks would wait."""
+    if wire not in (None, "bf16"):
+        raise ValueError(f"unknown wire {wire!r}: None or 'bf16'")
+    if schedule not in (None, "auto"):
+        check_name("all_reduce", schedule)
 
 
 def group_of(group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from imece import mesh as meshes
+from imece.data_parallel.arguments import check_way
 from imece.data_parallel.auto import Given, choose
 from imece.data_parallel.average import Over
 from imece.data_parallel.cast import MixedPrecision
@@ -102,8 +103,7 @@ def parallelize(
     optimizers = [made] if isinstance(made, Optimizer) else list(made)
     if not optimizers:
         raise ValueError("there is no optimizer: give one, a list of them, or a function that makes one")
-    if wire not in (None, "bf16"):
-        raise ValueError(f"unknown wire {wire!r}: None or 'bf16'")
+    check_way(None, wire)
     options = GatherOptions(units, reshard_after_forward, gathers_in_flight, gather)
     chosen = named or choose(
         Given(

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -101,3 +102,23 @@ def test_a_board_that_comes_to_nothing_leaves_nothing_open(
     for each in others:
         each.close()
     assert left == before
+
+
+def test_two_threads_look_who_is_dead() -> None:
+    """A poll object raises where two use it at once."""
+    board, looking, at_once = Board.__new__(Board), threading.Lock(), []
+
+    def poll(_: int) -> list[tuple[int, int]]:
+        at_once.append(not looking.acquire(blocking=False))
+        time.sleep(0.01)
+        if not at_once[-1]:
+            looking.release()
+        return []
+
+    board._watch, board._looking, board._pidfds = mock.Mock(poll=poll), threading.Lock(), {}
+    threads = [threading.Thread(target=board.dead) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert at_once == [False] * 4

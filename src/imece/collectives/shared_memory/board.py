@@ -125,7 +125,7 @@ class Board:
         self._counting = threading.Lock()
         self._attached: dict[tuple[int, int], Segment] = {}  # (rank, serial) -> another rank's arena
         self._freed = [0] * world_size
-        self._watch = select.poll()
+        self._watch, self._looking = select.poll(), threading.Lock()
         for fd in self._pidfds.values():
             self._watch.register(fd, select.POLLIN)
         self.mine[JOINED] = 1
@@ -202,7 +202,8 @@ class Board:
 
     def dead(self) -> list[int]:
         """Ranks whose process has ended, whatever the reason."""
-        gone = {fd for fd, _ in self._watch.poll(0)}
+        with self._looking:  # a poll object that two threads use at once raises
+            gone = {fd for fd, _ in self._watch.poll(0)}
         return [rank for rank, fd in self._pidfds.items() if fd in gone] if gone else []
 
     # The others' tensors.
