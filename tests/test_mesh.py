@@ -29,6 +29,7 @@ from imece.collectives.shared_memory.board import CLOSED
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.errors import CollectiveTimeoutError, PeerLostError, UserError
 from imece.store import read_note
+from imece.world import World
 from tests.ranks import run_ranks, start_ranks
 
 # --- arithmetic ---
@@ -399,3 +400,24 @@ def ends() -> list[str]:
 def test_what_is_to_go_on_ends_after_all_exit_handlers() -> None:
     """The launcher takes a rank for hung that neither beats nor has told that it is closed."""
     assert run_ranks(ends, 1, backend=None) == [["somebody's upload", "the mesh", "the beat"]]
+
+
+@pytest.mark.parametrize("member", [None, 3])
+def test_nccls_own_ways_with_errors_are_off_where_ranks_go_on(
+    member: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They end a process whose peer has died. What a user has set stays, and other launchers' ranks too."""
+    environ = dict(os.environ) | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(
+        dist,
+        "init_process_group",
+        lambda *_, **__: seen.append(
+            {name: value for name, value in environ.items() if name.startswith("TORCH_NCCL")}
+        ),
+    )
+    world = World(0, 1, 0, 1, "host", "torchrun", "10.0.0.1", 1, member=member)
+    mesh_module._open_default_group(world, "nccl", dist.HashStore(), timedelta(seconds=1))
+    off = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
+    assert seen == [{"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"} | (off if member is not None else {})]

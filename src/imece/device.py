@@ -45,6 +45,11 @@ def choose_device(asked: str | torch.device | None, world: World) -> torch.devic
     return torch.device("cuda", index)
 
 
+def usable_gpus() -> int:
+    """How many GPUs torch can use here: the driver may count some that are too new or too old for it."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def home_among(group: dist.ProcessGroup) -> torch.device:
     """Where a model that has no memory yet is to be, if its ranks are all that is known: on this rank's GPU
     if there is one and they have a backend for it; but Gloo, which takes both, is what CPUs meet over.

@@ -29,6 +29,15 @@ from imece.world import BACKEND, LOOPBACK, World, host_id, read_world
 
 _MEETING_S = 600.0  # ranks that have not met by then never will
 _SHOWN_CHARS = 200
+# For ranks that go on without those that die, and abort NCCL's communicators themselves: torch's watchdog is
+# to do nothing at an error of one. Else it ends the process, which has done nothing wrong; or it sleeps for a
+# minute, and its monitor for eight, for dumps, and whoever destroys the group waits for both.
+# The monitor is left on (TORCH_NCCL_ENABLE_MONITORING): a process that is stuck in CUDA is to be replaced.
+_NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
 
 
 before_closing: list[Callable[[], None]] = []
@@ -418,6 +427,9 @@ def _open_default_group(world: World, backend: str, store: dist.Store, timeout: 
     if world.master_addr in (LOOPBACK, "localhost", None) and world.agent_port is None:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # or they would listen on the network
             os.environ.setdefault(variable, "lo")
+    if world.member is not None:
+        for variable, value in _NCCL_SETTINGS.items():
+            os.environ.setdefault(variable, value)
     with connections.of_groups():
         dist.init_process_group(
             backend,

@@ -8,6 +8,7 @@ known by its number as a member (membership/roster.py), or as a rank to a launch
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -70,13 +71,14 @@ def tell_closed(store: dist.Store, member: int) -> None:
 def tell_failures(store: dist.Store, member: int) -> Callable[[], None]:
     """Report the exception that will end this process, if one does, before the usual traceback.
 
-    Returns a function that stops it.
+    Returns a function that stops it. In a forked copy of the process it tells nothing.
     """
-    before = sys.excepthook
+    before, pid = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            store.set(_key(member, "failure"), json.dumps(asdict(describe(error))))
+            if os.getpid() == pid:
+                store.set(_key(member, "failure"), json.dumps(asdict(describe(error))))
         except RuntimeError as gone:  # the launcher went first: then the traceback itself is all there is
             print(f"imece: member {member} cannot report its failure: {gone}", file=sys.stderr)
         before(kind, error, trace)
@@ -111,6 +113,12 @@ def read_failure(store: dist.Store, member: int) -> Failure | None:
         message=str(note.get("message", "")),
         because_of_peer=bool(note.get("because_of_peer")),
     )
+
+
+def forget(store: dist.Store, member: int) -> None:
+    """One that has ended: nothing of this is asked about it any more."""
+    for name in ("state", "failure"):
+        store.delete_key(_key(member, name))
 
 
 def _key(member: int, name: str) -> str:

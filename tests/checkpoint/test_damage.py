@@ -222,9 +222,9 @@ def test_a_tensor_that_it_does_not_have(folder: Path) -> None:
         saved.tensor("model/c")
     with pytest.raises(ValueError, match=r"\[20, 25\) is not within the 24 elements of 'model/a.weight'"):
         saved.slice("model/a.weight", 20, 25)
-    (saved.folder / FILES[1]).unlink()
-    (saved.folder / FILES[2]).unlink()
-    with pytest.raises(UserError, match=r"rank-0000.\.safetensors: cannot be read"):
+    for name in FILES[1:]:
+        os.truncate(saved.folder / name, 8)
+    with pytest.raises(UserError, match=r"rank-0000.\.safetensors: cannot be read \(it has become shorter\)"):
         saved.tensor("model/a.weight")
 
 

@@ -6,10 +6,12 @@ import contextlib
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from imece.checkpoint import Checkpoints, Saved, all_steps, best, load, open_checkpoint
+from imece.checkpoint import Checkpoints, Saved, all_steps, best, files, load, open_checkpoint
 from imece.checkpoint.manifest import seal, unseal
 from imece.errors import UserError
 from tests.checkpoint.crew import assert_whole, crew, newest_whole, partials, state_of
@@ -28,6 +30,33 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
                 assert found is not None and found.metric == 3.0
     assert_whole(best(tmp_path, print), 8, 2)
     assert [open_checkpoint(tmp_path / f"step-{step:08d}").metric for step in (7, 8)] == [None, 0.0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_older_ones_make_room_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    """A disk with room for four: the newest, the best, and what fits besides."""
+
+    def disk(folder: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=room - sum(files.taken(path) for path in folder.glob("step-*")))
+
+    with crew(tmp_path / "first", world_size) as ranks:
+        assert ranks.save(1, state_of(1))
+    room = files.taken(tmp_path / "first" / "step-00000001") * 41 // 10
+    monkeypatch.setattr(shutil, "disk_usage", disk)
+    stay = {4: [1, 2, 3, 4], 5: [2, 3, 4, 5], 6: [2, 4, 5, 6], 7: [2, 5, 6, 7]}
+    with crew(tmp_path / "run", world_size, keep=5) as ranks:
+        for step in range(1, 8):
+            assert ranks.save(step, state_of(step), 1.0 if step == 2 else 2.0)
+            assert all_steps(tmp_path / "run") == stay.get(step, list(range(1, step + 1)))
+        assert ranks.alarms[0] == ["no room for 5 checkpoints: older ones make room for new ones"]
+        room = 0
+        assert ranks.save(8, state_of(8)), "it is tried whatever the disk says"
+        assert all_steps(tmp_path / "run") == [2, 7, 8]
+    with crew(tmp_path / "run", world_size, keep=5) as ranks:
+        assert ranks.save(9, state_of(9))
+        assert all_steps(tmp_path / "run") == [2, 7, 8, 9], "whether they are whole, nobody here has read"
 
 
 def test_no_metric_no_best(tmp_path: Path) -> None:
@@ -164,6 +193,26 @@ def test_a_reader_meets_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(load, "open_checkpoint", late)
     assert_whole(newest_whole(tmp_path), 2, 1)
     assert old.exists() and place.exists() == replaced
+
+
+def test_one_that_is_removed_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a run that goes on beside an export: what is open stays, and of the others one is told."""
+    with crew(tmp_path, 2, keep=1) as ranks:
+        assert ranks.save(1, state_of(1))
+        reads = load.open_checkpoint(tmp_path / "step-00000001")
+        monkeypatch.setattr(load, "_MOST_OPEN", 1)
+        reads_less = load.open_checkpoint(tmp_path / "step-00000001")
+        assert ranks.save(2, state_of(2))
+    assert all_steps(tmp_path) == [2]
+    for name, each in state_of(1).items():
+        assert torch.equal(reads.tensor(name), each)
+    with pytest.raises(UserError) as caught:
+        for name in state_of(1):
+            reads_less.tensor(name)
+    assert str(caught.value) == (
+        f"{tmp_path}/step-00000001/rank-00001.safetensors: removed meanwhile, by a run that goes on and "
+        "keeps the newest: try again"
+    )
 
 
 def test_leftovers_of_a_killed_job_go_away_and_nothing_else(tmp_path: Path) -> None:

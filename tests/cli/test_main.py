@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -177,6 +178,13 @@ def test_torchruns_options_for_one_host(monkeypatch: pytest.MonkeyPatch, tmp_pat
     )
     assert run("launch", "--nproc-per-node", "cpu", str(tmp_path / "s.py"))[0] == 0
     assert asked == [2, os.cpu_count()]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)  # as the driver says, whatever torch can use
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run("launch", "--nproc-per-node", "gpu", str(tmp_path / "s.py")) == (
+        2,
+        "",
+        "imece: --nproc-per-node gpu: there is no GPU on this host that torch can use\n",
+    )
 
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

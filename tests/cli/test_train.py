@@ -154,12 +154,12 @@ def test_what_is_launched(tmp_path: Path, launched: list[Launch]) -> None:
 
 
 def test_ranks_by_default(tmp_path: Path, launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("imece.train.start.usable_gpus", lambda: 0)
     for cores, ranks in ((1, 1), (2, 2), (64, 2)):
         monkeypatch.setattr("imece.train.start.usable_cores", lambda cores=cores: cores)
         assert main(["train", *options(tmp_path, f"run{cores}")]) == 0
         assert launched.pop()[1] == ranks
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("imece.train.start.usable_gpus", lambda: 4)
     assert main(["train", *options(tmp_path, "run-gpus")]) == 0
     assert launched.pop()[1] == 4
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import imece
 from imece import mesh
-from imece.collectives import checks, execute, streams
+from imece.collectives import checks, companions, execute, messages, streams
 from imece.collectives.calls import Call, host_device
 from imece.collectives.execute import Message
 from imece.collectives.pending import Task
+from imece.collectives.shared_memory.other_devices import OtherDevices
 from imece.device import choose_backends
 from imece.errors import UserError
 from imece.world import World
@@ -32,6 +35,12 @@ class Streams:
     def __init__(self) -> None:
         self.told: list[str] = []
         self.current = threading.local()
+        self.devices: list[torch.device | None] = []  # current ones of threads that enter a stream
+        self.set: list[torch.device] = []
+
+    def set_device(self, device: torch.device) -> None:
+        self.current.device = device
+        self.set.append(device)
 
     def stream(self, name: str) -> Any:
         def record_event() -> str:
@@ -49,6 +58,7 @@ class Streams:
     @contextlib.contextmanager
     def inside(self, stream: Any) -> Iterator[None]:
         self.current.stream = stream
+        self.devices.append(getattr(self.current, "device", None))
         try:
             yield
         finally:
@@ -61,6 +71,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: made.now())
     monkeypatch.setattr(torch.cuda, "stream", made.inside)
+    monkeypatch.setattr(torch.cuda, "set_device", made.set_device)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _device, priority: made.stream(f"beside {priority}"))
     monkeypatch.setattr(streams, "_here", streams._Here())
     return made
@@ -78,6 +89,23 @@ def test_a_task_begins_behind_its_call_and_who_waits_comes_behind_the_task(on_gp
         "caller records", "beside -1 waits for event of caller", "runs on beside -1", "beside -1 records",
         "caller waits for event of beside -1",
     ]  # fmt: skip
+
+
+def test_a_thread_that_launches_for_another_has_its_device(on_gpu: Streams) -> None:
+    """Or torch takes it back to GPU 0 at the end of each stream, and makes a context there."""
+
+    def run() -> None:
+        task.execute()
+        task.execute()
+
+    task = Task(lambda: None, [])
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert on_gpu.devices == [CUDA, CUDA] and on_gpu.set == [CUDA], "set once"
+    with task._place.behind():
+        pass
+    assert on_gpu.devices[2:] == [None] and on_gpu.set == [CUDA], "the caller's own is left alone"
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -129,6 +157,71 @@ def test_messages_over_nccl_are_one_batch() -> None:
     works: list[Any] = list(execute._post_batch([Message(place, 1, 7)], [Message(place, 2, 8)], group))
     assert works == ["work"]
     assert group.told == ["begin", "recv 2 8", "send 1 7", "end"]
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda tensor: messages.send(tensor, 1, tag=7), ["send 1 7"]),
+        (lambda tensor: messages.recv(tensor, 1, tag=7), ["recv 1 7"]),
+        (lambda tensor: messages.exchange([messages.Send(tensor, 1, 7)]), ["begin", "send 1 7", "end"]),
+    ],
+)
+def test_a_message_alone_needs_two_ranks_of_the_group(
+    call: Callable[[torch.Tensor], object], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch is in the communicator of all, for which NCCL waits if there is none yet."""
+    group = Recorded()
+    tensor: Any = SimpleNamespace(is_cuda=True, device=CUDA)
+    monkeypatch.setattr(group, "rank", lambda: 0, raising=False)
+    backend = SimpleNamespace(supports_coalescing=True)
+    monkeypatch.setattr(group, "_get_backend", lambda device: backend, raising=False)
+    monkeypatch.setattr(messages, "group_or_default", lambda _: group)
+    monkeypatch.setattr(messages, "check_rank", lambda *_: None)
+    monkeypatch.setattr(messages, "flattened", lambda each: each)
+    monkeypatch.setattr(messages, "flat_place", lambda each: each)
+    started = SimpleNamespace(native=lambda start, *_, **__: start())
+    monkeypatch.setattr(messages, "Call", lambda *_, **__: started)
+    call(tensor)
+    assert group.told == told
+
+
+@pytest.fixture
+def behind_shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
+    """Stands for NCCL in a world of one rank in shared memory, for tensors on "meta"."""
+    group = Recorded()
+    monkeypatch.setattr(OtherDevices, "_make", lambda *_: group)
+    twenty = timedelta(seconds=20)
+    dist.init_process_group("shm", store=dist.HashStore(), rank=0, world_size=1, timeout=twenty)
+    yield group
+    monkeypatch.setattr(OtherDevices, "shutdown", lambda _: None)
+    dist.destroy_process_group()
+
+
+def test_torch_makes_a_batch_only_where_it_is_told_to(
+    behind_shm: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """batch_isend_irecv makes none in a group not of torch's own class: NCCL would hang in what it does."""
+    tensor, world = torch.empty(4, device="meta"), dist.group.WORLD
+    with distributed_c10d._coalescing_manager(world, tensor.device, async_ops=True) as batch:
+        dist.isend(tensor, group=world, group_dst=0)
+        dist.irecv(tensor, group=world, group_src=0)
+    assert behind_shm.told == ["begin", "send 0 0", "recv 0 0", "end"] and batch.works == ["work"]
+    behind_shm.told.clear()
+    monkeypatch.setattr(distributed_c10d, "_check_p2p_op_list", lambda _: None)
+    for op in (dist.isend, dist.irecv):
+        message: Any = SimpleNamespace(op=op, tensor=tensor, group=world, tag=0, group_peer=0)
+        with pytest.raises(
+            UserError, match=r"^torch\.distributed\.batch_isend_irecv .* use imece\.exchange, or"
+        ):
+            dist.batch_isend_irecv([message])
+    assert behind_shm.told == []
+
+
+def test_checks_have_the_timeout_of_their_group(behind_shm: Recorded) -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    assert companions._timeout_of(world) == timedelta(seconds=20)
 
 
 def staged() -> list[float]:

@@ -340,3 +340,33 @@ def test_whatever_happens_numbers_grow_and_only_the_living_are_named(
         assert len(set(slots)) == len(slots) and not set(slots) & set(empty)
         order = [member for member in before.members if member in after.members]
         assert list(after.members[: len(order)]) == order
+
+
+def test_ranks_that_lost_each_other_though_nobody_has_ended() -> None:
+    """A network closed connections, and goes on. Where that does not help, the ranks give up themselves."""
+    run, lost = Run(2), ["rank 0 (pid 100)", "rank 1 (pid 101)"]
+    why = "rank 0 (pid 100) and rank 1 (pid 101) lost the connection to others, though no rank has ended"
+    generations = run.generations
+    assert generations.renew_for([], run.go_on) is None
+    for number in (1, 2, 3):
+        assert generations.renew_for(lost, run.go_on) == Generation(number, (0, 1), (why,))
+    assert generations.renew_for(lost, run.go_on) is None, "no step was finished in between"
+    generations.note_steps({0: 1})
+    many = generations.renew_for([f"rank {rank}" for rank in range(9)], run.go_on)
+    assert many is not None
+    assert many.lost[0].startswith("rank 0 and rank 1 and rank 2 and 6 more lost the connection")
+    run.resilient = False
+    generations.note_steps({0: 2})
+    assert generations.renew_for(lost, run.go_on) is None, "others would not come"
+
+
+def test_those_who_lost_a_rank_that_has_ended_wait_for_what_follows() -> None:
+    run = Run(3)
+    assert run.ends(1, status=1, failure=PEER_LOST) is None
+    assert run.generations.renew_for(["rank 0"], run.go_on) is None
+    other = Run(3)
+    assert other.generations.leave([1]) is not None
+    assert other.generations.renew_for(["rank 0"], other.go_on) is None
+    ending = Run(3)
+    ending.generations.stopping = True
+    assert ending.generations.renew_for(["rank 0"], ending.go_on) is None

@@ -11,6 +11,7 @@ from imece.launch import job
 from imece.launch.generations import Limits
 from imece.launch.host import CannotStart, Start
 from imece.launch.job import Job
+from imece.membership.roster import Generation
 from tests.launch.hosts.cluster import Clock, FakeHost
 
 
@@ -50,3 +51,15 @@ def test_a_replacement_that_cannot_be_started_is_tried_again(clock: Clock) -> No
     for clock.now in (30.2, 31.5):
         ours.on_time(clock.now)
     assert list(host.crew.living) == [0, 3] and host.said[-1] == "imece: rank 1 joined; 2 ranks go on"
+
+
+def test_ranks_that_lost_each_other_meet_anew(clock: Clock) -> None:
+    host = FakeHost(0)
+    ours = Job(Limits(2), 30.0, False, {0: host}, 2)
+    ours.start()
+    host.lost_in = {1: 0}
+    for clock.now in (1.5, 3.0):
+        ours.on_time(clock.now)
+    why = "rank 1 lost the connection to others, though no rank has ended"
+    assert host.published == [Generation(0, (0, 1)), Generation(1, (0, 1), (why,))]
+    assert host.said == [f"imece: {why}; 2 ranks go on"]

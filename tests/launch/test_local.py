@@ -321,6 +321,21 @@ def test_a_reader_that_goes_away_ends_the_job(script: Script) -> None:
         assert launcher.wait(30) == 128 + signal.SIGPIPE
 
 
+def test_a_reader_of_a_rank_that_writes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `imece train ... 2>&1 | head`: nobody but the rank would ever see that head has gone."""
+    reader, writer = os.pipe()
+    streams = [os.fdopen(fd, "w") for fd in (writer, os.dup(writer))]
+    with Crew(None) as crew, monkeypatch.context() as patched, streams[0], streams[1]:
+        for name, stream in zip(("stdout", "stderr"), streams, strict=True):
+            patched.setattr(sys, name, stream)
+        crew.start(0, 0, ["sleep", "1000"], os.environ, direct=True)
+        assert crew.wait(time.monotonic() + 0.05) == ([], [])
+        os.close(reader)
+        signals = [number for _ in range(3) for number in crew.wait(time.monotonic() + 0.05)[1]]
+        assert signals == [signal.SIGPIPE], "once: a second signal kills the ranks before they have saved"
+        print("to nobody", flush=True)
+
+
 @pytest.mark.parametrize("closed", [True, False])
 def test_an_output_that_takes_nothing_ends_no_rank(script: Script, tmp_path: Path, closed: bool) -> None:
     """It was closed with >&-, of which Python makes None, or its disk is full."""

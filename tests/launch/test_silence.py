@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from imece.launch.processes import cpu_s_of
 from imece.launch.silence import Silence
 
 
@@ -32,3 +39,34 @@ def test_forgiven() -> None:
     assert [bool(silence.look({0: 1}, now / 2)) for now in range(10)] == [False] * 8 + [True] * 2
     silence.forgive()
     assert [bool(silence.look({0: 1}, 5 + now / 2)) for now in range(10)] == [False] * 8 + [True] * 2
+
+
+def test_one_that_computes_has_ten_times_as_long() -> None:
+    """C code keeps Python's lock, on a core that others need too; one that waits for the lock uses little."""
+    for share, expected in ((1.0, 100), (0.1, 100), (0.02, 10), (0.0, 10)):
+        silence = Silence(10.0)
+        found = [silence.look({0: 1}, float(now), {0: 3.0 + share * now}) for now in range(110)]
+        assert found.index([0]) in (expected, expected + 1), share
+    silence = Silence(10.0)
+    found = [silence.look({0: 1}, float(now), {0: float(min(now, 50))}) for now in range(110)]
+    assert found.index([0]) in (55, 56), "it is stopped after it has computed for 50 s"
+
+
+def test_for_how_long_a_process_has_computed() -> None:
+    counts = "sum(range(1 << 18)); print(flush=True); sum(range(1 << 60))"  # the latter with the lock
+    with subprocess.Popen([sys.executable, "-c", counts], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            first, until = cpu_s_of(process.pid), time.monotonic() + 30
+            while cpu_s_of(process.pid) < first + 0.1:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            os.kill(process.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            stopped = cpu_s_of(process.pid)
+            time.sleep(0.1)
+            assert cpu_s_of(process.pid) == stopped
+        finally:
+            process.kill()
+    assert cpu_s_of(process.pid) == 0

@@ -143,6 +143,23 @@ def test_a_users_mistake_stays_one() -> None:
         spawn(body, ranks=2, timeout_s=60)
 
 
+def test_a_copy_of_a_process_that_has_asked_for_gpus() -> None:
+    """torch tells that to the copy alone, which goes on as long as it needs none."""
+
+    def body(uses: bool) -> int:
+        torch.cuda._is_in_bad_fork = lambda: True
+        if uses:
+            torch.cuda.init()
+        return 1
+
+    assert spawn(body, (False,), ranks=1, timeout_s=60) == [1]
+    told = (
+        r"^rank 0: <function .*body.*> cannot be imported by .*is_available.*: move the function to a module$"
+    )
+    with pytest.raises(UserError, match=told):
+        spawn(body, (True,), ranks=1, timeout_s=60)
+
+
 @pytest.mark.parametrize(
     ("ranks", "timeout_s"),
     [(0, None), (-1, None), (True, None), (2.0, None), (9999, None), (2, 0), (2, -1), (2, float("nan"))],

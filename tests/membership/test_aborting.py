@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from imece import connections
+from imece import mesh as meshes
+from imece.collectives.shared_memory.other_devices import OtherDevices
 from imece.errors import PeerLostError
 from imece.membership import aborting, member
 from imece.membership.aborting import Aborting, device_backends
@@ -84,22 +88,22 @@ def test_on_cpus_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     watched.check()
 
 
-@pytest.mark.parametrize("members", [(0,), (0, 1, 2)])
+@pytest.mark.parametrize(("members", "lost"), [((0,), ()), ((0, 1), ("why",)), ((0, 1, 2), ())])
 def test_a_member_aborts_when_others_are_given_up(
-    members: tuple[int, ...], waiting: Waiting, monkeypatch: pytest.MonkeyPatch
+    members: tuple[int, ...], lost: tuple[str, ...], waiting: Waiting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not when one is taken in: all come to the border between two steps then."""
+    """Or cannot be reached; and not when one is taken in: all come to the border between two steps then."""
     now = [100.0]
     monkeypatch.setattr(member, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(connections, "cut", lambda: 0)
-    roster = SimpleNamespace(generation=lambda number: Generation(number, members))
+    roster = SimpleNamespace(generation=lambda number: Generation(number, members, lost))
     own = SimpleNamespace(
         _newest=1, _at=0, _members={0, 1}, _cut_at=math.inf, _moving=threading.Lock(), aborting=Aborting()
     )
     for _ in range(3):
         Member._cut_off(cast(Member, own), cast(Any, roster))
         now[0] += 0.9
-    gone = members == (0,)
+    gone = len(members) < 3
     assert waiting.ended.wait(10 if gone else 0.05) is gone
     if gone:
         with pytest.raises(PeerLostError):
@@ -129,3 +133,62 @@ def test_the_backends_of_all_groups_on_gpus_are_found(alone: None) -> None:
     assert world is not None and other is not None
     found = device_backends()
     assert {id(each) for each in found} == {id(group._get_backend(GPU)) for group in (world, other)}
+
+
+def test_what_a_group_in_shared_memory_has_on_gpus_is_found_and_aborted(
+    monkeypatch: pytest.MonkeyPatch, waiting_of_shm: Waiting
+) -> None:
+    """torch knows of no backend of such a group, which NCCL's lies behind."""
+    world: Any = dist.group.WORLD
+    assert device_backends() == []
+    world._others.on(GPU, world)  # as its first tensor does
+    assert device_backends() == [waiting_of_shm]
+    world.abort()
+    assert waiting_of_shm.said == ["abort"], "and nothing that waits for what is under way"
+
+
+@pytest.fixture
+def waiting_of_shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waiting]:
+    """Stands for NCCL in a world of one rank in shared memory."""
+    backend = Waiting()
+    group = SimpleNamespace(
+        _get_backend=lambda device: {"cuda": backend}[device.type],
+        abort=backend.abort,
+        shutdown=lambda: backend.said.append("shutdown"),
+    )
+    monkeypatch.setattr(OtherDevices, "_make", lambda *_: group)
+    dist.init_process_group("shm", store=dist.HashStore(), rank=0, world_size=1)
+    yield backend
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("newest", "aborts"),
+    [
+        (Generation(1, (0,), ("rank 1 was killed",)), True),
+        (Generation(1, (0, 1), ("ranks lost the connection",)), True),
+        (Generation(2, (0, 2)), True),  # this member was in none of those between, which tells why
+        (Generation(1, (0, 1, 2)), False),
+    ],
+)
+def test_who_hears_of_a_death_by_an_error_aborts_before_the_groups_are_destroyed(
+    newest: Generation, aborts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's own end of a group waits for what is under way. Between two steps there is nothing to abort."""
+    said: list[str] = []
+
+    def abort() -> None:
+        time.sleep(0.05)
+        said.append("aborted")
+
+    own = Member.__new__(Member)
+    own.number = own._at = 0
+    own._members, own._cut_at, own._moving = {0, 1}, math.inf, threading.Lock()
+    own._stores, own._alone, own.aborting = [], False, Aborting()
+    monkeypatch.setattr(aborting, "device_backends", lambda: [SimpleNamespace(abort=abort)])
+    monkeypatch.setattr(member, "GuardedStore", lambda *_: dist.HashStore())
+    monkeypatch.setattr(meshes, "reform", lambda *_: said.append("destroyed"))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert own._enter(newest, 1.0)
+    assert said == (["aborted", "destroyed"] if aborts else ["destroyed"])
+    own.aborting.check()  # it was of the generation before

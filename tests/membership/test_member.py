@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,3 +31,30 @@ def test_it_beats_until_all_else_at_the_exit_is_done(monkeypatch: pytest.MonkeyP
     assert ours._beating.is_alive()
     end()
     assert not ours._beating.is_alive()
+
+
+def test_it_asks_for_a_new_generation_when_nobody_is_seen_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network closed its connections."""
+    roster, ours = Roster(dist.HashStore()), member.Member.__new__(member.Member)
+    roster.publish(Generation(4, (0, 1)))
+    monkeypatch.setattr(member, "_LOST_S", 0.05)
+    ours.number, ours._at, ours._alone, ours._roster = 1, 4, False, roster
+    assert ours.move(0.04, lambda: None) is None and not roster.has_lost(1, 4)
+    monkeypatch.setattr(ours, "_enter", lambda *_: True)
+
+    def answer() -> None:
+        until = time.monotonic() + 5
+        while not roster.has_lost(1, ours._at) and time.monotonic() < until:
+            time.sleep(0.001)
+        roster.publish(Generation(ours._at + 1, (0, 1), ("why",)))
+
+    with ThreadPoolExecutor(1) as threads:
+        answered = threads.submit(answer)
+        assert ours.move(4.0, lambda: None) == Generation(5, (0, 1), ("why",))
+        answered.result()
+        assert not roster.has_lost(1, 5)
+        ours._at = 5
+        answered = threads.submit(answer)  # it cannot even meet the others in that one
+        assert ours._is_over(Generation(5, (0, 1)), 4.0)
+        answered.result()
+    assert ours._ask_at(float("inf")) == float("inf"), "it waits for others to leave in order"

@@ -140,8 +140,12 @@ def full_disk(folder: str) -> list[str]:
     environment = (run / "environment.json").read_bytes()
 
     outcome = train([*words, "--steps=8"], path, fault=no_room_for_checkpoints)
-    assert outcome.status == 0, outcome
+    assert outcome.status == 1, outcome
     assert "the last checkpoint is not on the disk: see the warning above" in outcome.out
+    assert (
+        "\nkept    the checkpoint of step 4: with room on the disk, the command below goes on" in outcome.out
+    )
+    assert "imece sample" not in outcome.out
     warnings = [line for line in outcome.out.splitlines() if line.startswith("warning: ")]
     for step in (6, 8):
         (line,) = [line for line in warnings if f"the checkpoint of step {step} was not saved" in line]

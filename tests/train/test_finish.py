@@ -3,19 +3,65 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from imece.data.tokens import Part
+from imece.footprint import Footprint
 from imece.train.config import TrainConfig
-from imece.train.finish import next_commands
+from imece.train.finish import _prompt, _rows, next_commands
+from imece.train.run_folder import RunFolder
+from tests.checkpoint.crew import crew, state_of
 
 
 @pytest.mark.parametrize(("run", "word"), [("runs/my run", "runs/my run"), ("-x", "./-x"), ("/a/b", "/a/b")])
 def test_commands_can_be_copied(run: str, word: str) -> None:
     session: Any = SimpleNamespace(folder=SimpleNamespace(path=Path(run)), config=TrainConfig(steps=3))
-    commands = dict(next_commands(session))
+    commands = dict(next_commands(session, True))
     assert shlex.split(commands["next"]) == ["imece", "sample", word, "--prompt", "class Queue("]
     assert shlex.split(commands["longer"]) == ["imece", "train", "--run", word, "--steps", "6"]
+
+
+def test_what_is_kept_when_the_last_checkpoint_is_not(tmp_path: Path) -> None:
+    session: Any = SimpleNamespace(folder=RunFolder(tmp_path / "my run"), config=TrainConfig(steps=60))
+    again = ("next", f"imece train --run {shlex.quote(str(tmp_path / 'my run'))}")
+    said = "no checkpoint: with room on the disk, the command below begins anew"
+    assert next_commands(session, False) == [("kept", said), again]
+    with crew(session.folder.checkpoints, 1) as ranks:
+        assert ranks.save(5, state_of(5)) and ranks.save(10, state_of(10))
+    (session.folder.checkpoints / "step-00000015").mkdir()
+    said = "the checkpoint of step 10: with room on the disk, the command below goes on from there"
+    assert next_commands(session, False) == [("kept", said), again]
+
+
+def test_where_nothing_is_held_out_the_sample_begins_as_the_text_does() -> None:
+    tokens = [np.frombuffer(text, np.uint8) for text in (b"Dear diary, it rains.\n", b"Again.\n", b"")]
+    parts = [
+        Part("", each, np.array(at), 10, 0) for each, at in zip(tokens, ([0, 22], [0, 7], [0]), strict=True)
+    ]
+    train, held_out, nothing = parts
+    tokenizer = SimpleNamespace(decode=lambda ids: bytes(ids).decode())
+
+    def prompt(paths: tuple[str, ...], validation: Part) -> str:
+        both = SimpleNamespace(train=train, validation=validation)
+        config = SimpleNamespace(data=SimpleNamespace(paths=paths))
+        session: Any = SimpleNamespace(
+            config=config, prepared=SimpleNamespace(tokens=both, tokenizer=tokenizer)
+        )
+        return _prompt(session)
+
+    assert prompt(("notes/",), nothing) == "Dear di"
+    assert prompt(("notes/",), held_out) == "Again."
+    assert prompt((), nothing).startswith("class Queue")
+
+
+def test_so_many_tokens_as_the_header_writes_them() -> None:
+    summary = {"steps": 40, "seconds": 3.0, "tokens": 40_960, "tokens_per_s": 13_653.0}
+    memory = asdict(Footprint(1, 1, 1, 1))
+    ((_, line), *_) = _rows(summary | {"memory": memory}, True)
+    assert line == "40 steps in 0:03, 41.0k tokens, 13,653 tokens/s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,6 +114,40 @@ def test_own_figures_of_a_step_are_kept(session: Session) -> None:
     assert (session.counted, session.seconds, session.tokens, session.best_val_loss) == (7, 14.0, 224, 2.0)
 
 
+@pytest.mark.parametrize("dies_in", ["step_done", "step_judged"])
+def test_a_rank_that_joins_ends_at_the_same_bad_step(session: Session, dies_in: str) -> None:
+    """Though the others were in the step in which the last of them were counted."""
+    loop, states = loop_of(session), []
+    session.first, session.config = 5, TrainConfig(steps=100)
+    session.step.scale, session.plan = 0.0, BatchPlan(8, 4, 1, 4, 1)  # type: ignore[misc]
+    recovery = session.recovery
+    assert recovery is not None
+
+    def noted(*_: Any) -> None:
+        states.append(json.loads(json.dumps(session._counters())))
+        if session.done == 11:
+            raise MovedOnError("a rank has joined")
+
+    loop._gather = lambda _: _Together(math.nan, 32, 1, 0)
+    loop._stragglers.slow = None
+    session.batches.epoch.return_value = 0.0  # type: ignore[attr-defined]
+    session.step.blame.return_value = []  # type: ignore[attr-defined]
+    session.step.run.side_effect = [  # type: ignore[attr-defined]
+        Outcome(1.0, 32, math.nan, skipped) for skipped in ("not finite", "", "not finite")
+    ]
+    name = "finished" if dies_in == "step_done" else "note_state"
+    setattr(recovery, name, mock.Mock(side_effect=noted))
+    recovery.border.return_value = False  # type: ignore[attr-defined]
+    with pytest.raises(MovedOnError):
+        loop.run()
+    assert [state["bad_steps"] for state in states] == [1, 0, 1]
+    session.first = session.bad_steps = 0
+    session._take_counters(states[-1])
+    assert (session.first, session.bad_steps) == (5, 1)
+    session._take_counters(states[-1])
+    assert session.bad_steps == 1, "a rank that has made the step counts it once"
+
+
 def test_the_figures_of_the_newest_step_are_counted_once(session: Session) -> None:
     """By whoever does not know them, a rank that has just joined say, from those that do."""
     for counted, tokens in ((7, 288), (8, 256)):
@@ -146,6 +181,33 @@ def test_back_to_a_checkpoint(session: Session, monkeypatch: pytest.MonkeyPatch)
     assert session._from_checkpoint() == session.done == session.counted == 4
     assert (session.tokens, session.val_loss) == (128, (4, 2.5))
     assert list(session.alarms) == ["back to the checkpoint of step 4: 4 steps are lost"]
+
+
+@pytest.mark.parametrize(("made", "said"), [(8, ": 8 steps are lost"), (0, "")])
+def test_back_to_the_beginning(
+    session: Session, monkeypatch: pytest.MonkeyPatch, made: int, said: str
+) -> None:
+    """Before the first checkpoint; one that joins has made no step."""
+    begun = mock.Mock()
+    monkeypatch.setattr(sessions, "begin_again", begun)
+    monkeypatch.setattr(session, "_newest", lambda: None)
+    session.precision, session.optimizers = Precision("fp16", "cpu"), [mock.Mock()]
+    session.bad_steps, session.recovery.member.steps = 2, made  # type: ignore[union-attr]
+    assert session._from_checkpoint() == 0
+    begun.assert_called_once_with(
+        session.training_state, session.optimizers, session.model.config, session.config.seed
+    )
+    assert session._counters() == {
+        "done": 0, "first": 0, "bad_steps": 0, "counted": 0, "seconds": 0.0, "tokens": 0,
+        "best_val_loss": None, "val_loss": (-1, None), "scaler": {}, "micro": 4, "text": "a text",
+    }  # fmt: skip
+    assert session.step.load_scaler.call_args.args[0]["scale"] == 65536.0  # type: ignore[attr-defined]
+    assert list(session.alarms) == [f"back to the beginning, as nothing was saved yet{said}"]
+    loop = loop_of(session)
+    session.recovery.recover.return_value.step = 0  # type: ignore[union-attr]
+    loop._gather = lambda _: _Together(0.0, 0, 1, 0)
+    loop.recovered(session.recover(MovedOnError("a rank has ended")))
+    assert not session.checkpoints.save.called, "there is nothing to save yet"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("on", "val_loss"), [("a text", 2.5), (None, 2.5), ("another text", None)])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from imece.errors import UserError
 from imece.train import start
@@ -97,3 +98,12 @@ def test_what_ends_a_rank_that_joins_is_told(rank: Rank, monkeypatch: pytest.Mon
     monkeypatch.setattr(Session, "begin", begin)
     with pytest.raises(RuntimeError, match=r"^the others have gone$"):
         rank(0, joining=True)
+
+
+def test_gpus_that_torch_cannot_use_are_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver counts them, and may be too old for torch."""
+    monkeypatch.setattr(start, "usable_cores", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    for available, ranks in ((False, 2), (True, 5)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        assert start.default_ranks() == ranks

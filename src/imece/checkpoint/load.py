@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +20,6 @@ from imece.checkpoint.manifest import (
     DTYPES,
     MANIFEST,
     MOST_BYTES,
-    File,
     Json,
     Kind,
     Manifest,
@@ -31,7 +31,7 @@ from imece.checkpoint.manifest import (
 from imece.errors import UserError
 
 _CHUNK = 4 << 20  # elements that are there besides what they are read for
-_MOST_OPEN = 64  # files at once, whatever the number of ranks: a process may often have 1024
+_MOST_OPEN = 256  # files at once, whatever the number of ranks: a process may often have 1024
 
 
 class Source(Protocol):
@@ -54,6 +54,7 @@ class Saved:
     """One checkpoint on disk. What is asked for is read then, into memory of its own.
 
     Files are read and never mapped: a mapped page counts as this process's memory as long as it is mapped.
+    They stay open: the run that has written them may go on, and remove them at any moment.
     """
 
     folder: Path
@@ -63,7 +64,9 @@ class Saved:
     """One of each rank that saved."""
     metric: float | None
     _manifest: Manifest = field(repr=False)
-    _opened: dict[int, int] = field(default_factory=dict, repr=False)  # rank -> descriptor of its file
+    _opened: dict[int, int] = field(
+        default_factory=dict, repr=False
+    )  # rank -> descriptor of its file, if it stays open
 
     def __post_init__(self) -> None:
         weakref.finalize(self, _close, self._opened)
@@ -141,17 +144,55 @@ class Saved:
         path = self.folder / file_name(rank)
         left = out.view(torch.uint8).numpy().data
         try:
-            if rank not in self._opened:
-                if len(self._opened) >= _MOST_OPEN:
-                    os.close(self._opened.pop(next(iter(self._opened))))  # the first one
-                self._opened[rank] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            while left:
-                got = os.preadv(self._opened[rank], [left], at)
-                if not got:
-                    raise UserError(f"{path}: cannot be read (it has become shorter): use another checkpoint")
-                left, at = left[got:], at + got
+            with self._file(rank) as descriptor:
+                while left:
+                    got = os.preadv(descriptor, [left], at)
+                    if not got:
+                        raise UserError(
+                            f"{path}: cannot be read (it has become shorter): use another checkpoint"
+                        )
+                    left, at = left[got:], at + got
+        except FileNotFoundError:
+            raise UserError(
+                f"{path}: removed meanwhile, by a run that goes on and keeps the newest: try again"
+            ) from None
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror}): use another checkpoint") from error
+
+    @contextlib.contextmanager
+    def _file(self, rank: int) -> Iterator[int]:
+        """A descriptor of a rank's file, which stays open unless there are too many. OSError."""
+        descriptor = self._opened.get(rank)
+        if descriptor is not None:
+            yield descriptor
+            return
+        descriptor = os.open(self.folder / file_name(rank), os.O_RDONLY | os.O_CLOEXEC)
+        keep = len(self._opened) < _MOST_OPEN
+        if keep:
+            self._opened[rank] = descriptor
+        try:
+            yield descriptor
+        finally:
+            if not keep:
+                os.close(descriptor)
+
+    def check(self, verify: bool) -> None:
+        """UserError, naming the file, unless all are what the manifest says; see `open_checkpoint`."""
+        for rank, file in enumerate(self._manifest.files):
+            path = self.folder / file_name(rank)
+            try:
+                if (found := _size(path)) != file.nbytes:
+                    raise _damaged(path, f"it has {found} bytes, not {file.nbytes}")
+                expected = header(file.pieces)
+                with self._file(rank) as descriptor, open(descriptor, "rb", closefd=False) as opened:
+                    if opened.read(len(expected)) != expected:
+                        raise _damaged(path, "its header does not say what the manifest says")
+                    if verify:
+                        opened.seek(0)
+                        if hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
+                            raise _damaged(path, "its checksum is not that of its content")
+            except OSError as error:
+                raise _damaged(path, str(error.strerror)) from error
 
 
 def _close(opened: dict[int, int]) -> None:
@@ -169,9 +210,11 @@ def open_checkpoint(folder: Path, *, verify: bool = True) -> Saved:
     promised = files.step_of(folder)
     if promised is not None and promised != manifest.step:
         raise _damaged(folder / MANIFEST, f"it is of step {manifest.step}")
-    for rank, file in enumerate(manifest.files):
-        _check(folder / file_name(rank), file, verify)
-    return Saved(folder, manifest.step, manifest.state, list(manifest.rank_states), manifest.metric, manifest)
+    saved = Saved(
+        folder, manifest.step, manifest.state, list(manifest.rank_states), manifest.metric, manifest
+    )
+    saved.check(verify)
+    return saved
 
 
 def newest(folder: Path, damaged: Callable[[str], None]) -> Saved | None:
@@ -235,22 +278,6 @@ def _manifest(path: Path) -> Manifest:
         raise UserError(f"{path}: {error}: use the imece that wrote it") from error
     except ValueError as error:
         raise _damaged(path, str(error)) from error
-
-
-def _check(path: Path, file: File, verify: bool) -> None:
-    try:
-        if (found := _size(path)) != file.nbytes:
-            raise _damaged(path, f"it has {found} bytes, not {file.nbytes}")
-        expected = header(file.pieces)
-        with path.open("rb") as opened:
-            if opened.read(len(expected)) != expected:
-                raise _damaged(path, "its header does not say what the manifest says")
-            if verify:
-                opened.seek(0)
-                if hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
-                    raise _damaged(path, "its checksum is not that of its content")
-    except OSError as error:
-        raise _damaged(path, str(error.strerror)) from error
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:

@@ -53,7 +53,8 @@ class Checkpoints:
         alarm: Callable[[str], None],
         limit_s: float = 300.0,
     ) -> None:
-        """keep: how many of the newest stay; the one with the lowest metric stays as well.
+        """keep: how many of the newest stay, fewer where the disk has no room for one more; the one with the
+        lowest metric stays as well.
 
         alarm: called with one line when a save came to nothing, once on every rank, mostly from another
         thread. limit_s: how long rank 0 waits while nothing new comes from the others; they wait twice as
@@ -69,6 +70,8 @@ class Checkpoints:
         self._stop = threading.Event()
         self._saves = 0
         self._saved = True  # the newest save, if any
+        self._newest: int | None = None  # the step of the last one that was put in place, known to rank 0
+        self._told_of_room = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if rank == 0:
@@ -181,6 +184,7 @@ class Checkpoints:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             files.clean(self._folder, but=partial)
+            self._make_room(partial)
             self._meeting.arrive()
             parts = [self._write(job, partial), *self._await_parts(partial)]
             manifest = commit.put_together(job.step, attempt, job.metric, job.state, parts)
@@ -194,12 +198,33 @@ class Checkpoints:
                 raise NotSavedError(_why(error)) from error
             raise
         # What can be loaded counts as saved, on all ranks; but nothing goes before it surely stays.
+        self._newest = job.step
         try:
             files.sync_folder(self._folder)
             files.drop_old(final)
             commit.prune(self._folder, job.step, self._keep)
         except (OSError, UserError) as error:
             self._alarm(f"{final} is saved, but older checkpoints were not removed: {_why(error)}")
+
+    def _make_room(self, partial: Path) -> None:
+        """Give up older checkpoints until the disk has room for one more: never the newest, nor the best.
+
+        Only once one of our own is in place: of those before it nobody here knows which can be read.
+        """
+        if self._newest is None:
+            return
+        with contextlib.suppress(OSError, UserError):  # if it matters, the save itself will say so
+            newest = files.step_folder(self._folder, self._newest)
+            # Until the manifest is there, all ranks' parts of it are too.
+            needed = files.taken(newest) + (newest / MANIFEST).stat().st_size
+            for keep in range(self._keep - 1, 0, -1):
+                # Free first: what other ranks write meanwhile counts twice, and nothing is given up for it.
+                if shutil.disk_usage(self._folder).free + files.taken(partial) >= needed:
+                    return
+                commit.prune(self._folder, self._newest, keep)
+                if not self._told_of_room:
+                    self._told_of_room = True
+                    self._alarm(f"no room for {self._keep} checkpoints: older ones make room for new ones")
 
     def _follow(self, job: _Job) -> None:
         """Any other rank's part. NotSavedError, with rank 0's reason if there is one."""

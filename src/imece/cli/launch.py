@@ -56,7 +56,8 @@ class LaunchOptions:
     """How many times in all a dead rank is replaced, or all are started again where the others do not go on.
     None: a dead rank is replaced as long as steps are finished, and all are never started again."""
     silent_s: float = 10.0
-    """Seconds after which a rank that no longer says that it lives is ended, as if it had died; 0: never."""
+    """Seconds after which a rank that no longer says that it lives is ended, as if it had died; ten times as
+    many for one that computes; 0: never."""
     log_dir: Path | None = None
     """A folder for what each rank prints: rank-0.log, rank-1.log, ..."""
     grace_s: float = 30.0
@@ -175,11 +176,11 @@ def _counted(own: Sequence[str]) -> list[str]:
 
 def _devices(kind: str) -> int:
     """torchrun's words for a number of ranks."""
-    import torch
+    from imece.device import usable_gpus  # with torch, which no other word needs
 
-    gpus = torch.cuda.device_count() if kind != "cpu" else 0
+    gpus = usable_gpus() if kind != "cpu" else 0
     if kind == "gpu" and not gpus:
-        raise UserError("--nproc-per-node gpu: there is no GPU on this host")
+        raise UserError("--nproc-per-node gpu: there is no GPU on this host that torch can use")
     return gpus or os.cpu_count() or 1
 
 

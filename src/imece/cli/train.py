@@ -75,11 +75,10 @@ def read_config(words: list[str]) -> TrainConfig:
 
 def _as_rank(config: TrainConfig) -> int:
     try:
-        signal = run_rank(config)
+        return run_rank(config)
     except (NotFiniteError, DriftError) as error:
         print(f"imece: {error}", file=sys.stderr)
         return 1
-    return 128 + signal if signal else 0
 
 
 @contextmanager

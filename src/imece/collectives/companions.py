@@ -71,6 +71,8 @@ def forget() -> None:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    if isinstance(group, SharedMemoryGroup):
+        return group.timeout
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:

@@ -49,13 +49,21 @@ class Traffic:
     steps: int = 0
 
 
-def post(sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup) -> list[Waitable]:
-    """Starts all of them at once. Receives first, so that a message never waits for its place."""
-    for message in (*sends, *receives):
-        if message.tensor.is_cuda:
-            group = on_device(group, message.tensor)
-            batched = group._get_backend(message.tensor.device).supports_coalescing
-            return (_post_batch if batched else _post_staged)(sends, receives, group)
+def post(
+    sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup, *, alone: bool = False
+) -> list[Waitable]:
+    """Starts all of them at once. Receives first, so that a message never waits for its place.
+
+    alone: one message, which the peer posts alone too. NCCL then needs these two ranks; a batch is in the
+    communicator of the whole group, and the first call of all makes that with all ranks of it.
+    """
+    on_gpu = next((message.tensor for message in (*sends, *receives) if message.tensor.is_cuda), None)
+    if on_gpu is not None:
+        group = on_device(group, on_gpu)
+        if not group._get_backend(on_gpu.device).supports_coalescing:
+            return _post_staged(sends, receives, group)
+        if not alone:
+            return _post_batch(sends, receives, group)
     works: list[Waitable] = [group.recv([m.tensor], m.peer, m.tag) for m in receives]
     works += [group.send([m.tensor], m.peer, m.tag) for m in sends]
     return works

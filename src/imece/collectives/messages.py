@@ -40,14 +40,14 @@ def send(tensor: Tensor, dst: int, *, tag: int = 0, group: Group | None = None, 
     """Sends M bytes to rank dst, which calls `recv` with the same dtype, numel and tag; returns when they are
     gone.
 
-    Messages of one pair and tag arrive in the order of sending. ValueError if dst is this rank or not in the
-    group.
+    Messages of one pair and tag arrive in the order of sending. On a GPU what is sent so is received by
+    `recv`, and not by `exchange`. ValueError if dst is this rank or not in the group.
     """
     group = group_or_default(group)
     _check_peer("send to", dst, group)
     messages = [Message(flattened(tensor), dst, tag)]
     call = Call("send", group, tensor, root=dst, label=label)
-    call.native(lambda: post(messages, [], group), tensor, None, async_op=False)
+    call.native(lambda: post(messages, [], group, alone=True), tensor, None, async_op=False)
     return tensor
 
 
@@ -58,7 +58,7 @@ def recv(tensor: Tensor, src: int, *, tag: int = 0, group: Group | None = None, 
     place = flat_place(tensor)
     call = Call("recv", group, tensor, root=src, label=label)
     call.native(
-        lambda: post([], [Message(place, src, tag)], group),
+        lambda: post([], [Message(place, src, tag)], group, alone=True),
         tensor,
         lambda: copy_back(place, tensor),
         async_op=False,

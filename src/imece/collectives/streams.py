@@ -22,6 +22,7 @@ _FIRST = -1  # priority: what others wait for goes before what computes
 class _Here(threading.local):
     def __init__(self) -> None:
         self.beside: dict[int, torch.cuda.Stream] = {}  # by device
+        self.device: torch.device | None = None  # current one of a thread that launches for another
 
 
 _here = _Here()
@@ -35,6 +36,7 @@ class Place:
         queued on the caller's own stream, after all that this has by then.
         """
         self._beside = beside
+        self._caller = threading.get_ident()
         self._stream: torch.cuda.Stream | None = None
         self._end: torch.cuda.Event | None = None
         if torch.cuda.is_initialized() and (device is None or device.type == "cuda"):
@@ -55,6 +57,10 @@ class Place:
         if self._stream is None:
             yield
             return
+        if self._caller != threading.get_ident() and _here.device != self._stream.device:
+            # Or it would go back to GPU 0 each time, and take some of that one's memory for a context.
+            torch.cuda.set_device(self._stream.device)
+            _here.device = self._stream.device
         stream = _beside(self._stream.device) if self._beside else self._stream
         with torch.cuda.stream(stream):  # makes its device the current one too
             stream.wait_event(self._begin)

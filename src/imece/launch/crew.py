@@ -7,10 +7,12 @@ is reaped last: until then its process group, and with it what it started, can b
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import selectors
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -70,6 +72,8 @@ class Crew:
         self._log_files: dict[int, LogFile] = {}
         self._selector = selectors.DefaultSelector()
         self._open: dict[int, tuple[IO[bytes], RankOutput]] = {}  # pipes to read, by descriptor
+        self._told_of_reader = False
+        self._read_by: set[int] = set()  # our own outputs that are pipes, if a rank writes there itself
         self._printed = Printed()
         self._news: list[int] = []
         self._signals: list[int] = []
@@ -151,6 +155,8 @@ class Crew:
             popen.wait()
             os.close(record)
             raise
+        if direct:
+            self._watch_readers()
         process = self.living[member] = Process(member, slot, popen, pidfd, outputs, record)
         self._selector.register(pidfd, selectors.EVENT_READ, process)
         for stream, output in zip((popen.stdout, popen.stderr), outputs, strict=True):
@@ -213,6 +219,8 @@ class Crew:
                 member = key.data.member
                 self.ended[member] = self.living.pop(member)
                 self._news.append(member)
+            elif key.fd in self._read_by:
+                self._reader_gone(key.fd)
             elif key.data is None:
                 assert isinstance(key.fileobj, socket.socket)
                 # The bytes tell of all signals that have a handler in Python.
@@ -244,10 +252,28 @@ class Crew:
             else:
                 output.show(data)
         except BrokenPipeError:
-            # As for any program in a pipeline: end. Output goes nowhere from here on.
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, output.target.fileno())
-            os.close(null)
+            self._reader_gone(output.target.fileno())
+
+    def _watch_readers(self) -> None:
+        """Of a pipe that a rank writes into itself, so that nobody here sees an error when they are gone."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none at all
+                fd = stream.fileno()
+                writes = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
+                if fd not in self._read_by and writes and stat.S_ISFIFO(os.fstat(fd).st_mode):
+                    self._selector.register(fd, selectors.EVENT_READ, self)  # it tells of errors
+                    self._read_by.add(fd)
+
+    def _reader_gone(self, fd: int) -> None:
+        """As for any program in a pipeline: end. Output goes nowhere from here on."""
+        if fd in self._read_by:
+            self._read_by.remove(fd)
+            self._selector.unregister(fd)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, fd)
+        os.close(null)
+        if not self._told_of_reader:  # a second one, of stderr say, is nobody's impatience
+            self._told_of_reader = True
             self._signals.append(signal.SIGPIPE)
 
     def _log_of(self, slot: int) -> LogFile | None:

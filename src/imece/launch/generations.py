@@ -23,6 +23,7 @@ _BURST_S = 1.0  # ranks that die within it die of the same thing, if all of them
 _LOOP = 3  # deaths in a row without a finished step between them
 _BACK_OFF_S = (0.0, 1.0, 2.0)
 _LATE_S = 5.0
+_NAMED = 3  # of those that say the same
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class Generations:
         self._steps: int | None = None  # finished ones, of the member that is furthest
         self._to_leave: set[int] = set()  # once those have left that are leaving
         self._said: dict[int, int] = {}  # finished ones, as members that live last said
+        self._renewals: tuple[int, int | None] = 0, None  # in a row, and the finished steps as of then
 
     def start_all(self, now: float) -> Generation:
         """All slots have new members, which form a generation of their own."""
@@ -142,6 +144,23 @@ class Generations:
         self._newcomers |= {member: steps.get(member, 0) for member in ready}
         self.newest = Generation(self.newest.number + 1, (*self._living(), *ready))
         return self.newest
+
+    def renew(self, lost: tuple[str, ...] = ()) -> Generation:
+        """The next generation, of the same members. lost: why, in words."""
+        self.newest = self._next(self._living(), lost)
+        return self.newest
+
+    def renew_for(self, lost: Sequence[str], go_on: Callable[[Sequence[int]], bool]) -> Generation | None:
+        """The same for members (in words) that have lost others though nobody has ended; None if it would not
+        help: if others would not come, or not one step was finished since the last few times."""
+        if not lost or self._failed or self.is_ending or self.leaving or not self.all_go_on(go_on):
+            return None
+        count = self._renewals[0] if self._renewals[1] == self._steps else 0
+        if count == _LOOP:
+            return None
+        self._renewals = count + 1, self._steps
+        who = [*lost[:_NAMED], *([f"{len(lost) - _NAMED} more"] if len(lost) > _NAMED else [])]
+        return self.renew((f"{' and '.join(who)} lost the connection to others, though no rank has ended",))
 
     @property
     def is_ending(self) -> bool:

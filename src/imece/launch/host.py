@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from imece import status
 from imece.launch.crew import Crew
-from imece.launch.processes import Ending, Outcome, is_stopped, name_of, prints_stacks
+from imece.launch.processes import Ending, Outcome, cpu_s_of, is_stopped, name_of, prints_stacks
 from imece.launch.silence import Silence
 from imece.launch.view import View, hit
-from imece.membership.roster import Generation, Roster
+from imece.membership.roster import Generation, Roster, forget_meetings
 from imece.store import listen_here, serve
 
 if TYPE_CHECKING:  # ranks are started before torch is imported here, which takes a second
@@ -78,6 +78,7 @@ class Hands(Protocol):
     def all_resilient(self, members: Collection[int]) -> bool: ...
     def ready(self, members: Iterable[int]) -> list[int]: ...
     def closed(self, members: Iterable[int]) -> list[int]: ...
+    def lost(self, members: Iterable[int], generation: int) -> list[int]: ...
     def beats(self, members: Iterable[int]) -> dict[int, tuple[int, int]]: ...
     def name(self, member: int, slot: int) -> str: ...
 
@@ -170,6 +171,7 @@ class Host:
         self._newest.append(generation.number)
         if "_served" in self.__dict__:
             self._roster.publish(generation)
+            forget_meetings(self._meeting or self.store, self._newest[0])
         else:
             self._unsaid.append(generation)
 
@@ -194,6 +196,8 @@ class Host:
         for member in members:
             if member in self.crew.ended:
                 self.crew.reap(member)
+                self._roster.forget(member)
+                status.forget(self.store, member)
 
     def begin_anew(self) -> None:
         """All have ended, and all will start again."""
@@ -226,6 +230,10 @@ class Host:
     def closed(self, members: Iterable[int]) -> list[int]:
         """Those of them that have told that they leave in order, though they may still run."""
         return [member for member in members if status.has_closed(self.store, member)]
+
+    def lost(self, members: Iterable[int], generation: int) -> list[int]:
+        """Those of them that cannot reach others in that generation."""
+        return [member for member in members if self._roster.has_lost(member, generation)]
 
     def beats(self, members: Iterable[int]) -> dict[int, tuple[int, int]]:
         """(beats, finished steps) as they last said; without those that have said nothing yet."""
@@ -271,7 +279,8 @@ class Host:
             self.crew.say(outcome.line)
 
     def _look_for_silence(self, beats: Mapping[int, int], now: float) -> None:
-        silent = [member for member in self._silence.look(beats, now) if member not in self._evicted]
+        cpu_s = {member: cpu_s_of(self.crew.living[member].pid) for member in beats}
+        silent = [member for member in self._silence.look(beats, now, cpu_s) if member not in self._evicted]
         closed = self.closed(silent)
         silent = [member for member in silent if member not in closed]
         if not silent:
@@ -299,6 +308,9 @@ class Host:
         code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
         failure = status.read_failure(self.store, member)
         by_us = member in self._ended_by_us and (failure is None or failure.time_s > self._over_since)
+        signalled = member in self._ended_by_us or member in self._evicted
+        if code < 0 and signalled and failure is not None and not (by_us or failure.because_of_peer):
+            code = 1  # it had failed by itself before our signal cut its slow exit short
         early = code == 0 and status.left_early(self.store, member)
         silent_s = self._order.silent_s if member in self._evicted else None
         self._kill_at.pop(member, None)

@@ -190,11 +190,26 @@ class Job:
             self._publish(generation)
             who = " and ".join(self._name(member) for member in ready)
             self.say(f"imece: {who} joined; {len(generation.members)} ranks go on")
+        self._renew_for_lost()
         left_over = [member for member in self.generations.left_over(now) if member not in self._let_go]
         if left_over:
             self._replacements = []
             self._let_go |= set(left_over)
             self._end_ranks(left_over, signal.SIGTERM, AFTER_FAILURE_S)
+
+    def _renew_for_lost(self) -> None:
+        """Members that cannot reach each other any more, and live, meet anew."""
+        generations = self.generations
+        number, living = generations.newest.number, set(generations.newest.members) & generations.slots.keys()
+        asked = [
+            (self.hands[host], those) for host, those in self._by_host(living).items() if host in self.hands
+        ]
+        lost = [self._name(member) for hands, those in asked for member in hands.lost(those, number)]
+        generation = generations.renew_for(lost, self._all_resilient)
+        if generation is not None:
+            self._publish(generation)
+            (why,) = generation.lost
+            self.say(f"imece: {why}; {len(generation.members)} ranks go on")
 
     def _follow(self, verdict: Verdict, now: float) -> None:
         """Do what was found to follow from the last ends."""

@@ -53,7 +53,8 @@ def launch(
     more. If not, all are ended; restart: and started again, after a death; exceptions: after another failure
     too, but for a user's mistake. max_restarts: replacements and restarts in all. Three deaths in a row
     without a finished step between them end the run in any case where ranks say how far they are.
-    silent_s: a rank that has said that it lives, and then nothing for so long, is ended; 0: never.
+    silent_s: a rank that has said that it lives, and then nothing for so long, is ended, or after ten times
+    as long if it computes; 0: never.
     logs: a folder for what each rank prints, but for what the first of `direct` does.
     watch: called in a thread of its own once the ranks are started, with a view of them.
     """

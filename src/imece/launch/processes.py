@@ -75,9 +75,8 @@ class Ending:
         if self.left_early:
             return f"{who} left early{and_on} with exit status 0 (os._exit?)"
         if self.silent_s is not None and self.status == -signal.SIGKILL:
-            return (
-                f"{who} was silent for {self.silent_s:g} s{and_on} and was ended (stopped, or its host hangs)"
-            )
+            why = "stopped, its host hangs, or C code keeps Python's lock"
+            return f"{who} was silent for {self.silent_s:g} s{and_on} and was ended ({why})"
         if self.status < 0:
             number = -self.status
             known = number in {int(each) for each in signal.Signals}
@@ -188,6 +187,12 @@ def prints_stacks(pid: int) -> bool:
     """Whether SIGUSR1 may be sent: the process has a handler for it (imece.init's shows stacks and calls)."""
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", _proc(pid, "status"), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
+def cpu_s_of(pid: int) -> float:
+    """For how long the process has computed so far, all its threads together; 0 if it has ended."""
+    fields = _proc(pid, "stat").rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def is_stopped(pid: int) -> bool:

@@ -1,6 +1,9 @@
 """Which members have not been heard of for too long: pure, from what is seen at each look.
 
 Only time in which somebody looked counts: when the launcher itself was stopped, or starved, all are old.
+
+A member beats in a thread of Python, which is not heard while C code keeps Python's lock. Such a member
+computes, which one that is stopped, or waits for a disk, does not: time in which it does counts a tenth.
 """
 
 from __future__ import annotations
@@ -9,11 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _LOOKS = 8  # in the time after which a member is found silent
+_COMPUTES = 0.05  # of a core, at least: threads that wait for Python's lock look for it 200 times a second
+_PATIENCE = 10  # times as long for one that computes
 
 
 @dataclass
 class _Watched:
     beats: int
+    cpu_s: float
     silent_s: float = 0.0
 
 
@@ -28,19 +34,22 @@ class Silence:
         self._watched: dict[int, _Watched] = {}
         self._last_s: float | None = None
 
-    def look(self, beats: Mapping[int, int], now: float) -> list[int]:
-        """Those that are silent. `beats`: how often each member has beaten, of those that should."""
+    def look(
+        self, beats: Mapping[int, int], now: float, cpu_s: Mapping[int, float] | None = None
+    ) -> list[int]:
+        """Those that are silent. `beats`: how often each member has beaten, of those that should; cpu_s: for
+        how long each has computed so far, on all cores."""
+        since_s = 0.0 if self._last_s is None else now - self._last_s
         # However late a look comes, it takes at least half of _LOOKS to find anybody silent.
-        passed_s = 0.0 if self._last_s is None else min(now - self._last_s, 2 * self.interval_s)
+        passed_s = min(since_s, 2 * self.interval_s)
         self._last_s = now
         before, self._watched = self._watched, {}
         for member, count in beats.items():
-            watched = before.get(member)
-            if watched is None or watched.beats != count:
-                watched = _Watched(count)
-            else:
-                watched.silent_s += passed_s
-            self._watched[member] = watched
+            watched = self._watched[member] = _Watched(count, (cpu_s or {}).get(member, 0.0))
+            last = before.get(member)
+            if last is not None and last.beats == count:
+                computes = watched.cpu_s - last.cpu_s > _COMPUTES * since_s
+                watched.silent_s = last.silent_s + (passed_s / _PATIENCE if computes else passed_s)
         return self._silent_for(self.limit_s) if self.limit_s else []
 
     def suspects(self) -> list[int]:

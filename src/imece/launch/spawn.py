@@ -73,10 +73,7 @@ def spawn(
         raise UserError(f"timeout_s={timeout_s!r}: give a number of seconds above 0, or None")
     fresh = _importable(fn)
     if not fresh and (torch.cuda.is_initialized() or dist.is_initialized()):
-        raise UserError(
-            f"{fn!r} cannot be imported by a new process, and this one cannot be copied after it has used "
-            "CUDA or torch.distributed: move the function to a module"
-        )
+        raise _cannot_be_copied(fn)
     listener = listen_here()
     port = listener.getsockname()[1]
     job = f"imece-{os.getpid()}-{port}"
@@ -214,6 +211,13 @@ def _importable(fn: Callable[..., Any]) -> bool:
     return module.__name__ != "__main__" or (file is not None and os.path.isfile(file))
 
 
+def _cannot_be_copied(fn: Callable[..., Any]) -> UserError:
+    return UserError(
+        f"{fn!r} cannot be imported by a new process, and this one cannot be copied after it has used CUDA "
+        "(torch.cuda.is_available() does) or torch.distributed: move the function to a module"
+    )
+
+
 def _run_rank(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -239,7 +243,10 @@ def _run_rank(
         message = _RESULT + encode(fn(*args))
     except KeyboardInterrupt:
         sys.exit(130)
-    except BaseException as error:  # noqa: BLE001  (SystemExit too: whatever it is, the parent says it)
+    except BaseException as raised:  # noqa: BLE001  (SystemExit too: whatever it is, the parent says it)
+        # The parent may have asked for GPUs alone, which is enough, but only a copy of it can tell.
+        bad_copy = torch.cuda._is_in_bad_fork() and "forked subprocess" in str(raised)
+        error = _cannot_be_copied(fn) if bad_copy else raised
         trace = "".join(traceback.format_exception(error))
         note = {"failure": asdict(status.describe(error)), "traceback": trace}
         message = _FAILURE + json.dumps(note).encode()

@@ -18,7 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.errors import PeerLostError
+
+_ABORT_S = 20.0  # after which it is taken for stuck: others wait for this rank to meet them
 
 
 class Aborting:
@@ -27,6 +30,7 @@ class Aborting:
     def __init__(self) -> None:
         self._aborted = False
         self._updates = False  # in the step under way, with sums that had come
+        self._ending: threading.Thread | None = None
 
     def begin(self) -> None:
         """A generation begins: the groups until now are of no use any more."""
@@ -39,7 +43,14 @@ class Aborting:
         backends = device_backends()
         if backends:
             self._aborted = True  # before any call ends: whoever waited for it asks next
-            threading.Thread(target=_abort, args=(backends,), name="imece-abort", daemon=True).start()
+            self._ending = threading.Thread(target=_abort, args=(backends,), name="imece-abort", daemon=True)
+            self._ending.start()
+
+    def wait(self) -> None:
+        """Until what `abort` has begun is over: then the groups can be destroyed."""
+        ending, self._ending = self._ending, None
+        if ending is not None:
+            ending.join(_ABORT_S)
 
     def check(self) -> None:
         """PeerLostError if sums of this generation have been aborted."""
@@ -83,6 +94,9 @@ def device_backends() -> list[Any]:
     found: dict[int, Any] = {}
     names = dist.distributed_c10d._world.pg_names
     for group in sorted(names, key=lambda each: names[each], reverse=True):  # NCCL's own order
+        if isinstance(group, SharedMemoryGroup):  # it has none that torch knows of
+            found |= {id(each): each for each in group.other_backends}
+            continue
         backends = {device.type: group._get_backend(device) for device in group._device_types}
         on_cpu = backends.pop("cpu", None)
         found |= {id(each): each for each in backends.values() if each is not on_cpu}

@@ -20,7 +20,7 @@ from imece.collectives import companions
 from imece.errors import CollectiveError, PeerLostError, UserError
 from imece.membership.aborting import Aborting
 from imece.membership.guarded import GuardedStore
-from imece.membership.roster import Generation, Roster
+from imece.membership.roster import Generation, Roster, meeting_in
 from imece.membership.where import Where
 from imece.mesh import Mesh
 from imece.status import says_peer_gone
@@ -30,6 +30,7 @@ from imece.world import JOINING, LOOPBACK
 _BEAT_S = 0.2
 _POLL_S = 0.004
 _NEWS_S = 1.0
+_LOST_S = 5.0  # for the launcher to see what a rank's peers have seen, if there was anything to see
 _CUT_S = 1.0  # for whoever waits for a rank that is gone to be told so by its connections
 _CONNECT_S = 60.0
 
@@ -99,11 +100,13 @@ class Member:
 
         All members of the new generation call it. One that is joining waits without an end. leave: lets go of
         what belongs to the old groups, before they are destroyed: then whoever waits for this rank sees it.
+        If the launcher sees nobody end, it is asked for a generation of the same members: a network that
+        closes connections and goes on is no death. But not by whoever waits without an end for others to go.
         SystemExit for a member that others have given up.
         """
         if self._alone:
             self._roster.say_ready(self.number)
-        until = time.monotonic() + patience_s
+        until, ask_at = time.monotonic() + patience_s, self._ask_at(patience_s)
         while True:
             newest = self._roster.newest()
             if newest > self._at:
@@ -116,7 +119,13 @@ class Member:
                     raise SystemExit(f"imece: member {self.number} was given up by generation {newest}")
             elif not self._alone and time.monotonic() > until:
                 return None
+            elif time.monotonic() > ask_at:
+                self._roster.say_lost(self.number, self._at)
+                ask_at = math.inf
             time.sleep(_POLL_S)
+
+    def _ask_at(self, patience_s: float) -> float:
+        return math.inf if self._alone or patience_s == math.inf else time.monotonic() + _LOST_S
 
     def _close(self) -> None:
         self._stop.set()
@@ -125,6 +134,9 @@ class Member:
     def _enter(self, generation: Generation, patience_s: float) -> bool:
         """False if it was over before it began. patience_s: for how long nobody may say so who knows it."""
         with self._moving:
+            # Who heard of it by an error: on a GPU, to destroy a group waits for all that is under way in it.
+            if _has_lost(self._members, generation):
+                self.aborting.abort()
             self._at = generation.number  # whoever fails from here on waits for the one after it
             self._members, self._cut_at = set(generation.members), math.inf
             connections.forget()
@@ -132,8 +144,9 @@ class Member:
         rank, size = generation.members.index(self.number), len(generation.members)
         guarded = GuardedStore(lambda: _connect(self._meeting), self._check, patience_s)
         self._stores = [*self._stores[-1:], guarded]
-        store = dist.PrefixStore(f"imece/generation/{generation.number}", guarded)
+        store = meeting_in(guarded, generation.number)
         companions.forget()
+        self.aborting.wait()
         try:
             meshes.reform(rank, size, store)
         except (RuntimeError, UserError) as error:
@@ -147,8 +160,11 @@ class Member:
 
     def _is_over(self, generation: Generation, within_s: float) -> bool:
         """The ranks may know of a death before the launcher does, or while another one takes its place."""
-        until = time.monotonic() + within_s
+        until, ask_at = time.monotonic() + within_s, self._ask_at(within_s)
         while self._roster.newest() == generation.number and time.monotonic() < until:
+            if time.monotonic() > ask_at:
+                self._roster.say_lost(self.number, generation.number)
+                ask_at = math.inf
             time.sleep(_POLL_S)
         return self._roster.newest() > generation.number
 
@@ -171,12 +187,17 @@ class Member:
         """Of a host that is silent, nobody hears that its ranks are gone: end what waits for them."""
         if self._newest <= self._at:
             return
-        if self._cut_at == math.inf and self._members - set(roster.generation(self._newest).members):
+        if self._cut_at == math.inf and _has_lost(self._members, roster.generation(self._newest)):
             self._cut_at = time.monotonic() + _CUT_S
         with self._moving:
             if self._at < self._newest and time.monotonic() > self._cut_at:
                 connections.cut()
                 self.aborting.abort()
+
+
+def _has_lost(members: set[int], generation: Generation) -> bool:
+    """Whether what `members` have under way may never end, now that there is `generation`."""
+    return bool(generation.lost) or bool(members - set(generation.members))
 
 
 def _connect(where: tuple[str, int]) -> dist.Store:

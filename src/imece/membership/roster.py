@@ -5,6 +5,7 @@
     resilient   a member that goes on without those that died: in the next generation, with the same memory
     ready       a member that was started later and may be taken into the next generation
     leaving     a member that is asked to go: it hands over what it alone holds, and ends with status 0
+    lost        what a member says that has lost another one, though for a while nobody is seen to have ended
 
 Only the launcher makes generations: it is the first to know of a death, and while it lives no member has to
 agree with another on who is there. What is said is JSON of limited size.
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # a launcher does not wait for torch before it starts ranks
 
 _PREFIX = "imece/members/"
 _NEWEST = _PREFIX + "newest"
+_MEETING = "imece/generation/"
 _GENERATION_BYTES = 1 << 20  # the most ranks that can be started need a fifth of it
 
 
@@ -35,9 +37,25 @@ class Generation:
     number: int
     members: tuple[int, ...]
     lost: tuple[str, ...] = ()
-    """How those ended that were in the generation before and are not in this one, a line for each."""
+    """Why the generation before is over: how those ended that are not in this one, a line for each; or who
+    has lost others though nobody has ended. Empty if it has only more members, or some have left in order."""
     leaving: tuple[int, ...] = ()
     """Members that are about to go in order: in this generation others take over what they alone hold."""
+
+
+def meeting_in(store: dist.Store, number: int) -> dist.Store:
+    """The part of the store in which the members of a generation meet."""
+    import torch.distributed as dist
+
+    return dist.PrefixStore(f"{_MEETING}{number}", store)
+
+
+def forget_meetings(store: dist.Store, before: int) -> None:
+    """Delete what generations of lower numbers have left there: addresses and notes of every rank."""
+    for key in store.list_keys():
+        number = key.removeprefix(_MEETING).partition("/")[0]
+        if key.startswith(_MEETING) and number.isdecimal() and int(number) < before:
+            store.delete_key(key)
 
 
 class Roster:
@@ -59,6 +77,11 @@ class Roster:
         self._store.set(f"{_PREFIX}{generation.number}", json.dumps(content))
         self._store.set(_NEWEST, str(generation.number))
 
+    def forget(self, member: int) -> None:
+        """One that has ended: what it has said of itself is not asked for any more."""
+        for what in ("resilient", "ready", "beat", "lost"):
+            self._store.delete_key(f"{_PREFIX}{what}/{member}")
+
     def all_resilient(self, members: Iterable[int]) -> bool:
         """Whether each of them would go on without another. False for none."""
         keys = [f"{_PREFIX}resilient/{member}" for member in members]
@@ -75,6 +98,11 @@ class Roster:
             return None
         beats, _, steps = self._store.get(key).decode(errors="replace").partition(" ")
         return (int(beats), int(steps)) if beats.isdecimal() and steps.isdecimal() else None
+
+    def has_lost(self, member: int, generation: int) -> bool:
+        """Whether it waits for an end to that generation, since it cannot reach others in it."""
+        key = f"{_PREFIX}lost/{member}"
+        return self._store.check([key]) and self._store.get(key) == str(generation).encode()
 
     def went_on(self, member: int, generation: int) -> tuple[float, int] | None:
         """When a member finished its first step in a generation, and how many it had to make again.
@@ -114,6 +142,10 @@ class Roster:
     def say_ready(self, member: int) -> None:
         """`member` may be taken into the next generation."""
         self._store.set(f"{_PREFIX}ready/{member}", "1")
+
+    def say_lost(self, member: int, generation: int) -> None:
+        """`member` cannot reach others of its generation, and knows of no newer one."""
+        self._store.set(f"{_PREFIX}lost/{member}", str(generation))
 
     def say_alive(self, member: int, beats: int, steps: int) -> None:
         """It has not stopped, and this is how far it is."""

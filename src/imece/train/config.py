@@ -209,7 +209,7 @@ class CheckpointSection:
     every: int = 50
     """Steps between two saves; 0: only at the end and when it is stopped."""
     keep: int = 2
-    """Newest ones that are kept; the one with the lowest validation loss stays beside them."""
+    """Newest ones that are kept, fewer on a full disk; the one with the lowest validation loss stays too."""
 
     def __post_init__(self) -> None:
         _least("checkpoint.every", self.every, 0)

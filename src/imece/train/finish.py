@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from imece.checkpoint.commit import glance
+from imece.checkpoint.files import step_folders
 from imece.data.baselines import baselines
 from imece.data.files import write_whole
 from imece.data_parallel.footprint import counted
@@ -18,6 +20,7 @@ from imece.footprint import Footprint
 from imece.models.generate import generate
 from imece.observe.report import write_loss_plot, write_report
 from imece.observe.run_files import as_argument
+from imece.observe.units import si
 from imece.train.loop import Loop
 from imece.train.prediction import compared, keep, measured
 from imece.train.session import Session
@@ -45,7 +48,7 @@ def finish(session: Session, loop: Loop, watching: Watching) -> None:
         write_report(session.folder.path)
     rows = _rows(summary, saved)
     rows.append(("", _keep_plan(session, Footprint(**summary["memory"]))))
-    watching.done(rows, summary["sample"]["text"], next_commands(session))
+    watching.done(rows, summary["sample"]["text"], next_commands(session, saved))
 
 
 def _keep_plan(session: Session, counted: Footprint) -> str:
@@ -67,10 +70,18 @@ def is_finished(session: Session) -> bool:
     return in_order and made_from == session.done == session.config.steps
 
 
-def next_commands(session: Session) -> list[tuple[str, str]]:
-    """What a person may want to do now."""
+def next_commands(session: Session, saved: bool) -> list[tuple[str, str]]:
+    """What a person may want to do now. saved: the last checkpoint is on the disk."""
     path = session.folder.path
     run = as_argument(path)
+    if not saved:
+        kept = [
+            step for step, folder in step_folders(session.folder.checkpoints) if glance(folder) is not None
+        ]
+        where = f"the checkpoint of step {kept[0]:,}: " if kept else "no checkpoint: "
+        how = "goes on from there" if kept else "begins anew"
+        again = f"imece train --run {run}"
+        return [("kept", f"{where}with room on the disk, the command below {how}"), ("next", again)]
     prompt = "" if session.config.data.paths else ' --prompt "class Queue("'
     return [
         ("next", f"imece sample {run}{prompt}"),
@@ -107,7 +118,7 @@ def _rows(summary: dict[str, Any], saved: bool) -> list[tuple[str, str]]:
     rows = [
         (
             "done",
-            f"{summary['steps']:,} steps in {minutes}:{seconds:02}, {summary['tokens'] / 1e6:.1f}M tokens, "
+            f"{summary['steps']:,} steps in {minutes}:{seconds:02}, {si(summary['tokens'])} tokens, "
             f"{summary['tokens_per_s']:,.0f} tokens/s",
         )
     ]
@@ -129,11 +140,12 @@ def _rows(summary: dict[str, Any], saved: bool) -> list[tuple[str, str]]:
 
 
 def _prompt(session: Session) -> str:
-    """The beginning of a held-out document, or of a class where the text is Python's library."""
-    held_out = session.prepared.tokens.validation
-    if not session.config.data.paths or not held_out.documents:
+    """The beginning of a held-out document, or of the text if none is, or of a class where it is Python's."""
+    tokens = session.prepared.tokens
+    if not session.config.data.paths:
         return "class Queue:\n    def __init__(self"
-    return session.prepared.tokenizer.decode(held_out.document(0)[:8].tolist()[:-1]) or " "
+    part = tokens.validation if tokens.validation.documents else tokens.train
+    return session.prepared.tokenizer.decode(part.document(0)[:8].tolist()[:-1]) or " "
 
 
 def _sample(session: Session, prompt: str) -> str:

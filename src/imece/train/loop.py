@@ -48,7 +48,6 @@ class Loop:
 
     def __init__(self, session: Session, watching: Watching, stop: Stop) -> None:
         self._session, self._watching, self._stop = session, watching, stop
-        self._bad_steps = 0
         self._save_s: float | None = None  # how long a save has held up the next step
         self._process = psutil.Process()
         mesh = session.mesh
@@ -75,6 +74,7 @@ class Loop:
             index = session.done
             rate = learning_rate(index, config.steps, config.optimizer)
             outcome = session.step.run(index, rate)
+            self._count_bad(outcome)  # before others can get it from this rank
             session.step_done()
             self._made = session.done, outcome, rate
             together = self._gather(outcome)
@@ -89,8 +89,6 @@ class Loop:
             session.step_judged()
             if outcome.skipped:
                 self._skipped(index, outcome, record)
-            else:
-                self._bad_steps = 0
             # Before its checkpoint: a run that is killed and goes on from there would never have the record.
             self._tell(record)
             if last or together.signal or _due(session.done, config.checkpoint.every):
@@ -272,20 +270,31 @@ class Loop:
         record["val_s"] = time.perf_counter() - began
         session.clock.lap()
 
+    def _count_bad(self, outcome: Outcome) -> None:
+        session = self._session
+        if not outcome.skipped:
+            session.bad_steps = 0
+        elif self._is_bad():
+            session.bad_steps += 1
+
+    def _is_bad(self) -> bool:
+        """Of a step that was skipped: whether it was not for a loss that is too large for fp16 alone."""
+        session = self._session
+        # The loss is a sum over a micro-batch: by so much its scale may go below 1, and nothing is wrong yet.
+        return session.step.scale * session.plan.micro * session.plan.seq < 1
+
     def _skipped(self, index: int, outcome: Outcome, record: dict[str, Any]) -> None:
         session = self._session
         self._watching.note(f"step {session.done} skipped on all ranks: {outcome.skipped}")
-        # The loss is a sum over a micro-batch: by so much its scale may go below 1, and nothing is wrong yet.
-        if session.step.scale * session.plan.micro * session.plan.seq >= 1:
+        if not self._is_bad():
             return  # it was too large for fp16, and is smaller now
         lines = session.step.blame(index)
         session.clock.lap()
         for line in lines or ["no rank when computed once more: a fault of the hardware, or of the sum?"]:
             self._watching.note(f"  brought by {line}")
         record["skipped"] = "; ".join([outcome.skipped, *lines])
-        self._bad_steps += 1
         most = session.config.compute.bad_steps
-        if self._bad_steps >= most:
+        if session.bad_steps >= most:
             self._watching.step(record)
             raise NotFiniteError(
                 f"{most} steps in a row had no finite gradient, the last one was step {session.done}: the "
@@ -295,4 +304,4 @@ class Loop:
 
 
 def _due(done: int, every: int) -> bool:
-    return every > 0 and done % every == 0
+    return every > 0 and done > 0 and done % every == 0

@@ -23,7 +23,7 @@ from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.strategy import choose_strategy, find_strategy
 from imece.errors import UserError
 from imece.membership.member import Member, keeps_roster
-from imece.membership.recovery import LostStateError, MovedOnError, Recovered, Recovery
+from imece.membership.recovery import MovedOnError, Recovered, Recovery
 from imece.membership.unwatched import say_unwatched
 from imece.mesh import Mesh
 from imece.models.shape import TransformerConfig
@@ -31,6 +31,7 @@ from imece.models.transformer import Transformer
 from imece.train.agreeing import together
 from imece.train.alike import check_same_tokens
 from imece.train.batch import BatchPlan, plan_batch, shared_among
+from imece.train.beginning import begin_again, new_model
 from imece.train.clock import Clock
 from imece.train.compiling import compile_now
 from imece.train.config import TrainConfig
@@ -66,6 +67,7 @@ class Session:
     alarms: deque[str]  # what the saving thread has to say; the loop shows it
     done: int = 0  # optimizer updates so far
     first: int = 0  # of them, before this command
+    bad_steps: int = 0  # of them, the last ones whose gradient was not finite
     counted: int = 0  # of them, those that the next two know of
     seconds: float = 0.0  # spent on them
     tokens: int = 0  # that they read
@@ -97,7 +99,7 @@ class Session:
         prepared, plan, batches, precision = together(mesh, inputs)
         check_same_tokens(prepared, mesh)
         shape = config.model.shape(prepared.tokenizer.vocab_size)
-        model = Transformer(shape, generator=torch.Generator().manual_seed(config.seed)).to(mesh.device)
+        model = new_model(shape, config.seed).to(mesh.device)
         model.checkpoint_blocks = config.compute.recompute
         compile_s = 0.0
         if config.compute.compile:
@@ -187,6 +189,8 @@ class Session:
     def _counters(self) -> dict[str, Any]:
         return {
             "done": self.done,
+            "first": self.first,
+            "bad_steps": self.bad_steps,
             "counted": self.counted,
             "seconds": self.seconds,
             "tokens": self.tokens,
@@ -208,18 +212,30 @@ class Session:
         if state["done"] != self.recovery.member.steps:  # else its own may know more of this step
             self.counted, self.seconds, self.tokens = state["counted"], state["seconds"], state["tokens"]
             self.best_val_loss, self.val_loss = state["best_val_loss"], state["val_loss"]
+        self.first, self.bad_steps = state["first"], state["bad_steps"]  # or they would end at other steps
         self.step.load_scaler(state["scaler"])
         self.plan = replace(self.plan, micro=state["micro"])  # never more at once than the first ranks had
 
     def _from_checkpoint(self) -> int:
-        """What nobody has in memory any more. LostStateError if there is no checkpoint yet."""
+        """What nobody has in memory any more; where nothing has been saved yet, all begin again."""
         assert self.recovery is not None
-        if not self._resume():
-            raise LostStateError("a rank that is gone held a part of the model, and no checkpoint has it yet")
+        if self._resume():
+            back = f"back to the checkpoint of step {self.done}"
+        else:
+            self._begin_again()
+            back = "back to the beginning, as nothing was saved yet"
         lost = self.recovery.member.steps - self.done  # a rank that has just joined had made none
         also = f": {lost} steps are lost" if lost > 0 else ""
-        self.alarms.append(f"back to the checkpoint of step {self.done}{also}")
+        self.alarms.append(f"{back}{also}")
         return self.done
+
+    def _begin_again(self) -> None:
+        """As `open` began. All ranks call it."""
+        begin_again(self.training_state, self.optimizers, self.model.config, self.config.seed)
+        if (scaler := self.precision.scaler()) is not None:
+            self.step.load_scaler(scaler.state_dict())
+        self.done = self.first = self.bad_steps = self.counted = self.tokens = 0
+        self.seconds, self.best_val_loss, self.val_loss = 0.0, None, (_NOTHING, None)
 
     # Checkpoints.
 
@@ -301,6 +317,7 @@ class Session:
         self.training_state.load(saved)
         self.step.load_scaler(saved.state["scaler"])
         self.done = self.counted = saved.step
+        self.bad_steps = 0
         self.best_val_loss, self.val_loss = saved.state["best_val_loss"], (saved.step, saved.metric)
         text = self.prepared.tokens.identity
         if saved.state.get(METRIC_ON, text) != text:

@@ -18,6 +18,7 @@ from imece.data.prepare import Prepared, prepare
 from imece.data_parallel.footprint import expected
 from imece.data_parallel.offload import check_strategy
 from imece.data_parallel.strategy import find_strategy
+from imece.device import usable_gpus
 from imece.errors import UserError
 from imece.membership.recovery import Recovered
 from imece.observe.environment import environment, usable_cores
@@ -87,11 +88,12 @@ def _check_offload(config: TrainConfig, kind: torch.device) -> None:
 
 def default_ranks() -> int:
     """One for each GPU; without any, two that share the cores, if there are two."""
-    return torch.cuda.device_count() or min(2, usable_cores())
+    return usable_gpus() or min(2, usable_cores())
 
 
 def run_rank(config: TrainConfig) -> int:
-    """Train as one of the ranks that a launcher started, to the end; the signal that ended it, or 0.
+    """Train as one of the ranks that a launcher started, to the end; its exit status: 128 and the signal that
+    ended it, 1 if the last checkpoint is not on the disk, else 0.
 
     UserError on one rank for what is wrong with the config, the data or the checkpoint; SystemExit(2) on the
     others. NotFiniteError, DriftError on all.
@@ -122,7 +124,7 @@ def _is_finished(session: Session) -> bool:
 
 
 def _train(session: Session, stop: Stop, joined: Recovered | None) -> int:
-    """joined: how this rank came to the others, who are in the middle of it and do not wait."""
+    """The exit status. joined: how this rank came to others who are in the middle of it and do not wait."""
     config, mesh, path = session.config, session.mesh, session.folder.path
     watching = Watching(path, mesh.rank, config.steps, session.done, session.alarms)
     try:
@@ -136,10 +138,11 @@ def _train(session: Session, stop: Stop, joined: Recovered | None) -> int:
             ops.barrier(group=mesh.world_group)  # so that all ranks measure their speed at the same time
         loop = Loop(session, watching, stop)
         signal = _run(session, loop, watching, joined)
-        if signal and session.checkpoints.finish():
+        saved = session.checkpoints.finish()
+        if signal and saved:
             run = as_argument(path)
             watching.note(f"saved after step {session.done}; go on with: imece train --run {run}")
-        return signal
+        return 128 + signal if signal else 0 if saved else 1
     except (NotFiniteError, DriftError):
         session.checkpoints.finish()  # raised on all ranks: a save that is under way is not given up
         raise

@@ -49,6 +49,7 @@ class FakeHost:
         self.ended_by: list[int] = []
         self.graces_s: list[float] = []
         self.obstinate = False  # its ranks end by SIGKILL alone
+        self.lost_in: dict[int, int] = {}  # members that cannot reach others, and in which generation
         self.told: set[int] = set()  # members that have said that they are closed
         self.resilient = True
         self.unsaid: set[int] = set()  # members that have not come to say that they are resilient
@@ -106,6 +107,9 @@ class FakeHost:
 
     def closed(self, members: Iterable[int]) -> list[int]:
         return [member for member in members if member in self.told]
+
+    def lost(self, members: Iterable[int], generation: int) -> list[int]:
+        return [member for member in members if self.lost_in.get(member) == generation]
 
     def beats(self, members: Iterable[int]) -> dict[int, tuple[int, int]]:
         return {}

@@ -207,3 +207,16 @@ def test_nonsense_from_a_peer_ends_its_link_and_nothing_else(cluster: Make) -> N
         made.settle()
     assert made.leaders == [0] and made.members(0) == [0, 1]
     assert any("not understood" in line for line in made.hosts[0].said)
+
+
+@pytest.mark.parametrize("member", [0, 3])
+def test_ranks_that_cannot_reach_each_other_any_more_meet_anew(cluster: Make, member: int) -> None:
+    """All connections were closed on the way, and nobody has ended."""
+    made = cluster(2)
+    made.hosts[member // 2].lost_in[member] = 0
+    made.settle()
+    who = {0: "rank 0", 3: "rank 3 (host 1, pid 103)"}[member]
+    why = f"{who} lost the connection to others, though no rank has ended"
+    for host in (0, 1):
+        assert made.hosts[host].published[1:] == [Generation(1, (0, 1, 2, 3), (why,))], "once"
+        assert made.hosts[host].said[-1] == f"imece: {why}; 4 ranks go on"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from imece.collectives.shared_memory.messages import Wanted
 from imece.collectives.shared_memory.tensors import flattened, named, nothing, same_size, split_bytes, text
 from imece.collectives.shared_memory.waiting import Operation
 from imece.collectives.shared_memory.work import ShmWork
+from imece.errors import UserError
 
 Tensor = torch.Tensor
 
@@ -44,6 +46,20 @@ def on_device(group: dist.ProcessGroup, tensor: Tensor) -> dist.ProcessGroup:
     """The group that really moves this tensor: another one for a GPU's in a "cpu:shm,cuda:nccl" group."""
     other = group._others.group(tensor, group) if isinstance(group, SharedMemoryGroup) else None
     return other if other is not None else group
+
+
+def _refuse_batch() -> None:
+    """UserError for a message that torch's batch_isend_irecv starts.
+
+    That makes a batch in groups of torch's own class only. Here it makes one call after the other, which NCCL
+    runs one after the other: two ranks that send to each other would wait without an end.
+    """
+    frame = sys._getframe(2)  # torch's isend or irecv
+    if frame.f_back is not None and frame.f_back.f_code is dist.batch_isend_irecv.__code__:
+        raise UserError(
+            "torch.distributed.batch_isend_irecv makes no batch of a GPU's tensors in a group that has shm "
+            "beside NCCL: use imece.exchange, or a group of torch.distributed.new_group(backend='nccl')"
+        )
 
 
 class SharedMemoryGroup(DirectCalls):
@@ -247,6 +263,7 @@ class SharedMemoryGroup(DirectCalls):
     def send(self, tensors: list[Tensor], target: int, tag: int) -> dist.Work:
         """Send one tensor to rank `target` of the group."""
         if other := self._others.group(tensors[0], self):
+            _refuse_batch()
             return other.send(tensors, target, tag)
         work = ShmWork(tensors, done=False)
         self._message(self._sending(target, tensors[0], tag), work.finish)
@@ -255,8 +272,21 @@ class SharedMemoryGroup(DirectCalls):
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         """Receive one tensor from rank `source` of the group."""
         if other := self._others.group(tensors[0], self):
+            _refuse_batch()
             return other.recv(tensors, source, tag)
         return self._receive([source], tensors[0], tag)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """What this thread calls from now on with tensors of a GPU becomes one batch."""
+        if other := self._others.on(device, self):
+            return other._start_coalescing(device)
+        return super()._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        """The batch begins."""
+        if other := self._others.on(device, self):
+            return other._end_coalescing(device)
+        return super()._end_coalescing(device)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
         """Receive one tensor from whichever rank sends first."""

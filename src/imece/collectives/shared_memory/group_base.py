@@ -42,6 +42,7 @@ class GroupBase(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub lacks this form
         self._name = self._desc = "undefined"
+        self._timeout = timeout
         self._board = Board(store, rank, size, timeout)
         self._engine = Engine(self._board)
         self._messages = Messages(self._board)
@@ -73,6 +74,16 @@ class GroupBase(dist.ProcessGroup):
         return min(peer.cores for peer in self._board.peers)
 
     @property
+    def timeout(self) -> timedelta:
+        """For each call that does not name its own."""
+        return self._timeout
+
+    @property
+    def other_backends(self) -> list[Any]:
+        """torch's backends for tensors on other devices, as far as any have come."""
+        return self._others.backends
+
+    @property
     def group_desc(self) -> str:
         """What torch calls the group in its logs."""
         return self._desc
@@ -100,8 +111,9 @@ class GroupBase(dist.ProcessGroup):
         self._close()
 
     def abort(self) -> None:
-        """Give up what is under way and leave."""
-        self.shutdown()
+        """Give up what is under way, on other devices too, and leave."""
+        self._others.abort()
+        self._close()
 
     # Inside.
 

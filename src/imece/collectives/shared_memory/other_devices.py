@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,13 +27,21 @@ class OtherDevices:
 
     def group(self, tensor: torch.Tensor, owner: dist.ProcessGroup) -> dist.ProcessGroup | None:
         """The group for this tensor's device; None for the CPU. ValueError if there is no backend for it."""
-        device = tensor.device.type
-        if device == "cpu":
+        return self.on(tensor.device, owner)
+
+    def on(self, device: torch.device, owner: dist.ProcessGroup) -> dist.ProcessGroup | None:
+        """As `group`, for all tensors of a device."""
+        if device.type == "cpu":
             return None
-        found = self._groups.get(device)
+        found = self._groups.get(device.type)
         if found is None:
-            found = self._groups[device] = self._make(device, owner)
+            found = self._groups[device.type] = self._make(device.type, owner)
         return found
+
+    @property
+    def backends(self) -> list[Any]:
+        """torch's, of the groups that were made."""
+        return [group._get_backend(torch.device(device)) for device, group in list(self._groups.items())]
 
     def _make(self, device: str, owner: dist.ProcessGroup) -> dist.ProcessGroup:
         asked = distributed_c10d._world.pg_backend_config.get(owner, "cpu:shm")
@@ -57,7 +66,13 @@ class OtherDevices:
         return group
 
     def shutdown(self) -> None:
-        """End the groups that were made."""
+        """End the groups that were made, when what is under way in them is over."""
         for group in self._groups.values():
             group.shutdown()
+        self._groups.clear()
+
+    def abort(self) -> None:
+        """End them at once."""
+        for group in self._groups.values():
+            group.abort()
         self._groups.clear()

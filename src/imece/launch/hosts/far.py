@@ -53,6 +53,9 @@ class Far:
     def closed(self, members: Iterable[int]) -> list[int]:
         return [member for member in members if member in self.seen and self.seen[member].closed]
 
+    def lost(self, members: Iterable[int], generation: int) -> list[int]:
+        return [member for member in members if member in self.seen and self.seen[member].lost == generation]
+
     def beats(self, members: Iterable[int]) -> dict[int, tuple[int, int]]:
         known = {member: self.seen[member] for member in members if member in self.seen}
         return {m: (each.beats, each.steps) for m, each in known.items() if each.beats is not None}

@@ -134,7 +134,9 @@ class Follower:
         waited_for = here.host.crew.living.keys() & set(here.newest.leaving)
         self._look_at = now + (WAITED_FOR_S if waited_for else _SEEN_S)
         seen = here.seen()
-        told = {m: (each.ready, each.resilient, each.gone_on, each.closed) for m, each in seen.items()}
+        told = {
+            m: (each.ready, each.resilient, each.gone_on, each.closed, each.lost) for m, each in seen.items()
+        }
         if told != self._said or now >= self._beats_at:
             self._said, self._beats_at = told, now + _BEATS_S
             here.send(self._leader, {"say": "seen", "members": of_seen(seen, now)})

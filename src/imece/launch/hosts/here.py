@@ -134,13 +134,22 @@ class Here:
         host, found = self.host, {}
         living = dict(host.crew.living)
         beats, ready = host.beats(living), host.ready(living)
-        closed = host.closed(living)
+        closed, newest = host.closed(living), self.newest.number
+        lost = host.lost(living, newest)
         for member, process in living.items():
             count, steps = beats.get(member, (None, 0))
             resilient = host.all_resilient([member])
             gone_on = tuple(host.went_on(member))
             found[member] = Seen(
-                process.slot, process.pid, count, steps, member in ready, resilient, gone_on, member in closed
+                process.slot,
+                process.pid,
+                count,
+                steps,
+                member in ready,
+                resilient,
+                gone_on,
+                member in closed,
+                newest if member in lost else -1,
             )
         return found
 

@@ -58,8 +58,3 @@ class WideGenerations(Generations):
             self.slots[member], self._started_s[member] = slot, 0.0
             if member not in self.newest.members:
                 self.joining.append(member)
-
-    def renew(self) -> Generation:
-        """The next generation, of the same members."""
-        self.newest = self._next(self._living())
-        return self.newest

@@ -33,6 +33,8 @@ class Seen:
     """(generation, when it finished its first step in that, how many it had to make again)."""
     closed: bool = False
     """Whether it has told that it leaves in order."""
+    lost: int = -1
+    """The generation in which it cannot reach others, if that is the newest."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ def of_seen(seen: Mapping[int, Seen], now: float) -> list[list[Any]]:
             each.resilient,
             [[number, now - time_s, again] for number, time_s, again in each.gone_on],
             each.closed,
+            each.lost,
         ]
         for member, each in seen.items()
     ]
@@ -104,8 +107,9 @@ def to_seen(said: Sequence[Any], now: float) -> dict[int, Seen]:
             bool(resilient),
             tuple((int(number), now - float(age_s), int(again)) for number, age_s, again in gone_on),
             bool(closed),
+            int(lost),
         )
-        for member, slot, pid, beats, steps, ready, resilient, gone_on, closed in said
+        for member, slot, pid, beats, steps, ready, resilient, gone_on, closed, lost in said
     }
 
 

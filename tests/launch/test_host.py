@@ -1,0 +1,74 @@
+"""A host's store does not grow with the generations of a long run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from imece import status
+from imece.launch.crew import Crew
+from imece.launch.host import Host, Order, Start
+from imece.membership.roster import Generation, Roster, meeting_in
+from imece.status import Failure
+
+
+def host(crew: Crew, *command: str) -> Host:
+    order: Any = Order(command, os.environ, 0.0, True, 0.0)
+    return Host(order, crew, lambda *_: os.environ)
+
+
+def test_generations_that_are_over_leave_nothing() -> None:
+    with Crew(None) as crew:
+        ours = host(crew)
+        for number in range(10):
+            ours.publish(Generation(number, (0, 1)))
+            meeting_in(ours.store, number).set("note/0", "an address")
+        left = [key for key in ours.store.list_keys() if key.startswith("imece/generation/")]
+        assert sorted(left) == [f"imece/generation/{number}/note/0" for number in (7, 8, 9)]
+        assert Roster(ours.store).generation(0).members == (0, 1), "a drill asks for them at its end"
+
+
+@pytest.mark.parametrize("because_of_peer", [False, True])
+def test_a_rank_that_failed_is_not_said_to_be_killed_by_our_signal(because_of_peer: bool) -> None:
+    """Both ranks raise the same; the one that was first leaves slowly, and is ended for the other's sake."""
+    with Crew(None) as crew:
+        ours = host(crew, "sleep", "60")
+        ours.start([Start(0, 0, 0, 2, False, 0)])
+        failure = Failure(time.monotonic(), "ValueError", "x", because_of_peer)
+        ours.store.set("imece/member/0/failure", json.dumps(asdict(failure)))
+        ours.end([0], signal.SIGTERM, 60.0)
+        while not crew.ended:
+            crew.wait(time.monotonic() + 30)
+        ending = ours.ended([0], time.monotonic())[0]
+    assert not ending.ended_by_us
+    if because_of_peer:
+        assert ending.status == -signal.SIGTERM
+    else:
+        assert ending.describe() == f"rank 0 (pid {ending.pid}) failed with ValueError: x (exit status 1)"
+        assert ending.status == 1
+
+
+def test_members_that_have_ended_leave_nothing() -> None:
+    with Crew(None) as crew:
+        ours = host(crew, sys.executable, "-c", "")
+        ours.start([Start(member, member, member, 2, False, 0) for member in (0, 1)])
+        roster = Roster(ours.store)
+        for member in (0, 1):
+            roster.say_alive(member, 1, 0)
+            roster.say_ready(member)
+            roster.say_resilient(member)
+            status.tell_running(ours.store, member)
+            ours.store.set(f"imece/member/{member}/failure", "{}")
+        before = set(ours.store.list_keys())
+        while 1 not in crew.ended:
+            crew.wait(time.monotonic() + 30)
+        ours.forget([1])
+        gone = before - set(ours.store.list_keys())
+        assert {key for key in before if "/1" in key} == gone and len(gone) == 5
