@@ -25,6 +25,8 @@ os.environ["IMECE_HERE"] = (
     "/nonexistent/here.toml"  # what this machine was measured with is no test's business
 )
 _VARIABLES = frozenset(os.environ)
+_GPUS = "CUDA_VISIBLE_DEVICES"
+_SEEN_GPUS = os.environ.get(_GPUS)
 
 # A shell has what it starts in the background ignore SIGINT, nohup SIGHUP: what tests start hears them.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -36,14 +38,18 @@ hypothesis.settings.register_profile("imece", deadline=None, derandomize="CI" in
 hypothesis.settings.load_profile("imece")
 
 
+@pytest.hookimpl(trylast=True)  # of what -m and -k have left
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` or `hosts` are skipped, with the reason, where they cannot run."""
+    """Tests marked `gpu` or `hosts` are skipped, with the reason, where they cannot run; from all others, and
+    from what they start, GPUs are hidden: `imece.init()` would take one.
+    """
     reasons = {"gpu": _why_no_gpu, "hosts": _why_no_hosts}
     for name, why in reasons.items():
         marked = [item for item in items if item.get_closest_marker(name)]
         reason = why() if marked else None
         for item in marked if reason else []:
             item.add_marker(pytest.mark.skip(reason=reason or ""))
+    os.environ[_GPUS] = ""  # this process has looked for them by now, if it has a test for them
 
 
 def _why_no_gpu() -> str | None:
@@ -61,6 +67,20 @@ def _why_no_hosts() -> str | None:
         ["unshare", "--net", "true"], capture_output=True, text=True, check=False, timeout=30
     )
     return None if probe.returncode == 0 else f"no network namespaces: {probe.stderr.strip()}"
+
+
+@pytest.fixture(autouse=True)
+def gpus_where_they_are_asked_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what tests marked `gpu` start: as it was before they were hidden."""
+    if request.node.get_closest_marker("gpu") is not None:
+        _show_gpus(monkeypatch)
+
+
+def _show_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    if _SEEN_GPUS is None:
+        monkeypatch.delenv(_GPUS)
+    else:
+        monkeypatch.setenv(_GPUS, _SEEN_GPUS)
 
 
 @pytest.fixture(autouse=True)

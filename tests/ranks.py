@@ -12,7 +12,7 @@
 or stacks. `start_ranks` is for tests in which ranks are meant to die: it returns a handle and judges nothing.
 
 Ranks are forks of a process that has imported torch and imece (tests/zygote.py), unless `fresh`, or unless
-the environment has something that may be read at an import. A start costs about 0.3 s of CPU time, a fresh
+the environment has something that may be read at an import. A start costs about 0.03 s of CPU time, a fresh
 one 2 s: let the function loop over many cases rather than start ranks for each. Arguments and values travel
 as JSON, so tuples arrive as lists. Ranks die with the process that started them (Linux).
 """
@@ -45,7 +45,7 @@ Env = Mapping[str, str] | Callable[[int], Mapping[str, str]]
 
 _MAIN = Path(__file__).with_name("_rank_main.py")
 _OUTPUT_LIMIT = 20_000  # characters of each rank's output that a report shows, the last ones
-_POLL_S = 0.02
+_POLL_S = 0.005
 _STACKS_S = 2.0  # time a rank has to print its stacks before SIGKILL
 
 

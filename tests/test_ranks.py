@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -29,7 +31,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="no zygotes there: ev
 def what_a_rank_sees(word: str) -> dict[str, object]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS")
     seen: dict[str, object] = {name: int(os.environ[name]) for name in names}
-    maybe = ("IMECE_HOST", "IMECE_TEST_EXTRA", "IMECE_TEST_GONE")
+    maybe = ("IMECE_HOST", "IMECE_TEST_EXTRA", "IMECE_TEST_GONE", "CUDA_VISIBLE_DEVICES")
     return seen | {"word": word, **{name: os.environ.get(name) for name in maybe}}
 
 
@@ -101,6 +103,11 @@ def rank_1_fails_others_hang() -> None:
     time.sleep(60)
 
 
+def leave_work_for_the_end() -> None:
+    atexit.register(print, "at the end")
+    threading.Timer(0.1, print, ["of a thread"]).start()
+
+
 def test_results_come_back_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IMECE_TEST_GONE", "before")
     (before,) = run_ranks(what_a_rank_sees, 1, args=("hi",), backend=None)
@@ -121,6 +128,7 @@ def test_results_come_back_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [r["IMECE_HOST"] for r in results] == ["host0", "host0", "host1"]
     assert [r["IMECE_TEST_EXTRA"] for r in results] == ["0", "1", "2"]
     assert [r["IMECE_TEST_GONE"] for r in results] == [None] * 3
+    assert [r["CUDA_VISIBLE_DEVICES"] for r in results] == [""] * 3  # `imece.init()` would take a GPU
     assert all(r["WORLD_SIZE"] == 3 and r["OMP_NUM_THREADS"] == 1 and r["word"] == "hi" for r in results)
 
 
@@ -154,6 +162,12 @@ def test_a_rank_shares_nothing_by_accident(
     }
 
 
+def test_a_fork_does_at_its_end_what_an_interpreter_does() -> None:
+    with start_ranks(leave_work_for_the_end, 2) as ranks:
+        results = ranks.wait(30)
+    assert [(each.returncode, each.output) for each in results] == [(0, "of a thread\nat the end\n")] * 2
+
+
 @pytest.mark.slow
 def test_what_is_read_at_an_import_has_fresh_ranks() -> None:
     assert run_ranks(what_torch_and_imece_read_at_their_import, 1, backend=None) == [[1, "OFF", ""]]
@@ -174,11 +188,28 @@ def test_zygotes_are_two_that_stay_and_have_no_threads() -> None:
     assert zygote.zygotes() == pids
 
 
-@LINUX
-def test_what_looks_for_leftovers_sees_ranks_and_no_zygotes(pytestconfig: pytest.Config) -> None:
-    """Both have the same command: a rank is told from its zygote by its name."""
+@pytest.fixture
+def conftest(pytestconfig: pytest.Config) -> Any:
     plugins = pytestconfig.pluginmanager.get_plugins()
-    (conftest,) = (p for p in plugins if getattr(p, "__file__", None) == str(ROOT / "tests" / "conftest.py"))
+    (found,) = (p for p in plugins if getattr(p, "__file__", None) == str(ROOT / "tests" / "conftest.py"))
+    return found
+
+
+@pytest.mark.parametrize("seen", [None, "1,2"])
+def test_tests_for_gpus_see_those_that_were_seen_and_have_fresh_ranks(
+    seen: str | None, conftest: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conftest, "_SEEN_GPUS", seen)
+    variables = torchrun_variables(0, 1, 0, None)
+    assert zygote.reason_against(os.environ | variables) is None
+    conftest._show_gpus(monkeypatch)
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
+    assert zygote.reason_against(os.environ | variables) == "CUDA_VISIBLE_DEVICES may be read at an import"
+
+
+@LINUX
+def test_what_looks_for_leftovers_sees_ranks_and_no_zygotes(conftest: Any) -> None:
+    """Both have the same command: a rank is told from its zygote by its name."""
     with start_ranks(hang_in_here, 1, args=(60,)) as ranks:
         seen = {process.pid for process in conftest._processes()}
         assert set(ranks.pids) <= seen and zygote.zygotes() and not seen & set(zygote.zygotes())

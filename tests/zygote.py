@@ -25,7 +25,8 @@ from pathlib import Path
 
 _MAIN = Path(__file__).with_name("_zygote_main.py")
 # As it is before any test changes it; OMP_NUM_THREADS, that of every rank, is read when libgomp is loaded.
-_ENVIRON = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+# GPUs are hidden from all tests but those for them (tests/conftest.py), whose ranks are fresh.
+_ENVIRON = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
 _READ_LATE = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT"
     r"|TORCHELASTIC_USE_AGENT_STORE|IMECE_HOST|IMECE_JOB|IMECE_BACKEND|IMECE_TEST_\w+|PYTEST_CURRENT_TEST"

@@ -305,6 +305,23 @@ def test_numbers_come_back_as_they_were() -> None:
     assert set(after) == set(before) - {"nothing"}
 
 
+@pytest.mark.parametrize(
+    ("options", "where"), [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")]
+)
+def test_a_count_of_steps_lies_where_torch_has_it(options: dict[str, bool], where: str) -> None:
+    """The meta device stands for a GPU, where each step would wait for each count."""
+    before = nn.Parameter(torch.ones(4))
+    optimizer = AdamW([before])
+    before.grad = torch.ones(4)
+    optimizer.step()
+    after = nn.Parameter(torch.empty(4, device="meta"))
+    again = AdamW([after])
+    again.param_groups[0] |= options
+    Kept(again).put(after, {key: each for key, (each, _) in Kept(optimizer).entries(before).items()})
+    found = {key: value.device.type for key, value in again.state[after].items()}
+    assert found == {"step": where, "exp_avg": "meta", "exp_avg_sq": "meta"}
+
+
 def test_no_number_without_the_lists_that_it_counts() -> None:
     weight = nn.Parameter(torch.ones(3))
     optimizer = LBFGS([weight], max_iter=3)

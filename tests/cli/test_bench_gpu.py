@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from imece.bench.gpu import Plan, Results, lines
 from imece.bench.gpu_targets import BARE, COMPILED, FLAT, FOREACH, FUSED, GPU, OURS, TORCH
-from imece.bench.gpu_ways import Timed
+from imece.bench.gpu_ways import Timed, _syncs
 from imece.bench.targets import lines as judged
 from imece.cli.main import main
 
@@ -57,6 +58,15 @@ def test_a_way_that_trains_something_else_is_noticed() -> None:
     assert results(1.0).odd_ones == []
     assert results(1.0, loss=7.2).odd_ones == [OURS]
     assert results(1.0, loss=float("nan")).odd_ones == [OURS]
+
+
+def test_torchs_notice_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    notice = "Synchronization debug mode [...] does not yet detect all synchronizing operations"
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: warnings.warn(notice, stacklevel=1))
+    with _syncs() as told:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+    assert len(told) == 2
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import imece
 from imece.data_parallel.buckets import Bucket
-from imece.data_parallel.footprint import counted, expected, predict
+from imece.data_parallel.footprint import counted, expected, optimizer_tensors, predict
 from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.strategy import STRATEGIES, find_strategy
@@ -183,6 +183,17 @@ def other_optimizers() -> list[Any]:
 def test_other_optimizers() -> None:
     numel = sum(each.numel() for each in Model().parameters())
     assert run_ranks(other_optimizers, 1, backend=None) == [[0, 4 * numel, None]]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_amsgrad_keeps_a_third_tensor(kind: type[torch.optim.Adam]) -> None:
+    weight = torch.nn.Parameter(torch.ones(8))
+    for amsgrad in (False, True):
+        optimizer = kind([weight], amsgrad=amsgrad)
+        weight.grad = torch.ones(8)
+        optimizer.step()
+        kept = [each for each in optimizer.state[weight].values() if each.numel() == weight.numel()]
+        assert optimizer_tensors(optimizer) == len(kept) == (3 if amsgrad else 2)
 
 
 def test_the_planner_divides_as_the_engine_does() -> None:

@@ -87,6 +87,29 @@ def scaled_in_join(group: dist.ProcessGroup) -> None:
         scaler.step(optimizer)
 
 
+class OnGpu(torch.Tensor):
+    """A scalar that is taken for one on a GPU. What is copied from there without waiting is not there yet."""
+
+    device = torch.device("cuda")
+
+    def to(self, *args: Any, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(torch.nan) if non_blocking else self.cpu()
+
+    def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+
+@pytest.mark.parametrize(("value", "found"), [(8.0, 0.0), (torch.inf, 1.0)])
+def test_gradients_on_the_host_wait_for_the_scale(value: float, found: float) -> None:
+    """As with offload, while the loss and its scale are on the GPU."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.full((2,), value)
+    inverse, flag = (torch.tensor([each]).as_subclass(OnGpu) for each in (0.25, 0.0))
+    told = GradScaler("cpu")._unscale_grads_(torch.optim.SGD([weight]), inverse, flag, False)
+    assert weight.grad.tolist() == [value / 4] * 2
+    assert [each.item() for each in told.values()] == [found]
+
+
 CHECKS: dict[str, Check] = {
     "one scale": one_scale,
     "torch's scaler": torch_scaler,

@@ -24,7 +24,7 @@ from imece.checkpoint import TrainingState
 from imece.checkpoint.deal import Slice
 from imece.data_parallel.footprint import counted, expected
 from imece.data_parallel.joining import Turn
-from imece.data_parallel.offload import Offload, check_steps_on_host, check_strategy, offload_of
+from imece.data_parallel.offload import Offload, check_steps_on_host, check_strategy, offload_of, pinned_bytes
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.strategy import find_strategy
 from imece.footprint import OFFLOADS
@@ -299,6 +299,12 @@ def bytes_of_memories(group: dist.ProcessGroup) -> None:
             )
             assert found.host == pytest.approx(held, abs=scalars)
             assert said.host == pytest.approx(found.host, abs=scalars + padding)
+            sharding = model.sharding
+            sharding.offload = replace(sharding.offload, takes=pinned_bytes)
+            more = sum(pinned_bytes(piece.nbytes) - piece.nbytes for piece in host_of(offload).pieces)
+            said_more, found_more = expected(model, optimizers), counted(model, optimizers)
+            assert more and said_more is not None
+            assert (said_more.host - said.host, found_more.host - found.host) == (more, more)
             assert (said.parameters, said.gradients) == (found.parameters, found.gradients)
             assert said.optimizer == found.optimizer == 0
             whole, optimizers, _ = wrap(replace(way, offload=None), group, precision=precision)
@@ -439,6 +445,10 @@ def test_what_is_refused_without_ranks() -> None:
         offload_of("optimizer", two)
 
 
+def test_pinned_memory_is_a_power_of_two() -> None:
+    assert [pinned_bytes(each) for each in (0, 1, 2, 3, 4096, 4097)] == [0, 1, 2, 4, 4096, 8192]
+
+
 def test_optimizers_that_step_on_gpus_alone() -> None:
     parameters = [nn.Parameter(torch.ones(3))]
     check_steps_on_host([torch.optim.AdamW(parameters, fused=True), torch.optim.Muon([torch.ones(2, 2)])])
@@ -542,5 +552,5 @@ def on_a_gpu(make: str, train: str) -> list[str]:
 @pytest.mark.parametrize("make", ["adamw", "fused", "muon"])
 def test_on_a_gpu(make: str, train: str) -> None:
     """Two ranks share one card."""
-    for wrong in run_ranks(on_a_gpu, 2, args=(make, train), backend="gloo", timeout_s=240):
+    for wrong in run_ranks(on_a_gpu, 2, args=(make, train), backend="gloo", timeout_s=240, fresh=True):
         assert not wrong, "\n".join(wrong)

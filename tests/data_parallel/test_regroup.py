@@ -390,6 +390,10 @@ def keep_options(folder: str) -> None:
         values = [each.detach().clone() for each in training.parameters]
         training.loss(1).backward()
         late = training.loss(1)
+        broken = training.loss(1)
+        broken.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            broken.backward()
     with worlds.open("two", range(2)) as group:
         model.regroup(group)
         assert model.reducer.hook is default_hooks.allreduce_hook

@@ -28,6 +28,7 @@ from imece import DistributedDataParallel, parallelize
 from imece.collectives import ops
 from imece.collectives.shared_memory.arena import ARENAS
 from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.data_parallel.reducer import Reducer
 from imece.errors import MismatchError
 from tests.data_parallel.checks import Check, Job, jobs, passed
 
@@ -320,6 +321,33 @@ def a_static_graph_that_changes(group: dist.ProcessGroup) -> None:
 
 
 # Unused parameters.
+
+
+def test_flags_of_used_parameters_move_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a GPU they wait for all that it has, at the end of each backward."""
+    told: list[list[int]] = []
+    moved: list[int] = []
+    of_buffer = torch.frombuffer
+
+    def all_reduce(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        told.append(tensor.tolist())
+        return tensor.fill_(9)
+
+    def noted(*args: Any, **options: Any) -> torch.Tensor:
+        moved.append(len(told))
+        return of_buffer(*args, **options)
+
+    monkeypatch.setattr(ops, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch, "frombuffer", noted)
+    reducer: Any = Reducer.__new__(Reducer)
+    reducer.static_graph = reducer._learning = reducer.overlap = False
+    reducer.group, reducer._told_on, reducer._touched = None, torch.device("cpu"), [0, 0]
+    reducer._told = bytearray(), torch.empty(0)
+    for fired in ([1, 0], [2, 0], [1, 1], [1, 0]):
+        reducer._fired = fired
+        reducer._exchange_used()
+    assert told == [[1, 0], [1, 0], [1, 1], [1, 0]], "each step's own, whatever came of the last"
+    assert moved == [0, 2, 3]
 
 
 def unused_everywhere_is_left_alone(group: dist.ProcessGroup) -> None:
@@ -898,6 +926,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
         ValueError,
         "delay_all_reduce_named_params is not supported",
     ),
+    "wire": (Branches, {"wire": "fp8"}, ValueError, "unknown wire 'fp8': None or 'bf16'"),
+    "schedule": (Branches, {"schedule": "rings"}, ValueError, "'rings' of all_reduce: did you mean 'ring'"),
     "average": (Branches, {"average": "words"}, ValueError, "'words'.*ranks, samples, tokens"),
     **{
         f"cap {cap}": (Branches, {"bucket_cap_mb": cap}, ValueError, re.escape(f"bucket_cap_mb={cap}"))

@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from imece import MixedPrecision, parallelize
 from imece.collectives import execute, native, wire
+from imece.data_parallel import norm
 from imece.data_parallel.norm import squared_norm
 from imece.data_parallel.sharded import ShardedDataParallel
 from tests.data_parallel.checks import Check, Job, jobs, passed
@@ -552,6 +553,25 @@ JOBS = [
 @pytest.mark.parametrize("job", JOBS)
 def test_sharded_options(job: Job, request: pytest.FixtureRequest) -> None:
     passed(job, request)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_norm_takes_fp64_for_a_piece_of_a_gradient_at_a_time(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradients = [torch.randn(7, 11, requires_grad=True, dtype=dtype), torch.randn(4, 6, dtype=dtype).t()]
+    expected = sum(each.detach().to(torch.complex128).abs().square().sum().item() for each in gradients)
+    taken = []
+
+    def vector_norm(tensor: torch.Tensor, **options: Any) -> Any:
+        taken.append(tensor.numel())
+        return whole(tensor, **options)
+
+    whole = torch.linalg.vector_norm
+    monkeypatch.setattr(torch.linalg, "vector_norm", vector_norm)
+    monkeypatch.setattr(norm, "_PIECE_ON_CPU", 32)
+    assert squared_norm(gradients, torch.device("cpu")).item() == pytest.approx(expected, rel=1e-14)
+    assert taken == [32, 32, 13, 3, 24]
 
 
 def test_norm_of_complex_gradients() -> None:

@@ -23,8 +23,6 @@ def test_train_goes_on_and_writes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setenv("IMECE_BACKEND", backend)
-    if device == "cpu":
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     run = tmp_path / "run"
     for steps in (5, 8):
         words = options(tmp_path, "run", f"--steps={steps}", f"--ranks={ranks}", f"--strategy={strategy}")

@@ -24,7 +24,7 @@ class Rank:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self._mesh = imece.init()
+        self._mesh = imece.init(device="cpu")
         self._tensor = torch.empty(0)  # fp32[numel]
         self._models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
         self._steps: dict[str, int] = {}  # by way, so that all of them see the same batches

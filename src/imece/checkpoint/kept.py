@@ -67,13 +67,22 @@ class Kept:
         for key, value in found.items():
             of, _, last = key.rpartition(":")
             if not of:
-                state[key] = value.to(parameter.device)
+                state[key] = value if self._stays(parameter, key, value) else value.to(parameter.device)
             elif last in _NUMBERS:
                 state[of] = value.item()
             else:
                 inner[of][last] = value
         for key, values in inner.items():
             state[key] = join(self._optimizer, parameter, values)
+
+    def _stays(self, parameter: Tensor, key: str, value: Tensor) -> bool:
+        """Whether it is for the CPU, wherever the parameter is, as for torch's load_state_dict: on a GPU each
+        step would wait for each count, unless what steps is a kernel there too.
+        """
+        if key != "step" or value.ndim:
+            return False
+        there = [each for each in self._optimizer.param_groups if each.get("capturable") or each.get("fused")]
+        return not any(parameter is each for group in there for each in group["params"])
 
 
 def shape_of(shape: tuple[int, ...], per: int) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from imece.data_parallel.cast import MixedPrecision
 from imece.data_parallel.footprint import filling, gathered, optimizer_tensors, predict
 from imece.data_parallel.gathering import GatherOptions
 from imece.data_parallel.meta import is_meta
-from imece.data_parallel.offload import can_offload
+from imece.data_parallel.offload import can_offload, pinned_bytes
 from imece.data_parallel.optimizer import is_element_wise, kinds_of
 from imece.data_parallel.strategy import STRATEGIES, Strategy, choose_strategy
 from imece.data_parallel.trained import Trained
@@ -172,6 +172,7 @@ def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | 
         filling=filling(numbered, gathers=gathers, most_under_way=under_way) if strategy.gradients else (),
         gathered=gathered(numbered, given.options.in_flight or at_once) if gathers else (),
         offload=offload,
+        takes=pinned_bytes,
     )
     return replace(found, parameters=found.parameters + rest)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch.optim import Optimizer
@@ -34,13 +35,14 @@ def predict(
     filling: Collection[int] = (),
     gathered: Collection[int] = (),
     offload: Offload | None = None,
+    takes: Callable[[int], int] = int,
 ) -> Footprint:
     """From arithmetic on the layout. rank: in its shard group.
 
     state_bytes: by bucket, bytes of optimizer state for an element of it. *_bytes: of an element of
     parameters, of buckets of gradients, of what the optimizer steps. filling: buckets that have memory at a
     time, where gradients are sharded. gathered: buckets of parameters that are there at a time. offload: what
-    lies in the host's memory.
+    lies in the host's memory. takes: see `offload.Offload`.
     """
 
     def owned(bucket: Bucket) -> int:
@@ -54,10 +56,17 @@ def predict(
         filling=sum(laid.buckets[index].numel for index in filling),
         gathered=sum(laid.buckets[index].numel for index in gathered),
     )
-    return footprint(
+    found = footprint(
         sizes, strategy, parameter_bytes=parameter_bytes, reduce_bytes=reduce_bytes,
         master_bytes=master_bytes, state_bytes=state, offload=offload,
     )  # fmt: skip
+    if offload is None:
+        return found
+    hosted = [master_bytes, master_bytes]  # of each bucket's shard: what is stepped, and its gradients
+    if offload == "parameters" and parameter_bytes != master_bytes:
+        hosted.append(parameter_bytes)
+    sizes_bytes = [bucket.shard_numel * each for bucket in laid.buckets for each in hosted]
+    return replace(found, host=found.host + sum(takes(nbytes) - nbytes for nbytes in sizes_bytes))
 
 
 def expected(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> Footprint | None:
@@ -91,6 +100,7 @@ def expected(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) ->
         else (),
         gathered=gathered(numbered, sharding.gathering.in_flight) if sharding.gathering is not None else (),
         offload=sharding.offload.name if sharding.offload is not None else None,
+        takes=sharding.offload.takes if sharding.offload is not None else int,
     )
 
 
@@ -126,7 +136,14 @@ def counted(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> 
         return Footprint(parameters, gradients + sums, optimizer, communication)
     if offload.parameters:
         parameters, optimizer = 0, optimizer + own
-    return Footprint(parameters, gradients, 0, communication, optimizer + sums)
+    hosted = {
+        id(each): each.nbytes
+        for store in sharding.stores
+        for each in (store.master, store.gradient, store.own if offload.parameters else None)
+        if each is not None
+    }
+    more = sum(offload.takes(nbytes) - nbytes for nbytes in hosted.values())
+    return Footprint(parameters, gradients, 0, communication, optimizer + sums + more)
 
 
 def filling(buckets: Collection[Numbered], *, gathers: bool, most_under_way: int) -> list[int]:
@@ -163,7 +180,10 @@ def optimizer_tensors(optimizer: Optimizer) -> int | None:
         return 1 if any(group["momentum"] for group in optimizer.param_groups) else 0
     if name == "RMSprop":
         return 1 + sum(bool(optimizer.param_groups[0][key]) for key in ("momentum", "centered"))
-    return _KEPT.get(name)
+    kept = _KEPT.get(name)
+    if kept is not None and any(group.get("amsgrad") for group in optimizer.param_groups):
+        return kept + 1  # the largest of the second moment
+    return kept
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -28,12 +28,15 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
+        device = found_inf.device  # the loss's: offloaded gradients lie where the group may not be asked
+        if device.type != "cpu" and _on_cpu(optimizer):
+            # torch's own copies do not block, and the CPU would read one before it is there.
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         stepped = SteppedParts.of(optimizer)
         if stepped is None:
             return found
-        device = found_inf.device  # the loss's: offloaded gradients lie where the group may not be asked
-        flag = torch.stack([found_inf, *(each.to(device) for each in found.values())]).amax()
+        flag = torch.stack([found_inf.to(device), *(each.to(device) for each in found.values())]).amax()
         stepped.ask_all(flag)
         return {device: flag}
 
@@ -42,3 +45,8 @@ class GradScaler(torch.amp.GradScaler):
         stepped = SteppedParts.of(optimizer)
         with stepped.by_asking() if stepped is not None else contextlib.nullcontext():
             return super().step(optimizer, *args, **kwargs)
+
+
+def _on_cpu(optimizer: Optimizer) -> bool:
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    return any(each.grad is not None and each.grad.is_cpu for each in parameters)

@@ -6,13 +6,30 @@ from collections.abc import Sequence
 
 import torch
 
+# Elements whose fp64 copies are there at a time: what a core's cache holds, or enough to keep a GPU busy.
+_PIECE_ON_CPU, _PIECE_ON_GPU = 2**18, 2**24
+
 
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The sum of all squares, fp64 scalar: rounded to fp32, it does not depend on who holds which of them."""
-    norms = [
-        torch.linalg.vector_norm(each, dtype=torch.complex128 if each.is_complex() else torch.float64)
-        for each in tensors
-    ]
+    norms = [_norm(each) for each in tensors]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(norms).square().sum().to(device)  # of parts in the host's memory it is made there
+
+
+def _norm(tensor: torch.Tensor) -> torch.Tensor:
+    """In pieces: torch copies all that it takes a norm of in fp64 to fp64 first."""
+    dtype = torch.complex128 if tensor.is_complex() else torch.float64
+    size = _PIECE_ON_CPU if tensor.is_cpu else _PIECE_ON_GPU
+    found: torch.Tensor
+    if tensor.numel() <= size:
+        found = torch.linalg.vector_norm(tensor, dtype=dtype)
+        return found
+    pieces = tensor.detach().reshape(-1).split(size)
+    # One by one they would be allocated between the copies, and leave none the room of the one before it.
+    norms = torch.empty(len(pieces), dtype=torch.float64, device=tensor.device)
+    for piece, norm in zip(pieces, norms.unbind(), strict=True):
+        torch.linalg.vector_norm(piece, dtype=dtype, out=norm)
+    found = torch.linalg.vector_norm(norms)
+    return found

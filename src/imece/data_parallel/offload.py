@@ -124,6 +124,8 @@ class Offload:
     lane: Lane
     empty: Callable[[int, torch.dtype], torch.Tensor]
     """(elements, dtype) -> 1D, in the host's memory."""
+    takes: Callable[[int], int] = int
+    """Bytes of one such tensor -> bytes that it takes there."""
 
     @property
     def name(self) -> Literal["optimizer", "parameters"]:
@@ -147,7 +149,7 @@ def offload_of(name: str, devices: Iterable[torch.device]) -> Offload:
             f"offload={name!r} moves to the host's memory what is in a GPU's, and this model is on "
             f"{device.type}: leave offload out"
         )
-    return Offload(name == "parameters", Streams(device), _pinned)
+    return Offload(name == "parameters", Streams(device), _pinned, pinned_bytes)
 
 
 def check_strategy(name: str, strategy: Strategy) -> None:
@@ -182,6 +184,11 @@ def check_steps_on_host(optimizers: Iterable[Optimizer]) -> None:
                 raise ValueError(f"{name}(capturable=True) steps on GPUs alone: leave it out with offload")
             if group.get("fused") and name not in _FUSED_ON_CPU:
                 raise ValueError(f"{name}(fused=True) steps on GPUs alone: leave it out with offload")
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """What torch pins for a tensor of so many: the next power of two (`torch.cuda.host_memory_stats`)."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 def _pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -16,6 +16,7 @@ the graph, and nobody has to say beforehand that parameters will stay unused.
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from imece.data_parallel.average import Average
 from imece.data_parallel.buckets import Bucket, Gradients, Slot
 from imece.data_parallel.finite import Finite
 from imece.data_parallel.grad_bucket import GradBucket, Hook, is_one_call
+from imece.data_parallel.home import Home
 from imece.data_parallel.trace import BucketTrace
 from imece.data_parallel.watch import Watch
 
@@ -42,6 +44,8 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 # Reducers in the backward that is under way, by group, in the order in which it reached them. The buckets of
 # one leave before those of the next: whether a rank has unused parameters must not decide whose come first.
 _lines: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Reducer]] = weakref.WeakKeyDictionary()
+# On GPUs, of which each has its own thread in backward: one gradient of a line after the other.
+_turns: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.RLock] = weakref.WeakKeyDictionary()
 
 
 class Reducer:
@@ -68,6 +72,7 @@ class Reducer:
         self.stepping: list[torch.Tensor] = []  # parameters with optimizers that step in backward
         self.awaited: list[torch.futures.Future[Any]] = []  # of a hook on buffers: done when backward is
         self._told_on = host_device(group, self.slots[0].parameter.device)
+        self._told = bytearray(), torch.empty(0)  # flags of used parameters, and these where they were told
         self._fired = [0] * len(self.slots)  # by parameter: gradients in this backward
         self._touched = [0] * len(self.slots)  # and whether any came in one that was not synchronised
         self._closed = False
@@ -88,9 +93,14 @@ class Reducer:
         self._used_anywhere: list[int] = []  # by parameter, in the last backward that asked
         self._arrivals: list[tuple[int, float]] = []  # bytes and time of each, in that order
         gradients.when_over(self._over)
+        self._home = Home(slot.parameter for slot in self.slots)
+        hooks = [self._on_gradient(slot.index) for slot in self.slots]
+        if self._home.is_needed:
+            turn = _turns.setdefault(group, threading.RLock())
+            hooks = [_in_turn(hook, turn) for hook in hooks]
         self._handles: list[RemovableHandle] = [
-            slot.parameter.register_post_accumulate_grad_hook(self._on_gradient(slot.index))
-            for slot in self.slots
+            slot.parameter.register_post_accumulate_grad_hook(hook)
+            for slot, hook in zip(self.slots, hooks, strict=True)
         ]
         self._off = weakref.finalize(self, _remove, self._handles)
         self._off.atexit = False
@@ -274,7 +284,8 @@ class Reducer:
             bucket = self.buckets[self._next]
             self._next += 1
             if bucket.index not in self._gone:
-                self._launch(bucket)
+                with self._home.of(bucket.flat.device):
+                    self._launch(bucket)
         if self._next == len(self.buckets):
             if self.hook is None:
                 self._used = self._exchange_used()
@@ -308,10 +319,11 @@ class Reducer:
         for bucket in buckets:
             if bucket.index not in self._gone:
                 self._gone.add(bucket.index)
-                if bucket.pending:
-                    with torch.no_grad():
-                        self._absent += self._fill_in(bucket.slots)
-                self._launch(bucket)
+                with self._home.of(bucket.flat.device):
+                    if bucket.pending:
+                        with torch.no_grad():
+                            self._absent += self._fill_in(bucket.slots)
+                    self._launch(bucket)
 
     @property
     def _one_by_one(self) -> bool:
@@ -439,7 +451,10 @@ class Reducer:
         if self.static_graph and not self._learning:
             return None
         counts = map(max, self._fired, self._touched) if any(self._touched) else self._fired
-        used = torch.frombuffer(bytearray(map(bool, counts)), dtype=torch.uint8).to(self._told_on)
+        flags = bytearray(map(bool, counts))
+        if flags != self._told[0]:  # they seldom change, and to move them to a GPU waits for all that it has
+            self._told = flags, torch.frombuffer(flags, dtype=torch.uint8).to(self._told_on)
+        used = self._told[1].clone()
         work: Pending | torch.Tensor = ops.all_reduce(
             used, "max", group=self.group, async_op=self.overlap, label="used parameters"
         )
@@ -532,7 +547,9 @@ class Reducer:
     def close(self) -> None:
         """Let go of parameters and memory, whatever is under way: nobody waits for ranks that are gone."""
         self._closed = True
+        self._syncing = self.armed = False
         self.detach()
+        self._home.leave()
         _lines.pop(self.group, None)
         self.average.give_up()
         # The graph of a failed forward may know this reducer for long: it is not to know the group.
@@ -545,6 +562,14 @@ class Reducer:
         self.gradients.let_go()
         if self.watch is not None:
             self.watch.give_up()
+
+
+def _in_turn(hook: Callable[[torch.Tensor], None], turn: threading.RLock) -> Callable[[torch.Tensor], None]:
+    def in_turn(parameter: torch.Tensor) -> None:
+        with turn:
+            hook(parameter)
+
+    return in_turn
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -199,27 +200,45 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise RuntimeError("register_comm_hook: this model has a communication hook already")
         self.reducer.hook, self.reducer.hook_state = hook, state
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
-        """Shorten the gradient to `max_norm` if it is longer; returns its 2-norm before. All ranks call it.
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Shorten the gradient to `max_norm` if it is longer; returns its 2-norm before, a scalar on the
+        model's device. All ranks call it.
 
         The same for every strategy, and to the same bits. A norm that is not finite changes nothing.
         """
-        norm = float(self.gradient_norm())
-        if max_norm < norm < float("inf"):
-            self.scale_gradients(max_norm / norm)
+        norm = self.gradient_norm()
+        self.shorten(norm, max_norm)
         return norm
 
-    def gradient_norm(self) -> torch.Tensor:
-        """The 2-norm of the gradient of all parameters, fp32 scalar."""
-        return squared_norm(self._gradients(), self.device).sqrt().float()
+    def gradient_norm(self, only: Collection[int] | None = None) -> torch.Tensor:
+        """The 2-norm of the gradient, a scalar: fp64 for parameters of 64 bits, else fp32.
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradient by a number."""
-        if gradients := self._gradients():
+        only: of some parameters, by their numbers; by default of all.
+        """
+        return self._rounded(squared_norm(self._gradients(only), self.device).sqrt())
+
+    def shorten(self, norm: torch.Tensor, max_norm: float, only: Collection[int] | None = None) -> None:
+        """Multiply the gradient, or that of `only` these parameters, so that its norm, now `norm`, is at most
+        `max_norm`."""
+        if max_norm < (length := float(norm)) < math.inf:
+            self.scale_gradients(max_norm / length, only)
+
+    def scale_gradients(self, factor: float, only: Collection[int] | None = None) -> None:
+        """Multiply the gradient, or that of `only` these parameters, by a number."""
+        if gradients := self._gradients(only):
             torch._foreach_mul_(gradients, factor)
 
-    def _gradients(self) -> list[torch.Tensor]:
-        return [slot.parameter.grad for slot in self.reducer.slots if slot.parameter.grad is not None]
+    def _gradients(self, only: Collection[int] | None) -> list[torch.Tensor]:
+        return [
+            slot.parameter.grad
+            for slot in self.reducer.slots
+            if slot.parameter.grad is not None and (only is None or slot.index in only)
+        ]
+
+    def _rounded(self, norm: torch.Tensor) -> torch.Tensor:
+        """To fewer bits than its sum has: that depends on who holds which part."""
+        is_long = any(slot.parameter.dtype.to_real() is torch.float64 for slot in self.reducer.slots)
+        return norm if is_long else norm.float()
 
     def regroup(self, ranks: Mesh | dist.ProcessGroup) -> None:
         """Go on with other ranks: with the same model, optimizers and options, on another mesh or group.

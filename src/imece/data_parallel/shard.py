@@ -27,7 +27,6 @@ from imece.collectives.pending import Pending, wait_for
 from imece.collectives.shared_memory import shared_empty
 from imece.data_parallel.buckets import Bucket, Gradients, Slot
 from imece.data_parallel.coming import Coming
-from imece.data_parallel.norm import squared_norm
 from imece.data_parallel.offload import Direct, Lane
 from imece.data_parallel.stores import Division, Store, make_stores
 from imece.data_parallel.trained import Trained
@@ -81,6 +80,7 @@ class Sharding(Gradients):
         self.slots = [by_index[index] for index in range(len(trained.named))]
         self.not_zeroed: set[int] = set()
         """Optimizers that have stepped, and whose gradients were not zeroed since."""
+        self._stepped_with: set[int] = set()  # parameters: this backward may add to gradients of such a step
         self._has_warned = False
         self._guarded = self._not_to_write()
         self._versions: list[int] = []  # of those
@@ -159,12 +159,13 @@ class Sharding(Gradients):
         """A synchronised backward begins. What was summed and not zeroed since then is to be added to."""
         if self.gathering is not None:
             self.gathering.begin()
+        self._stepped_with = set()
         for store in self.stores:
             live = [part for part in store.parts if part.parameter.grad is not None]
             store.older = None
             if live:
                 if store.kind in self.not_zeroed:
-                    self._warn_of_old_gradients()
+                    self._stepped_with.update(part.index for part in live)
                 store.older = torch.zeros_like(store.master)
                 for part in live:
                     assert part.parameter.grad is not None
@@ -234,6 +235,8 @@ class Sharding(Gradients):
         """As of Gradients: parts have them, but for those of parameters that no rank used."""
         self.lane.wait()  # whoever clips or steps reads them, and no stream holds back the host
         unused = {slot.index for slot in absent if not used_anywhere[slot.index]}
+        if self._stepped_with - unused:
+            self._warn_of_old_gradients()
         for store in self.stores:
             assert store.gradient is not None
             if store.older is not None:
@@ -318,15 +321,6 @@ class Sharding(Gradients):
         for (name, parameter, lost), version in zip(self._guarded, self._versions, strict=True):
             if _version(parameter) != version:
                 raise RuntimeError(f"parameter {name} was written into, {lost}")
-
-    # What is known only together.
-
-    def gradient_norm(self) -> torch.Tensor:
-        """The 2-norm over all parameters of all ranks, fp32 scalar; gradients that are None count 0."""
-        parts = [part.parameter.grad for part in self.parts if part.parameter.grad is not None]
-        squares = squared_norm(parts, self.stores[0].parameters.device)
-        ops.all_reduce(squares, group=self.groups.shard, label="norm of the gradient")
-        return squares.sqrt().float()
 
 
 def _version(parameter: torch.Tensor) -> int:

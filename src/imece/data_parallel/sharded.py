@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from imece.collectives import ops
 from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.data_parallel import torch_calls
 from imece.data_parallel.average import Average, Over
 from imece.data_parallel.cast import MixedPrecision, cast_buffers, cast_frozen
 from imece.data_parallel.compiled import waits_before_compiled
@@ -23,6 +24,7 @@ from imece.data_parallel.gathered import fill_state, gathered
 from imece.data_parallel.gathering import Gathering, GatherOptions
 from imece.data_parallel.joining import ShardedJoinHook, Turn, next_turn
 from imece.data_parallel.meta import Filling, Init
+from imece.data_parallel.norm import squared_norm
 from imece.data_parallel.offload import Offload
 from imece.data_parallel.optimizer import numbers_of, set_numbers, who_steps
 from imece.data_parallel.reducer import Reducer
@@ -78,6 +80,7 @@ class ShardedDataParallel(DistributedDataParallel):
             module, process_group=groups.world, bucket_cap_mb=bucket_cap_mb, average=average, wire=wire,
             overlap=overlap, init_sync=options.home is None,
         )  # fmt: skip
+        torch_calls.watch(self)
 
     def _make_reducer(self, named: list[tuple[str, torch.Tensor]]) -> None:
         self._check_divisible(self._groups)
@@ -272,17 +275,29 @@ class ShardedDataParallel(DistributedDataParallel):
             raise RuntimeError(f"strategy {name!r} gathers in forward: all ranks must go on")
         return super().join(*args, **kwargs)
 
-    def gradient_norm(self) -> torch.Tensor:
-        """The 2-norm of the gradient of all parameters, wherever its parts are; all ranks call it."""
-        self._tell_joined(Turn.NORM)
-        return self.sharding.gradient_norm()
+    def gradient_norm(self, only: Collection[int] | None = None) -> torch.Tensor:
+        """The 2-norm of the gradient, wherever its parts are; all ranks call it.
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradient by a number."""
+        RuntimeError inside of `join` for `only` some parameters: ranks that have ended take all.
+        """
+        if only is not None and self._join_config.enable:
+            raise RuntimeError("clipping some parameters of a sharded model inside of join(): clip all")
+        self._tell_joined(Turn.NORM)
+        squares = squared_norm(self._gradients(only), self.device)
+        ops.all_reduce(squares, group=self.sharding.groups.shard, label="norm of the gradient")
+        return self._rounded(squares.sqrt())
+
+    def scale_gradients(self, factor: float, only: Collection[int] | None = None) -> None:
+        """Multiply the gradient, or that of `only` these parameters, by a number."""
         self._tell_joined(Turn.SCALE, factor)
-        grads = [part.parameter.grad for part in self.sharding.parts if part.parameter.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, factor)
+        super().scale_gradients(factor, only)
+
+    def _gradients(self, only: Collection[int] | None) -> list[torch.Tensor]:
+        return [
+            part.parameter.grad
+            for part in self.sharding.parts
+            if part.parameter.grad is not None and (only is None or part.index in only)
+        ]
 
     # Under join: ranks that have run out of inputs do the same to their parts.
 

@@ -1,0 +1,132 @@
+"""What torch does with a model's parameters, where the model is sharded and gradients lie in ranks' parts.
+
+    torch.nn.utils.clip_grad_norm_    the norm over all ranks, as `model.clip_grad_norm_`
+    torch.nn.utils.clip_grad_value_   this rank's parts
+    an optimizer that `parallelize` was not given    is refused in its step
+
+A parameter's own `.grad` is None there, so torch's functions would find nothing to do, and say nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import utils
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from imece.data_parallel.stepped import SteppedParts
+
+if TYPE_CHECKING:
+    from imece.data_parallel.buckets import Slot
+    from imece.data_parallel.sharded import ShardedDataParallel
+
+_models: weakref.WeakSet[ShardedDataParallel] = weakref.WeakSet()
+_clip_norm, _clip_value = utils.clip_grad_norm_, utils.clip_grad_value_
+_shorten = clip_grad._clip_grads_with_norm_
+
+
+def watch(model: ShardedDataParallel) -> None:
+    """From now on, for as long as the model is there."""
+    _models.add(model)
+    _install()
+
+
+@functools.cache
+def _install() -> None:
+    utils.clip_grad_norm_ = clip_grad.clip_grad_norm_ = clip_grad_norm_
+    utils.clip_grad_value_ = clip_grad.clip_grad_value_ = clip_grad_value_
+    utils.clip_grads_with_norm_ = _refuse_parts
+    clip_grad._clip_grads_with_norm_ = _refuse_parts  # whoever has imported torch's own by name ends here
+    register_optimizer_step_pre_hook(_before_step)
+
+
+@functools.wraps(_clip_norm)
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """torch's. Of a sharded model's parameters all ranks call it; ValueError for a norm that is no 2-norm."""
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    model, slots = _sharded(given)
+    if model is None:
+        return _clip_norm(given, max_norm, norm_type, error_if_nonfinite, foreach)
+    if float(norm_type) != 2.0:
+        raise ValueError(f"clip_grad_norm_(norm_type={norm_type}) of a sharded model: it has the 2-norm only")
+    only = None if len(slots) == len(model.reducer.slots) else {slot.index for slot in slots}
+    norm = model.gradient_norm(only)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"clip_grad_norm_: the norm of the gradient is {norm}, on all ranks")
+    model.shorten(norm, max_norm, only)
+    return norm
+
+
+@functools.wraps(_clip_value)
+def clip_grad_value_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float, foreach: bool | None = None
+) -> None:
+    """torch's. Of a sharded model's parameters each rank calls it for its parts."""
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    model, slots = _sharded(given)
+    if model is not None:
+        indices = {slot.index for slot in slots}
+        given = [part.parameter for part in model.sharding.parts if part.index in indices]
+    if any(each.grad is not None for each in given):
+        _clip_value(given, clip_value, foreach)
+
+
+def _refuse_parts(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if _sharded(given)[0] is not None:
+        raise RuntimeError(
+            "these are parameters of a sharded model, whose gradients lie in ranks' parts: clip them by "
+            "model.clip_grad_norm_(max_norm), or as torch.nn.utils.clip_grad_norm_(...) by its full name"
+        )
+    _shorten(given, *args, **kwargs)
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    if SteppedParts.of(optimizer) is not None:
+        return
+    given = [each for group in optimizer.param_groups for each in group["params"]]
+    model, slots = _sharded(given)
+    if model is not None:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} has parameters of a sharded model, {slots[0].name} among "
+            f"them, whose gradients lie in ranks' parts, and would step none: give it to imece.parallelize, "
+            f"made before, or as a function that makes it"
+        )
+
+
+def _sharded(given: list[torch.Tensor]) -> tuple[ShardedDataParallel | None, list[Slot]]:
+    """The sharded model of these parameters and their slots in it, for it may have frozen ones too.
+
+    ValueError: they are of several models, and one of them is sharded.
+    """
+    if not _models:
+        return None, []
+    ids = {id(each) for each in given}
+    found = [(model, [slot for slot in _slots_of(model) if id(slot.parameter) in ids]) for model in _models]
+    found = [(model, slots) for model, slots in found if slots]
+    if not found:
+        return None, []
+    model, slots = found[0]
+    known = {id(slot.parameter) for slot in slots}
+    if len(found) > 1 or any(each.grad is not None for each in given if id(each) not in known):
+        raise ValueError(
+            "these parameters are of several models, one of them sharded: call it for each model"
+        )
+    return model, slots
+
+
+def _slots_of(model: ShardedDataParallel) -> list[Slot]:
+    sharding = vars(model).get("sharding")  # there is none between leave() and regroup()
+    return sharding.slots if sharding is not None else []
