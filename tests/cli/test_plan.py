@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from imece.cli.main import main
-from imece.cli.plan import default_batch
+from imece.cli.plan import _cluster_with, cluster_of, default_batch
+from imece.cli.plan_options import PlanOptions
 from imece.plan.answer.search import judge
 from imece.plan.check import PLAN_FILE
-from imece.plan.hardware import find_cluster
+from imece.plan.hardware import find_cluster, find_gpu
 from imece.plan.models.by_name import find_model
 from imece.plan.setup import Parallel, Recipe, Setup
 from tests.plan.test_check import CONTENT
@@ -34,6 +35,22 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("imece: ") and err.count("\n") == 1, (out, err)
     return err
+
+
+def test_a_gpu_of_ones_own_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text('[gpu]\nlike = "A100-40"\nname = "H100 at home"\n[between]\nbandwidth = 1e9\n')
+    options = PlanOptions(gpus="16xH100 at home", hardware=path)
+    asked = cluster_of(options)
+    assert (asked.gpus_per_host, asked.hosts, asked.between.bandwidth) == (8, 2, 1e9)
+    assert asked.gpu == replace(find_gpu("A100-40"), name="H100 at home")
+    assert _cluster_with(options, asked, asked.gpu.name, 4, 1) == replace(asked, gpus_per_host=4, hosts=1)
+    # Of other GPUs, which might be large enough, the file says nothing.
+    assert _cluster_with(options, asked, "H200", 4, 2) == find_cluster("H200", 4, 2)
+    path.write_text("[between]\nbandwidth = 1e9\n")
+    asked = cluster_of(PlanOptions(gpus="8xH100", hardware=path))
+    assert asked.gpu == find_gpu("H100")
+    assert _cluster_with(options, asked, "H200", 4, 2).between.bandwidth == 1e9
 
 
 def test_text_says_what_json_says(capsys: pytest.CaptureFixture[str]) -> None:

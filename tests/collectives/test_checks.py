@@ -224,12 +224,13 @@ def test_right_calls_pass_and_cost() -> None:
 def miss_one() -> str:
     """The last rank makes no call: the others time out, and say who is missing."""
     checker = guarded()
-    recorder.register_group("replicate", range(WORLD))
-    recorder.leave(recorder.enter("broadcast", "replicate", torch.float32, (4,), "", 0))
+    assert dist.group.WORLD is not None
+    group = dist.group.WORLD.group_name
+    recorder.leave(recorder.enter("broadcast", group, torch.float32, (4,), "", 0))
     dist.barrier()
     text = ""
     if dist.get_rank() < WORLD - 1:
-        token = recorder.enter("all_reduce", "replicate", torch.float32, (4,), "sum")
+        token = recorder.enter("all_reduce", group, torch.float32, (4,), "sum")
         with pytest.raises(CollectiveTimeoutError) as caught:
             checker.begin("all_reduce", torch.float32, (4,), "sum", label="w").wait(0.3)
         text = str(caught.value)
@@ -285,7 +286,7 @@ def test_missing_rank_swapped_order_and_registry() -> None:
     missed, swapped = zip(*run_ranks(tell_stories, WORLD, backend="gloo"), strict=True)
     for text in missed[:-1]:
         assert "all_reduce number 1 (w): not all ranks came in time" in text
-        assert "rank 2 is not in it: its last call was broadcast number 1 on group replicate (left" in text
+        assert "rank 2 is not in it: its last call was broadcast number 1 on group 0 (left" in text
     sides = "ranks 0, 1 sent float32[16] (first), rank 2 float32[2, 8] (second)"
     assert all(sides in text for text in swapped), swapped
 

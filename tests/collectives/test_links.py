@@ -1,10 +1,9 @@
-"""Links: measured alike on all ranks, kept as JSON; and the schedule that the arithmetic must choose."""
+"""Links: measured alike on all ranks; and the schedule that the arithmetic must choose."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -133,17 +132,10 @@ def test_choice_in_words() -> None:
     )
 
 
-def test_json_and_words() -> None:
-    assert Links.from_json(TWO_HOSTS.to_json()) == TWO_HOSTS
+def test_words() -> None:
     assert line(ONE_HOST, TWO_HOSTS) == (
         "link  gloo 2.0 GB/s, 50 us    gloo 2.0 GB/s, 50 us in the host; 0.12 GB/s, 200 us between hosts"
     )
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 2}', "null", '{"version": 1, "hosts": 3}'])
-def test_damaged_json_is_refused(text: str) -> None:
-    with pytest.raises(UserError):
-        Links.from_json(text)
 
 
 def test_pairs() -> None:
@@ -152,25 +144,36 @@ def test_pairs() -> None:
     assert sample == [(0, 1), (0, 8), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7), (8, 16)]
 
 
-def measured(folder: str) -> list[str]:
-    links = measure(hosts=[[0, 1], [2]], folder=Path(folder))
-    return [links.to_json(), line(links), str(choose("all_reduce", 16 * MIB, links, environ={}))]
+def measured() -> tuple[dict[str, Any], str, str]:
+    links = measure(hosts=[[0, 1], [2]])
+    return asdict(links), line(links), str(choose("all_reduce", 16 * MIB, links, environ={}))
 
 
-def test_measured_alike_on_all_ranks(tmp_path: Path) -> None:
-    by_rank = run_ranks(measured, 3, args=(str(tmp_path),), backend="gloo")
+def test_measured_alike_on_all_ranks() -> None:
+    by_rank = run_ranks(measured, 3, backend="gloo")
     assert by_rank[0] == by_rank[1] == by_rank[2]
-    text, words, choice = by_rank[0]
+    links, words, choice = by_rank[0]
     print("\n" + words + "\n" + choice)
-    assert (tmp_path / "links.json").read_text() == text
-    assert [path.name for path in tmp_path.iterdir()] == ["links.json"]
-    links = Links.from_json(text)
-    assert [(a, b) for a, b, _ in links.pairs] == [(0, 1), (0, 2), (1, 2)]
-    assert links.inside == links.pairs[0][2] and links.between is not None
-    for _, _, link in links.pairs:
-        assert 1e-6 < link.latency_s < 0.5 and 1e6 < link.bytes_per_s < 1e12
-    assert set(links.native) == set(SCHEDULES)
-    assert json.loads(text)["version"] == 1
+    assert [(a, b) for a, b, _ in links["pairs"]] == [(0, 1), (0, 2), (1, 2)]
+    assert links["inside"] == links["pairs"][0][2] and links["between"] is not None
+    for _, _, link in links["pairs"]:
+        assert 1e-6 < link["latency_s"] < 0.5 and 1e6 < link["bytes_per_s"] < 1e12
+    assert set(links["native"]) == set(SCHEDULES)
+
+
+def test_the_pipelined_ring_has_the_parts_of_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the links say where they were measured, and as many as the caller says."""
+    group = dist.ProcessGroup(3, 8)  # type: ignore[call-arg]
+    cut: list[int] = []
+    monkeypatch.setattr(ops, "Call", lambda *_, **__: SimpleNamespace(scheduled=lambda run, *_: run()))
+    monkeypatch.setattr(ops, "run_schedule", lambda steps, *_: cut.append(len(steps) - 1))
+    monkeypatch.setattr(auto, "_links", {})
+    tensor = torch.zeros(16 * MIB // 4)
+    ops.broadcast(tensor, group=group, schedule="pipelined_ring")
+    auto._links[group] = ONE_HOST
+    ops.broadcast(tensor, group=group, schedule="auto")
+    ops.broadcast(tensor, group=group, schedule="auto", parts=3)
+    assert cut == [8, best_parts(16 * MIB, ONE_HOST), 3] and cut[1] > 8
 
 
 def slowest_of(seconds: list[float]) -> float:

@@ -76,7 +76,7 @@ def run_contract() -> dict[str, Any]:
     for group in groups():
         for case in (
             all_reduces, reduces, broadcasts, reduce_scatters, all_gathers, several_at_once, point_to_point,
-            hierarchical_all_reduces, averages_of_complex,
+            averages_of_complex,
         ):  # fmt: skip
             if group is not None and isinstance(group, dist.ProcessGroup):
                 count += case(group)
@@ -343,20 +343,6 @@ def point_to_point(group: dist.ProcessGroup) -> int:
                 assert ops.recv(place, 0, group=group) is place
         if rank == peer:
             same(torch.stack(got), torch.stack(both), "", f"send to {peer}")
-        count += 1
-    return count
-
-
-def hierarchical_all_reduces(group: dist.ProcessGroup) -> int:
-    """The schedule over one group, with hosts made up; over two groups it has its own test (test_wire.py)."""
-    count, rank, world_size = 0, group.rank(), group.size()
-    size = 2 if world_size % 2 == 0 else world_size if world_size != 3 else 1
-    hosts = [list(range(first, first + size)) for first in range(0, world_size, size)]
-    for numel in (0, 1, 5, 1000):
-        make = values(torch.int64, (numel,), "sum", salt=count)
-        tensor = make(rank)
-        run_schedule(build("all_reduce", "hierarchical", rank, world_size, numel, hosts=hosts), tensor, group)
-        same(tensor, reference(make, world_size, "sum"), "sum", f"hierarchical schedule {hosts} [{numel}]")
         count += 1
     return count
 

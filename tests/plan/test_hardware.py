@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from imece.errors import UserError
-from imece.plan.hardware import find_cluster, find_gpu, find_network, gpu_names, network_names, parse_gpus
+from imece.plan.hardware import find_cluster, find_gpu, find_network, gpu_names, parse_gpus
 
 
 @pytest.mark.parametrize("name", gpu_names())
@@ -20,7 +21,7 @@ def test_each_preset_can_be_a_cluster(name: str) -> None:
     assert cluster.inside.bandwidth > 0 and cluster.between.bandwidth > 0
 
 
-@pytest.mark.parametrize("name", network_names())
+@pytest.mark.parametrize("name", ["ethernet-1g", "ethernet-100g", "infiniband-ndr", "efa"])
 def test_each_network_is_shared_by_the_devices_of_a_host_or_not(name: str) -> None:
     of_one, of_eight = find_network(name, 1), find_network(name, 8)
     own_port = name.startswith("infiniband")
@@ -66,7 +67,8 @@ def test_preset_inherits_what_it_does_not_say() -> None:
     ],
 )
 def test_gpus_as_people_write_them(text: str, count: int | None, name: str) -> None:
-    assert parse_gpus(text) == (count, name)
+    found, written = parse_gpus(text)
+    assert (found, find_cluster(written).gpu.name) == (count, name)
 
 
 def test_bandwidth_by_number() -> None:
@@ -83,7 +85,7 @@ def test_bandwidth_by_number() -> None:
         (lambda: find_network("infiniband", 8), "infiniband-ndr"),
         (lambda: find_cluster("H100", hosts=0), "0 hosts: at least 1"),
         (lambda: find_cluster("H100", hosts=10**400), "0 hosts: at least 1, and at most a million"),
-        (lambda: parse_gpus(f"{10**400}xH100"), "is unknown"),
+        (lambda: find_cluster(parse_gpus(f"{10**400}xH100")[1]), "is unknown"),
         (lambda: find_network(f"{10**400}Gb", 8), "is unknown"),
         (lambda: find_cluster(), "no GPU is named"),
     ],
@@ -103,6 +105,56 @@ def test_own_file_changes_a_preset(tmp_path: Path) -> None:
     assert cluster.between.bandwidth == 1e9
     named = find_cluster(hosts=2, network="infiniband-hdr", hardware=path)
     assert named.between.bandwidth == 25e9
+
+
+@pytest.fixture
+def at_500_w(tmp_path: Path) -> Path:
+    path = tmp_path / "my.toml"
+    path.write_text('[gpu]\nlike = "H100"\nname = "H100 at 500 W"\nsustained = 0.65\n')
+    return path
+
+
+@pytest.mark.parametrize("asked", ["H100 at 500 W", "h100-at-500w", "H100", None])
+def test_gpus_names_the_one_of_the_file(at_500_w: Path, asked: str | None) -> None:
+    gpu = find_cluster(asked, hardware=at_500_w).gpu
+    assert gpu == replace(find_gpu("H100"), name="H100 at 500 W", sustained=0.65)
+
+
+def test_a_file_about_one_gpu_and_another_asked_for(at_500_w: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        find_cluster("a100-40", hardware=at_500_w)
+    assert str(caught.value) == (
+        f"--gpus A100-40: {at_500_w} describes H100 at 500 W, which is like H100: ask for that one, or leave "
+        "[gpu] out of the file"
+    )
+    with pytest.raises(UserError, match="GPU 'H100 at 600 W' is unknown: did you mean H100 at 500 W"):
+        find_cluster("H100 at 600 W", hardware=at_500_w)
+    at_500_w.write_text('[gpu]\nlike = "X"\n')
+    with pytest.raises(UserError, match=r"my.toml: \[gpu\] like: GPU 'X' is unknown: there are H100, "):
+        find_cluster("H100", hardware=at_500_w)
+
+
+def test_a_file_that_changes_whatever_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text('[gpu]\nname = "H100"\nsustained = 0.65\n')
+    assert find_cluster("H100", hardware=path).gpu == replace(find_gpu("H100"), sustained=0.65)
+    path.write_text("[gpu]\nsustained = 0.65\n")
+    assert find_cluster("H200", hardware=path).gpu == replace(find_gpu("H200"), sustained=0.65)
+
+
+@pytest.mark.parametrize("wrong", ["6.5", "1.01", "0", "-0.5"])
+@pytest.mark.parametrize(
+    "name", ["[gpu] sustained", "[gpu] reachable", "[gpu] flash", "[inside] efficiency", "[inside] lanes"]
+)
+def test_parts_are_no_more_than_the_whole(tmp_path: Path, name: str, wrong: str) -> None:
+    path = tmp_path / "my.toml"
+    table, field = name.split()
+    value = {"flash": f"[0.4, {wrong}]", "lanes": f"[{wrong}]"}.get(field, wrong)
+    path.write_text(f"{table}\n{field} = {value}\n")
+    with pytest.raises(UserError) as caught:
+        find_cluster("H100", hardware=path)
+    said = f"{field} is {wrong}; it is a part: more than 0, and at most 1"
+    assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

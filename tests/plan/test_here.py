@@ -55,6 +55,13 @@ def test_the_file_is_read_back(tmp_path: Path) -> None:
     assert kept_cluster(path=tmp_path / "none.toml") is None
 
 
+def test_attention_that_is_faster_than_products_can_be_read_back(tmp_path: Path) -> None:
+    cluster = cluster_of(FIGURES | {"attention_forward_s": 1e-4})
+    assert cluster.gpu.flash[0] == 1.0 > cluster.gpu.flash[1]
+    keep(to_toml(cluster, FIGURES, NOW), tmp_path / "here.toml")
+    assert find_cluster(hardware=tmp_path / "here.toml").gpu == cluster.gpu
+
+
 def test_one_rank_has_no_links_to_measure() -> None:
     alone = {name: value for name, value in FIGURES.items() if not name.startswith("all_reduce")} | {
         "ranks": 1

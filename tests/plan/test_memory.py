@@ -52,6 +52,15 @@ def test_states_are_16_bytes_a_parameter_or_the_part_of_them_that_is_left(shard:
         assert states / N == pytest.approx(expected, rel=1e-3), strategy
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_micro_batches_in_no_sync_have_sharded_gradients_whole_besides(strategy: Strategy) -> None:
+    summed, whole = (of(strategy, 8, accumulation=2, accumulates_whole=each) for each in (False, True))
+    more = 2 * N if STRATEGIES[strategy].gradients else 0
+    assert whole.gradients == pytest.approx(summed.gradients + more, rel=1e-3)
+    assert replace(whole, gradients=summed.gradients) == summed
+    assert of(strategy, 8, accumulates_whole=True) == of(strategy, 8), "one micro-batch is the last one"
+
+
 def test_the_formulae_of_deepspeed_and_megatron() -> None:
     n, d = 1e9, 16
     zero2 = Setup(MODEL, Parallel("zero2", d, d), Recipe(4096, precision=DEEPSPEED.precision))

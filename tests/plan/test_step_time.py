@@ -311,6 +311,24 @@ def test_four_bits_are_gathered_as_four_bits() -> None:
     assert took[1] / took[0] == pytest.approx(moved[1] / moved[0], rel=0.02)
 
 
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "hybrid", "hybrid_zero2"])
+def test_in_no_sync_the_last_micro_batch_alone_reduces(strategy: Strategy) -> None:
+    """With all in sight, what is gathered is as ever and what is reduced is 1/accumulation of it."""
+    in_sight = replace(IMECE, name="in sight", overlap_gathers=False, overlap_gradients=False)
+    parallel = Parallel(strategy, 32, 8 if strategy.startswith("hybrid") else 32)
+    each = Setup(MODEL, parallel, replace(RECIPE, accumulation=4))
+    last = replace(each, recipe=replace(each.recipe, accumulates_whole=True))
+    stage = stage_time(each, CLUSTER, in_sight)
+    (moved, found), (moved_last, found_last) = (
+        (moved_bytes(setup, stage), synchronise(setup, CLUSTER, in_sight, stage)) for setup in (each, last)
+    )
+    assert moved_last == moved | {"reduce_scatter": moved["reduce_scatter"] / 4}
+    assert found_last.parameters == pytest.approx(found.parameters)
+    assert found_last.gradients < found.gradients
+    if not strategy.startswith("hybrid"):  # which sum between hosts too, once a step
+        assert found_last.gradients == pytest.approx(found.gradients / 4)
+
+
 def test_adapters_of_experts_are_trained_too() -> None:
     mixture = replace(MODEL, name="moe", experts=8, active_experts=2)
     setup = Setup(mixture, Parallel(), replace(RECIPE, adapters="lora"))

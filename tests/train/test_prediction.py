@@ -15,7 +15,7 @@ from imece.plan.check import PLAN_FILE, read_plan, rows
 from imece.plan.hardware import find_cluster
 from imece.plan.here import cluster_of, keep, to_toml
 from imece.train import prediction
-from imece.train.batch import plan_batch
+from imece.train.batch import BatchPlan, plan_batch
 from imece.train.config import TrainConfig
 from imece.train.precision import Precision
 from imece.train.prediction import Machine, Prediction, choose, chosen_before, compared, measured, predict
@@ -126,6 +126,17 @@ def test_the_state_is_that_of_the_engine() -> None:
     assert counted["parameters"] == pytest.approx(size, rel=0.01)
     assert counted["gradients"] == pytest.approx(size, rel=0.01)
     assert counted["communication"] == 0
+
+
+def test_micro_batches_are_accumulated_whole() -> None:
+    """As step.py does; nothing of it is left after a step, when the engine counts."""
+    once, twice = (
+        predict("zero2", CONFIG, SHAPE, BatchPlan(256, 8 * times, 2, 4, times), BF16, machine())
+        for times in (1, 2)
+    )
+    more = twice.candidate.memory.gradients - once.candidate.memory.gradients
+    assert more == twice.needed - once.needed == 4 * SHAPE.parameter_count
+    assert twice.as_json()["counted_bytes"] == once.as_json()["counted_bytes"]
 
 
 def test_predicted_and_measured_are_kept(tmp_path: Path) -> None:

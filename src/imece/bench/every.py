@@ -44,12 +44,12 @@ class Rank:
         """Run one of COLLECTIVES; whether the result is right."""
         return {"right": self._cases()[collective]()}
 
-    def links(self) -> dict[str, Any]:
-        """Latency and bandwidth of the default group: a line, and the figures."""
+    def links(self) -> dict[str, str]:
+        """Latency and bandwidth of the default group, in a line."""
         world = dist.group.WORLD
         assert world is not None
         found = links.measure(world, [list(range(self._size))])
-        return {"line": links.table_line(found), "links": found.to_json()}
+        return {"line": links.table_line(found)}
 
     def _cases(self) -> dict[str, Callable[[], bool]]:
         return {

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 import imece
 from imece.collectives.links import LARGE_BYTES, measure
+from imece.collectives.shared_memory.cgroup import allowed_bytes
 from imece.launch.spawn import spawn
 from imece.models.cross_entropy import summed_cross_entropy
 from imece.models.presets import preset
@@ -171,18 +172,7 @@ def _memory(ranks: int, device: torch.device) -> int:
     """Bytes a rank can have."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    return int(_limit_bytes() // ranks)
-
-
-def _limit_bytes() -> int:
-    """Of this machine, or of the container if it may have less."""
-    total = psutil.virtual_memory().total
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            text = file.read().strip()
-    except OSError:
-        return total
-    return min(total, int(text)) if text.isdigit() else total
+    return allowed_bytes() // ranks
 
 
 def _outside(device: torch.device) -> int:

@@ -27,7 +27,7 @@ from imece.plan.answer.text import (
     wrapped,
 )
 from imece.plan.answer.words import share, title
-from imece.plan.hardware import Cluster, find_cluster, gpu_names, parse_gpus
+from imece.plan.hardware import Cluster, describes_gpu, find_cluster, gpu_names, parse_gpus
 from imece.plan.models.by_name import find_model
 from imece.plan.setup import Precision
 
@@ -172,7 +172,10 @@ def _cluster_with(options: PlanOptions, asked: Cluster, gpu: str, gpus_per_host:
     """What the options give with these in --gpus and --hosts: links that come with them, or are named."""
     if gpu == asked.gpu.name and (options.here or options.hardware is not None):  # measured, or described
         return replace(asked, gpus_per_host=gpus_per_host, hosts=hosts)
-    return find_cluster(gpu, gpus_per_host, hosts, options.network, options.hardware)
+    # What the file says of its GPU is said of no other.
+    of_another = options.hardware is not None and describes_gpu(options.hardware)
+    hardware = None if of_another else options.hardware
+    return find_cluster(gpu, gpus_per_host, hosts, options.network, hardware)
 
 
 def _next(answer: Answer) -> Iterator[str]:

@@ -9,20 +9,16 @@ import torch
 import torch.distributed as dist
 
 from imece import mesh
-from imece.collectives.choice import Choice, choose
+from imece.collectives.choice import Choice, best_parts, choose
 from imece.collectives.link_types import Links
 from imece.collectives.links import measure
+from imece.collectives.schedules import DEFAULT_PARTS
 from imece.errors import UserError
 
 FORCED = os.environ.get("IMECE_SCHEDULE", "")
 """A schedule for every operation that knows it, or "auto"; the same on all ranks. Read once, at import."""
 
 _links: weakref.WeakKeyDictionary[dist.ProcessGroup, Links] = weakref.WeakKeyDictionary()
-
-
-def use_links(group: dist.ProcessGroup, links: Links) -> None:
-    """Choose by these figures, of an earlier measurement, instead of measuring."""
-    _links[group] = links
 
 
 def choice(op: str, nbytes: int, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> Choice:
@@ -33,6 +29,12 @@ def choice(op: str, nbytes: int, group: dist.ProcessGroup, device: torch.device 
     UserError if IMECE_SCHEDULE names no schedule.
     """
     return choose(op, nbytes, links_of(group, device))
+
+
+def parts_of(nbytes: int, group: dist.ProcessGroup) -> int:
+    """Of a broadcast along the pipelined ring: as the links say where they were measured."""
+    links = _links.get(group)
+    return best_parts(nbytes, links) if links is not None else DEFAULT_PARTS
 
 
 def links_of(group: dist.ProcessGroup, device: torch.device | str = "cpu") -> Links:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from imece.collectives.link_types import Hosts, Links
-from imece.collectives.schedules import DEFAULT_PARTS, SCHEDULES, cost, nearest
+from imece.collectives.schedules import SCHEDULES, cost, nearest
 from imece.errors import UserError
 
 GAIN = 0.9  # a schedule replaces the native way if it is predicted to take less than this share of its time
@@ -31,7 +31,6 @@ class Choice:
     predicted_s: float
     others: tuple[tuple[str, float], ...]  # the candidates left, fastest first, with their seconds
     why: str  # "predicted", or who forced it
-    parts: int = DEFAULT_PARTS  # S of the pipelined ring
 
     def __str__(self) -> str:
         rest = ", ".join(f"{name} {_milliseconds(took)}" for name, took in self.others)
@@ -64,7 +63,6 @@ def choose(
     name that no operation knows, or that `op` does not know when the argument gives it.
     """
     times = predict(op, nbytes, links)
-    parts = best_parts(nbytes, links)
     why = "predicted"
     name = None if schedule in (None, "auto") else schedule
     if name is not None:
@@ -78,7 +76,7 @@ def choose(
     if name is None:
         name = min(times, key=lambda each: times[each] * (GAIN if each == "native" else 1.0))
     others = sorted(((each, took) for each, took in times.items() if each != name), key=lambda item: item[1])
-    return Choice(op, nbytes, name, times[name], tuple(others), why, parts)
+    return Choice(op, nbytes, name, times[name], tuple(others), why)
 
 
 def predict(op: str, nbytes: int, links: Links) -> dict[str, float]:

@@ -87,9 +87,9 @@ def describe(fingerprint: int) -> str:
     return _describe(unpack(fingerprint), None)
 
 
-def describe_tensor(fingerprint: int, shape: tuple[int, ...] | None = None) -> str:
-    """Only what was sent, e.g. "float32[768, 3072]"; the flat numel if the shape is not known."""
-    return _tensor(unpack(fingerprint), shape)
+def describe_tensor(fingerprint: int) -> str:
+    """Only what was sent, e.g. "float32[2359296]"."""
+    return _tensor(unpack(fingerprint), None)
 
 
 def mismatch_message(seq: int, by_rank: Mapping[int, str], op: str = "", verb: str = "called") -> str:

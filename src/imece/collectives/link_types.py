@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
-from imece.errors import UserError
-
-VERSION = 1
-FILE_NAME = "links.json"
 Hosts = Sequence[Sequence[int]]
 
 
@@ -50,37 +43,6 @@ class Links:
     between: Link | None  # median pair of two hosts; None on one host
     native: Mapping[str, Native]  # by operation
     sum_s_per_byte: float  # adding one fp32 message to another, the slowest rank
-
-    def to_json(self) -> str:
-        return json.dumps({"version": VERSION} | asdict(self), indent=1)
-
-    @staticmethod
-    def from_json(text: str) -> Links:
-        """UserError if the text is not what `to_json` writes."""
-        try:
-            raw = json.loads(text)
-            if raw["version"] != VERSION:
-                raise UserError(f"links of format {raw['version']}; this imece reads format {VERSION}")
-            return Links(
-                backend=str(raw["backend"]),
-                world_size=int(raw["world_size"]),
-                hosts=tuple(tuple(map(int, host)) for host in raw["hosts"]),
-                pairs=tuple((int(a), int(b), Link(**link)) for a, b, link in raw["pairs"]),
-                inside=Link(**raw["inside"]) if raw["inside"] else None,
-                between=Link(**raw["between"]) if raw["between"] else None,
-                native={str(op): Native(**native) for op, native in raw["native"].items()},
-                sum_s_per_byte=float(raw["sum_s_per_byte"]),
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"these are not the measured links of a run: {error!r}") from error
-
-    def save(self, folder: Path) -> Path:
-        """Writes links.json into the run's folder, whole or not at all."""
-        path = folder / FILE_NAME
-        half = path.with_suffix(f".{os.getpid()}.half")
-        half.write_text(self.to_json())
-        half.replace(path)
-        return path
 
 
 def table_line(*measured: Links) -> str:

@@ -4,7 +4,7 @@
     print(table_line(links))                        # link  gloo 1.4 GB/s, 165 us in the host
     print(choose("all_reduce", 16 << 20, links))    # 16 MiB all_reduce: ring, 13 ms predicted (native 15)
 
-Words and files of it: link_types.py. The choice: choice.py.
+Words of it: link_types.py. The choice: choice.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -44,13 +43,12 @@ def measure(
     group: dist.ProcessGroup | None = None,
     hosts: Hosts | None = None,
     device: torch.device | str = "cpu",
-    folder: Path | None = None,
 ) -> Links:
     """Times messages between pairs of ranks, and the backend's own collectives. All ranks call it together.
 
     hosts: ranks in the group of each host; None: all on one. device: where the tensors lie (NCCL: cuda).
-    folder: of the run; rank 0 writes links.json there. One pair talks at a time. Up to 8 ranks all pairs are
-    measured (28 at most), of more a sample of neighbours. Two ranks on Gloo take about 0.3 s.
+    One pair talks at a time. Up to 8 ranks all pairs are measured (28 at most), of more a sample of
+    neighbours. Two ranks on Gloo take about 0.3 s.
     """
     group = group if group is not None else dist.group.WORLD
     assert group is not None, "no process group"
@@ -69,7 +67,7 @@ def measure(
     rows = found.tolist()
     measured = tuple((a, b, Link(*row)) for (a, b), row in zip(pairs, rows, strict=True))
     host_of = {rank: index for index, host in enumerate(hosts) for rank in host}
-    links = Links(
+    return Links(
         backend=dist.get_backend(group),
         world_size=size,
         hosts=hosts,
@@ -79,9 +77,6 @@ def measure(
         native=_native(group, device),
         sum_s_per_byte=_slowest(_sum_s_per_byte(device), group, device),
     )
-    if folder is not None and rank == 0:
-        links.save(folder)
-    return links
 
 
 def pairs_to_measure(hosts: Hosts) -> list[tuple[int, int]]:

@@ -36,7 +36,7 @@ from imece.collectives.execute import run_schedule
 from imece.collectives.messages import Recv, Send, exchange, recv, send
 from imece.collectives.pending import Pending
 from imece.collectives.reduction import flattened, landed, op_name, prepared, shares_memory
-from imece.collectives.schedules import DEFAULT_PARTS, SCHEDULES, build, check_name
+from imece.collectives.schedules import SCHEDULES, build, check_name
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.wire import all_reduce_bf16, check_bf16, reduce_scatter_bf16
 
@@ -236,14 +236,15 @@ def broadcast(
     group: Group | None = None,
     async_op: bool = False,
     schedule: str | None = None,
-    parts: int = DEFAULT_PARTS,
+    parts: int | None = None,
     label: str = "",
 ) -> Any:
     """Rank src's tensor on every rank, in place.
 
     tensor: the same shape and dtype on every rank. Every rank but src receives M bytes; with schedule
-    "pipelined_ring" nobody sends more than M, in `parts` parts; with "root", src sends (N−1) · M; with
-    "tree", ceil(log2 N) · M. ValueError if src is not in the group.
+    "pipelined_ring" nobody sends more than M, in `parts` parts (None: as many as is fastest by the links, if
+    they were measured, or 8); with "root", src sends (N−1) · M; with "tree", ceil(log2 N) · M. ValueError if
+    src is not in the group.
     """
     group = group_or_default(group)
     check_rank("broadcast from", src, group)
@@ -258,8 +259,10 @@ def broadcast(
             lambda: native.broadcast(flat, src, group), tensor, lambda: copy_back(flat, tensor), async_op
         )
 
+    cut = parts if parts is not None else auto.parts_of(tensor.nbytes, group)
+
     def run() -> None:
-        steps = build("broadcast", schedule, group.rank(), group.size(), flat.numel(), root=src, parts=parts)
+        steps = build("broadcast", schedule, group.rank(), group.size(), flat.numel(), root=src, parts=cut)
         run_schedule(steps, flat, group)
         copy_back(flat, tensor)
 

@@ -35,8 +35,7 @@ from imece.collectives.recording import Recording, attach, find
 from imece.collectives.who_waits import explain
 
 __all__ = [
-    "Recorder", "Recording", "attach", "configure", "dump", "enter", "explain", "fail", "find",
-    "install_signal", "leave", "register_group",
+    "Recorder", "Recording", "attach", "dump", "enter", "explain", "fail", "find", "install_signal", "leave",
 ]  # fmt: skip
 
 _MASK = ring.CAPACITY - 1
@@ -64,15 +63,10 @@ class Recorder:
         self._bodies: dict[_Key, tuple[bytes, Iterator[int], int]] = {}
         self._rows: dict[str, int] = {}
         self._numbers: dict[int, Iterator[int]] = {}
-        self._started_ns = time.time_ns()
-        self.identify(rank, world_size, job)
-
-    def identify(self, rank: int, world_size: int, job: str) -> None:
-        """Writes the header; again when the rank becomes known."""
         host = (os.environ.get("IMECE_HOST") or socket.gethostname()).encode()[:64]
         ring.HEADER.pack_into(
             self._map, 0, ring.MAGIC, ring.VERSION, os.getpid(), rank, world_size, ring.CAPACITY,
-            ring.RECORD_BYTES, self._started_ns, host, job.encode()[:64],
+            ring.RECORD_BYTES, time.time_ns(), host, job.encode()[:64],
         )  # fmt: skip
 
     def enter(
@@ -94,11 +88,6 @@ class Recorder:
         # A call that outlived 1,024 later ones has lost its slot to one of them.
         if self._words[word] == token:
             self._words[word + 3] = sign * _now()
-
-    def register_group(self, name: str, ranks: Sequence[int]) -> None:
-        at = ring.GROUPS_AT + self._row(name) * ring.GROUP_BYTES
-        last, last_p2p, raw_name, _ = ring.GROUP.unpack_from(self._map, at)
-        ring.GROUP.pack_into(self._map, at, last, last_p2p, raw_name, ring.ranks_text(tuple(ranks)).encode())
 
     def recording(self) -> Recording:
         recording = ring.read(self._map, "R")
@@ -164,16 +153,6 @@ def leave(token: int) -> None:
 def fail(token: int) -> None:
     """Notes that the call has raised."""
     (_recorder or _create()).leave(token, -1)
-
-
-def register_group(name: str, ranks: Sequence[int]) -> None:
-    """Tells which global ranks a group holds, in order, so that `explain` can name those who are missing."""
-    (_recorder or _create()).register_group(name, ranks)
-
-
-def configure(rank: int, world_size: int, job: str = "") -> None:
-    """Tells the rank and the job, where neither torch.distributed nor the environment know them."""
-    (_recorder or _create()).identify(rank, world_size, job or _job())
 
 
 def dump(file: TextIO | None = None, last: int = 16) -> None:

@@ -63,15 +63,15 @@ def build(
     *,
     root: int = 0,
     parts: int = DEFAULT_PARTS,
-    hosts: Sequence[Sequence[int]] | None = None,
 ) -> Schedule:
     """The schedule of one rank of the group.
 
-    op, name: a pair of SCHEDULES. numel: of the whole tensor (reduce_scatter: of its input, all_gather: of
-    its output). root: source of a broadcast, target of a reduce. parts: S of the pipelined ring. hosts: ranks
-    of each host, for "hierarchical" (None: all on one host). ValueError for an unknown pair or a bad number.
+    op, name: a pair of SCHEDULES, but not "hierarchical", which hierarchical.py does. numel: of the whole
+    tensor (reduce_scatter: of its input, all_gather: of its output). root: source of a broadcast, target of a
+    reduce. parts: S of the pipelined ring. ValueError for an unknown pair or a bad number.
     """
     check_name(op, name)
+    assert name != "hierarchical", "hierarchical.py makes its messages by itself"
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is outside the group of {world_size} ranks")
     if not 0 <= root < world_size:
@@ -82,8 +82,6 @@ def build(
         return (root_broadcast if name == "root" else tree_broadcast)(rank, world_size, numel, root)
     if op == "reduce":
         return (root_reduce if name == "root" else tree_reduce)(rank, world_size, numel, root)
-    if name == "hierarchical":
-        return _HIERARCHICAL[op](rank, hosts if hosts is not None else [range(world_size)], numel)
     if op == "reduce_scatter":
         return ring_reduce_scatter(rank, world_size, numel)
     if op == "all_gather":
@@ -123,35 +121,25 @@ def ring_reduce_scatter(rank: int, world_size: int, numel: int) -> Schedule:
 
     world_size − 1 steps; sends all slices but its own: (N−1)/N · M bytes.
     """
-    return _ring_sum(rank, [[each] for each in bounds(numel, world_size)])
+    owned, right, left = bounds(numel, world_size), (rank + 1) % world_size, (rank - 1) % world_size
+    return [
+        _step(right, owned[(rank - s - 1) % world_size], left, owned[(rank - s - 2) % world_size], "sum")
+        for s in range(world_size - 1)
+    ]
 
 
 def ring_all_gather(rank: int, world_size: int, numel: int) -> Schedule:
     """Afterwards every slice holds what its owner held. world_size − 1 steps, (N−1)/N · M bytes."""
-    return _ring_copy(rank, [[each] for each in bounds(numel, world_size)])
+    owned, right, left = bounds(numel, world_size), (rank + 1) % world_size, (rank - 1) % world_size
+    return [
+        _step(right, owned[(rank - s) % world_size], left, owned[(rank - s - 1) % world_size], "copy")
+        for s in range(world_size - 1)
+    ]
 
 
 def ring_all_reduce(rank: int, world_size: int, numel: int) -> Schedule:
     """Reduce-scatter, then all-gather: 2(N−1) steps, 2(N−1)/N · M bytes a rank whatever N is."""
     return ring_reduce_scatter(rank, world_size, numel) + ring_all_gather(rank, world_size, numel)
-
-
-def _ring_sum(rank: int, owned: Sequence[Sequence[Range]]) -> Schedule:
-    """owned: of each rank the ranges whose sums it has afterwards."""
-    size, right, left = len(owned), (rank + 1) % len(owned), (rank - 1) % len(owned)
-    return [
-        _step(right, owned[(rank - s - 1) % size], left, owned[(rank - s - 2) % size], "sum")
-        for s in range(size - 1)
-    ]
-
-
-def _ring_copy(rank: int, owned: Sequence[Sequence[Range]]) -> Schedule:
-    """owned: of each rank the ranges that it has, and afterwards all have."""
-    size, right, left = len(owned), (rank + 1) % len(owned), (rank - 1) % len(owned)
-    return [
-        _step(right, owned[(rank - s) % size], left, owned[(rank - s - 1) % size], "copy")
-        for s in range(size - 1)
-    ]
 
 
 # --- root: the naive way, everything through one rank
@@ -231,14 +219,14 @@ def recursive_doubling(rank: int, world_size: int, numel: int) -> Schedule:
         steps.append(Step(receives=_in(rank + power, whole, "sum")))
     distance = 1
     while distance < power:
-        steps.append(_step(rank ^ distance, [whole], rank ^ distance, [whole], "sum"))
+        steps.append(_step(rank ^ distance, whole, rank ^ distance, whole, "sum"))
         distance *= 2
     if folded:
         steps.append(Step(sends=_out(rank + power, whole)))
     return steps
 
 
-# --- in a chain, and over hosts
+# --- in a chain
 
 
 def pipelined_ring_broadcast(rank: int, world_size: int, numel: int, root: int, parts: int) -> Schedule:
@@ -257,61 +245,8 @@ def pipelined_ring_broadcast(rank: int, world_size: int, numel: int, root: int, 
         return [Step(sends=_out(right, part)) for part in ranges]
     if place == world_size - 1:
         return [Step(receives=_in(left, part, "copy")) for part in ranges]
-    between = [_step(right, [ranges[s - 1]], left, [ranges[s]], "copy") for s in range(1, parts)]
+    between = [_step(right, ranges[s - 1], left, ranges[s], "copy") for s in range(1, parts)]
     return [Step(receives=_in(left, ranges[0], "copy")), *between, Step(sends=_out(right, ranges[-1]))]
-
-
-def hierarchical(rank: int, hosts: Sequence[Sequence[int]], numel: int) -> Schedule:
-    """All-reduce that sends only 2(K−1)/K · M/H bytes a rank between K hosts of H ranks each.
-
-    Ring reduce-scatter in the host, ring all-reduce of the own slice with the same place on the other hosts,
-    ring all-gather in the host. hosts: the ranks of each host, equally many. ValueError otherwise.
-    """
-    mine, place, across = _seat(rank, hosts)
-    start, stop = bounds(numel, len(mine))[place]
-    return [
-        *_among(mine, ring_reduce_scatter(place, len(mine), numel)),
-        *_among(across, ring_all_reduce(across.index(rank), len(across), stop - start), start),
-        *_among(mine, ring_all_gather(place, len(mine), numel)),
-    ]
-
-
-def hierarchical_reduce_scatter(rank: int, hosts: Sequence[Sequence[int]], numel: int) -> Schedule:
-    """Slice `rank` of bounds(numel, N), in the order of ranks; (K−1)/K · M/H bytes a rank between hosts.
-
-    In the host, a rank gets the sums of the slices of its place on all hosts, and of them its own between
-    hosts. hosts, ValueError: as above.
-    """
-    (mine, place, across), slices = _seat(rank, hosts), bounds(numel, sum(map(len, hosts)))
-    rows = [[slices[host[at]] for host in hosts] for at in range(len(mine))]
-    return [
-        *_among(mine, _ring_sum(place, rows)),
-        *_among(across, _ring_sum(across.index(rank), [[slices[each]] for each in across])),
-    ]
-
-
-def hierarchical_all_gather(rank: int, hosts: Sequence[Sequence[int]], numel: int) -> Schedule:
-    """The same backwards."""
-    (mine, place, across), slices = _seat(rank, hosts), bounds(numel, sum(map(len, hosts)))
-    rows = [[slices[host[at]] for host in hosts] for at in range(len(mine))]
-    return [
-        *_among(across, _ring_copy(across.index(rank), [[slices[each]] for each in across])),
-        *_among(mine, _ring_copy(place, rows)),
-    ]
-
-
-def _seat(rank: int, hosts: Sequence[Sequence[int]]) -> tuple[Sequence[int], int, list[int]]:
-    """(ranks of the own host, index in it, ranks with that index on every host)."""
-    sizes = sorted({len(host) for host in hosts})
-    if len(sizes) != 1:
-        raise ValueError(
-            f"hierarchical needs equally many ranks on every host, not {sizes[0]} and {sizes[-1]}"
-        )
-    mine = next((host for host in hosts if rank in host), None)
-    if mine is None:
-        raise ValueError(f"rank {rank} is on none of the {len(hosts)} hosts")
-    place = list(mine).index(rank)
-    return mine, place, [host[place] for host in hosts]
 
 
 _ALL_REDUCE = {
@@ -320,13 +255,6 @@ _ALL_REDUCE = {
     "recursive_doubling": recursive_doubling,
     "tree": tree_all_reduce,
 }
-_HIERARCHICAL = {
-    "all_reduce": hierarchical,
-    "reduce_scatter": hierarchical_reduce_scatter,
-    "all_gather": hierarchical_all_gather,
-}
-
-
 # --- what it costs
 
 
@@ -369,29 +297,13 @@ def cost(op: str, name: str, world_size: int, nbytes: float, parts: int = DEFAUL
 # --- helpers
 
 
-def _out(peer: int, part: tuple[int, int]) -> tuple[Outgoing, ...]:
+def _out(peer: int, part: Range) -> tuple[Outgoing, ...]:
     return (Outgoing(peer, *part),) if part[0] < part[1] else ()
 
 
-def _in(peer: int, part: tuple[int, int], how: Literal["sum", "copy"]) -> tuple[Incoming, ...]:
+def _in(peer: int, part: Range, how: Literal["sum", "copy"]) -> tuple[Incoming, ...]:
     return (Incoming(peer, *part, how),) if part[0] < part[1] else ()
 
 
-def _step(
-    to: int, sent: Sequence[Range], source: int, got: Sequence[Range], how: Literal["sum", "copy"]
-) -> Step:
-    return Step(
-        tuple(each for part in sent for each in _out(to, part)),
-        tuple(each for part in got for each in _in(source, part, how)),
-    )
-
-
-def _among(ranks: Sequence[int], schedule: Schedule, offset: int = 0) -> Schedule:
-    """A schedule of places 0, 1, ... on elements from 0, told for these ranks and elements from offset."""
-    return [
-        Step(
-            tuple(Outgoing(ranks[s.peer], s.start + offset, s.stop + offset) for s in step.sends),
-            tuple(Incoming(ranks[r.peer], r.start + offset, r.stop + offset, r.how) for r in step.receives),
-        )
-        for step in schedule
-    ]
+def _step(to: int, sent: Range, source: int, got: Range, how: Literal["sum", "copy"]) -> Step:
+    return Step(_out(to, sent), _in(source, got, how))

@@ -33,10 +33,10 @@ def check_bf16(tensor: torch.Tensor, op: str) -> None:
 
 
 class Bf16Sum:
-    """One all-reduce in three stages, so that several can be under way at once:
+    """One all-reduce in three stages: post_slices, post_sums (waits for the slices), finish (for the sums).
 
-    post_slices, post_sums (waits for the slices), finish (waits for the sums). Bytes sent a rank: (N−1)/N · M
-    in all, M being the bytes of the fp32 tensor. Scratch: M, and M/N in fp32.
+    A reduce-scatter is over after `total`. Bytes sent a rank: (N−1)/N · M in all, M being the bytes of the
+    fp32 tensor. Scratch: M, and M/N in fp32.
     """
 
     def __init__(
@@ -65,24 +65,24 @@ class Bf16Sum:
         self.arrived[self.rank].copy_(self.rows[self.rank])
         self._exchange({peer: self.rows[peer] for peer in self._peers()}, self.arrived)
 
-    def total(self, timeout_s: float | None = None) -> torch.Tensor:
-        """This rank's slice, reduced: fp32 [slice]."""
-        self._wait(timeout_s)
+    def total(self) -> torch.Tensor:
+        """This rank's slice, reduced, once the slices are there: fp32 [slice]."""
+        self._wait()
         total = self.arrived[0].float()
         for contribution in self.arrived[1:]:
             total.add_(contribution)
         return total.div_(self.world_size) if self.op == "avg" else total
 
-    def post_sums(self, timeout_s: float | None = None) -> None:
+    def post_sums(self) -> None:
         mine = self.rows[self.rank]
-        mine.copy_(self.total(timeout_s))
+        mine.copy_(self.total())
         if self.collective:
             self.works = [native.all_gather(self.rows.view(-1), mine, self.group)]
         else:
             self._exchange(dict.fromkeys(self._peers(), mine), self.rows)
 
-    def finish(self, timeout_s: float | None = None) -> None:
-        self._wait(timeout_s)
+    def finish(self) -> None:
+        self._wait()
         self.flat.copy_(self.rows.view(-1)[: self.flat.numel()])
 
     def _peers(self) -> list[int]:
@@ -96,9 +96,9 @@ class Bf16Sum:
         receives = [Message(places[peer], peer, TAG_WIRE) for peer in self._peers()]
         self.works = post(sends, receives, self.group)
 
-    def _wait(self, timeout_s: float | None) -> None:
+    def _wait(self) -> None:
         for work in self.works:
-            wait_for(work, "a bf16 all_reduce", timeout_s)
+            wait_for(work, "a bf16 all_reduce")
         self.works = []
 
 

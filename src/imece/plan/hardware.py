@@ -3,7 +3,8 @@
 All rates are of one direction: an H100's NVLink is 450 GB/s, not the 900 that counts both, and an NDR port is
 400 Gb/s = 50 GB/s.
 
-A file of one's own (`--hardware my.toml`) has up to three tables, with the fields of the dataclasses below:
+A file of one's own (`--hardware my.toml`) has up to three tables, with the fields of the dataclasses below.
+--gpus names the GPU as the file does, or as the preset that it is like:
 
     [gpu]
     like = "H100"               # a preset that gives what is left out
@@ -113,11 +114,6 @@ def gpu_names() -> tuple[str, ...]:
     return tuple(_presets()["gpus"])
 
 
-def network_names() -> tuple[str, ...]:
-    """Of all presets."""
-    return tuple(_presets()["networks"])
-
-
 def find_gpu(name: str) -> Gpu:
     """The preset of that name; capitals, blanks and hyphens do not matter. UserError with the nearest."""
     return _gpu(_gpu_table(name))
@@ -152,11 +148,7 @@ def find_cluster(
     UserError, in one line, for names that are none, numbers that cannot be, and a file that cannot be read.
     """
     own: dict[str, dict[str, Any]] = {} if hardware is None else _read_own(hardware)
-    device = own.get("gpu", {})
-    base = gpu if gpu is not None else device.get("like")
-    if base is None and hardware is None:
-        raise UserError(f"no GPU is named: choose one of {', '.join(gpu_names())}")
-    table = (_gpu_table(base) if base is not None else {}) | {k: v for k, v in device.items() if k != "like"}
+    table = _asked_for(gpu, own.get("gpu", {}), hardware)
     count = gpus_per_host if gpus_per_host is not None else table.get("gpus_per_host", 8)
     for what, number in (("GPUs of a host", count), ("hosts", hosts)):
         if not 1 <= number <= _MOST:
@@ -174,15 +166,41 @@ def find_cluster(
 
 
 def parse_gpus(text: str) -> tuple[int | None, str]:
-    """ "8xH100" -> (8, "H100"); "H100" -> (None, "H100"). The name is looked up. UserError."""
+    """ "8xH100" -> (8, "H100"); "H100" -> (None, "H100"). Whether there is such a GPU, find_cluster knows.
+    UserError."""
     found = re.fullmatch(r"\s*(?:(\d{1,9})\s*[xX*]\s*)?([^\s].*?)\s*", text)
     if found is None:
         raise UserError(f"--gpus {text!r}: write it like 8xH100")
     count = None if found[1] is None else int(found[1])
     if count == 0:
         raise UserError(f"--gpus {text!r}: at least 1")
-    presets = _presets()["gpus"]
-    return count, _named(found[2], presets, "GPU")
+    return count, found[2]
+
+
+def describes_gpu(hardware: Path) -> bool:
+    """Whether the file is about a GPU, and not about links alone. UserError if it cannot be read."""
+    return "gpu" in _read_own(hardware)
+
+
+def _asked_for(gpu: str | None, own: Mapping[str, Any], hardware: Path | None) -> dict[str, Any]:
+    """The GPU that is named, with what the file's [gpu] says of it; UserError if it says that of another."""
+    name, like = own.get("name"), own.get("like")
+    if gpu is None and hardware is None:
+        raise UserError(f"no GPU is named: choose one of {', '.join(gpu_names())}")
+    try:
+        table = {} if like is None else _gpu_table(like)
+    except UserError as error:
+        raise UserError(f"--hardware {hardware}: [gpu] like: {error}") from None
+    asked = None if gpu is None else _named(gpu, [*gpu_names(), *([] if name is None else [name])], "GPU")
+    if like is not None and asked not in (None, name, table["name"]):
+        described = table["name"] if name is None else f"{name}, which is like {table['name']}"
+        raise UserError(
+            f"--gpus {asked}: {hardware} describes {described}: ask for that one, or leave [gpu] out of the "
+            "file"
+        )
+    if like is None and asked in gpu_names():
+        table = _gpu_table(asked)
+    return table | {field: value for field, value in own.items() if field != "like"}
 
 
 def _gpu_table(name: str) -> dict[str, Any]:
@@ -231,14 +249,16 @@ def _known(kind: type[Gpu] | type[Link], table: Mapping[str, Any], where: str) -
             is_number = isinstance(number, int | float) and not isinstance(number, bool)
             if not is_number or not abs(number) <= sys.float_info.max:  # an int may be more, and NaN is none
                 raise ValueError(f"[{where}] {name} is {number!r}; a number is needed")
+            if name in _PARTS and not 0 < number <= 1:
+                raise ValueError(f"[{where}] {name} is {number}; it is a part: more than 0, and at most 1")
             if number < 0 or (number == 0 and name in _POSITIVE):
                 raise ValueError(f"[{where}] {name} is {number}; it must be more than 0")
     return dict(table)
 
 
+_PARTS = ("efficiency", "lanes", "reachable", "sustained", "flash")
 _POSITIVE = (
-    "bandwidth", "efficiency", "switch", "peak", "peak_fp32", "reachable", "memory_bytes", "memory_bandwidth",
-    "sustained", "flash", "multiprocessors",
+    "bandwidth", "switch", "peak", "peak_fp32", "memory_bytes", "memory_bandwidth", "multiprocessors",
 )  # fmt: skip
 
 

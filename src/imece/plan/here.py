@@ -140,12 +140,16 @@ def _as_slow_as_a_model(gpu: Gpu, figures: Mapping[str, Any]) -> Gpu:
 
 
 def _flash(gpu: Gpu, figures: Mapping[str, Any]) -> tuple[float, float]:
-    """Of the peak, as compute.py counts: the causal half of the scores, and backward 2.5 times the work."""
+    """Of the peak, and no more than it: as compute.py counts, the causal half of the scores, and backward 2.5
+    times the work."""
     batch, heads, seq, width = figures["attention"]
     flops = 2.0 * batch * heads * seq * seq * width
     forward, backward = figures["attention_forward_s"], figures["attention_backward_s"]
     narrow = min(1.0, (width / _WIDE) ** 0.4) * seq / (seq + 256)
-    return flops / (forward * gpu.peak * narrow), 2.5 * flops / (backward * gpu.peak * narrow)
+    return (
+        min(1.0, flops / (forward * gpu.peak * narrow)),
+        min(1.0, 2.5 * flops / (backward * gpu.peak * narrow)),
+    )
 
 
 def _link(figures: Mapping[str, Any]) -> Link:

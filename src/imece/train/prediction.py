@@ -14,6 +14,7 @@ from typing import Any, cast
 import psutil
 import torch
 
+from imece.collectives.shared_memory.cgroup import allowed_bytes
 from imece.data.files import write_whole
 from imece.data_parallel.offload import can_offload
 from imece.data_parallel.strategy import choose_strategy, find_strategy
@@ -128,7 +129,7 @@ def _machine_of(mesh: Mesh) -> Machine:
         if kept is not None and (kept.gpu.multiprocessors == 1) == (mesh.device.type == "cpu"):
             return Machine(replace(kept, hosts=hosts), hosts == 1)
     if mesh.device.type == "cpu":
-        base, memory = find_cluster("CPU", each, hosts), psutil.virtual_memory().total // each
+        base, memory = find_cluster("CPU", each, hosts), allowed_bytes() // each
     else:
         base, memory = find_cluster("H100", each, hosts), torch.cuda.mem_get_info(mesh.device)[1]
     return Machine(replace(base, gpu=replace(base.gpu, memory_bytes=memory)), False)
@@ -147,6 +148,7 @@ def predict(
         plan.seq,
         micro_batch=plan.micro,
         accumulation=plan.accumulation,
+        accumulates_whole=True,  # as step.py does
         recompute="full" if config.compute.recompute else "none",
         optimizer=config.optimizer.kind,
         compiled=config.compute.compile,
@@ -173,9 +175,11 @@ def _mapped(setup: Setup, cluster: Cluster, copies: bool) -> int:
 
 
 def _counted(setup: Setup, cluster: Cluster) -> dict[str, float]:
-    """What data_parallel/footprint.py counts: no copies of parameters that autocast makes."""
+    """What data_parallel/footprint.py counts after a step: without copies that autocast makes, and gradients
+    that micro-batches keep whole.
+    """
     precision = replace(setup.recipe.precision, activations=setup.recipe.precision.parameters)
-    plain = replace(setup, recipe=replace(setup.recipe, precision=precision))
+    plain = replace(setup, recipe=replace(setup.recipe, precision=precision, accumulation=1))
     found = memory(plain, framework=framework_on(cluster))
     return {
         "parameters": found.parameters,

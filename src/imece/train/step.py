@@ -17,7 +17,7 @@ from imece.data_parallel.grad_scaler import forget_stage
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.membership.draws import begin_draws
-from imece.models.transformer import Transformer, token_loss
+from imece.models.transformer import token_loss
 from imece.train.batch import BatchPlan
 from imece.train.clock import Clock
 from imece.train.precision import Precision
@@ -197,13 +197,6 @@ class Step:
         if self._scaler is not None and state:
             self._scaler.load_state_dict(state)
             forget_stage(self._scaler)
-
-
-def unwrapped(model: DistributedDataParallel) -> Transformer:
-    """The model inside."""
-    module = model.module
-    assert isinstance(module, Transformer)
-    return module
 
 
 def _listed(numbers: list[int], most: int = 8) -> str:

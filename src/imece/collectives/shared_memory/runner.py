@@ -73,10 +73,10 @@ class Runner:
                 self.fail(error)
                 raise
 
-    def run_messages(self, operations: Sequence[Operation], timeout_s: float | None = None) -> None:
+    def run_messages(self, operations: Sequence[Operation]) -> None:
         """Run messages together, to the end of all of them."""
         self.check()
-        self._drive(operations, timeout_s or self.timeout_s)
+        self._drive(operations, self.timeout_s)
 
     def check(self) -> None:
         """Raise if the group has failed before: no call on it can succeed any more."""

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from imece.collectives.shared_memory.cgroup import limits
 from imece.errors import CollectiveError, UserError
 
 _MAGIC = 0x696D656365  # "imece"
@@ -103,15 +104,8 @@ def attach(pid: int, fd: int, serial: int, *, populate: bool = False, keep: bool
 
 
 def available_bytes() -> int:
-    """Memory that this process can still take: the machine's, or the container's if that is less."""
-    free = int(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = (group / "memory.current").read_text().strip()
-    except OSError:  # no cgroup v2 here: the machine's own figure stands
-        return free
-    return free if limit == "max" else min(free, max(0, int(limit) - int(used)))
+    """Memory that this process can still take: the machine's, or the container's or job's if that is less."""
+    return min([psutil.virtual_memory().available, *(each.free_bytes for each in limits())])
 
 
 def _map(fd: int, nbytes: int, populate: bool) -> mmap.mmap:

@@ -14,7 +14,7 @@ from imece.plan.hardware import Cluster
 from imece.plan.setup import Setup
 from imece.plan.speed.manner import IMECE
 from imece.plan.speed.stage import StageTime, stage_time
-from imece.plan.speed.synchronise import Synchronisation, optimizer_s, synchronise
+from imece.plan.speed.synchronise import Synchronisation, optimizer_s, reductions, synchronise
 from imece.plan.speed.timeline import ends
 
 _MOST_PIECES = 40  # that are drawn one by one
@@ -100,8 +100,7 @@ def _busy(setup: Setup, found: Synchronisation) -> tuple[float, float]:
     if not divides.optimizer:
         return 0.0, whole
     gathers = 2 if divides.parameters else 1  # in forward and in backward, or once after a step
-    sums = setup.recipe.accumulation if divides.gradients else 1
-    one = whole / (gathers * _gathered_times(setup) + sums)
+    one = whole / (gathers * _gathered_times(setup) + reductions(setup))
     return gathers * one, one
 
 

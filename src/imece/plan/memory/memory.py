@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from imece.footprint import DIVIDED, Footprint, Sizes, footprint
 from imece.plan.memory.activations import kept_layer, layers_in_flight, tokens, whole_layer
@@ -123,6 +123,8 @@ def _states(setup: Setup, part: Held, dealt: Sizes, whole: float, framework: Fra
         own_bytes=0 if framework.masters_are_shards and precision.masters else None,
         offload=recipe.offload,
     )
+    if divides.gradients and recipe.accumulates_whole and recipe.accumulation > 1:
+        found = replace(found, gradients=found.gradients + round(precision.gradients * whole))
     same = precision.masters == precision.parameters
     masters = 0.0 if same or recipe.offload else precision.masters
     masters *= dealt.shard if divides.optimizer else dealt.whole

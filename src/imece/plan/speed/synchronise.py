@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from imece.footprint import DIVIDED
 from imece.plan.hardware import Cluster
 from imece.plan.memory.held import adapter_parameters
 from imece.plan.memory.memory import FOUR_BIT
@@ -94,19 +95,25 @@ def _gradient_bytes(setup: Setup, stage: StageTime) -> float:
     return trained_parameters(setup, stage) * each
 
 
+def reductions(setup: Setup) -> int:
+    """Of all gradients in a step: one, or one for each micro-batch where nobody keeps them whole."""
+    each = DIVIDED[setup.parallel.strategy].gradients and not setup.recipe.accumulates_whole
+    return setup.recipe.accumulation if each else 1
+
+
 def moved_bytes(setup: Setup, stage: StageTime) -> dict[Op, float]:
     """Of one step: bytes of the larger of input and output, summed over the collectives of a kind."""
-    strategy, times = setup.parallel.strategy, setup.recipe.accumulation
+    strategy = setup.parallel.strategy
     reduced = _gradient_bytes(setup, stage)
     stepped = trained_parameters(setup, stage) * setup.recipe.precision.parameters
     if strategy == "replicate":
         return {"all_reduce": reduced}
     if strategy in ("zero1", "zero2"):
-        return {"reduce_scatter": reduced * (1 if strategy == "zero1" else times), "all_gather": stepped}
-    gathered = _held_bytes(setup, stage)
+        return {"reduce_scatter": reduced * reductions(setup), "all_gather": stepped}
+    gathered = 2 * _held_bytes(setup, stage) * setup.recipe.accumulation
     moved: dict[Op, float] = {
-        "reduce_scatter": reduced * times,
-        "all_gather": stepped if strategy == "hybrid_zero2" else 2 * gathered * times,
+        "reduce_scatter": reduced * reductions(setup),
+        "all_gather": stepped if strategy == "hybrid_zero2" else gathered,
     }
     if strategy != "zero3":
         moved["all_reduce"] = reduced / setup.parallel.shard
@@ -147,16 +154,12 @@ def _with_contention(
 def _stepped_in_parts(
     setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime, group: Group
 ) -> Synchronisation:
-    """ZeRO-1 and 2: gradients are reduced to parts, parameters gathered once, after the step.
-
-    ZeRO-2 keeps no whole gradients, so it reduces those of each micro-batch.
-    """
+    """ZeRO-1 and 2: gradients are reduced to parts, parameters gathered once, after the step."""
     if group.ranks == 1:
         return Synchronisation(0.0, 0.0, 0.0)
     size = _gradient_bytes(setup, stage)
     exposed, hidden = _bucketed(setup, cluster, manner, stage, size, group, "reduce_scatter")
-    if setup.parallel.strategy != "zero1":
-        exposed, hidden = exposed * setup.recipe.accumulation, hidden * setup.recipe.accumulation
+    exposed, hidden = exposed * reductions(setup), hidden * reductions(setup)
     held = trained_parameters(setup, stage) * setup.recipe.precision.parameters
     if not manner.overlap_gathers:
         return Synchronisation(exposed, collective_s(cluster, "all_gather", held, group), hidden)
@@ -181,21 +184,28 @@ def _sharded(
     if group.ranks > 1:
         gather += collective_s(cluster, "all_gather", held / units, group)
         scatter = collective_s(cluster, "reduce_scatter", _gradient_bytes(setup, stage) / units, group)
-    if manner.overlap_gathers:
-        gathers = exposed_before(stage.forward_lasts, units, gather)
-        gathers += exposed_before(stage.backward_lasts, units, gather)
-    else:
-        gathers = 2 * units * gather
-    if manner.overlap_gradients:  # one network for both: gradients have what gathers leave
-        left = max(0.0, stage.backward_lasts - units * gather)
-        gradients = exposed_after(left, units, scatter)
-    else:
-        gradients = units * scatter
-    whole = units * (2 * gather + scatter)
-    hidden = max(0.0, whole - gathers - gradients)
-    gathers += manner.contention * share_of_inside(cluster, group) * hidden
-    times = setup.recipe.accumulation
-    return Synchronisation(times * gradients, times * gathers, times * hidden)
+
+    def micro_batches(scatter: float, times: int) -> Synchronisation:
+        if manner.overlap_gathers:
+            gathers = exposed_before(stage.forward_lasts, units, gather)
+            gathers += exposed_before(stage.backward_lasts, units, gather)
+        else:
+            gathers = 2 * units * gather
+        if manner.overlap_gradients:  # one network for both: gradients have what gathers leave
+            left = max(0.0, stage.backward_lasts - units * gather)
+            gradients = exposed_after(left, units, scatter)
+        else:
+            gradients = units * scatter
+        hidden = max(0.0, units * (2 * gather + scatter) - gathers - gradients)
+        gathers += manner.contention * share_of_inside(cluster, group) * hidden
+        return Synchronisation(times * gradients, times * gathers, times * hidden)
+
+    times = reductions(setup)
+    reduced = micro_batches(scatter, times)
+    kept = micro_batches(0.0, setup.recipe.accumulation - times)
+    return Synchronisation(
+        reduced.gradients, reduced.parameters + kept.parameters, reduced.hidden + kept.hidden
+    )
 
 
 def optimizer_s(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime) -> float:
