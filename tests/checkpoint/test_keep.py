@@ -240,8 +240,11 @@ def test_a_folder_that_one_may_list_and_not_enter(tmp_path: Path, monkeypatch: p
     def refuse(path: Path) -> bool:  # root may enter all, so we play the kernel
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "is_dir", refuse)
-    with pytest.raises(UserError, match=r"cannot be read \(Permission denied\): check the path and its"):
+    with (
+        monkeypatch.context() as played,
+        pytest.raises(UserError, match=r"cannot be read \(Permission denied\): check the path and its"),
+    ):
+        played.setattr(Path, "is_dir", refuse)
         newest_whole(tmp_path)
 
 

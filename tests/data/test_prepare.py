@@ -62,15 +62,21 @@ def test_a_second_call_finds_nothing_to_do(tmp_path: Path, texts: str) -> None:
     assert call(held_out=0.3, seed=1)[0] == first[0]
 
 
+def written(path: Path) -> tuple[str, int, int, int]:
+    """Which file it is, and when it was written; it may be read meanwhile."""
+    found = path.stat()
+    return path.name, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+
+
 def test_a_tokenizer_that_is_there_is_never_replaced(tmp_path: Path, texts: str) -> None:
     path = tmp_path / "tokenizer.json"
     ByteTokenizer().save(path)
-    before = path.stat()
+    before = written(path)
     for tokenizer in ("bpe", "bytes", str(tmp_path / "nowhere.json")):
         prepared = prepare(TextSource((texts,), tokenizer=tokenizer), path, tmp_path / "tokens")
         assert isinstance(prepared.tokenizer, ByteTokenizer)
         assert prepared.tokens.vocab_size == 257
-    assert path.stat() == before
+    assert written(path) == before
     assert sorted(os.listdir(tmp_path)) == ["texts", "tokenizer.json", "tokens"]  # nor is it locked
     path.write_text("{}")
     assert f"{path}: not a tokenizer.json" in mistake(
@@ -117,12 +123,12 @@ def test_who_joins_reads_what_the_others_do(tmp_path: Path, texts: str) -> None:
     path, folder = tmp_path / "tokenizer.json", tmp_path / "tokens"
     source = TextSource((texts,), vocab_size=270)
     first = prepare(source, path, folder)
-    before = [each.stat() for each in sorted(folder.iterdir())]
+    before = [written(each) for each in sorted(folder.iterdir())]
     write_texts(Path(texts), "added words", count=41)
     for each in (reopen(source, path, folder), reopen(TextSource(("gone",)), path, folder)):
         assert content(each.tokens) == content(first.tokens)
         assert (each.tokens.identity, each.tokenizer.hash) == (first.tokens.identity, first.tokenizer.hash)
-    assert [each.stat() for each in sorted(folder.iterdir())] == before
+    assert [written(each) for each in sorted(folder.iterdir())] == before
     elsewhere = reopen(source, path, tmp_path / "elsewhere")  # a host that has none: of the text as it is now
     assert elsewhere.tokens.identity != first.tokens.identity
     (folder / "train.bin").write_bytes(b"?" * (folder / "train.bin").stat().st_size)

@@ -26,6 +26,7 @@ from imece.collectives.shared_memory.arena import ARENAS
 from imece.data_parallel.buckets import Bucket
 from imece.data_parallel.optimizer import is_element_wise, parameters_of
 from imece.data_parallel.shard import Sharding
+from imece.data_parallel.sharded import ShardedDataParallel
 from imece.errors import MismatchError
 from tests.data_parallel.checks import Check, Job, jobs, passed, slow
 from tests.data_parallel.test_parity import (
@@ -294,9 +295,9 @@ class Case:
 
 
 def clip(model: nn.Module, max_norm: float) -> None:
-    """As ours does: the norm in fp32, and without the 1e-6 that torch's own adds to it."""
+    """As ours does: without the 1e-6 that torch's own adds to the norm."""
     grads = [each.grad for each in model.parameters() if each.grad is not None]
-    norm = nn.utils.get_total_norm(grads).float().item()
+    norm = nn.utils.get_total_norm(grads).item()
     assert norm > max_norm
     torch._foreach_mul_(grads, max_norm / norm)
 
@@ -447,8 +448,9 @@ def not_gathered(self: Sharding, kinds: Collection[int]) -> None:
         self.parts[0].parameter.data.copy_(self.parts[0].parameter + 1)
 
 
-def own_norm(self: Sharding) -> torch.Tensor:
-    norms = [each.parameter.grad.norm() for each in self.parts if each.parameter.grad is not None]
+def own_norm(self: ShardedDataParallel, only: Collection[int] | None = None) -> torch.Tensor:
+    parts = self.sharding.parts
+    norms = [each.parameter.grad.norm() for each in parts if each.parameter.grad is not None]
     norm: torch.Tensor = torch.stack(norms).norm()
     return norm
 
@@ -458,7 +460,7 @@ def notices(name: str, broken: Any, make: Callable[[nn.Module], Optimizers] = ad
         case = replace(FP32, make=make, steps=5)
         expected = list(case.together("replicate", group))
         for strategy in STRATEGIES[1:]:
-            with replaced(Sharding, name, broken):
+            with replaced(ShardedDataParallel if broken is own_norm else Sharding, name, broken):
                 found = first_difference(list(case.together(strategy, group)), expected)
             assert gathered(found is None, group) == [False] * group.size(), strategy
 

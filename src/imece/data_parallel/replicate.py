@@ -36,6 +36,7 @@ from imece.data_parallel.whole import Caps, WholeGradients
 from imece.mesh import Mesh
 
 FIRST_BUCKET_BYTES = MIB
+_NORM_STEPS = 2.0**40  # to which the norm of fp64 gradients is rounded, of a power of two
 BufferHook = Callable[[Any, dict[str, torch.Tensor]], list[torch.futures.Future[Any]] | None]
 _BUILTIN_HOOKS = {
     dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
@@ -211,7 +212,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return norm
 
     def gradient_norm(self, only: Collection[int] | None = None) -> torch.Tensor:
-        """The 2-norm of the gradient, a scalar: fp64 for parameters of 64 bits, else fp32.
+        """The 2-norm of the gradient, a scalar: fp64, true to 1e-12, for parameters of 64 bits, else fp32.
 
         only: of some parameters, by their numbers; by default of all.
         """
@@ -236,9 +237,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         ]
 
     def _rounded(self, norm: torch.Tensor) -> torch.Tensor:
-        """To fewer bits than its sum has: that depends on who holds which part."""
-        is_long = any(slot.parameter.dtype.to_real() is torch.float64 for slot in self.reducer.slots)
-        return norm if is_long else norm.float()
+        """To fewer bits than its sum has: the last ones depend on who holds which part."""
+        if not any(slot.parameter.dtype.to_real() is torch.float64 for slot in self.reducer.slots):
+            return norm.float()
+        mantissa, exponent = torch.frexp(norm)
+        return torch.ldexp((mantissa * _NORM_STEPS).round() / _NORM_STEPS, exponent)
 
     def regroup(self, ranks: Mesh | dist.ProcessGroup) -> None:
         """Go on with other ranks: with the same model, optimizers and options, on another mesh or group.
