@@ -134,8 +134,10 @@ class Member:
     def _enter(self, generation: Generation, patience_s: float) -> bool:
         """False if it was over before it began. patience_s: for how long nobody may say so who knows it."""
         with self._moving:
-            # Who heard of it by an error: on a GPU, to destroy a group waits for all that is under way in it.
+            # Who heard of it by an error: to destroy a group waits for all that is under way in it, on a GPU
+            # or with a rank that has gone on, while something there still knows the group.
             if _has_lost(self._members, generation):
+                connections.cut()
                 self.aborting.abort()
             self._at = generation.number  # whoever fails from here on waits for the one after it
             self._members, self._cut_at = set(generation.members), math.inf

@@ -43,6 +43,7 @@ from imece.membership.states import packed, unpacked
 Json = dict[str, Any]
 
 _NEWS_S = 1.0
+_NO_SUMS = -1
 
 
 class MovedOnError(CollectiveError):
@@ -104,7 +105,7 @@ class Recovery:
         member.where.watch(model, self._optimizers)
         self._fits = True
         self._asked = False  # by a rank of this host, for new copies, before the last step
-        self._summed: tuple[object, int] = (None, 0)  # by which reducer, and how often, at the last copy
+        self._sums = _NO_SUMS  # of this generation, at the last copy
         self._again: int | None = None  # steps to be made again, until the first one of this generation is
         self._states: dict[str, str] = {}  # by finished steps, the last two: packed, as they were then
         self.without_copies = self._no_copies_at_all
@@ -282,7 +283,7 @@ class Recovery:
             state = gather_json(mine_now, mesh.world_group, mesh.device, "state of the checkpoint")[furthest]
         self._take(unpacked(state))
         self._states = {str(begin): state}
-        self._asked, self._summed = False, (None, 0)
+        self._asked, self._sums = False, _NO_SUMS
         self.without_copies = self._no_copies_at_all  # those who have just come know of no want of memory
         self._exchange(begin)
         return begin, most - begin
@@ -307,10 +308,10 @@ class Recovery:
 
     def _copy(self, step: int) -> None:
         """What this rank alone holds, for the others; unless all are to exchange copies first."""
-        reducer = self._model.reducer
-        if (reducer, reducer.sums) == self._summed:
+        sums = self._model.reducer.sums
+        if sums == self._sums:
             ops.barrier(group=self._model.process_group)  # a step without a sum does not tell how far all are
-        self._summed = reducer, reducer.sums
+        self._sums = sums
         self._asked = self._copies.asked(step)
         self._fits = not self._asked and self._copies.write(step, self._training_state.own())
 
