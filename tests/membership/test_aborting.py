@@ -188,7 +188,8 @@ def test_who_hears_of_a_death_by_an_error_aborts_before_the_groups_are_destroyed
     monkeypatch.setattr(aborting, "device_backends", lambda: [SimpleNamespace(abort=abort)])
     monkeypatch.setattr(member, "GuardedStore", lambda *_: dist.HashStore())
     monkeypatch.setattr(meshes, "reform", lambda *_: said.append("destroyed"))
+    monkeypatch.setattr(connections, "cut", lambda: said.append("cut"))
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert own._enter(newest, 1.0)
-    assert said == (["aborted", "destroyed"] if aborts else ["destroyed"])
+    assert said == (["cut", "aborted", "destroyed"] if aborts else ["destroyed"])
     own.aborting.check()  # it was of the generation before
