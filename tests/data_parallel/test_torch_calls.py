@@ -85,6 +85,8 @@ def refuse(strategy: str) -> None:
     loss(other).backward()
     with says("of several models, one of them sharded", ValueError):
         nn.utils.clip_grad_norm_([*model.parameters(), *other.parameters()], 1.0)
+    with says(r"SGD has parameters of a sharded model, 0\.weight among them"):
+        torch.optim.SGD([*other.parameters(), *model.parameters()], lr=0.1).step()
     assert float(by_its_own_name(other.parameters(), 1e9)) == float(
         nn.utils.clip_grad_norm_(other.parameters(), 1)
     )

@@ -56,7 +56,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """torch's. Of a sharded model's parameters all ranks call it; ValueError for a norm that is no 2-norm."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    model, slots = _sharded(given)
+    model, slots = _the_model(given)
     if model is None:
         return _clip_norm(given, max_norm, norm_type, error_if_nonfinite, foreach)
     if float(norm_type) != 2.0:
@@ -75,7 +75,7 @@ def clip_grad_value_(
 ) -> None:
     """torch's. Of a sharded model's parameters each rank calls it for its parts."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    model, slots = _sharded(given)
+    model, slots = _the_model(given)
     if model is not None:
         indices = {slot.index for slot in slots}
         given = [part.parameter for part in model.sharding.parts if part.index in indices]
@@ -85,7 +85,7 @@ def clip_grad_value_(
 
 def _refuse_parts(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> None:
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if _sharded(given)[0] is not None:
+    if _sharded(given):
         raise RuntimeError(
             "these are parameters of a sharded model, whose gradients lie in ranks' parts: clip them by "
             "model.clip_grad_norm_(max_norm), or as torch.nn.utils.clip_grad_norm_(...) by its full name"
@@ -97,8 +97,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if SteppedParts.of(optimizer) is not None:
         return
     given = [each for group in optimizer.param_groups for each in group["params"]]
-    model, slots = _sharded(given)
-    if model is not None:
+    for _, slots in _sharded(given):
         raise RuntimeError(
             f"{type(optimizer).__name__} has parameters of a sharded model, {slots[0].name} among "
             f"them, whose gradients lie in ranks' parts, and would step none: give it to imece.parallelize, "
@@ -106,16 +105,13 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         )
 
 
-def _sharded(given: list[torch.Tensor]) -> tuple[ShardedDataParallel | None, list[Slot]]:
-    """The sharded model of these parameters and their slots in it, for it may have frozen ones too.
+def _the_model(given: list[torch.Tensor]) -> tuple[ShardedDataParallel | None, list[Slot]]:
+    """The sharded model of these parameters, if they are of one, and their slots in it: it may have frozen
+    ones too.
 
     ValueError: they are of several models, and one of them is sharded.
     """
-    if not _models:
-        return None, []
-    ids = {id(each) for each in given}
-    found = [(model, [slot for slot in _slots_of(model) if id(slot.parameter) in ids]) for model in _models]
-    found = [(model, slots) for model, slots in found if slots]
+    found = _sharded(given)
     if not found:
         return None, []
     model, slots = found[0]
@@ -125,6 +121,13 @@ def _sharded(given: list[torch.Tensor]) -> tuple[ShardedDataParallel | None, lis
             "these parameters are of several models, one of them sharded: call it for each model"
         )
     return model, slots
+
+
+def _sharded(given: list[torch.Tensor]) -> list[tuple[ShardedDataParallel, list[Slot]]]:
+    """Each sharded model that has some of these parameters, with their slots in it."""
+    ids = {id(each) for each in given}
+    found = [(model, [slot for slot in _slots_of(model) if id(slot.parameter) in ids]) for model in _models]
+    return [(model, slots) for model, slots in found if slots]
 
 
 def _slots_of(model: ShardedDataParallel) -> list[Slot]:
