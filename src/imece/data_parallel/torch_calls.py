@@ -93,7 +93,7 @@ def _refuse_parts(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any,
     _shorten(given, *args, **kwargs)
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
+def _before_step(optimizer: Optimizer, *args: Any) -> None:
     if SteppedParts.of(optimizer) is not None:
         return
     given = [each for group in optimizer.param_groups for each in group["params"]]
