@@ -76,10 +76,8 @@ def test_no_step_beats_the_roofline(setup: Setup, manner: Manner) -> None:
 @few
 @given(setups(), manners)
 def test_slower_hardware_is_not_faster(setup: Setup, manner: Manner) -> None:
-    """By more than 6 %: waiting for the CPU is dealt to forward and backward by what the device does in them,
-    so that with a slower device a little more can be hidden behind one of the two; and what hidden
-    communication takes from computing goes by the rate of its bytes, which falls with the network's, while
-    its time, of which hops are a part, does not grow as much."""
+    """By more than 4 %: waiting for the CPU is dealt to forward and backward by what the device does in them,
+    so that with a slower device a little more can be hidden behind one of the two."""
     found = step_time(setup, CLUSTER, manner).total
     gpu = CLUSTER.gpu
     slower: tuple[Cluster, ...] = (
@@ -89,7 +87,7 @@ def test_slower_hardware_is_not_faster(setup: Setup, manner: Manner) -> None:
         replace(CLUSTER, between=replace(CLUSTER.between, bandwidth=CLUSTER.between.bandwidth / 2)),
     )
     for cluster in slower:
-        assert step_time(setup, cluster, manner).total >= 0.94 * found
+        assert step_time(setup, cluster, manner).total >= 0.96 * found
 
 
 def test_recomputation_costs_a_forward() -> None:

@@ -92,10 +92,15 @@ def _rate(cluster: Cluster, size_bytes: float, group: Group) -> float:
     return min(ports, cluster.inside.rate(size_bytes)) if group.ranks_per_host > 1 else ports
 
 
-def share_of_inside(cluster: Cluster, group: Group) -> float:
-    """Of the bytes/s that a ring in one host moves, how many one of `group` moves."""
-    whole = cluster.inside.rate(_LOOP_BYTES)
-    return min(1.0, _rate(cluster, _LOOP_BYTES, group) / whole)
+def busy_s(cluster: Cluster, op: Op, size_bytes: float, group: Group) -> float:
+    """Of `collective_s`: what is left of it if bytes between hosts move as fast as inside of one. Its kernels
+    wait for hops as well, but bytes that come slowly take little of the memory's rate."""
+    whole = collective_s(cluster, op, size_bytes, group)
+    if group.hosts == 1 or whole == 0.0:
+        return whole
+    sent = sent_bytes(op, size_bytes, group.ranks)
+    slower = sent / _rate(cluster, size_bytes, group) - sent / cluster.inside.rate(size_bytes)
+    return whole - max(0.0, slower)
 
 
 def _ring_s(cluster: Cluster, size_bytes: float, group: Group) -> float:

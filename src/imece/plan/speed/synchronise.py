@@ -10,7 +10,7 @@ from imece.plan.hardware import Cluster
 from imece.plan.memory.held import adapter_parameters
 from imece.plan.memory.memory import FOUR_BIT
 from imece.plan.setup import Setup
-from imece.plan.speed.communication import Group, Op, along, collective_s, share_of_inside
+from imece.plan.speed.communication import Group, Op, along, busy_s, collective_s
 from imece.plan.speed.compute import stream_s
 from imece.plan.speed.manner import Manner
 from imece.plan.speed.stage import StageTime
@@ -139,16 +139,15 @@ def _bucketed(
         return collective_s(cluster, op, size_bytes, group), 0.0
     pieces = max(1, math.ceil(size_bytes / setup.recipe.bucket_bytes))
     one = collective_s(cluster, op, size_bytes / pieces, group)
-    beside = stage.backward_lasts
-    return _with_contention(cluster, manner, group, exposed_after(beside, pieces, one), pieces * one)
+    exposed = exposed_after(stage.backward_lasts, pieces, one)
+    busy = pieces * busy_s(cluster, op, size_bytes / pieces, group)
+    return _with_contention(manner, exposed, pieces * one, busy)
 
 
-def _with_contention(
-    cluster: Cluster, manner: Manner, group: Group, exposed: float, whole: float
-) -> tuple[float, float]:
+def _with_contention(manner: Manner, exposed: float, whole: float, busy: float) -> tuple[float, float]:
     """In sight and hidden, with what the hidden takes from computing beside it: by the bytes that move."""
     hidden = max(0.0, whole - exposed)
-    return exposed + manner.contention * share_of_inside(cluster, group) * hidden, hidden
+    return exposed + manner.contention * busy * (hidden / whole if whole else 0.0), hidden
 
 
 def _stepped_in_parts(
@@ -166,7 +165,8 @@ def _stepped_in_parts(
     units = max(1, stage.layers)
     one = collective_s(cluster, "all_gather", held / units, group)
     exposed_gathers = exposed_before(stage.forward_lasts, units, one)
-    gathers, beside = _with_contention(cluster, manner, group, exposed_gathers, units * one)
+    busy = units * busy_s(cluster, "all_gather", held / units, group)
+    gathers, beside = _with_contention(manner, exposed_gathers, units * one, busy)
     return Synchronisation(exposed, gathers, hidden + beside)
 
 
@@ -178,14 +178,14 @@ def _sharded(
     if group.ranks == 1 and not offloaded:
         return Synchronisation(0.0, 0.0, 0.0)
     units = max(1, stage.layers)
-    held = _held_bytes(setup, stage)
-    gather = held / units / group.ranks / _HOST_LINK if offloaded else 0.0
-    scatter = 0.0
-    if group.ranks > 1:
-        gather += collective_s(cluster, "all_gather", held / units, group)
-        scatter = collective_s(cluster, "reduce_scatter", _gradient_bytes(setup, stage) / units, group)
+    held, gradients = _held_bytes(setup, stage) / units, _gradient_bytes(setup, stage) / units
+    gather = collective_s(cluster, "all_gather", held, group)
+    gather_busy = busy_s(cluster, "all_gather", held, group)
+    if offloaded:
+        gather += held / group.ranks / _HOST_LINK
 
-    def micro_batches(scatter: float, times: int) -> Synchronisation:
+    def micro_batches(times: int, scattered: float) -> Synchronisation:
+        scatter = collective_s(cluster, "reduce_scatter", scattered, group)
         if manner.overlap_gathers:
             gathers = exposed_before(stage.forward_lasts, units, gather)
             gathers += exposed_before(stage.backward_lasts, units, gather)
@@ -193,16 +193,17 @@ def _sharded(
             gathers = 2 * units * gather
         if manner.overlap_gradients:  # one network for both: gradients have what gathers leave
             left = max(0.0, stage.backward_lasts - units * gather)
-            gradients = exposed_after(left, units, scatter)
+            reducing = exposed_after(left, units, scatter)
         else:
-            gradients = units * scatter
-        hidden = max(0.0, units * (2 * gather + scatter) - gathers - gradients)
-        gathers += manner.contention * share_of_inside(cluster, group) * hidden
-        return Synchronisation(times * gradients, times * gathers, times * hidden)
+            reducing = units * scatter
+        busy = units * (2 * gather_busy + busy_s(cluster, "reduce_scatter", scattered, group))
+        whole = units * (2 * gather + scatter)
+        exposed, hidden = _with_contention(manner, gathers + reducing, whole, busy)
+        return Synchronisation(times * reducing, times * (exposed - reducing), times * hidden)
 
     times = reductions(setup)
-    reduced = micro_batches(scatter, times)
-    kept = micro_batches(0.0, setup.recipe.accumulation - times)
+    reduced = micro_batches(times, gradients)
+    kept = micro_batches(setup.recipe.accumulation - times, 0.0)
     return Synchronisation(
         reduced.gradients, reduced.parameters + kept.parameters, reduced.hidden + kept.hidden
     )
