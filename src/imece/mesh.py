@@ -134,6 +134,11 @@ class Mesh:
         return self._groups[self._whole, 0]
 
     @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that train one model on data of their own: those along replicate, shard and context."""
+        return self.group("replicate", "shard", "context")
+
+    @property
     def host_group(self) -> dist.ProcessGroup:
         """The ranks of this host."""
         return self._group(self.hosts)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,11 +65,11 @@ def given(mesh: Mesh, model: nn.Module, optimizers: list[Optimizer], gather: boo
     return Given(model, optimizers, mesh, mesh.device, GatherOptions(always=gather), None, None, CAP_MB, None)
 
 
-def foretold(gather: bool) -> list[list[Any]]:
+def foretold(gather: bool, ways: Sequence[str] = WAYS, **asked: Any) -> list[list[Any]]:
     """Of each strategy: what is weighed before, and what the engine says when it has laid all out."""
-    mesh, told = imece.init(), []
+    mesh, told = imece.init(**asked), []
     for make in (adamw, muon):
-        for name in WAYS:
+        for name in ways:
             model = Model()
             optimizers = make(model)
             before = footprint_of(
@@ -83,9 +84,24 @@ def foretold(gather: bool) -> list[list[Any]]:
 
 @pytest.mark.parametrize(("per_host", "gather"), [(2, False), (2, True), (1, False)])
 def test_what_is_weighed_is_what_is_laid_out(per_host: int, gather: bool) -> None:
-    first, *_ = run_ranks(foretold, 2, args=(gather,), backend=None, ranks_per_host=per_host)
+    compare(run_ranks(foretold, 2, args=(gather,), backend=None, ranks_per_host=per_host)[0])
+
+
+def along_axes() -> list[list[Any]]:
+    told, hybrids = [], ("hybrid", "hybrid_zero2")
+    for backend in ("shm", "gloo"):  # with and without memory in common
+        told += foretold(False, hybrids, axes={"replicate": 2, "shard": 2}, backend=backend)
+        imece.mesh.current().close()
+    return told
+
+
+def test_what_is_weighed_of_hybrids() -> None:
+    compare(run_ranks(along_axes, 4, backend=None)[0])
+
+
+def compare(told: list[list[Any]]) -> None:
     frozen = 400  # bytes, which `expected` leaves out where parameters are sharded
-    for name, before, after in first:
+    for name, before, after in told:
         if not name.startswith("replicate"):
             before["parameters"] -= frozen
         for what, nbytes in after.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -73,13 +74,18 @@ def test_a_name_that_is_none(name: str, hint: str) -> None:
     )
 
 
-def mesh(hosts: list[list[int]], cross: object) -> Any:
+def mesh(hosts: list[list[int]], cross: object, **sizes: int) -> Any:
+    beside = {"tensor", "pipeline"} & sizes.keys()
+    along = {("shard",): sizes.get("shard", 1), ("replicate", "context"): sizes.get("replicate", 1)}
     return SimpleNamespace(
         hosts=hosts,
         world_size=sum(map(len, hosts)),
         world_group="world",
+        data_group="data" if beside else "world",
         host_group="host",
         cross_group=cross,
+        size=lambda axis: sizes.get(axis, 1),
+        group=lambda *axes: SimpleNamespace(size=lambda: along[axes]),
     )
 
 
@@ -106,6 +112,57 @@ def test_a_mesh_without_such_groups(name: str, hosts: list[list[int]], message: 
     with pytest.raises(ValueError) as caught:
         ShardGroups.of(find_strategy(name), mesh(hosts, None))
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"shard": 2}, "strategy 'hybrid' shards along the axis shard and replicates along replicate, and this "
+         "mesh has all 2 ranks in shard: use 'zero3'"),
+        ({"replicate": 2, "tensor": 2}, "strategy 'hybrid' on a mesh with an axis tensor or pipeline: say what "
+         "is shared out by an axis shard, imece.init({..., 'shard': 2})"),
+    ],
+)  # fmt: skip
+def test_axes_without_such_groups(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        ShardGroups.of(find_strategy("hybrid"), mesh([[0, 1], [2, 3]], "cross", **sizes))
+    assert str(caught.value) == message
+
+
+def on_axes() -> dict[str, Any]:
+    """Hybrid along axes on one host, and gradients that tensor ranks do not mix."""
+    with contextlib.closing(imece.init({"replicate": 2, "shard": 2})) as mesh:
+        case = replace(CASES["sgd"], mesh=mesh)
+        expected = list(case.alone(4))
+        wrong = {
+            name: first_difference(list(case.together(name, mesh.world_group)), expected, EXACT)
+            for name in ("zero3", "hybrid", "hybrid_zero2")
+        }
+        model, _ = case.wrapped("hybrid", mesh.world_group)
+        shard, replicas = model.sharding.groups.shard, model.sharding.groups.replicas
+        members = [dist.get_process_group_ranks(each) for each in (shard, replicas)]
+    with contextlib.closing(imece.init({"replicate": 2, "tensor": 2})) as mesh:
+        own = mesh.coordinate("tensor")
+        means = {}
+        for name in ("replicate", "zero1"):
+            weight = torch.nn.Linear(2, 1, bias=False)
+            model, optimizer = imece.parallelize(weight, lambda each: torch.optim.SGD(each, lr=1.0), name)
+            before = weight.weight.detach().clone()
+            model(torch.full((1, 2), 1.0 + mesh.rank)).sum().backward()
+            optimizer.step()
+            means[name] = float((before - weight.weight).detach().mean())
+    return {"wrong": wrong, "members": members, "means": means, "tensor rank": own}
+
+
+def test_axes() -> None:
+    told = run_ranks(on_axes, 4, backend=None)
+    assert [each["wrong"] for each in told] == [{"zero3": None, "hybrid": None, "hybrid_zero2": None}] * 4
+    assert [each["members"] for each in told] == [
+        [[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]],
+    ]  # fmt: skip
+    assert [each["tensor rank"] for each in told] == [0, 1, 0, 1]
+    for each in told:  # ranks 0 and 2 have inputs of 1 and 3, ranks 1 and 3 of 2 and 4
+        assert each["means"] == pytest.approx(dict.fromkeys(("replicate", "zero1"), 2.0 + each["tensor rank"]))
 
 
 CASES = {

@@ -20,7 +20,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from imece import mesh as meshes
-from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.shared_memory.segment import available_bytes
 from imece.collectives.texts import gather_texts
 from imece.data_parallel import arguments
@@ -32,7 +31,7 @@ from imece.data_parallel.gathering import GatherOptions
 from imece.data_parallel.meta import is_meta
 from imece.data_parallel.offload import can_offload, pinned_bytes
 from imece.data_parallel.optimizer import is_element_wise, kinds_of
-from imece.data_parallel.strategy import STRATEGIES, Strategy, choose_strategy
+from imece.data_parallel.strategy import STRATEGIES, ShardGroups, Strategy, choose_strategy
 from imece.data_parallel.trained import Trained
 from imece.data_parallel.units import find_units
 from imece.data_parallel.way import best_schedule, default_cap_bytes, most_under_way, units_at_once
@@ -118,8 +117,9 @@ def _decide(given: Given, found: dict[Name, Footprint], memory_bytes: int, usual
 def can_be(given: Given, strategy: Strategy, size: int) -> bool:
     """Whether `parallelize` would not refuse it for another reason than memory."""
     if strategy.hybrid:
-        mesh = given.ranks
-        if not isinstance(mesh, Mesh) or len(mesh.hosts) < 2 or len({len(host) for host in mesh.hosts}) > 1:
+        try:
+            ShardGroups.of(strategy, given.ranks)
+        except ValueError:
             return False
     if not strategy.optimizer:
         return given.precision is None and given.offload is None and not is_meta(given.model)
@@ -151,13 +151,18 @@ def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | 
             each.nbytes * state.get(kind, 0) for (_, each), kind in zip(named, kinds, strict=True)
         )
         return Footprint(whole + rest, whole, kept_bytes, 0)
-    gathers, under_way = _gathers(given, strategy), _most_under_way(given, strategy)
+    groups, on_cpu = ShardGroups.of(strategy, given.ranks), given.device.type == "cpu"
+    in_common, schedule = groups.in_common(given.device), best_schedule(groups.shard, given.device)
+    gathers = given.options.wanted(strategy, in_common)
+    under_way = most_under_way(on_cpu=on_cpu, shared=in_common and groups.replicas is None, schedule=schedule)
     units = find_units(given.model, given.options.units) if gathers else []
     trained = Trained.of(named, given.optimizers, given.model, units)
-    cap_bytes = None if gathers else _cap_bytes(given, strategy)
-    laid = trained.lay(_shards(given.ranks, strategy, size), cap_bytes)
+    cap_bytes = default_cap_bytes(schedule, on_cpu=on_cpu, borrows=strategy.gradients)
+    if given.cap_mb is not None:
+        cap_bytes = int(given.cap_mb * MIB)
+    laid = trained.lay(groups.shard.size() if strategy.hybrid else size, None if gathers else cap_bytes)
     numbered = [(*trained.pairs[bucket.group], bucket) for bucket in laid.buckets]
-    at_once = units_at_once(_schedule(given, strategy))
+    at_once = units_at_once(schedule)
     master = named[0][1].itemsize
     precision = given.precision or MixedPrecision()
     parameter = precision.param.itemsize if precision.param is not None else master
@@ -205,38 +210,8 @@ def _trained(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return arguments.trained(model, getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def _gathers(given: Given, strategy: Strategy) -> bool:
-    """Whether parameters come unit by unit; else those that are shared out lie in common memory."""
-    if not strategy.parameters or given.options.always or given.device.type != "cpu":
-        return strategy.parameters
-    ranks = given.ranks
-    return not (strategy.hybrid or isinstance(_group(ranks), SharedMemoryGroup))
-
-
-def _most_under_way(given: Given, strategy: Strategy) -> int:
-    group = _group(given.ranks)
-    shared = isinstance(group, SharedMemoryGroup) and not strategy.hybrid
-    schedule = _schedule(given, strategy)
-    return most_under_way(on_cpu=given.device.type == "cpu", shared=shared, schedule=schedule)
-
-
-def _schedule(given: Given, strategy: Strategy) -> str | None:
-    return None if strategy.hybrid else best_schedule(_group(given.ranks), given.device)
-
-
-def _cap_bytes(given: Given, strategy: Strategy) -> int:
-    if given.cap_mb is not None:
-        return int(given.cap_mb * MIB)
-    schedule, on_cpu = _schedule(given, strategy), given.device.type == "cpu"
-    return default_cap_bytes(schedule, on_cpu=on_cpu, borrows=strategy.gradients)
-
-
-def _shards(ranks: Mesh | dist.ProcessGroup, strategy: Strategy, size: int) -> int:
-    return len(ranks.hosts[0]) if strategy.hybrid and isinstance(ranks, Mesh) else size
-
-
 def _group(ranks: Mesh | dist.ProcessGroup) -> dist.ProcessGroup:
-    return ranks if isinstance(ranks, dist.ProcessGroup) else ranks.world_group
+    return ranks if isinstance(ranks, dist.ProcessGroup) else ranks.data_group
 
 
 # Memory.

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from imece.data_parallel.outputs import tensors_in, when_gradient_comes
+from imece.data_parallel.strategy import Strategy
 from imece.data_parallel.units import State, Unit, Wanted
 from imece.data_parallel.way import units_at_once
 
@@ -48,6 +49,10 @@ class GatherOptions:
     def __post_init__(self) -> None:
         if self.in_flight is not None and self.in_flight < 1:
             raise ValueError(f"gathers_in_flight is {self.in_flight}; it must be at least 1")
+
+    def wanted(self, strategy: Strategy, in_common: bool) -> bool:
+        """Whether parameters come unit by unit; else those that are shared out lie in common memory."""
+        return strategy.parameters and (self.always or not in_common)
 
 
 class Gathering:

@@ -253,7 +253,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         MismatchError: the ranks' models differ. RuntimeError: inside of a backward.
         """
-        group = ranks.world_group if isinstance(ranks, Mesh) else group_or_default(ranks)
+        group = ranks.data_group if isinstance(ranks, Mesh) else group_or_default(ranks)
         self.leave()
         regroup(self, group)
 

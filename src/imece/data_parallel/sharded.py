@@ -15,7 +15,6 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.optim import Optimizer
 
 from imece.collectives import ops
-from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel import torch_calls
 from imece.data_parallel.average import Average, Over
 from imece.data_parallel.cast import MixedPrecision, cast_buffers, cast_frozen
@@ -216,8 +215,7 @@ class ShardedDataParallel(DistributedDataParallel):
             self._choose_way()  # now that it is known where
             everything = [*self.module.named_parameters(), *self.module.named_buffers()]
             check_same_shapes(everything, self.process_group, home)
-        in_common = isinstance(group, SharedMemoryGroup) and self.device_type == "cpu"
-        gathers = options.strategy.parameters and (options.gather.always or not in_common)
+        gathers = options.gather.wanted(options.strategy, self._groups.in_common(self.device))
         if options.offload is not None and options.offload.parameters and not gathers:
             raise ValueError("offload='parameters' needs units that are gathered: pass gather=True")
         units = find_units(self.module, options.gather.units) if gathers or home is not None else []

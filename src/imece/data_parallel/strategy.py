@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
+from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.mesh import Mesh
 
 
@@ -19,7 +21,7 @@ class Strategy:
     gradients: bool
     optimizer: bool
     hybrid: bool = False
-    """The shard group is a host's ranks, and hosts are replicas; otherwise it is all ranks."""
+    """The shard group is a host's ranks, or those along the mesh's axis shard; otherwise it is all ranks."""
     other_names: tuple[str, ...] = ()
 
 
@@ -82,9 +84,22 @@ class ShardGroups:
             return cls(ranks, ranks, None)
         mesh = ranks
         if not strategy.hybrid or (spread and (len(mesh.hosts) < 2 or mesh.cross_group is None)):
-            return cls(mesh.world_group, mesh.world_group, None)
+            return cls(mesh.data_group, mesh.data_group, None)
+        plain = "zero3" if strategy.parameters else "zero2"
+        if mesh.size("shard") > 1:
+            replicas = mesh.group("replicate", "context")
+            if replicas.size() == 1:
+                raise ValueError(
+                    f"strategy {strategy.name!r} shards along the axis shard and replicates along replicate, "
+                    f"and this mesh has all {mesh.size('shard')} ranks in shard: use {plain!r}"
+                )
+            return cls(mesh.data_group, mesh.group("shard"), replicas)
+        if mesh.data_group is not mesh.world_group:
+            raise ValueError(
+                f"strategy {strategy.name!r} on a mesh with an axis tensor or pipeline: say what is shared "
+                "out by an axis shard, imece.init({..., 'shard': 2})"
+            )
         if len(mesh.hosts) < 2:
-            plain = "zero3" if strategy.parameters else "zero2"
             raise ValueError(
                 f"strategy {strategy.name!r} shards inside hosts and replicates between them, but all "
                 f"{mesh.world_size} ranks are on one host: use {plain!r}"
@@ -96,3 +111,7 @@ class ShardGroups:
                 f"{sizes[0]} to {sizes[-1]}"
             )
         return cls(mesh.world_group, mesh.host_group, mesh.cross_group)
+
+    def in_common(self, device: torch.device) -> bool:
+        """Whether tensors of the shard group can lie in memory that all of its ranks have."""
+        return device.type == "cpu" and isinstance(self.shard, SharedMemoryGroup)
