@@ -31,7 +31,7 @@ _RANKS = _BASE | {
     "connections",
     "mesh",
 }
-_ENGINE = _RANKS | {"collectives", "data_parallel", "model_parallel"}
+_ENGINE = _RANKS | {"collectives", "data_parallel"}
 _TRAIN = _ENGINE | {"data", "models", "checkpoint", "membership", "observe"}
 
 # Room -> what it may import besides itself. A dotted entry allows that one module and what is in it.
@@ -50,14 +50,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mesh": _RANKS,
     "collectives": _RANKS,
     "data_parallel": _RANKS | {"collectives", "plan.answer.auto", "plan.setup"},  # for strategy="auto"
-    "model_parallel": _RANKS | {"collectives", "data_parallel"},
     "data": _BASE,  # of ranks it knows two numbers, and these are arguments
     "models": _BASE,
     "observe": _RANKS | {"collectives"},
     "checkpoint": _ENGINE,
     "membership": _ENGINE | {"checkpoint"},
     "train": _TRAIN | {"plan"},
-    "launch": _BASE | {"world", "store", "status", "membership"},  # outside the ranks: never the engine
+    # Outside the ranks: never the engine.
+    "launch": _BASE | {"world", "store", "status", "membership.roster", "membership.where"},
     "plan": _BASE | {"layout", "footprint", "models", "observe.units"},  # before the ranks: never the engine
 }
 # What a person meets, and what measures it: these gather the rest, and no room may import them.

@@ -326,9 +326,13 @@ def current() -> Mesh:
     return _open
 
 
-def known_hosts() -> Sequence[Sequence[int]]:
-    """The ranks of each host, as far as `imece.init` has found out; nothing before that."""
-    return _open.hosts if _open is not None else ()
+def hosts_in(group: dist.ProcessGroup) -> Partition | None:
+    """The ranks of `group`, counted in it, of each host that has some; None before `imece.init`."""
+    if _open is None:
+        return None
+    places = {rank: at for at, rank in enumerate(dist.get_process_group_ranks(group))}
+    found = (tuple(places[rank] for rank in host if rank in places) for host in _open.hosts)
+    return tuple(host for host in found if host)
 
 
 def _arrange(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # a launcher does not wait for torch before it starts ranks
 
 # What Gloo, NCCL and the store say when the other side has gone, or the way to it.
 _PEER_GONE = (
-    "connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited",
+    "connection closed", "connection reset", "broken pipe", "remote process exited",
     "connection refused", "connection timed out", "connection was likely closed", "socket closed",
     "no route to host", "network is unreachable", "software caused connection abort",
 )  # fmt: skip
@@ -56,6 +56,11 @@ def describe(error: BaseException) -> Failure:
 def says_peer_gone(message: str) -> bool:
     """Whether torch says there that another process has ended, or cannot be reached any more."""
     return any(sign in message.lower() for sign in _PEER_GONE)
+
+
+def says_timed_out(message: str) -> bool:
+    """Whether torch says there that something took longer than it was given."""
+    return any(sign in message.lower() for sign in ("timed out", "timeout"))
 
 
 def tell_running(store: dist.Store, member: int) -> None:

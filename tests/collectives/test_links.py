@@ -39,7 +39,7 @@ ONE_HOST = Links("gloo", 8, (tuple(range(8)),), (), Link(50e-6, 2e9), None, {}, 
 
 
 def chosen(op: str, nbytes: int, links: Links, **more: Any) -> str:
-    return choose(op, nbytes, links, environ={}, **more).name
+    return choose(op, nbytes, links, **more).name
 
 
 def test_predictions_are_the_formulae() -> None:
@@ -92,7 +92,7 @@ def test_uneven_hosts_have_no_hierarchy() -> None:
     links = replace(TWO_HOSTS, hosts=((0, 1, 2), (3,)))
     assert "hierarchical" not in predict("all_reduce", MIB, links)
     with pytest.raises(UserError, match="unknown schedule 'hierarchical' of all_reduce"):
-        choose("all_reduce", MIB, links, "hierarchical", environ={})
+        choose("all_reduce", MIB, links, "hierarchical")
 
 
 def test_one_rank() -> None:
@@ -102,34 +102,31 @@ def test_one_rank() -> None:
 
 
 def test_forced_by_argument_and_environment() -> None:
-    env = {"IMECE_SCHEDULE": "tree"}
-    by_env = choose("all_reduce", 16 * MIB, TWO_HOSTS, environ=env)
+    by_env = choose("all_reduce", 16 * MIB, TWO_HOSTS, forced="tree")
     assert by_env.name == "tree" and "forced by IMECE_SCHEDULE" in str(by_env)
-    assert choose("all_reduce", 16 * MIB, TWO_HOSTS, "ring", environ=env).name == "ring"
-    assert choose("all_reduce", 16 * MIB, TWO_HOSTS, "auto", environ=env).name == "tree"
+    assert choose("all_reduce", 16 * MIB, TWO_HOSTS, "ring", forced="tree").name == "ring"
+    assert choose("all_reduce", 16 * MIB, TWO_HOSTS, "auto", forced="tree").name == "tree"
     # An operation that does not know the name goes on choosing.
-    assert choose("all_gather", 16 * MIB, TWO_HOSTS, environ=env).why == "predicted"
+    assert choose("all_gather", 16 * MIB, TWO_HOSTS, forced="tree").why == "predicted"
     with pytest.raises(
         UserError, match="IMECE_SCHEDULE=hirarchical is no schedule: did you mean 'hierarchical'"
     ):
-        choose("all_reduce", MIB, TWO_HOSTS, environ={"IMECE_SCHEDULE": "hirarchical"})
+        choose("all_reduce", MIB, TWO_HOSTS, forced="hirarchical")
     with (
         mock.patch.object(auto, "FORCED", "hirarchical"),
         pytest.raises(UserError, match="IMECE_SCHEDULE=hirarchical is no schedule: did you mean"),
     ):
         ops._chosen("all_reduce", None, torch.ones(4), dist.ProcessGroup(0, 1))  # type: ignore[call-arg]
     with pytest.raises(UserError, match="unknown schedule 'rings' of all_reduce: did you mean 'ring'"):
-        choose("all_reduce", MIB, TWO_HOSTS, "rings", environ={})
+        choose("all_reduce", MIB, TWO_HOSTS, "rings")
     with pytest.raises(UserError, match="unknown collective 'allreduce': did you mean 'all_reduce'"):
-        choose("allreduce", MIB, TWO_HOSTS, environ={})
+        choose("allreduce", MIB, TWO_HOSTS)
 
 
 def test_choice_in_words() -> None:
-    text = str(choose("all_reduce", 16 * MIB, TWO_HOSTS, environ={}))
+    text = str(choose("all_reduce", 16 * MIB, TWO_HOSTS))
     assert text.startswith("16 MiB all_reduce: hierarchical, 150 ms predicted (ring 212, native 282, "), text
-    assert str(choose("all_reduce", 1000, ONE_HOST, environ={})).startswith(
-        "1000 B all_reduce: recursive_doubling"
-    )
+    assert str(choose("all_reduce", 1000, ONE_HOST)).startswith("1000 B all_reduce: recursive_doubling")
 
 
 def test_words() -> None:
@@ -146,7 +143,7 @@ def test_pairs() -> None:
 
 def measured() -> tuple[dict[str, Any], str, str]:
     links = measure(hosts=[[0, 1], [2]])
-    return asdict(links), line(links), str(choose("all_reduce", 16 * MIB, links, environ={}))
+    return asdict(links), line(links), str(choose("all_reduce", 16 * MIB, links))
 
 
 def test_measured_alike_on_all_ranks() -> None:

@@ -117,10 +117,10 @@ def test_a_mesh_without_such_groups(name: str, hosts: list[list[int]], message: 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"shard": 2}, "strategy 'hybrid' shards along the axis shard and replicates along replicate, and this "
-         "mesh has all 2 ranks in shard: use 'zero3'"),
-        ({"replicate": 2, "tensor": 2}, "strategy 'hybrid' on a mesh with an axis tensor or pipeline: say what "
-         "is shared out by an axis shard, imece.init({..., 'shard': 2})"),
+        ({"shard": 2}, "strategy 'hybrid' shards along the axis shard and replicates along replicate, and "
+         "this mesh has all 2 ranks in shard: use 'zero3'"),
+        ({"replicate": 2, "tensor": 2}, "strategy 'hybrid' on a mesh with an axis tensor or pipeline: say "
+         "what is shared out by an axis shard, imece.init({..., 'shard': 2})"),
     ],
 )  # fmt: skip
 def test_axes_without_such_groups(sizes: dict[str, int], message: str) -> None:
@@ -162,7 +162,8 @@ def test_axes() -> None:
     ]  # fmt: skip
     assert [each["tensor rank"] for each in told] == [0, 1, 0, 1]
     for each in told:  # ranks 0 and 2 have inputs of 1 and 3, ranks 1 and 3 of 2 and 4
-        assert each["means"] == pytest.approx(dict.fromkeys(("replicate", "zero1"), 2.0 + each["tensor rank"]))
+        mean = 2.0 + each["tensor rank"]
+        assert each["means"] == pytest.approx({"replicate": mean, "zero1": mean})
 
 
 CASES = {

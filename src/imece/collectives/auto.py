@@ -13,7 +13,6 @@ from imece.collectives.choice import Choice, best_parts, choose
 from imece.collectives.link_types import Links
 from imece.collectives.links import measure
 from imece.collectives.schedules import DEFAULT_PARTS
-from imece.errors import UserError
 
 FORCED = os.environ.get("IMECE_SCHEDULE", "")
 """A schedule for every operation that knows it, or "auto"; the same on all ranks. Read once, at import."""
@@ -28,7 +27,7 @@ def choice(op: str, nbytes: int, group: dist.ProcessGroup, device: torch.device 
     The first call on a group measures its links (0.3 s for two ranks), so all ranks of it make that call.
     UserError if IMECE_SCHEDULE names no schedule.
     """
-    return choose(op, nbytes, links_of(group, device))
+    return choose(op, nbytes, links_of(group, device), forced=FORCED)
 
 
 def parts_of(nbytes: int, group: dist.ProcessGroup) -> int:
@@ -41,16 +40,5 @@ def links_of(group: dist.ProcessGroup, device: torch.device | str = "cpu") -> Li
     """The measured links of a group. The first call measures them: all ranks of the group make it."""
     links = _links.get(group)
     if links is None:
-        links = _links[group] = measure(group, _hosts_of(group), device)
+        links = _links[group] = measure(group, mesh.hosts_in(group), device)
     return links
-
-
-def _hosts_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...] | None:
-    """The group's ranks (counted in the group) of each host; None, one host, where nobody knows the hosts."""
-    try:
-        hosts = mesh.current().hosts
-    except UserError:
-        return None
-    members = {rank: at for at, rank in enumerate(dist.get_process_group_ranks(group))}
-    found = (tuple(members[rank] for rank in host if rank in members) for host in hosts)
-    return tuple(host for host in found if host)

@@ -42,6 +42,7 @@ from imece.collectives.pending import Waitable, without_gradients
 from imece.collectives.rollcall import RollCall
 from imece.collectives.streams import Place
 from imece.errors import CollectiveError, CollectiveTimeoutError, MismatchError, PeerLostError
+from imece.status import says_timed_out
 
 # What travels: number of the call, fingerprint, six dims + 1 (0: none); and the label, which is not compared.
 _ROW = struct.Struct("=qq6q128s")
@@ -305,7 +306,7 @@ def _wait(work: Waitable, deadline: float | None, what: str, checker: Checker) -
     except CollectiveError as error:  # of shared memory, which names its ranks
         raise checker._fail(error) from None
     except RuntimeError as error:
-        if "imed out" in str(error) or "imeout" in str(error):
+        if says_timed_out(str(error)):
             raise checker._fail(_timeout(what)) from error
         raise checker._fail(PeerLostError(f"{what}: a rank has gone: {error}")) from error
 

@@ -10,8 +10,6 @@ backend's own way, which was timed as a whole.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from imece.collectives.link_types import Hosts, Links
@@ -54,12 +52,12 @@ def choose(
     nbytes: int,
     links: Links,
     schedule: str | None = None,
-    environ: Mapping[str, str] = os.environ,
+    forced: str = "",
 ) -> Choice:
-    """The schedule for one call. Pure but for the environment, which must be alike on all ranks.
+    """The schedule for one call. Pure.
 
     op: a key of schedules.SCHEDULES. nbytes: of the whole tensor. schedule: forces a name, None or "auto"
-    chooses. The variable IMECE_SCHEDULE forces it for every operation that knows the name. UserError for a
+    chooses. forced: IMECE_SCHEDULE, which forces it for every operation that knows the name. UserError for a
     name that no operation knows, or that `op` does not know when the argument gives it.
     """
     times = predict(op, nbytes, links)
@@ -69,7 +67,7 @@ def choose(
         why = "predicted, forced by the argument"
         if name not in times:
             raise UserError(f"unknown schedule {name!r} of {op}{nearest(name, list(times))}")
-    elif forced := environ.get("IMECE_SCHEDULE"):
+    elif forced:
         check_forced(forced)
         if forced in times:
             name, why = forced, "predicted, forced by IMECE_SCHEDULE"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.connections import of_groups
-from imece.mesh import known_hosts
+from imece.mesh import hosts_in
 
 _made: Counter[str] = Counter()  # by the name of their group
 
@@ -35,34 +35,32 @@ def companions(group: dist.ProcessGroup) -> Companions:
     On "shm" where ranks are known to share a host, else on Gloo; with the timeout of the group. In a group of
     torch's fake backend there is nobody to meet: it is its own companion, and hears itself from all ranks.
     """
-    ranks = dist.get_process_group_ranks(group)
+    me, ranks = group.rank(), tuple(range(group.size()))
     if ":fake" in str(dist.get_backend_config(group)):
-        return Companions((group,), list(range(len(ranks))))
+        return Companions((group,), list(ranks))
     _made[group.group_name] += 1
     key = f"imece/companion/{group.group_name}/{_made[group.group_name]}"
     store = dist.PrefixStore(key, dist.distributed_c10d._get_default_store())
     timeout = _timeout_of(group)
 
-    def make(creator: Any, name: str, members: list[int]) -> Any:
+    def make(creator: Any, name: str, members: tuple[int, ...]) -> Any:
         made = creator(dist.PrefixStore(name, store), members.index(me), len(members), timeout)
         if isinstance(made, SharedMemoryGroup):  # its calls are recorded under its name
             made._set_group_name(f"{group.group_name} {name}")
         return made
 
-    me = ranks[group.rank()]
-    on_hosts = [[rank for rank in host if rank in ranks] for host in known_hosts()]
-    on_hosts = [members for members in on_hosts if members]
-    mine = next((members for members in on_hosts if me in members), [])
+    on_hosts = hosts_in(group) or ()
+    mine = next((members for members in on_hosts if me in members), ())
     shm, gloo = dist.Backend._plugins["SHM"].creator_fn, dist.ProcessGroupGloo
     if len(mine) == len(ranks):
-        return Companions((make(shm, "checks", ranks),), list(range(len(ranks))))
+        return Companions((make(shm, "checks", ranks),), list(ranks))
     if len(mine) > 1 and all(len(members) == len(mine) for members in on_hosts):
-        across = [members[mine.index(me)] for members in on_hosts]
+        across = tuple(members[mine.index(me)] for members in on_hosts)
         in_host = make(shm, f"checks in host {on_hosts.index(mine)}", mine)
         between = make(gloo, f"checks between hosts {mine.index(me)}", across)
         rows = [rank for members in on_hosts for rank in members]
         return Companions((in_host, between), [rows.index(rank) for rank in ranks])
-    return Companions((make(gloo, "checks", ranks),), list(range(len(ranks))))
+    return Companions((make(gloo, "checks", ranks),), list(ranks))
 
 
 def forget() -> None:

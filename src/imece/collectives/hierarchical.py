@@ -24,7 +24,7 @@ from imece.collectives.execute import pieces
 from imece.collectives.hierarchical_chunk import Chunk, Cut, HostGroups, Row, Stage
 from imece.collectives.reduction import flattened, landed, prepared, shares_memory
 from imece.collectives.shared_memory.group import SharedMemoryGroup
-from imece.collectives.wire import check_bf16
+from imece.collectives.wire import check_bf16, check_wire
 
 __all__ = ["HostGroups", "all_gather", "all_reduce", "reduce_scatter"]
 
@@ -142,10 +142,9 @@ def all_gather(
 
 
 def _check_wire(tensor: torch.Tensor, op: str, wire: str | None) -> None:
-    if wire == "bf16":
+    check_wire(wire)
+    if wire is not None:
         check_bf16(tensor, op)
-    elif wire is not None:
-        raise ValueError(f"unknown wire {wire!r}: None or 'bf16'")
 
 
 def _length(tensor: torch.Tensor, hosts: HostGroups, chunk_bytes: int | None) -> int:

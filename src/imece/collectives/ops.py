@@ -38,7 +38,7 @@ from imece.collectives.pending import Pending
 from imece.collectives.reduction import flattened, landed, op_name, prepared, shares_memory
 from imece.collectives.schedules import SCHEDULES, build, check_name
 from imece.collectives.shared_memory.group import SharedMemoryGroup
-from imece.collectives.wire import all_reduce_bf16, check_bf16, reduce_scatter_bf16
+from imece.collectives.wire import all_reduce_bf16, check_bf16, check_wire, reduce_scatter_bf16
 
 __all__ = [
     "Pending",
@@ -352,8 +352,7 @@ def _ready(tensor: Tensor, op: str, group: Group, native: bool = True) -> tuple[
 
 def _check_wire(tensor: Tensor, op: str, schedule: str | None, wire: str) -> None:
     """ValueError unless this can go in fewer bits, on the way that was asked for."""
-    if wire != "bf16":
-        raise ValueError(f"unknown wire {wire!r}: None or 'bf16'")
+    check_wire(wire)
     if schedule not in (None, "auto", "hierarchical"):
         raise ValueError(f"wire='bf16' has its own schedule, or 'hierarchical', but not {schedule!r}")
     check_bf16(tensor, op)

@@ -29,10 +29,10 @@ from imece.collectives import recorder
 from imece.collectives.streams import Place
 from imece.collectives.waited import waiting
 from imece.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
+from imece.status import says_peer_gone, says_timed_out
 
 PATIENCE_S = 2.0  # with one task, before its groups are destroyed
 _GOODBYE_S = 0.5
-_LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket closed")
 
 
 class Waitable(Protocol):
@@ -120,9 +120,9 @@ def wait_for(work: Waitable, what: str, timeout_s: float | None = None) -> None:
         raise
     except RuntimeError as error:
         text = str(error)
-        if "timed out" in text.lower() or "timeout" in text.lower():
+        if says_timed_out(text):
             raise CollectiveTimeoutError(f"{what} did not come to an end in time: {text}") from error
-        if any(word in text.lower() for word in _LOST):
+        if says_peer_gone(text):
             raise PeerLostError(f"{what} lost a peer: {text}") from error
         raise
 

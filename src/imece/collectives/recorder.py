@@ -204,8 +204,6 @@ def _create() -> Recorder:
 def _job() -> str:
     """Equal on all ranks of a job, different between jobs that live at the same time on one host."""
     environ = os.environ
-    if token := environ.get("IMECE_JOB"):
-        return token
     if environ.get("MASTER_PORT"):
         run = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID") or ""
         return f"{environ.get('MASTER_ADDR', '')}:{environ['MASTER_PORT']} {run}".strip()

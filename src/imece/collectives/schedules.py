@@ -264,10 +264,6 @@ class Cost(NamedTuple):
     steps: int
     nbytes: float  # through the busiest rank, in one direction at a time
 
-    def time_s(self, latency_s: float, bytes_per_s: float) -> float:
-        """Seconds on links that are all alike."""
-        return self.steps * latency_s + self.nbytes / bytes_per_s
-
 
 def cost(op: str, name: str, world_size: int, nbytes: float, parts: int = DEFAULT_PARTS) -> Cost:
     """Steps and bytes of a flat schedule; nbytes is M, the whole tensor's. Hierarchical is a sum of them."""

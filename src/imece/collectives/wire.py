@@ -24,6 +24,12 @@ from imece.collectives.streams import Place
 OPS = ("sum", "avg")
 
 
+def check_wire(wire: str | None) -> None:
+    """ValueError for what is no way to travel."""
+    if wire not in (None, "bf16"):
+        raise ValueError(f"unknown wire {wire!r}: None or 'bf16'")
+
+
 def check_bf16(tensor: torch.Tensor, op: str) -> None:
     """ValueError unless a bf16 sum of this tensor makes sense."""
     if not tensor.dtype.is_floating_point:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from imece.collectives.calls import group_or_default
 from imece.collectives.schedules import check_name
+from imece.collectives.wire import check_wire
 
 MIB = 2**20
 
@@ -30,8 +31,7 @@ def refuse(delayed: object, delayed_by: object, mixed_precision: object, check_r
 
 def check_way(schedule: str | None, wire: str | None) -> None:
     """ValueError for a name that no collective knows: not in the first backward, where ranks would wait."""
-    if wire not in (None, "bf16"):
-        raise ValueError(f"unknown wire {wire!r}: None or 'bf16'")
+    check_wire(wire)
     if schedule not in (None, "auto"):
         check_name("all_reduce", schedule)
 

@@ -240,9 +240,7 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
-def _on_this_host(group: dist.ProcessGroup) -> list[int]:
+def _on_this_host(group: dist.ProcessGroup) -> tuple[int, ...]:
     """Ranks of the group that share this one's memory; all of them where nobody knows the hosts."""
-    members = dist.get_process_group_ranks(group)
-    own = dist.get_rank()
-    host = next((host for host in meshes.known_hosts() if own in host), members)
-    return [at for at, rank in enumerate(members) if rank in host]
+    hosts = meshes.hosts_in(group) or (tuple(range(group.size())),)
+    return next(host for host in hosts if group.rank() in host)

@@ -213,12 +213,7 @@ def srun(layout: Layout) -> list[str]:
         f"--ntasks={layout.nodes}",
         "--ntasks-per-node=1",
         *cpus,
-        # One that is lost, or leaves in order, is no reason to end the others.
-        *(
-            ["--kill-on-bad-exit=0", "--no-kill", "--wait=0"]
-            if layout.nodes > 1
-            else ["--kill-on-bad-exit=1"]
-        ),
+        *(_ON_THEIR_OWN if layout.nodes > 1 else _ALONE),
     ]
 
 
