@@ -47,7 +47,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "store": _BASE | {"world"},
     "status": _BASE | {"store"},
     "device": _BASE | {"world"},
-    "mesh": _RANKS,
+    "meeting": _RANKS - {"mesh"},
+    "mesh": _RANKS | {"meeting"},
     "collectives": _RANKS,
     "data_parallel": _RANKS | {"collectives", "plan.answer.auto", "plan.setup"},  # for strategy="auto"
     "data": _BASE,  # of ranks it knows two numbers, and these are arguments

@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import imece
+from imece import meeting
 from imece import mesh as mesh_module
 from imece.axes import AXES, check_axes, coordinates, crossing, partition
 from imece.collectives import recorder
@@ -418,6 +419,6 @@ def test_nccls_own_ways_with_errors_are_off_where_ranks_go_on(
         ),
     )
     world = World(0, 1, 0, 1, "host", "torchrun", "10.0.0.1", 1, member=member)
-    mesh_module._open_default_group(world, "nccl", dist.HashStore(), timedelta(seconds=1))
+    meeting.open_default_group(world, "nccl", dist.HashStore(), timedelta(seconds=1))
     off = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
     assert seen == [{"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"} | (off if member is not None else {})]

@@ -1,7 +1,9 @@
-"""The ranks of this job, arranged: axes, hosts, and every group over them. No other module creates groups.
+"""The ranks of this job, arranged: axes, hosts, and every group over them.
 
-The axes are those of axes.py. `init` reads the world, lets the ranks meet, checks that they want the same,
-and returns the one `Mesh` of this process.
+No other module creates groups, but meeting.py that of all ranks.
+
+The axes are those of axes.py. `init` reads the world, lets the ranks meet, which checks that they want the
+same, and returns the one `Mesh` of this process.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,22 +24,12 @@ from imece import connections, status
 from imece.axes import AXES, PLACEMENT, Partition, check_axes, coordinates, crossing, partition
 from imece.device import Backends, adopted_backends, check_backend, choose_backends, choose_device
 from imece.errors import UserError
+from imece.meeting import MEETING_S, adopted_world, meet, open_default_group
 from imece.opening import opened
-from imece.store import connect, launchers_store, swap_notes
-from imece.world import BACKEND, LOOPBACK, World, host_id, read_world
+from imece.store import connect, launchers_store
+from imece.world import BACKEND, World, read_world
 
-_MEETING_S = 600.0  # ranks that have not met by then never will
 _SHOWN_CHARS = 200
-# For ranks that go on without those that die, and abort NCCL's communicators themselves: torch's watchdog is
-# to do nothing at an error of one. Else it ends the process, which has done nothing wrong; or it sleeps for a
-# minute, and its monitor for eight, for dumps, and whoever destroys the group waits for both.
-# The monitor is left on (TORCH_NCCL_ENABLE_MONITORING): a process that is stuck in CUDA is to be replaced.
-_NCCL_SETTINGS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-}
-
 
 before_closing: list[Callable[[], None]] = []
 """What is done before a mesh destroys its groups."""
@@ -79,7 +70,7 @@ class Mesh:
         self._closed = False
         self._pid = os.getpid()
         self._take(world, backends, hosts, sizes, store)
-        self._launchers = launchers_store(world, store, min(timeout, timedelta(seconds=_MEETING_S)))
+        self._launchers = launchers_store(world, store, min(timeout, timedelta(seconds=MEETING_S)))
         status.tell_running(self._launchers, world.known_as)
         self._stop_telling = status.tell_failures(self._launchers, world.known_as)
 
@@ -310,10 +301,10 @@ def reform(rank: int, world_size: int, store: dist.Store) -> Mesh:
         dist.destroy_process_group()
     world = replace(mesh.world, rank=rank, world_size=world_size, joining=False)
     sizes = check_axes(None, world_size)
-    hosts = _meet(store, world, sizes, backend, mesh.device, min(timeout, timedelta(seconds=_MEETING_S)))
+    hosts = meet(store, world, sizes, backend, mesh.device, min(timeout, timedelta(seconds=MEETING_S)))
     backends = choose_backends(mesh.device, len(hosts) == 1, backend)
     hook = sys.excepthook
-    _open_default_group(world, backends.world, store, timeout)
+    open_default_group(world, backends.world, store, timeout)
     sys.excepthook = hook  # torch puts one around it each time, which prefixes every line
     mesh._take(world, backends, hosts, sizes, dist.PrefixStore("mesh", store))
     return mesh
@@ -344,7 +335,7 @@ def _arrange(
     adopted: bool,
 ) -> Mesh:
     """Meet, compare, open torch's process group unless it was `adopted`, build the mesh: in this order."""
-    world = _adopted_world(read_world()) if adopted else read_world()
+    world = adopted_world(read_world()) if adopted else read_world()
     if ranks is not None and ranks != world.world_size and not world.joining:
         raise UserError(
             f"this script wants {ranks} ranks and was started as {world.world_size}: "
@@ -352,7 +343,7 @@ def _arrange(
         )
     sizes = check_axes(axes, world.world_size)
     own_device = choose_device(device, world)
-    meeting = min(timeout, timedelta(seconds=_MEETING_S))
+    meeting = min(timeout, timedelta(seconds=MEETING_S))
     if adopted:
         store: dist.Store = dist.distributed_c10d._get_default_store()
     else:
@@ -360,12 +351,12 @@ def _arrange(
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     alone = f"joining/{world.member}/" if world.joining else ""
     store = dist.PrefixStore(f"imece/{alone}{attempt}/{_openings}", store)
-    hosts = _meet(store, world, sizes, backend, own_device, meeting, adopted)
+    hosts = meet(store, world, sizes, backend, own_device, meeting, adopted)
     if adopted:
         backends = adopted_backends(own_device, backend)
     else:
         backends = choose_backends(own_device, len(hosts) == 1, backend)
-        _open_default_group(world, backends.world, store, timeout)
+        open_default_group(world, backends.world, store, timeout)
     if (dist.get_world_size(), dist.get_rank()) != (world.world_size, world.rank):
         raise UserError(
             f"torch.distributed sees rank {dist.get_rank()} of {dist.get_world_size()}, "
@@ -375,78 +366,6 @@ def _arrange(
     return Mesh(
         world, own_device, backends, hosts, sizes, store=mesh_store, timeout=timeout, owns_world=not adopted
     )
-
-
-def _meet(
-    store: dist.Store,
-    world: World,
-    sizes: Mapping[str, int],
-    backend: str | None,
-    device: torch.device,
-    timeout: timedelta,
-    adopted: bool = False,
-) -> Partition:
-    """Compare what all ranks want, and return the ranks of each host."""
-    own = adopted_backends(device, None).own if adopted else choose_backends(device, True, backend).own
-    note: dict[str, Any] = {
-        "world size": world.world_size,
-        "axes": dict(sizes),
-        "backend": backend,
-        "device": device.type,
-        "torch": torch.__version__,
-        "host": host_id(),
-        "gpu": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
-    }
-    notes = swap_notes(store, world.rank, world.world_size, note, timeout)
-    for rank, other in enumerate(notes):
-        for key in ("world size", "axes", "backend", "device", "torch"):
-            if other.get(key) != notes[0].get(key):
-                raise UserError(f"{key}: {notes[0].get(key)} on rank 0, but {other.get(key)} on rank {rank}")
-    hosts: dict[str, list[int]] = {}
-    gpus: dict[tuple[str, str], int] = {}
-    for rank, other in enumerate(notes):
-        hosts.setdefault(str(other["host"]), []).append(rank)
-        first = gpus.setdefault((str(other["host"]), str(other["gpu"])), rank)
-        if own == "nccl" and other["gpu"] is not None and first != rank:
-            raise UserError(
-                f"ranks {first} and {rank} share GPU {other['gpu']}, which NCCL cannot: start one rank for "
-                "each GPU, or use backend='gloo' (IMECE_BACKEND=gloo) or device='cpu'"
-            )
-    return tuple(tuple(ranks) for ranks in hosts.values())
-
-
-def _adopted_world(world: World) -> World:
-    """The world of the process group that exists, which a launcher's world must equal."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if world.launcher == "single":
-        return replace(world, rank=rank, world_size=size, local_rank=rank, local_world_size=size)
-    if (rank, size) != (world.rank, world.world_size):
-        raise UserError(
-            f"torch.distributed was initialized as rank {rank} of {size}, but {world.launcher} started "
-            f"rank {world.rank} of {world.world_size}"
-        )
-    return world
-
-
-def _open_default_group(world: World, backend: str, store: dist.Store, timeout: timedelta) -> None:
-    """Without torch's `device_id`: torch would ask the group for its backend in C++, and one of "shm" has
-    none; and for every later group all ranks would split NCCL's communicator, where the members of a group
-    that has shm beside NCCL do not take part. The device is the current one.
-    """
-    if world.master_addr in (LOOPBACK, "localhost", None) and world.agent_port is None:
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # or they would listen on the network
-            os.environ.setdefault(variable, "lo")
-    if world.member is not None:
-        for variable, value in _NCCL_SETTINGS.items():
-            os.environ.setdefault(variable, value)
-    with connections.of_groups():
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("torch", store),
-            rank=world.rank,
-            world_size=world.world_size,
-            timeout=timeout,
-        )
 
 
 def _forget(mesh: Mesh) -> None:

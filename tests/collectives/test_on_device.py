@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import imece
-from imece import mesh
+from imece import meeting
 from imece.collectives import checks, companions, execute, messages, streams
 from imece.collectives.calls import Call, host_device
 from imece.collectives.execute import Message
@@ -265,7 +265,8 @@ def meet_on_one_gpu(backend: str | None) -> list[Any]:
     def rank(number: int) -> None:
         world = World(number, 2, number, 2, "host", "torchrun")
         try:
-            found[number] = mesh._meet(store, world, {}, backend, CUDA, torch.distributed.default_pg_timeout)
+            timeout = torch.distributed.default_pg_timeout
+            found[number] = meeting.meet(store, world, {}, backend, CUDA, timeout)
         except UserError as error:
             found[number] = str(error)
 

@@ -1,0 +1,102 @@
+"""How the ranks of a job meet: what they compare, who shares a host, torch's process group of them all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from imece import connections
+from imece.axes import Partition
+from imece.device import adopted_backends, choose_backends
+from imece.errors import UserError
+from imece.store import swap_notes
+from imece.world import LOOPBACK, World, host_id
+
+MEETING_S = 600.0  # ranks that have not met by then never will
+# For ranks that go on without those that die, and abort NCCL's communicators themselves: torch's watchdog is
+# to do nothing at an error of one. Else it ends the process, which has done nothing wrong; or it sleeps for a
+# minute, and its monitor for eight, for dumps, and whoever destroys the group waits for both.
+# The monitor is left on (TORCH_NCCL_ENABLE_MONITORING): a process that is stuck in CUDA is to be replaced.
+_NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+
+
+def meet(
+    store: dist.Store,
+    world: World,
+    sizes: Mapping[str, int],
+    backend: str | None,
+    device: torch.device,
+    timeout: timedelta,
+    adopted: bool = False,
+) -> Partition:
+    """Compare what all ranks want, and return the ranks of each host."""
+    own = adopted_backends(device, None).own if adopted else choose_backends(device, True, backend).own
+    note: dict[str, Any] = {
+        "world size": world.world_size,
+        "axes": dict(sizes),
+        "backend": backend,
+        "device": device.type,
+        "torch": torch.__version__,
+        "host": host_id(),
+        "gpu": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
+    }
+    notes = swap_notes(store, world.rank, world.world_size, note, timeout)
+    for rank, other in enumerate(notes):
+        for key in ("world size", "axes", "backend", "device", "torch"):
+            if other.get(key) != notes[0].get(key):
+                raise UserError(f"{key}: {notes[0].get(key)} on rank 0, but {other.get(key)} on rank {rank}")
+    hosts: dict[str, list[int]] = {}
+    gpus: dict[tuple[str, str], int] = {}
+    for rank, other in enumerate(notes):
+        hosts.setdefault(str(other["host"]), []).append(rank)
+        first = gpus.setdefault((str(other["host"]), str(other["gpu"])), rank)
+        if own == "nccl" and other["gpu"] is not None and first != rank:
+            raise UserError(
+                f"ranks {first} and {rank} share GPU {other['gpu']}, which NCCL cannot: start one rank for "
+                "each GPU, or use backend='gloo' (IMECE_BACKEND=gloo) or device='cpu'"
+            )
+    return tuple(tuple(ranks) for ranks in hosts.values())
+
+
+def adopted_world(world: World) -> World:
+    """The world of the process group that exists, which a launcher's world must equal."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if world.launcher == "single":
+        return replace(world, rank=rank, world_size=size, local_rank=rank, local_world_size=size)
+    if (rank, size) != (world.rank, world.world_size):
+        raise UserError(
+            f"torch.distributed was initialized as rank {rank} of {size}, but {world.launcher} started "
+            f"rank {world.rank} of {world.world_size}"
+        )
+    return world
+
+
+def open_default_group(world: World, backend: str, store: dist.Store, timeout: timedelta) -> None:
+    """Without torch's `device_id`: torch would ask the group for its backend in C++, and one of "shm" has
+    none; and for every later group all ranks would split NCCL's communicator, where the members of a group
+    that has shm beside NCCL do not take part. The device is the current one.
+    """
+    if world.master_addr in (LOOPBACK, "localhost", None) and world.agent_port is None:
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # or they would listen on the network
+            os.environ.setdefault(variable, "lo")
+    if world.member is not None:
+        for variable, value in _NCCL_SETTINGS.items():
+            os.environ.setdefault(variable, value)
+    with connections.of_groups():
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("torch", store),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timeout,
+        )
