@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from imece.bench import planner, planner_page, planner_plot
-from imece.cli.bench import run_planner
+from imece.cli.bench import run
 from imece.cli.bench_planner import PlannerOptions
 from imece.errors import UserError
 from imece.plan.accuracy.memory import Fits
@@ -94,7 +94,7 @@ def test_picture_is_a_picture(tmp_path: Path) -> None:
 
 
 def test_one_table_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_planner(["--tables", "sc21", "--json", str(tmp_path / "rows.json")]) == 0
+    assert run(["planner", "--tables", "sc21", "--json", str(tmp_path / "rows.json")]) == 0
     said = capsys.readouterr().out
     assert "10 rows   MAPE" in said and "s, not" in said
     assert "met     SC21 table 1" in said and "ultrascale\n" not in said
@@ -106,14 +106,14 @@ def test_rows_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     values = read("sc21").rows[-1] | {"params_b": "mine", "step_s": "205.26"}
     own = tmp_path / "own.csv"
     own.write_text(f"# measured by me\n{','.join(columns)}\n{','.join(values[c] for c in columns)}\n")
-    assert run_planner(["--tables", "sc21", "--rows", str(own)]) == 0
+    assert run(["planner", "--tables", "sc21", "--rows", str(own)]) == 0
     said = capsys.readouterr().out
     assert "1 rows" in said and "-50%  mineB x3072: 205.3 s" in said
     own.write_text("# measured by me\nparams_b,heads\n1,2\n")
     with pytest.raises(UserError, match="has no column width"):
-        run_planner(["--tables", "sc21", "--rows", str(own)])
+        run(["planner", "--tables", "sc21", "--rows", str(own)])
     with pytest.raises(UserError, match="No such file"):
-        run_planner(["--tables", "sc21", "--rows", str(tmp_path / "none.csv")])
+        run(["planner", "--tables", "sc21", "--rows", str(tmp_path / "none.csv")])
 
 
 @pytest.mark.parametrize(

@@ -148,9 +148,14 @@ class StepOptions:
     quick: bool = False
     """2 rounds of 1 step: to see that it works, not to quote."""
 
-    def plan(self) -> step.Plan:
+    def plan(self) -> step.Plan | parameter_cost.Plan:
         """What to measure; UserError for what cannot be."""
         _check_counts(self)
+        if self.parameters:
+            if self.plot or self.trace:
+                raise UserError("--parameters measures no timeline: leave --plot and --trace out")
+            counts = tuple(sorted(_counts(self.parameters, "--parameters")))
+            return parameter_cost.Plan(counts, self.ranks, min(self.rounds, 2) if self.quick else self.rounds)
         tokens = _counts(self.tokens, "--tokens")
         for count in tokens:
             if count > REFERENCE.length and count % REFERENCE.length:
@@ -164,12 +169,6 @@ class StepOptions:
             ways = step.wanted(report.read_choices(chosen, STRATEGY_WAYS, "--strategy"))
         rounds, steps = (min(self.rounds, 2), 1) if self.quick else (self.rounds, self.steps)
         return step.Plan(ways, tokens, self.ranks, rounds, steps, self.memory)
-
-    def parameter_plan(self) -> parameter_cost.Plan:
-        """What to measure of --parameters; UserError for what cannot be."""
-        _check_counts(self)
-        counts = tuple(sorted(_counts(self.parameters, "--parameters")))
-        return parameter_cost.Plan(counts, self.ranks, min(self.rounds, 2) if self.quick else self.rounds)
 
 
 @dataclass(frozen=True)
