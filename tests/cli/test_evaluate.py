@@ -73,6 +73,16 @@ def test_its_own_held_out_part(trained_run: Path, capsys: pytest.CaptureFixture[
     assert f"{loss_of(trained_run, held_out.tokens.tolist()):.3f}" in lines[3]
 
 
+def test_baselines_of_a_part_of_the_tokens_say_so(
+    trained_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert found(capsys, str(trained_run))["baselines_counted_in"] == ""
+    monkeypatch.setattr("imece.cli.evaluate.counted_in", lambda *_: "101 of 3,000 million train tokens")
+    assert main(["eval", str(trained_run)]) == 0
+    table = capsys.readouterr().out
+    assert table.endswith("\n\nwithout a model: counted in 101 of 3,000 million train tokens\n")
+
+
 def test_other_text(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("köy " * 50, encoding="utf-8")
     (tmp_path / "b.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
@@ -93,9 +103,13 @@ def test_files_that_are_not_text(
 ) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.txt").write_bytes(b"\0\0")
+    (tmp_path / "run").mkdir()
+    for name in ("config.toml", "metrics.jsonl"):
+        (tmp_path / "run" / name).touch()
     assert main(["eval", str(trained_run), "--data", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
-    assert err == "imece: 1 of 2 files are not text and were left out\n"
+    left_out = "imece: 1 run folder left out\nimece: 1 of 2 files are not text and were left out\n"
+    assert err == left_out
     assert "1 document, 4 bytes, 5 tokens" in out
 
 

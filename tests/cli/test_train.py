@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import socket
 import sys
 from collections.abc import Callable
@@ -21,11 +22,12 @@ from imece.cli import train
 from imece.cli.main import main
 from imece.cli.options import option_names
 from imece.data.prepare import prepare
+from imece.errors import UserError
 from imece.train import start
 from imece.train.config import TrainConfig, read_toml, to_toml
 from imece.train.run_folder import RunFolder
 from imece.train.run_lock import HELD
-from tests.train.small import options
+from tests.train.small import options, write_text
 
 Launch = tuple[list[str], int]
 
@@ -151,6 +153,54 @@ def test_what_is_launched(tmp_path: Path, launched: list[Launch]) -> None:
     before = files(tmp_path / "run")
     assert main(["train", "--run", str(tmp_path / "run")]) == 0
     assert launched == [(command, 3)] and files(tmp_path / "run") == before
+
+
+def test_the_run_lies_in_its_own_text(
+    tmp_path: Path, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = options(tmp_path, "runs/own", "--data", ".")
+    assert main(["train", *words]) == 0
+    before = files(tmp_path / "runs")
+    (tmp_path / "runs/own/metrics.jsonl").write_text('{"step": 1}\n')
+    config = train.read_config(words)
+    run = RunFolder(config.folder)
+    prepared = prepare(config.data.source(), run.tokenizer_file, run.tokens(config))
+    said = start.describe_data(prepared, config)
+    assert said.endswith("(0.1 of the documents held out), 1 run folder left out") and ": 1 file, " in said
+    assert main(["train", *words]) == 0 and len(launched) == 2
+    (tmp_path / "runs/own/metrics.jsonl").unlink()
+    assert files(tmp_path / "runs") == before
+
+
+def test_texts_are_found_from_any_folder(
+    tmp_path: Path, launched: list[Launch], mistake: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a run whose file has the names as they were given; but other text of the same name is none."""
+    home, other, run = tmp_path / "[home]", tmp_path / "other", RunFolder(tmp_path / "run")
+    for folder in (home, other):
+        folder.mkdir()
+        write_text(folder / "a.jsonl", seed=len(folder.name))
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home)
+    names, more = ("a.jsonl", "*.jsonl", "~/a.jsonl", "."), "--data.folder=shared"
+    assert main(["train", *options(tmp_path, "run"), "--data", *names, more]) == 0
+    given, kept, tokens = train.read_config(["--data", *names, more]).data, run.config().data, files(home)
+    a = str(home / "a.jsonl")
+    assert kept.paths == (a, f"{tmp_path}/[[]home]/*.jsonl", a, str(home))
+    assert (kept.tokenizer, kept.folder) == ("bytes", str(home / "shared"))
+    monkeypatch.chdir(other)
+    for words in ((), ("--data", "../[home]/a.jsonl", "../[[]home]/*.jsonl", "~/a.jsonl", "../[home]")):
+        assert main(["train", "--run=../run", *words]) == 0
+        assert run.config().data == kept and files(home) == tokens
+    launched.clear()
+    assert "holds a run with data.paths = " in mistake("--run=../run", "--data", *names)
+    monkeypatch.chdir(home)
+    as_given = dataclasses.replace(kept, paths=given.paths, folder=given.folder)
+    run.config_file.write_text(to_toml(dataclasses.replace(run.config(), data=as_given)))
+    assert run.config().data == as_given != kept
+    assert main(["train", "--run=../run"]) == 0
+    assert run.config().data == kept and files(home) == tokens
 
 
 def test_ranks_by_default(tmp_path: Path, launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,6 +430,29 @@ def test_ended_while_it_prepares(
     for name in ("run", "link"):
         assert main(["train", *options(tmp_path, name, "--seed=5")]) == 0
     assert len(launched) == 2
+
+
+def test_what_others_put_into_the_folder_meanwhile_stays(
+    tmp_path: Path, mistake: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepared(*arguments: Any) -> None:
+        prepare(*arguments)
+        for name in ("notes.txt", "tokens/notes.txt", "a/b"):
+            (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
+            (tmp_path / "run" / name).write_text("not ours")
+        raise UserError("no")
+
+    monkeypatch.setattr(start, "prepare", prepared)
+    assert mistake(*options(tmp_path, "run")) == "no"
+    assert set(files(tmp_path / "run")) == {"notes.txt", "tokens", "tokens/notes.txt", "a", "a/b"}
+    shutil.rmtree(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(start, "prepare", lambda *arguments: prepare(*arguments) and 1 / 0)
+    (tmp_path / "there").mkdir()
+    for run, tokens in (("run", "run/mine"), ("run", "run"), ("there", "there")):
+        with pytest.raises(ZeroDivisionError):
+            main(["train", *options(tmp_path, run, f"--data.folder={tokens}")])
+    assert not (tmp_path / "run").exists() and not files(tmp_path / "there")
 
 
 def test_a_run_folder_that_looks_like_an_option(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from fractions import Fraction
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imece.data import baselines as baselines_module
-from imece.data.baselines import baselines
+from imece.data.baselines import baselines, counted_in
 from imece.data.tokens import Part
 from tests.data.helpers import mistake, part_of
 
@@ -76,6 +78,49 @@ def test_text_that_repeats_is_known_to_bigrams() -> None:
     assert found["uniform"] == pytest.approx(math.log(_VOCAB))
     assert found["unigram"] > 2
     assert found["bigram"] < 0.1
+
+
+def test_of_much_text_some_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces at equal distances, each with the token before its first."""
+    monkeypatch.setattr(baselines_module, "_CHUNK", 4)
+    monkeypatch.setattr(baselines_module, "_MOST_TOKENS", 8)
+    validation = part_of([[1, 2, 3], [2, 1, 3]], name="validation")
+    train = part_of([[3, 1, 2, 4, 5, 1, 2, 3, 1, 2, 4, 1, 1, 2, 8, 8, 8]])
+    read = [tokens.tolist() for _, tokens in baselines_module._pairs(train)]
+    assert read == [[3, 1, 2, 4], [1, 2, 4, 1]]
+    assert [before[0] for before, _ in baselines_module._pairs(train)] == [0, 3]
+    unigram = {token: Fraction(times + 1, 8 + _VOCAB) for token, times in {0: 0, 1: 3, 2: 2, 3: 1}.items()}
+    # After 0, 1, 2, 3, as the pieces have it: how often each comes, and what.
+    followers = {0: [3], 1: [2, 2], 2: [4, 4], 3: [1, 1]}
+    nats = 0.0
+    for before, token in pairs(validation):
+        seen, kinds = followers[before], len(set(followers[before]))
+        nats -= math.log((seen.count(token) + kinds * unigram[token]) / (len(seen) + kinds))
+    found = baselines(train, validation, _VOCAB)
+    assert found["bigram"] == pytest.approx(nats / 8, rel=1e-12)
+    monkeypatch.setattr(baselines_module, "_MOST_TOKENS", 12_000_000)
+    assert counted_in(train, validation) == ""
+    many = Part("train", np.broadcast_to(np.uint16(1), (3_000_000_000,)), train.offsets, 0, 0)
+    assert counted_in(many, validation) == "12 of 3,000 million train tokens"
+
+
+def test_many_pieces_are_not_each_put_into_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The long table is merged a few times, or the work would be pieces x pairs."""
+    merged: list[int] = []
+    merge = baselines_module._merged
+
+    def counting(*tables: Any) -> Any:
+        result = merge(*tables)
+        merged.append(len(result[0]))
+        return result
+
+    monkeypatch.setattr(baselines_module, "_CHUNK", 64)
+    monkeypatch.setattr(baselines_module, "_merged", counting)
+    tokens = np.random.default_rng(0).integers(1, 1000, 64 * 256)
+    part = part_of([tokens.tolist()])
+    pairs, _ = baselines_module._count_pairs(part, 1000)
+    assert 16_000 < len(pairs) < 64 * 256 + 1
+    assert len(pairs) < sum(merged) < 12 * len(pairs)  # one by one it would be 128 times as many
 
 
 def test_without_text_there_are_none() -> None:

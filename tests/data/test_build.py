@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from tokenizers import models, pre_tokenizers
 from imece.data import build as build_module
 from imece.data.build import build
 from imece.data.corpus import sources
+from imece.data.files import locked
 from imece.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from imece.data.tokens import MANIFEST, TokenFiles, open_tokens
 from tests.data.helpers import files_of_at_most, mistake
@@ -256,6 +259,40 @@ def test_nothing_gets_its_name_before_it_is_on_disk(tmp_path: Path, monkeypatch:
     assert sorted(renamed) == [name for name in _NAMES if name != "lock"]
     assert renamed[-1] == MANIFEST
     assert f"{tmp_path}/tokens of {len(renamed)}" in synced
+
+
+def test_only_who_builds_holds_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there is read beside all others, also by the many that waited until it was built."""
+    files, built = write_texts(tmp_path / "texts", "one"), Built()
+    arguments = (tmp_path / "tokens", files, "text", ByteTokenizer())
+    log = list[str]()
+
+    @contextmanager
+    def waiting(path: Path) -> Iterator[None]:
+        """For the lock, while another process builds."""
+        with monkeypatch.context() as patch:
+            patch.setattr(build_module, "locked", locked)
+            built(*arguments)
+        log.append("lock")
+        with locked(path):
+            yield
+        log.append("free")
+
+    def opening(folder: Path, *, verify: bool = False) -> TokenFiles:
+        log.append("verify" if verify else "open")
+        return open_tokens(folder, verify=verify)
+
+    monkeypatch.setattr(build_module, "locked", waiting)
+    expected = content(built(*arguments))
+    assert log == ["lock", "free"] and built.times == 1
+    monkeypatch.setattr(build_module, "open_tokens", opening)
+    for damage in (False, True):
+        log.clear()
+        if damage:
+            (tmp_path / "tokens/train.bin").write_bytes(b"?" * (tmp_path / "tokens/train.bin").stat().st_size)
+        assert content(built(*arguments)) == expected
+        assert built.times == 1 + damage
+    assert log == [*["open", "verify"] * 2, "open", "lock", "free", "open", "verify"]
 
 
 def test_killed_at_every_line(tmp_path: Path) -> None:

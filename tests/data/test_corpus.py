@@ -78,6 +78,52 @@ def test_globs_find_any_file(tmp_path: Path) -> None:
     assert sources([str(bracketed)]) == [bracketed]  # a file of that name goes before a pattern
 
 
+def test_what_runs_write_is_no_text(tmp_path: Path) -> None:
+    """Wherever the run folder lies, and whatever is in it; but not what only looks like a part of one."""
+    wanted = [write(tmp_path / name, "x") for name in ("a.txt", "b/config.toml.txt", "b/c.md")]
+    write(tmp_path / "b/metrics.jsonl", '{"text": "mine"}')
+    for run in (tmp_path / "runs/small", tmp_path / "b/other"):
+        for name in ("config.toml", "metrics.jsonl", "checkpoints/notes.txt"):
+            write(run / name, '{"step": 1}')
+    (tmp_path / "link").symlink_to("runs/small")
+    passed: list[Path] = []
+    assert sources([tmp_path, tmp_path / "b"], run_folders=passed) == sorted(
+        [*wanted, tmp_path / "b/metrics.jsonl"]
+    )
+    runs = [tmp_path / "b/other", tmp_path / "runs/small"]
+    assert passed == runs
+    passed.clear()
+    assert sources([f"{tmp_path}/**/*.[tm]*"], run_folders=passed) == sorted(wanted)
+    assert passed == runs
+    named = tmp_path / "runs/small/checkpoints/notes.txt"
+    assert sources([named]) == [named]
+    assert "no .txt, .md" in mistake(sources, [runs[0]])
+    assert "no file matches" in mistake(sources, [f"{runs[0]}/*"])
+
+
+def test_names_that_hold_wherever_they_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a [b]"
+    write(folder / "c?.txt", "x")
+    (folder / "set").mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", "/home/me")
+    escaped = f"{tmp_path}/a [[]b]"
+    for name, expected in {
+        "c.txt": f"{folder}/c.txt",
+        "../d": f"{tmp_path}/d",
+        "~/d": "/home/me/d",
+        "c?.txt": f"{folder}/c?.txt",  # a file of that name goes before a pattern
+        "?.txt": f"{escaped}/?.txt",
+        "../**/*": f"{tmp_path}/**/*",
+        "/e/*": "/e/*",
+        "hf:set": f"hf:{folder}/set",
+        "hf:./set:train": f"hf:{folder}/set:train",
+        "hf:user/set:train": "hf:user/set:train",
+    }.items():
+        assert corpus.absolute_name(name) == expected
+        assert corpus.absolute_name(expected) == expected
+
+
 def test_without_paths_it_is_the_standard_library() -> None:
     files = sources([])
     root = corpus.common_folder(files)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
 from imece.data.corpus import fraction, held_out
+from imece.data.files import digest
 from imece.data.tokenizer import END, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from tests.data.helpers import files_of_at_most, mistake
 
@@ -146,6 +149,21 @@ def test_also_the_one_document_of_a_small_corpus_is_held_out(tmp_path: Path) -> 
     assert train_bpe(files, vocab_size=300, share=0).hash != learned_from_kept
 
 
+def test_a_word_without_end_is_learned_from_in_pieces(tmp_path: Path) -> None:
+    """A genome, or a text in a script without spaces: its merges would each go through all of it."""
+    (tmp_path / "a.txt").write_text("a" * 60_000 + "b")
+    tokenizer = train_bpe([tmp_path / "a.txt"], vocab_size=300, share=0)
+    lengths = {len(tokenizer.decode([token]).encode()) for token in range(257, tokenizer.vocab_size)}
+    assert max(lengths) == 256
+    assert tokenizer.decode(tokenizer.encode("a" * 60_000 + "b")) == "a" * 60_000 + "b"
+    words = " ".join(f"{word}{'x' * 240}" for word in range(40))
+    (tmp_path / "a.txt").write_text(words)
+    whole = train_bpe([tmp_path / "a.txt"], vocab_size=300, share=0).hash
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("imece.data.tokenizer._LONG_WORD", re.compile("nothing"))
+        assert train_bpe([tmp_path / "a.txt"], vocab_size=300, share=0).hash == whole
+
+
 def test_of_a_large_corpus_a_sample_is_learned_from(tmp_path: Path) -> None:
     files = corpus(tmp_path)
     share = 1000 / sum(file.stat().st_size for file in files)
@@ -203,6 +221,75 @@ def test_a_foreign_tokenizer(tmp_path: Path, end: str) -> None:
     copy = load_tokenizer(tmp_path / "copy.json")
     assert copy.encode("A b a b c") == [0, 1, 0, 1, 2]
     assert copy.hash == tokenizer.hash
+
+
+def test_letters_are_not_left_out_without_a_word(tmp_path: Path) -> None:
+    letters = {letter: number for number, letter in enumerate(["<eos>", *"hélo \u2581"])}
+    pieces = {f"<0x{byte:02X}>": 20 + byte for byte in range(256)}
+    said = (
+        "the tokenizer has no token for 'x', which would be left out: give it one for what it does not know"
+    )
+
+    def load(vocab: dict[str, int], pre: Any = None, **options: Any) -> Tokenizer:
+        package = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], **options))
+        package.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+        if pre is not None:
+            package.pre_tokenizer = pre
+        package.save(str(tmp_path / "tokenizer.json"))
+        return load_tokenizer(tmp_path)
+
+    plain = load(letters)
+    assert plain.encode("He\u0301llo") == [1, 2, 3, 3, 4]
+    for _ in range(2):
+        assert mistake(plain.encode, "héllo xé").startswith(said)
+    package = tokenizers.Tokenizer.from_str(plain.to_json())
+    package.add_tokens(["x"])
+    package.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).encode("hxh") == [1, 7, 1]
+    spaces = load(letters, pre_tokenizers.Whitespace())
+    assert spaces.encode("hé\nlo") == [1, 2, 3, 4]  # a line's end is taken out before, and on purpose
+    assert mistake(spaces.encode, "hé\nxlo").startswith(said)
+    assert load(letters | {"?": 9}, unk_token="?").encode("hxh") == [1, 9, 1]
+    assert load(letters | pieces, byte_fallback=True).encode("hx") == [1, 20 + ord("x")]
+    assert mistake(load(letters, byte_fallback=True).encode, "hx").startswith(said)
+    of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    all_bytes = json.loads(ByteTokenizer().to_json())["model"]["vocab"] | {"<eos>": 300}
+    assert load(all_bytes, of_bytes).encode("h\0日") == list("h\0日".encode())
+    assert mistake(load(all_bytes).encode, "日").startswith(said.replace("x", "日"))
+    del all_bytes["\u00c3"]
+    assert "no token for 'é'" in mistake(load(all_bytes, of_bytes).encode, "hé")
+
+
+def test_words_that_a_tokenizer_does_not_know(tmp_path: Path) -> None:
+    package = tokenizers.Tokenizer(models.WordLevel({"a": 0, "</s>": 1}))
+    package.save(str(tmp_path / "tokenizer.json"))
+    said = mistake(load_tokenizer(tmp_path).encode, "b")
+    assert said.startswith(
+        "the tokenizer cannot read this text (WordLevel error: Missing [UNK] token from the "
+    )
+    assert said.endswith("): give it a token for what it does not know, or name another")
+
+
+def test_no_merge_is_left_to_chance(tmp_path: Path, bpe: Tokenizer) -> None:
+    content = json.loads(bpe.to_json())
+    content["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    assert {tuple(tokenizer.encode(_SAMPLE)) for _ in range(10)} == {tuple(bpe.encode(_SAMPLE))}
+    assert tokenizer.to_json() == bpe.to_json()
+
+
+def test_a_file_that_another_release_wrote_is_the_same_tokenizer(tmp_path: Path, bpe: Tokenizer) -> None:
+    """A run and its checkpoints know their tokenizer by this hash."""
+    path = tmp_path / "tokenizer.json"
+    for tokenizer in (ByteTokenizer(), bpe):
+        content = json.dumps(json.loads(tokenizer.to_json()), indent=3)
+        path.write_text(content)
+        loaded = load_tokenizer(path)
+        assert type(loaded) is type(tokenizer) and loaded.encode(_SAMPLE) == tokenizer.encode(_SAMPLE)
+        assert loaded.hash == digest(content.encode()) != tokenizer.hash
+        loaded.save(path)
+        assert path.read_text() == content
 
 
 def test_ours_is_the_likelier_end(tmp_path: Path) -> None:

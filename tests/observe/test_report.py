@@ -194,6 +194,13 @@ def test_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
     assert "baselines" not in text
 
 
+def test_baselines_of_a_part_of_the_tokens_say_so(tmp_path: Path) -> None:
+    for counted, also in (("", ""), ("101 of 3,000 million", " Counted in 101 of 3,000 million.")):
+        write(tmp_path, [record(1)], summary=SUMMARY | {"baselines_counted_in": counted})
+        write_report(tmp_path)
+        assert f"Bigram: by the one before it.{also}\n" in Page(tmp_path / "report.html").text + "\n"
+
+
 def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     write(tmp_path, [record(step) for step in range(1, 12_001)])
     write_report(tmp_path)

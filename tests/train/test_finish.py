@@ -60,6 +60,16 @@ def test_where_nothing_is_held_out_the_sample_begins_as_the_text_does() -> None:
     assert prompt((), nothing).startswith("class Queue")
 
 
+def test_baselines_of_a_part_of_the_tokens_say_so() -> None:
+    summary: dict[str, Any] = {"steps": 40, "seconds": 3.0, "tokens": 40_960, "tokens_per_s": 13_653.0}
+    summary |= {"memory": asdict(Footprint(1, 1, 1, 1)), "val_loss": 2.0, "val_bits_per_byte": 1.5}
+    some = "101 of 3,000 million train tokens"
+    for counted, also in (("", ""), (some, f" (counted in {some})")):
+        found = {"baselines": {"uniform": 8.0, "bigram": 3.25}, "baselines_counted_in": counted}
+        lines = [line for _, line in _rows(summary | found, True)]
+        assert f"without a model it would be uniform 8.000, bigram 3.250{also}" in lines
+
+
 def test_so_many_tokens_as_the_header_writes_them() -> None:
     summary = {"steps": 40, "seconds": 3.0, "tokens": 40_960, "tokens_per_s": 13_653.0}
     memory = asdict(Footprint(1, 1, 1, 1))

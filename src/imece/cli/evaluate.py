@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -18,7 +19,7 @@ from imece.checkpoint.commit import METRIC_ON
 from imece.checkpoint.load import Saved
 from imece.cli.options import parse
 from imece.cli.trained import best_device, open_run, tokenizer_of
-from imece.data.baselines import baselines
+from imece.data.baselines import baselines, counted_in
 from imece.data.build import build
 from imece.data.corpus import sources
 from imece.data.tokenizer import Tokenizer
@@ -83,6 +84,7 @@ def run(argv: Sequence[str]) -> int:
                 name: measures(loss, tokens, part.text_bytes)
                 for name, loss in (baselines(others.train, part, others.vocab_size) if others else {}).items()
             },
+            "baselines_counted_in": counted_in(others.train, part) if others else "",
         }
     if options.json:
         print(json.dumps(found, indent=1, allow_nan=False))
@@ -123,7 +125,10 @@ def _data(
         yield own.validation, own
         return
     field = config.data.field if options.field is None else options.field
-    files = sources(options.data, field)
+    run_folders: list[Path] = []
+    files = sources(options.data, field, run_folders)
+    if run_folders:
+        _note(f"{len(run_folders):,} run folder{'s' * (len(run_folders) > 1)} left out")
     try:
         beside = tempfile.TemporaryDirectory(prefix="imece-eval-")
     except OSError as error:
@@ -173,6 +178,8 @@ def _table(found: Mapping[str, Any]) -> Iterator[str]:
             f"{name:<8}  {_figure(values['nats_per_token'], '.3f'):>12}  "
             f"{_figure(values['bits_per_byte'], '.3f'):>11}  {_figure(values['perplexity'], ',.1f'):>10}"
         )
+    if found["baselines_counted_in"]:
+        yield f"\nwithout a model: counted in {found['baselines_counted_in']}"
 
 
 def _figure(value: float | None, how: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,6 +12,7 @@ from imece.data.tokens import Part
 from imece.errors import UserError
 
 _CHUNK = 1 << 22  # tokens at once: so many pairs are sorted in some 200 MiB
+_MOST_TOKENS = 24 * _CHUNK  # of a part are counted: rank 0 counts alone, while the others wait for it
 
 _Counts = npt.NDArray[np.int64]
 
@@ -23,8 +25,9 @@ def baselines(train: Part, validation: Part, vocab_size: int) -> dict[str, float
     bigram: after token a, with n(a) tokens and t(a) different ones seen behind it in training, the token b
         has the probability (n(a, b) + t(a) * unigram(b)) / (n(a) + t(a)): Witten and Bell's interpolation.
 
-    The token before a document's first is an end token, as in `Batches`. Memory grows with the number of
-    different pairs, not with vocab_size^2; ten million tokens take about a second.
+    The token before a document's first is an end token, as in `Batches`. Of a part of more than 100
+    million tokens so many are counted, in chunks at equal distances: about a minute for each part, see
+    `counted_in`. Memory grows with the number of different pairs, not with vocab_size^2.
     UserError if one part is empty.
     """
     for part in (train, validation):
@@ -32,48 +35,66 @@ def baselines(train: Part, validation: Part, vocab_size: int) -> dict[str, float
             raise UserError(
                 f"the {part.name} part holds no tokens, so there are no baselines: give more text"
             )
-    seen = np.zeros(vocab_size, np.int64)
-    for _, tokens in _pairs(train):
-        seen += np.bincount(tokens, minlength=vocab_size)
+    pairs, times = _count_pairs(train, vocab_size)
+    before, tokens = np.divmod(pairs, vocab_size)
+    followed = np.bincount(before, times, vocab_size)  # n(a)
+    kinds = np.bincount(before, minlength=vocab_size)  # t(a)
+    seen = np.bincount(tokens, times, vocab_size)
     unigram = (seen + 1) / (seen.sum() + vocab_size)
 
-    pairs, times = _count_pairs(train, vocab_size)
-    kinds = np.bincount(pairs // vocab_size, minlength=vocab_size)  # t(a)
-    # n(a) is `seen`: each document begins after an end token and ends with one, so every token is followed.
-    unigram_nats = bigram_nats = 0.0
-    for before, tokens in _pairs(validation):
-        unigram_nats -= float(np.log(unigram[tokens]).sum())
-        wanted = before * vocab_size + tokens
-        places = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
-        joint = np.where(pairs[places] == wanted, times[places], 0)
-        total = seen[before] + kinds[before]
-        known = total > 0  # what never came in training says nothing about what follows
-        smoothed = (joint + kinds[before] * unigram[tokens]) / np.maximum(total, 1)
-        bigram_nats -= float(np.log(np.where(known, smoothed, unigram[tokens])).sum())
+    wanted, weights = _count_pairs(validation, vocab_size)
+    before, tokens = np.divmod(wanted, vocab_size)
+    places = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
+    joint = np.where(pairs[places] == wanted, times[places], 0)
+    total = followed[before] + kinds[before]
+    known = total > 0  # what never came in training says nothing about what follows
+    smoothed = (joint + kinds[before] * unigram[tokens]) / np.maximum(total, 1)
+    bigram = np.where(known, smoothed, unigram[tokens])
     return {
         "uniform": float(np.log(vocab_size)),
-        "unigram": unigram_nats / len(validation.tokens),
-        "bigram": bigram_nats / len(validation.tokens),
+        "unigram": -float(weights @ np.log(unigram[tokens])) / int(weights.sum()),
+        "bigram": -float(weights @ np.log(bigram)) / int(weights.sum()),
     }
 
 
+def counted_in(train: Part, validation: Part) -> str:
+    """Of how many tokens `baselines` knows, for a person; empty if that is all of them."""
+    return " and ".join(
+        f"{_MOST_TOKENS / 1e6:,.0f} of {len(part.tokens) / 1e6:,.0f} million {part.name} tokens"
+        for part in (train, validation)
+        if len(part.tokens) > _MOST_TOKENS
+    )
+
+
 def _pairs(part: Part) -> Iterator[tuple[_Counts, _Counts]]:
-    """(the token before, the token) for all tokens of the part, in chunks."""
-    before = part.end
-    for first in range(0, len(part.tokens), _CHUNK):
+    """(the token before, the token) for the tokens of the part that are counted, in chunks."""
+    chunks = math.ceil(len(part.tokens) / _CHUNK)
+    chosen = min(chunks, _MOST_TOKENS // _CHUNK)
+    for number in range(chosen):
+        first = number * chunks // chosen * _CHUNK
         tokens = part.tokens[first : first + _CHUNK].astype(np.int64)
+        before = int(part.tokens[first - 1]) if first else part.end
         yield np.concatenate(([before], tokens[:-1])), tokens
-        before = int(tokens[-1])
 
 
 def _count_pairs(part: Part, vocab_size: int) -> tuple[_Counts, _Counts]:
-    """The different pairs, sorted, as before * vocab_size + token; and how often each comes."""
-    pairs, times = np.empty(0, np.int64), np.empty(0, np.int64)
+    """The different pairs, sorted, as before * vocab_size + token; and how often each comes.
+
+    Tables are merged when they are about as long: each into the one long table would take chunks x pairs.
+    """
+    tables: list[tuple[_Counts, _Counts]] = []
     for before, tokens in _pairs(part):
-        some, some_times = np.unique(before * vocab_size + tokens, return_counts=True)
-        places = np.asarray(np.searchsorted(pairs, some))
-        known = np.isin(some, pairs, assume_unique=True)
-        times[places[known]] += some_times[known]
-        pairs = np.insert(pairs, places[~known], some[~known])
-        times = np.insert(times, places[~known], some_times[~known])
-    return pairs, times
+        tables.append(np.unique(before * vocab_size + tokens, return_counts=True))
+        while len(tables) > 1 and len(tables[-2][0]) <= 2 * len(tables[-1][0]):
+            tables.append(_merged(tables.pop(), tables.pop()))
+    while len(tables) > 1:
+        tables.append(_merged(tables.pop(), tables.pop()))
+    return tables[0]
+
+
+def _merged(one: tuple[_Counts, _Counts], other: tuple[_Counts, _Counts]) -> tuple[_Counts, _Counts]:
+    pairs, times = (np.concatenate(both) for both in zip(one, other, strict=True))
+    order = np.argsort(pairs, kind="stable")  # of two sorted halves: it merges them
+    pairs = pairs[order]
+    first = np.flatnonzero(np.diff(pairs, prepend=-1))
+    return pairs[first], np.add.reduceat(times[order], first)

@@ -42,7 +42,7 @@ def build(
 
     Any number of processes may call it at once: one builds, the others wait and then open what it built. If
     that one is killed, the next one builds. `progress` is called only in a process that builds. To find out,
-    each of them reads all of `files`, about 1 GB a second.
+    each of them reads all of `files` and all tokens, about 1 GB a second, all at the same time.
 
     share, seed: of the documents that `corpus.held_out` puts into the validation part; at least one, if share
     is not 0. UserError if a part that was asked for gets no document, if the folder has files of others under
@@ -52,25 +52,35 @@ def build(
     if not 0 <= share < 1:
         raise UserError(f"a held-out share of {share}: at least 0 and less than 1, such as 0.02")
     wanted = _wanted(files, field, tokenizer, share, seed)
-    foreign = _foreign(folder)
-    if (foreign or not os.access(folder, os.W_OK)) and (found := _made_from(folder, wanted)):
-        return found  # a copy, or a shared folder in which only others may write, and so lock
-    if foreign:
-        raise UserError(
-            f"{folder} holds a {foreign} that others made, which would be overwritten: name another folder "
-            "for the token files"
-        )
     try:
-        with locked(folder / _LOCK):
+        while True:
+            seen = _manifest_file(folder)
+            # Without the lock: it reads all tokens, and many ranks do so at once.
             if found := _made_from(folder, wanted):
-                return found
-            with _no_leftovers(folder):
-                _build(folder, files, field, tokenizer, wanted, progress or (lambda _done, _total: None))
-            return open_tokens(folder)
+                return found  # perhaps a copy, or a shared folder in which only others may write, and so lock
+            if foreign := _foreign(folder):
+                raise UserError(
+                    f"{folder} holds a {foreign} that others made, which would be overwritten: name another "
+                    "folder for the token files"
+                )
+            with locked(folder / _LOCK):
+                if _manifest_file(folder) == seen:  # else another one has built while this one waited
+                    with _no_leftovers(folder):
+                        _build(
+                            folder, files, field, tokenizer, wanted, progress or (lambda _done, _total: None)
+                        )
+                    return open_tokens(folder)
     except OSError as error:
         raise UserError(
             f"{folder}: cannot write the token files ({error.strerror}): make room or name another folder"
         ) from error
+
+
+def discard(folder: Path) -> None:
+    """Take away what `build` makes, whole or not; the folder itself stays. OSError if that cannot be."""
+    _remove_partial(folder)
+    for name in (MANIFEST, *_NAMES, _LOCK):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _source_hash(files: Sequence[Path], field: str) -> str:
@@ -94,9 +104,23 @@ def _wanted(
     }
 
 
+def _manifest_file(folder: Path) -> tuple[int, int] | None:
+    """Which one is there: each `build` makes another, be its content the same."""
+    try:
+        with (folder / MANIFEST).open(
+            "rb"
+        ) as file:  # opened, or a file server's client may know an older one
+            found = os.fstat(file.fileno())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def _made_from(folder: Path, wanted: dict[str, Any]) -> TokenFiles | None:
     """What is in the folder, if it is that; None if it is absent, damaged or of something else."""
     try:
+        if open_tokens(folder).made_from != wanted:  # this reads few of them
+            return None
         found = open_tokens(folder, verify=True)
         return found if found.made_from == wanted else None
     except UserError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import errno
+import functools
 import glob
 import hashlib
 import json
@@ -24,6 +25,7 @@ SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl", ".parquet")  # what is looke
 _WHOLE_BYTES = 1 << 18  # a file up to this size is one document
 _PIECE_BYTES = 1 << 16  # a larger one is cut at line ends into documents of about this size
 _FEWEST_PIECES = 16  # of a file that is the whole corpus: some of it is to be held out
+_RUN = {"config.toml", "metrics.jsonl"}  # a folder with both is a run's: what it writes is no text to learn
 # In the standard library: what others installed, and tests, of which many are not text on purpose.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
@@ -36,13 +38,18 @@ class Document:
     text: str  # never empty
 
 
-def sources(paths: Sequence[Path | str], field: str = "text") -> list[Path]:
+def sources(
+    paths: Sequence[Path | str], field: str = "text", run_folders: list[Path] | None = None
+) -> list[Path]:
     """The files behind folders, globs, single files and datasets: absolute, sorted, each once.
 
     A folder is searched for SUFFIXES, in all its folders but the hidden ones, and in those that links in it
-    lead to; a glob gives the files it matches. "hf:NAME" or "hf:NAME:SPLIT" is a dataset of the Hugging Face
-    Hub, which is downloaded, or a folder that `datasets` saved to disk, which is also known without "hf:".
-    No path at all is the Python standard library of this disk, without its tests.
+    lead to; a glob gives the files it matches. Neither finds what lies in a run folder: that of a run on "."
+    is itself in the text, and grows with each step. "hf:NAME" or "hf:NAME:SPLIT" is a dataset of the Hugging
+    Face Hub, which is downloaded, or a folder that `datasets` saved to disk, which is also known without
+    "hf:". No path at all is the Python standard library of this disk, without its tests.
+
+    run_folders: those that were passed over are appended to it.
 
     What is named by itself is looked into here, so that a mistake shows before any work is done: UserError
     if it is missing, empty or not UTF-8 text, if the first line of a .jsonl or a table has no `field`, or if
@@ -52,13 +59,28 @@ def sources(paths: Sequence[Path | str], field: str = "text") -> list[Path]:
     if not paths:
         return _standard_library()
     found: dict[str, Path] = {}  # by real path: a file and a link to it are one
+    passed: set[str] = set()
     for given in paths:
-        for path in sorted(_behind(os.path.expanduser(given), field)):
+        for path in sorted(_behind(os.path.expanduser(given), field, passed)):
             found.setdefault(os.path.realpath(path), path)
+    if run_folders is not None:
+        run_folders += map(Path, sorted(passed))
     files = sorted(found.values())
     if any(path.suffix in tables.SUFFIXES for path in files):
         tables.require()
     return files
+
+
+def absolute_name(given: str) -> str:
+    """The same name for `sources`, wherever it is given."""
+    called = given.startswith("hf:")
+    name, colon, split = given.removeprefix("hf:").partition(":") if called else (given, "", "")
+    name = os.path.expanduser(name)
+    if called:
+        return f"hf:{os.path.abspath(name)}{colon}{split}" if os.path.isdir(name) else given
+    if glob.has_magic(name) and not os.path.lexists(name):  # a pattern, and the folder we are in is none
+        return os.path.abspath(os.path.join(glob.escape(os.getcwd()), name))
+    return os.path.abspath(name)
 
 
 def documents(
@@ -143,7 +165,7 @@ def _draw(text: str, seed: int) -> float:
 def _standard_library() -> list[Path]:
     root = sysconfig.get_path("stdlib")
     files = []
-    for folder, folders, names in _walk(root):
+    for folder, folders, names in _walk(root, set()):
         folders[:] = [name for name in folders if name not in _NOT_LIBRARY]  # os.walk enters what is left
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
@@ -151,10 +173,10 @@ def _standard_library() -> list[Path]:
     return sorted(files)
 
 
-def _walk(root: str) -> Iterator[tuple[str, list[str], list[str]]]:
+def _walk(root: str, run_folders: set[str]) -> Iterator[tuple[str, list[str], list[str]]]:
     """os.walk into links too, but not into hidden folders, and into each folder once, whatever leads to it.
 
-    UserError for a folder that cannot be read.
+    run_folders: it does not go into them either, and adds them. UserError for a folder that cannot be read.
     """
 
     def refuse(error: OSError) -> None:
@@ -169,6 +191,10 @@ def _walk(root: str) -> Iterator[tuple[str, list[str], list[str]]]:
                 folders.clear()
                 continue
             seen.add(real)
+            if _RUN.issubset(names):
+                run_folders.add(real)
+                folders.clear()
+                continue
             folders[:] = [name for name in folders if not name.startswith(".")]
             yield folder, folders, names
             below = (os.path.join(folder, name) for name in folders)
@@ -177,14 +203,15 @@ def _walk(root: str) -> Iterator[tuple[str, list[str], list[str]]]:
         waiting += sorted(links)
 
 
-def _behind(given: str, field: str) -> Iterator[Path]:
+def _behind(given: str, field: str, run_folders: set[str]) -> Iterator[Path]:
     path = Path(os.path.abspath(given))
     if (dataset := _dataset(given)) is not None:
         if next(documents(dataset, field), None) is None:
             raise UserError(f"{given}: no row of it holds any text in {field!r}: name another dataset")
         yield from dataset
     elif stat.S_ISDIR(mode := _mode(path)):
-        files = [Path(f, name) for f, _, names in _walk(str(path)) for name in names if _is_wanted(f, name)]
+        walk = _walk(str(path), run_folders)
+        files = [Path(f, name) for f, _, names in walk for name in names if _is_wanted(f, name)]
         if not files:
             raise UserError(f"{path}: no {', '.join(SUFFIXES)} files in this folder: name another, or files")
         yield from files
@@ -195,7 +222,12 @@ def _behind(given: str, field: str) -> Iterator[Path]:
         raise UserError(f"{path}: neither a file nor a folder: copy its content to a file and name that")
     elif glob.has_magic(given):
         matched = [Path(os.path.abspath(match)) for match in glob.glob(given, recursive=True)]
-        files = [match for match in matched if stat.S_ISREG(_mode(match))]
+        files, is_run = list[Path](), functools.cache(_is_run)
+        for match in matched:
+            if run := next(filter(is_run, match.parents), None):
+                run_folders.add(os.path.realpath(run))
+            elif stat.S_ISREG(_mode(match)):
+                files.append(match)
         if not files:
             raise UserError(f"{given}: no file matches this pattern: check the folder and the pattern")
         yield from files
@@ -223,6 +255,10 @@ def _mode(path: Path) -> int:
         raise UserError(f"{name}: cannot be read ({error.strerror}): name files that you may read") from error
     except ValueError:  # a NUL
         return 0
+
+
+def _is_run(folder: Path) -> bool:
+    return all(os.path.isfile(folder / name) for name in _RUN)
 
 
 def _is_wanted(folder: str, name: str) -> bool:

@@ -68,6 +68,7 @@ class Prepared:
     tokens: TokenFiles
     files: int  # that were text; 0 after `reopen`
     source_bytes: int  # of all files on disk; 0 after `reopen`
+    run_folders: int = 0  # in the text's folders, and passed over
 
 
 def prepare(
@@ -82,7 +83,8 @@ def prepare(
     progress: called in the process that does the work. UserError for whatever is wrong with the text, the
     tokenizer or the disk.
     """
-    files = sources(source.paths, source.field)
+    run_folders: list[Path] = []
+    files = sources(source.paths, source.field, run_folders)
     tokenizer = _tokenizer(source, files, tokenizer_path, progress)
     tokens = build(
         folder,
@@ -93,7 +95,7 @@ def prepare(
         seed=source.seed,
         progress=partial(progress, "making tokens") if progress else None,
     )
-    return Prepared(tokenizer, tokens, len(files) - tokens.skipped, total_bytes(files))
+    return Prepared(tokenizer, tokens, len(files) - tokens.skipped, total_bytes(files), len(run_folders))
 
 
 def reopen(source: TextSource, tokenizer_path: Path, folder: Path) -> Prepared:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +29,9 @@ LARGEST_VOCAB = 1 << 20  # four times what published models have
 Ids = npt.NDArray[np.uint32]
 
 _PROGRESS_BYTES = 1 << 20
+# Longer words are cut before they are learned from: each merge goes through all of the words that it is in,
+# and a genome on one line is a single one.
+_LONG_WORD = re.compile(r"(\w{256})")
 
 # What other tokenizers call the end of a document, the likelier name first.
 _ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "[EOS]", "[SEP]")
@@ -69,7 +73,10 @@ class Tokenizer(ABC):
 
     @property
     def hash(self) -> str:
-        """Of tokenizer.json: equal hashes encode alike."""
+        """Of tokenizer.json: equal hashes encode alike.
+
+        Of one that was loaded it is that of its file: other releases of the package may write it otherwise.
+        """
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
 
     def _check_ids(self, ids: Sequence[int]) -> None:
@@ -86,6 +93,9 @@ class ByteTokenizer(Tokenizer):
     vocab_size = SMALLEST_VOCAB
     end = 256
 
+    def __init__(self, content: str | None = None) -> None:
+        self._content = content  # of the tokenizer.json that says so; None: it is made anew
+
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         return [np.frombuffer(_utf8(text), np.uint8).astype(np.uint32) for text in texts]
 
@@ -95,6 +105,8 @@ class ByteTokenizer(Tokenizer):
         return b"".join(end if i == self.end else bytes((i,)) for i in ids).decode(errors="replace")
 
     def to_json(self) -> str:
+        if self._content is not None:
+            return self._content
         vocab = {letter: byte for byte, letter in enumerate(_letters())} | {END: self.end}
         tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
         _make_byte_level(tokenizer)
@@ -105,19 +117,36 @@ class ByteTokenizer(Tokenizer):
 class JsonTokenizer(Tokenizer):
     """Whatever a tokenizer.json describes."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, end: int) -> None:
-        # As saved, these may cut texts off or fill them up, and each document is wanted as it is.
+    def __init__(self, tokenizer: tokenizers.Tokenizer, end: int, content: str | None = None) -> None:
+        """content: that the tokenizer was read from."""
+        before = tokenizer.to_str()
+        # As saved, these may cut texts off, fill them up or split them at random: each is wanted as it is.
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        if isinstance(tokenizer.model, models.BPE):
+            tokenizer.model.dropout = None
+        now = tokenizer.to_str()
+        self._content = content if content is not None and now == before else now
         tokenizer.encode_special_tokens = True  # that is: as plain text
         self._tokenizer = tokenizer
+        self._may_drop = self._lacks_letters()
+        added = (each for each in tokenizer.get_added_tokens_decoder().values() if not each.special)
+        self._known = {letter for each in added for letter in each.content}  # it does not drop these
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
         self.end = end
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         for text in texts:
             _utf8(text)  # else the package raises a TypeError that blames the type
-        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            self._check_known(text)
+        try:
+            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the package raises this very class for a word that it does not know
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"the tokenizer cannot read this text ({reason}): give it a token for what it does not know, "
+                "or name another"
+            ) from error
         return [np.array(one.ids, np.uint32) for one in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -125,7 +154,41 @@ class JsonTokenizer(Tokenizer):
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def to_json(self) -> str:
-        return self._tokenizer.to_str()
+        return self._content
+
+    def _check_known(self, text: str) -> None:
+        """UserError for what the package would leave out without a word: bits a byte would be too good."""
+        if not self._may_drop:
+            return
+        if (normalizer := self._tokenizer.normalizer) is not None:
+            text = normalizer.normalize_str(text)
+        for letter in sorted(set(text) - self._known):
+            for word in self._words(letter):
+                spans = (token.offsets for token in self._tokenizer.model.tokenize(word))
+                if sum(stop - start for start, stop in spans) < len(word.encode()):
+                    raise UserError(
+                        f"the tokenizer has no token for {letter!r}, which would be left out: give it one "
+                        "for what it does not know (unk_token), or name another"
+                    )
+            self._known.add(letter)
+
+    def _words(self, text: str) -> list[str]:
+        """Of a text that is normalised: what the model sees, one after the other."""
+        splitter = self._tokenizer.pre_tokenizer
+        return [word for word, _ in splitter.pre_tokenize_str(text)] if splitter is not None else [text]
+
+    def _lacks_letters(self) -> bool:
+        """Whether the package may leave out letters: where a BPE knows neither them nor their bytes."""
+        model = self._tokenizer.model
+        if not isinstance(model, models.BPE) or model.unk_token is not None:
+            return False
+        if model.continuing_subword_prefix or model.end_of_word_suffix:
+            return False  # a letter by itself says nothing there
+        vocab, letters = self._tokenizer.get_vocab(with_added_tokens=False), _letters()
+        if model.byte_fallback and all(f"<0x{byte:02X}>" in vocab for byte in range(256)):
+            return False
+        of_bytes = "".join(letters[byte] for byte in "€".encode()) in "".join(self._words("€"))
+        return not (of_bytes and all(letter in vocab for letter in letters))
 
 
 def train_bpe(
@@ -164,7 +227,7 @@ def train_bpe(
             text = document.text
             drawn = total <= sample_bytes or fraction(text, "tokenizer") < sample_bytes / total
             if drawn and not held_out(text, share, seed):
-                yield text
+                yield from filter(None, _LONG_WORD.split(text))
             done += len(text.encode())
             if progress and done - told >= _PROGRESS_BYTES:
                 progress(min(done, total), total)
@@ -194,10 +257,10 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: not a tokenizer.json ({reason}): name one, or train a new one") from error
     if tokenizer.to_str() == ByteTokenizer().to_json():
-        return ByteTokenizer()
+        return ByteTokenizer(content)
     for name in _ENDS:
         if tokenizer.token_to_id(name) is not None:
-            return JsonTokenizer(tokenizer, _token_of(tokenizer, name))
+            return JsonTokenizer(tokenizer, _token_of(tokenizer, name), content)
     raise UserError(f"{path}: no token that ends a document ({', '.join(_ENDS)}): add one as a special token")
 
 

@@ -110,11 +110,14 @@ def _baselines(files: RunFiles) -> str:
             f'<span{own}>{_text(name)}</span><i{own} style="width:{max(loss, 0) / most:.1%}"></i>'
             f'<span class="{number}">{loss:.3f}</span>'
         )
+    counted = files.summary.get("baselines_counted_in")
+    some = f" Counted in {_text(str(counted))}." if counted else ""
     return (
         '<h2>Validation loss beside baselines</h2>\n<div class="card"><div class="bars">'
         + "".join(cells)
         + '</div><p class="note">Nats a token on documents that were never trained on; less is better. '
-        "Uniform: all tokens alike. Unigram: by how often each comes. Bigram: by the one before it.</p></div>"
+        "Uniform: all tokens alike. Unigram: by how often each comes. Bigram: by the one before it."
+        f"{some}</p></div>"
     )
 
 

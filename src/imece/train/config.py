@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import tyro
 
+from imece.data.corpus import absolute_name
 from imece.data.prepare import TextSource
 from imece.errors import UserError
 from imece.models.presets import preset
@@ -113,6 +114,18 @@ class DataSection:
     def source(self) -> TextSource:
         """The same for the data room. What is held out does not depend on the run's seed."""
         return TextSource(self.paths, self.field, self.tokenizer, self.vocab_size, self.held_out)
+
+    def absolute(self) -> DataSection:
+        """With names that mean the same wherever a later command is started."""
+        tokenizer, folder = (
+            os.path.abspath(os.path.expanduser(each)) for each in (self.tokenizer, self.folder)
+        )
+        return dataclasses.replace(
+            self,
+            paths=tuple(map(absolute_name, self.paths)),
+            tokenizer=self.tokenizer if self.tokenizer in ("bpe", "bytes") else tokenizer,
+            folder=folder if self.folder else "",
+        )
 
 
 @dataclass(frozen=True)
@@ -313,7 +326,7 @@ def flat(config: object, prefix: str = "") -> dict[str, Any]:
 
 def check_same_run(before: TrainConfig, now: TrainConfig) -> None:
     """UserError if `now` would not go on with what `before` has begun."""
-    old, new = flat(before), flat(now)
+    old, new = (flat(dataclasses.replace(each, data=each.data.absolute())) for each in (before, now))
     other = [name for name in old if name not in MAY_CHANGE and old[name] != new[name]]
     if other:
         name = other[0]

@@ -38,7 +38,7 @@ def evaluate(
     All ranks make as many forwards, as gathered parameters need: some of them one more that does not count.
     """
     windows = math.ceil(len(part.tokens) / seq)
-    chosen = min(windows, math.ceil(most_tokens / seq)) if most_tokens else windows
+    chosen = windows_read(part, seq, most_tokens)
     device = next(model.parameters()).device
     # Whole batches are dealt out, so that each product has the same shape whatever the number of ranks.
     nats, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
@@ -56,6 +56,12 @@ def evaluate(
         tokens += int((targets != IGNORE).sum())
     model.train(was_training)
     return float(nats), tokens
+
+
+def windows_read(part: Part, seq: int, most_tokens: int) -> int:
+    """In how many windows `evaluate` reads the part: of the same number it reads the same ones."""
+    windows = math.ceil(len(part.tokens) / seq)
+    return min(windows, math.ceil(most_tokens / seq)) if most_tokens else windows
 
 
 def _windows(part: Part, seq: int, numbers: Sequence[int]) -> tuple[Tokens, Tokens]:

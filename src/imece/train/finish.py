@@ -12,7 +12,7 @@ import torch
 
 from imece.checkpoint.commit import glance
 from imece.checkpoint.files import step_folders
-from imece.data.baselines import baselines
+from imece.data.baselines import baselines, counted_in
 from imece.data.files import write_whole
 from imece.data_parallel.footprint import counted
 from imece.data_parallel.sharded import ShardedDataParallel
@@ -109,6 +109,7 @@ def _summary(session: Session, val_loss: float | None) -> dict[str, Any]:
             "val_loss": val_loss,
             "val_bits_per_byte": bits_a_byte,
             "baselines": baselines(tokens.train, held_out, tokens.vocab_size),
+            "baselines_counted_in": counted_in(tokens.train, held_out),
         }
     return summary
 
@@ -131,7 +132,8 @@ def _rows(summary: dict[str, Any], saved: bool) -> list[tuple[str, str]]:
                 f"{summary['val_bits_per_byte']:.3f} bits a byte",
             )
         )
-        rows.append(("", f"without a model it would be {others}"))
+        some = f" (counted in {where})" if (where := summary["baselines_counted_in"]) else ""
+        rows.append(("", f"without a model it would be {others}{some}"))
     state = Footprint(**summary["memory"])
     rows.append(("", f"state of this rank, counted: {state}"))
     if not saved:

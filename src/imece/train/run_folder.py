@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ import torch
 
 from imece.checkpoint.load import Saved, all_steps, best, newest
 from imece.checkpoint.weights import load_weights
+from imece.data.build import discard
 from imece.data.files import write_whole
 from imece.data.tokenizer import Tokenizer, load_tokenizer
 from imece.errors import UserError
@@ -66,7 +66,8 @@ class RunFolder:
         return read_toml(self.config_file)
 
     def begin(self, config: TrainConfig, lock: RunLock | None = None) -> bytes | None:
-        """Make the folder, or go on with the run that it holds; from here on `config` is its config.
+        """Make the folder, or go on with the run that it holds; from here on `config` is its config, in which
+        the names of texts do not depend on the folder that a command is started in.
 
         Returns what the config's file held before, None if it was not there. lock: of the folder; it begins
         before anything is changed. UserError if the run is under way in another command, if the folder holds
@@ -74,7 +75,7 @@ class RunFolder:
         """
         new = not os.path.isdir(self.path)
         try:
-            content = to_toml(config).encode()
+            content = to_toml(dataclasses.replace(config, data=config.data.absolute())).encode()
             if not self.config_file.exists():
                 if self.path.exists() and not self.path.is_dir():
                     raise UserError(f"{self.path} is a file: name a folder with --run")
@@ -123,22 +124,28 @@ class RunFolder:
                 if before is not None:
                     write_whole(self.config_file, before)
                 else:
-                    self._empty()
-                    if not there:
+                    self._take_back(config)
+                    if not there:  # else it may be a link, or have permissions that a new one would not
                         self.path.rmdir()
             raise
 
-    def _empty(self) -> None:
-        """The folder itself stays: it may be a link, or have permissions that a new one would not."""
-        for path in self.path.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+    def _take_back(self, config: TrainConfig) -> None:
+        """What a run has before its first step, and no file that others have put there meanwhile."""
+        lock = self.tokenizer_file.with_name(f".{self.tokenizer_file.name}.lock")
+        for path in (self.config_file, self.tokenizer_file, lock, self.path / FILE, *self._leftovers()):
+            path.unlink(missing_ok=True)
+        run, tokens, checkpoints = map(os.path.abspath, (self.path, self.tokens(config), self.checkpoints))
+        if Path(tokens).is_relative_to(run):
+            discard(Path(tokens))
+        for folder in {tokens, checkpoints} - {run}:
+            if Path(folder).is_relative_to(run):
+                with suppress(OSError):  # it is not there, or holds something else too
+                    os.rmdir(folder)
 
     def _leftovers(self) -> set[Path]:
-        """Of processes that were killed in `begin`."""
-        return set(self.path.glob(f"{self.config_file.name}.*.partial"))
+        """Of processes that were killed before the first step."""
+        names = (self.config_file.name, self.tokenizer_file.name)
+        return {path for name in names for path in self.path.glob(f"{name}.*.partial")}
 
     def _check_steps(self, config: TrainConfig) -> None:
         done = max(all_steps(self.checkpoints), default=0)  # damaged ones too: those may be mended

@@ -215,10 +215,12 @@ def describe_data(prepared: Prepared, config: TrainConfig) -> str:
     name = ", ".join(config.data.paths) or "Python standard library"
     tokens = len(prepared.tokens.train.tokens) + len(prepared.tokens.validation.tokens)
     skipped = f", {prepared.tokens.skipped} that are not text left out" if prepared.tokens.skipped else ""
+    runs = prepared.run_folders
+    left_out = f", {runs:,} run folder{'s' * (runs > 1)} left out" if runs else ""
     return (
         f"{name}: {prepared.files:,} file{'s' if prepared.files > 1 else ''}, "
         f"{prepared.source_bytes / 1e6:.1f} MB, {si(tokens)} tokens "
-        f"({config.data.held_out:.3g} of the documents held out){skipped}"
+        f"({config.data.held_out:.3g} of the documents held out){skipped}{left_out}"
     )
 
 
