@@ -93,17 +93,18 @@ def test_the_best_that_is_removed_meanwhile_is_none(tmp_path: Path, monkeypatch:
         assert ranks.save(1, state_of(1), 1.0) and ranks.save(2, state_of(2), 2.0)
     opened, lines = load.open_checkpoint, list[str]()
 
-    def prunes(path: Path) -> Saved:
+    def prunes(path: Path, **how: bool) -> Saved:
         if path.name == "step-00000001":
             shutil.rmtree(path)
-        return opened(path)
+        return opened(path, **how)
 
     monkeypatch.setattr(load, "open_checkpoint", prunes)
     assert_whole(best(tmp_path, lines.append), 2, 1)
     assert not (tmp_path / "step-00000001").exists() and not lines
 
 
-def test_metrics_of_other_texts_are_not_compared(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["metric_on", "metric_over"])
+def test_metrics_of_other_texts_or_more_of_one_are_not_compared(tmp_path: Path, key: str) -> None:
     """Those that do not say of what they are, as older ones, are compared with all."""
     saves: tuple[tuple[int, str | None, float | None, int, list[int]], ...] = (
         # step, measured on, metric, then the best, and what stays
@@ -116,7 +117,7 @@ def test_metrics_of_other_texts_are_not_compared(tmp_path: Path) -> None:
     )
     with contextlib.closing(Checkpoints(tmp_path, rank=0, world_size=1, keep=1, alarm=print)) as checkpoints:
         for step, on, metric, expected, stay in saves:
-            state = {"step": step} | ({"metric_on": on} if on else {})
+            state = {"step": step} | ({key: on} if on else {})
             checkpoints.save(step, state_of(step), state, {}, metric=metric)
             assert checkpoints.finish()
             found = best(tmp_path, print)
@@ -182,9 +183,9 @@ def test_a_reader_meets_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert ranks.save(1, state_of(1)) and ranks.save(2, state_of(2))
     place, old, real = tmp_path / "step-00000002", tmp_path / "step-00000002.old", load.open_checkpoint
 
-    def late(folder: Path) -> Saved:
+    def late(folder: Path, **how: bool) -> Saved:
         if old.exists():
-            return real(folder)
+            return real(folder, **how)
         place.rename(old)
         if replaced:
             shutil.copytree(old, place)

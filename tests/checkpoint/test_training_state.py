@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,16 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import Adagrad, Adam, AdamW, Muon, Optimizer
 
 import imece
 from imece.checkpoint import Checkpoints, Saved, Slice, open_checkpoint
 from imece.checkpoint.files import step_folder
-from imece.checkpoint.training_state import OPTIMIZER, TrainingState
+from imece.checkpoint.training_state import MADE_BY, OPTIMIZER, TrainingState
 from imece.checkpoint.weights import MODEL, check_shapes
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
+from tests.checkpoint.crew import crew
 from tests.ranks import run_ranks
 
 STRATEGIES = ("replicate", "zero1", "zero2", "zero3")
@@ -157,6 +159,12 @@ def test_strategies_save_the_same_bits(folder: Path) -> None:
         kept = {name.rpartition("/")[2] for name in first.names() if name.startswith(OPTIMIZER)}
         assert kept == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
         assert f"{OPTIMIZER}unused/step" not in first.names()
+        made_by = sorted(name for name in first.names() if name.startswith(MADE_BY))
+        assert made_by == [
+            *(f"{MADE_BY}first.{each}/AdamW.Adam" for each in ("bias", "weight")),
+            *(f"{MADE_BY}head.{each}/AdamW.Adam" for each in ("bias", "weight")),
+            f"{MADE_BY}inner.weight/Muon",
+        ]
         seen = torch.zeros(2, 3)
         for step in range(STEPS):
             seen += batch(step, 0).mean()  # a buffer is rank 0's
@@ -239,3 +247,117 @@ def test_another_model_and_a_changed_value(folder: Path) -> None:
         assert names and all(name.startswith(MODEL) for name in names)
         assert "first.weight should be [7, 6], the checkpoint has [7, 5]" in said
         assert "more should be [2], the checkpoint has none; it has frozen too and" in said
+
+
+# ---------------------------------------------------------------- one process, any optimizer
+
+Make = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+@pytest.fixture
+def mesh() -> Iterator[imece.Mesh]:
+    made = imece.init()
+    yield made
+    made.close()
+
+
+def small(make: Make, strategy: str = "replicate") -> tuple[DistributedDataParallel, Optimizer]:
+    """A convolution whose weight lies in another order in memory than its dims say."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 3)
+    model.weight.data = model.weight.data.contiguous(memory_format=torch.channels_last)
+    return imece.parallelize(model, make(model.parameters()), strategy)
+
+
+def small_steps(model: DistributedDataParallel, optimizer: Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+        model(images).square().sum().backward()
+        optimizer.step()
+
+
+def saved_small(
+    folder: Path, model: DistributedDataParallel, optimizer: Optimizer, *, tags: bool = True
+) -> Saved:
+    tensors = TrainingState(model, [optimizer]).tensors()
+    with crew(folder, 1) as ranks:
+        assert ranks.save(0, {name: each for name, each in tensors.items() if tags or MADE_BY not in name})
+    return open_checkpoint(step_folder(folder, 0))
+
+
+def weights(model: DistributedDataParallel) -> Tensor:
+    return torch.cat([each.detach().reshape(-1) for each in model.module.parameters()])
+
+
+def fused(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return AdamW(parameters, lr=0.1, fused=True)
+
+
+@pytest.mark.parametrize("saves", ["replicate", "zero1"])
+@pytest.mark.parametrize("loads", ["replicate", "zero1"])
+def test_what_lies_in_another_order_in_memory(tmp_path: Path, mesh: object, saves: str, loads: str) -> None:
+    """torch's fused optimizers on CPUs pair elements by where they lie."""
+    model, optimizer = small(fused, saves)
+    small_steps(model, optimizer, range(3))
+    saved = saved_small(tmp_path, model, optimizer)
+    again, another = small(fused, loads)
+    TrainingState(again, [another]).load(saved)
+    small_steps(model, optimizer, range(3, 5))
+    small_steps(again, another, range(3, 5))
+    assert torch.equal(weights(model), weights(again))
+
+
+def adagrad(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return Adagrad(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize("make", [fused, adagrad])
+def test_an_optimizer_that_has_stepped_since(tmp_path: Path, mesh: object, make: Make) -> None:
+    """What it keeps is of no use any more; Adagrad's is there from the beginning."""
+    model, optimizer = small(make)
+    start = saved_small(tmp_path / "start", model, optimizer)
+    for _ in range(2):
+        small_steps(model, optimizer, range(2))
+        found = weights(model)
+        TrainingState(model, [optimizer]).load(start)
+    small_steps(model, optimizer, range(2))
+    assert torch.equal(weights(model), found)
+
+
+MOMENTUM: dict[str, Make] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", MOMENTUM)
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+def test_what_another_optimizer_kept(tmp_path: Path, mesh: object, name: str, strategy: str) -> None:
+    model, optimizer = small(fused)
+    small_steps(model, optimizer, range(1))
+    saved = saved_small(tmp_path / "named", model, optimizer)
+    again, another = small(MOMENTUM[name], strategy)
+    before = weights(again)
+    with pytest.raises(UserError) as mistake:
+        TrainingState(again, [another]).load(saved)
+    assert str(mistake.value) == (
+        f"{saved.folder}: weight was stepped by AdamW, not by {name}: take AdamW again, or the weights alone "
+        "with imece.load_weights"
+    )
+    assert not another.state and torch.equal(weights(again), before)
+
+
+def test_what_a_kind_of_this_optimizer_kept(tmp_path: Path, mesh: object) -> None:
+    """Adam is as good as AdamW; a checkpoint of before there were names is taken as it is."""
+    for then, now in ((AdamW, Adam), (Adam, AdamW)):
+        model, optimizer = small(then)
+        small_steps(model, optimizer, range(1))
+        named = saved_small(tmp_path / then.__name__, model, optimizer)
+        again, another = small(now)
+        TrainingState(again, [another]).load(named)
+        assert all(float(each["step"]) == 1 for each in another.state.values()) and len(another.state) == 2
+    unnamed = saved_small(tmp_path / "unnamed", model, optimizer, tags=False)
+    again, another = small(MOMENTUM["SGD"])
+    TrainingState(again, [another]).load(unnamed)
+    assert [set(each) for each in another.state.values()] == [{"exp_avg", "exp_avg_sq", "step"}] * 2

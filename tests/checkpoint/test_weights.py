@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,21 @@ def test_nothing_to_load(run: Path, tmp_path: Path) -> None:
         net = Net(0)
     with pytest.raises(ValueError, match=r"first.weight is on the meta device"):
         load_weights(net, run)
+
+
+def test_a_damaged_one_is_passed_over_by_name(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run / "checkpoints", tmp_path / "checkpoints")
+    path = tmp_path / "checkpoints" / "step-00000002" / "rank-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert load_weights(Net(0), tmp_path).step == 1
+    assert capsys.readouterr().err == (
+        f"imece: damaged, so an older checkpoint is used: {path}: damaged (its checksum is not that of its "
+        "content): use an older checkpoint\n"
+    )
 
 
 def wrap(way: str, net: Net) -> tuple[Any, torch.optim.Optimizer]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import imece
 from imece.checkpoint.training_state import TrainingState
 from imece.collectives import ops, texts
 from imece.membership.behind import catch_up
@@ -48,3 +49,22 @@ def test_no_name_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     catch_up(cast(TrainingState, state), 0, True, cast(dist.ProcessGroup, Alone()), torch.device("cpu"))
     assert state.loaded.keys() == state.held.keys()
     assert all(torch.equal(state.loaded[name], each) for name, each in state.held.items())
+
+
+def test_what_lies_in_another_order_in_memory() -> None:
+    """torch's fused optimizers on CPUs pair elements by where they lie."""
+    mesh = imece.init()
+    try:
+        model = torch.nn.Conv2d(3, 4, 3)
+        model.weight.data = model.weight.data.contiguous(memory_format=torch.channels_last)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        wrapped = imece.DistributedDataParallel(model)
+        wrapped(torch.randn(2, 3, 8, 8)).square().sum().backward()
+        optimizer.step()
+        kept = {key: each.clone() for key, each in optimizer.state[model.weight].items()}
+        catch_up(TrainingState(wrapped, [optimizer]), 0, True, wrapped.process_group, wrapped.device)
+        for key, each in optimizer.state[model.weight].items():
+            assert torch.equal(each, kept[key]) and each.stride() == kept[key].stride(), key
+        assert optimizer.state[model.weight]["exp_avg"].stride() == model.weight.stride() == (27, 1, 9, 3)
+    finally:
+        mesh.close()

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from imece.checkpoint.load import newest, open_checkpoint
+from imece.checkpoint.load import Saved, first_whole, open_checkpoint
 from imece.checkpoint.save import Checkpoints
 from imece.data.batches import Batches
 from imece.data.tokenizer import train_bpe
@@ -68,11 +68,10 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
 def rank_1_reads_less() -> None:
     """It finds the newest checkpoint damaged, as one whose disk fails would."""
 
-    def older(folder: Path, damaged: Callable[[str], None]) -> Any:
-        steps = sorted(folder.glob("step-*"))
-        return newest(folder, damaged) if os.environ["RANK"] == "0" else open_checkpoint(steps[-2])
+    def older(paths: Callable[[], list[Path]], damaged: Callable[[str], None], **how: bool) -> Saved | None:
+        return first_whole(paths if os.environ["RANK"] == "0" else lambda: paths()[1:], damaged, **how)
 
-    mock.patch("imece.train.session.newest", older).start()
+    mock.patch("imece.checkpoint.reading.first_whole", older).start()
 
 
 def strangers(folder: str) -> None:

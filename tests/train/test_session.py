@@ -19,7 +19,7 @@ from imece.errors import UserError
 from imece.membership.recovery import MovedOnError
 from imece.train import session as sessions
 from imece.train.batch import BatchPlan
-from imece.train.config import TrainConfig
+from imece.train.config import TrainConfig, ValidateSection
 from imece.train.loop import Loop, _Together
 from imece.train.precision import Precision
 from imece.train.session import Session, _first_ranks
@@ -39,6 +39,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     made.model = mock.Mock(config=TrainConfig().model.shape(300))
     made.prepared, made.wrapped, made.training_state = mock.Mock(), mock.Mock(), mock.Mock()
     made.prepared.tokens = mock.Mock(identity="a text", folder="run/tokens")
+    made.prepared.tokens.validation.tokens = range(50)
     made.clock = mock.Mock(phase=lambda _: contextlib.nullcontext())
     made.clock.lap.return_value = SimpleNamespace(seconds=2.0, phases={}, own={})
     made.plan, made.step, made.batches = BatchPlan(8, 4, 1, 4, 1), mock.Mock(scaler_state={}), mock.Mock()
@@ -225,6 +226,28 @@ def test_gone_on_with_after_the_text_has_changed(
     assert list(session.alarms) == ([] if val_loss else [
         "the text has changed since step 4: its order begins anew, and validation losses do not compare with "
         "those before"
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tokens", "then", "val_loss"), [(16, 2, 2.5), (16, 4, None), (0, 7, 2.5), (16, None, 2.5)]
+)
+def test_gone_on_with_another_validate_tokens(
+    session: Session, monkeypatch: pytest.MonkeyPatch, tokens: int, then: int | None, val_loss: float | None
+) -> None:
+    """50 tokens are held out, in windows of 8. A checkpoint of an older run does not say how many it read."""
+    session.config = TrainConfig(steps=100, validate=ValidateSection(tokens=tokens))
+    state = {"scaler": {}, "best_val_loss": 2.5, "counters": {"seconds": 8.0, "tokens": 128}}
+    over = {"metric_over": then} if then else {}
+    found = mock.Mock(step=4, metric=2.5, state=state | {"metric_on": "a text"} | over)
+    monkeypatch.setattr(session, "_newest", lambda: found)
+    assert session._resume()
+    assert session.best_val_loss == metric(session) == val_loss
+    saved = session.checkpoints.save.call_args.args[2]  # type: ignore[attr-defined]
+    assert saved["metric_over"] == (2 if tokens else 7)
+    assert list(session.alarms) == ([] if val_loss else [
+        "validation reads 2 windows of 8 tokens now, not 4: validation losses do not compare with those "
+        "before"
     ])  # fmt: skip
 
 

@@ -28,7 +28,8 @@ from imece.checkpoint.manifest import (
     unseal,
 )
 
-METRIC_ON = "metric_on"  # in a state: what the metric was measured on
+# In a state: what text the metric was measured on, and how much of it.
+METRIC_ON, METRIC_OVER = "metric_on", "metric_over"
 
 
 @dataclass(frozen=True)
@@ -136,15 +137,16 @@ def prune(folder: Path, step: int, keep: int) -> None:
 def by_metric(found: Iterable[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:
     """Those that have a metric, the lowest first; of equal ones the newest.
 
-    found: the newest first. A state may say with METRIC_ON what the metric was measured on: those that were
-    measured on something else than the newest do not count.
+    found: the newest first. A state may say with METRIC_ON and METRIC_OVER what the metric was measured on:
+    those that were measured on something else than the newest do not count.
     """
     found = list(found)
-    on = found[0][1].state.get(METRIC_ON) if found else None
+    newest = found[0][1].state if found else {}
     measured = [
         (path, manifest)
         for path, manifest in found
-        if manifest.metric is not None and manifest.state.get(METRIC_ON, on) == on
+        if manifest.metric is not None
+        and all(manifest.state.get(key, (of := newest.get(key))) == of for key in (METRIC_ON, METRIC_OVER))
     ]
     return sorted(measured, key=lambda entry: (entry[1].metric or 0.0, -entry[1].step))
 

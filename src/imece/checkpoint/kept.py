@@ -7,6 +7,7 @@ KEY:scale    one of the tensors that make up a tensor: torchao's have codes, sca
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -44,6 +45,12 @@ class Kept:
         found: dict[str, Any] = self._optimizer.state.get(parameter, {})
         return found
 
+    @property
+    def made_by(self) -> str:
+        """The optimizer's class and those that it is made of, by name, the nearest first: "AdamW.Adam"."""
+        kinds = itertools.takewhile(lambda kind: kind is not Optimizer, type(self._optimizer).__mro__)
+        return ".".join(kind.__name__ for kind in kinds)
+
     def entries(self, parameter: Tensor) -> dict[str, Entry]:
         """By key. Empty before the first step."""
         found = {}
@@ -59,7 +66,11 @@ class Kept:
         return self._per.get(_last(key), 1 if spread else 0)
 
     def put(self, parameter: Tensor, found: Mapping[str, Tensor]) -> None:
-        """The inverse of `entries`. ValueError for tensors in tensors that are none of this optimizer's."""
+        """The inverse of `entries`: this, and nothing of what was kept before.
+
+        ValueError for tensors in tensors that are none of this optimizer's.
+        """
+        self._optimizer.state.pop(parameter, None)
         if not found:
             return
         state = self._optimizer.state[parameter]
@@ -67,7 +78,7 @@ class Kept:
         for key, value in found.items():
             of, _, last = key.rpartition(":")
             if not of:
-                state[key] = value if self._stays(parameter, key, value) else value.to(parameter.device)
+                state[key] = value if self._stays(parameter, key, value) else _beside(parameter, value)
             elif last in _NUMBERS:
                 state[of] = value.item()
             else:
@@ -85,9 +96,23 @@ class Kept:
         return not any(parameter is each for group in there for each in group["params"])
 
 
+def are_alike(made_by: str, other: str) -> bool:
+    """Whether one of the two optimizers is a kind of the other, so that it keeps the same: Adam and AdamW."""
+    one, two = made_by.split("."), other.split(".")
+    return one[0] in two or two[0] in one
+
+
 def shape_of(shape: tuple[int, ...], per: int) -> tuple[int, ...]:
     """Of the whole tensor of which a parameter of this shape has one element for each `per` of its own."""
     return shape if per == 1 else (math.ceil(math.prod(shape) / per),)
+
+
+def _beside(parameter: Tensor, value: Tensor) -> Tensor:
+    """On its device; with its strides where it has its shape, as an optimizer makes it: torch's fused ones on
+    CPUs pair elements by where they lie in memory."""
+    if value.shape != parameter.shape or parameter.is_contiguous():
+        return value.to(parameter.device)
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _plain(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -176,8 +176,23 @@ class Saved:
             if not keep:
                 os.close(descriptor)
 
-    def check(self, verify: bool) -> None:
-        """UserError, naming the file, unless all are what the manifest says; see `open_checkpoint`."""
+    def seen(self) -> str:
+        """The same for all who see these very files, on whatever host; "" if they are not there any more.
+
+        A copy on another disk has other times of change, whatever else was copied with it.
+        """
+        paths = [self.folder / file_name(rank) for rank in range(len(self._manifest.files))]
+        try:
+            found = [(status.st_ino, status.st_ctime_ns) for status in map(os.stat, paths)]
+        except OSError:
+            return ""
+        return hashlib.sha256(f"{self.attempt} {found}".encode()).hexdigest()
+
+    def check(self, verify: bool, share: int = 0, shares: int = 1) -> None:
+        """UserError, naming the file, unless all are what the manifest says; see `open_checkpoint`.
+
+        share: which of `shares` equal shares of the files to verify; the others do the rest.
+        """
         for rank, file in enumerate(self._manifest.files):
             path = self.folder / file_name(rank)
             try:
@@ -185,9 +200,10 @@ class Saved:
                     raise _damaged(path, f"it has {found} bytes, not {file.nbytes}")
                 expected = header(file.pieces)
                 with self._file(rank) as descriptor, open(descriptor, "rb", closefd=False) as opened:
+                    opened.seek(0)  # it may have been read before
                     if opened.read(len(expected)) != expected:
                         raise _damaged(path, "its header does not say what the manifest says")
-                    if verify:
+                    if verify and rank % shares == share:
                         opened.seek(0)
                         if hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
                             raise _damaged(path, "its checksum is not that of its content")
@@ -222,7 +238,7 @@ def newest(folder: Path, damaged: Callable[[str], None]) -> Saved | None:
 
     damaged: called with one line for each newer one that is not. UserError if the folder cannot be read.
     """
-    return _first_whole(lambda: [path for _, path in files.step_folders(folder)], damaged)
+    return first_whole(lambda: [path for _, path in files.step_folders(folder)], damaged)
 
 
 def best(folder: Path, damaged: Callable[[str], None]) -> Saved | None:
@@ -238,11 +254,11 @@ def best(folder: Path, damaged: Callable[[str], None]) -> Saved | None:
             try:
                 found.append((path, _manifest(path / MANIFEST)))
             except UserError as error:
-                if _identity(path) is not None:  # else a job has just removed it
+                if identity(path) is not None:  # else a job has just removed it
                     damaged(str(error))
         return [path for path, _ in by_metric(found)]
 
-    return _first_whole(ranked, damaged)
+    return first_whole(ranked, damaged)
 
 
 def all_steps(folder: Path) -> list[int]:
@@ -250,15 +266,17 @@ def all_steps(folder: Path) -> list[int]:
     return sorted({step for step, _ in files.step_folders(folder)})
 
 
-def _first_whole(paths: Callable[[], list[Path]], damaged: Callable[[str], None]) -> Saved | None:
+def first_whole(
+    paths: Callable[[], list[Path]], damaged: Callable[[str], None], *, verify: bool = True
+) -> Saved | None:
     """The first that is whole, in the order of `paths`, which is asked again when they change meanwhile."""
     while True:
         for path in paths():
-            before = _identity(path)
+            before = identity(path)
             try:
-                return open_checkpoint(path)
+                return open_checkpoint(path, verify=verify)
             except UserError as error:
-                if _identity(path) != before or before is None:  # a job has just replaced or removed it
+                if identity(path) != before or before is None:  # a job has just replaced or removed it
                     break
                 damaged(str(error))
         else:
@@ -280,7 +298,7 @@ def _manifest(path: Path) -> Manifest:
         raise _damaged(path, str(error)) from error
 
 
-def _identity(folder: Path) -> tuple[int, int] | None:
+def identity(folder: Path) -> tuple[int, int] | None:
     """Another folder under the same name has another one; None if there is none."""
     try:
         status = os.stat(folder)

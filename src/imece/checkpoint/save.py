@@ -95,7 +95,7 @@ class Checkpoints:
         tensors: on any device. A Tensor is whole and equal on all ranks, which deal the bytes of all such
         out among themselves; of a Slice each rank writes its own. state: JSON, the same on all ranks.
         rank_state: JSON, this rank's own. metric: the lower the better; not finite is as good as none. It is
-        compared with those of the same state["metric_on"], if that is given.
+        compared with those of the same state["metric_on"] and state["metric_over"], if these are given.
 
         Waits for the save before, if it is still under way. Makes one copy of what this rank writes, and
         keeps that memory for the next save. Nothing that goes wrong on the disk is raised: see `finish`.

@@ -2,6 +2,7 @@
 
     model/NAME             a parameter, in the dtype in which it is updated; a buffer of the model's state
     optimizer/NAME/KEY     what its optimizer keeps of it: exp_avg, momentum_buffer, step, ... (kept.py)
+    made_by/NAME/CLASSES   which optimizer that was: a name without elements
 
 A rank hands in what it holds: whole tensors that all ranks have alike, of which `deal` gives it a share to
 write; or slices that it alone owns. So nothing is gathered, and whoever loads asks for the elements it owns.
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from imece.checkpoint.deal import Slice
-from imece.checkpoint.kept import Entry, Kept, shape_of
+from imece.checkpoint.kept import Entry, Kept, are_alike, shape_of
 from imece.checkpoint.load import Source
 from imece.checkpoint.manifest import DTYPE_NAMES, DTYPES
 from imece.checkpoint.weights import MODEL, buffers_of, check_shapes, fill, shaped, together
@@ -31,6 +32,7 @@ from imece.data_parallel.sharded import ShardedDataParallel
 from imece.errors import UserError
 
 OPTIMIZER = "optimizer/"
+MADE_BY = "made_by/"
 
 
 class TrainingState:
@@ -50,8 +52,10 @@ class TrainingState:
             MODEL + name: parameter.detach() for parameter, name in self._names.items()
         }
         for parameter, kept in self._stepped():
-            for key, entry in kept.entries(parameter).items():
+            entries = kept.entries(parameter)
+            for key, entry in entries.items():
                 found[_key(self._names[parameter], key)] = entry.tensor
+            found |= _made_by(self._names[parameter], kept.made_by if entries else "")
         return found | self._buffers()
 
     def own(self) -> dict[str, Tensor | Slice]:
@@ -116,7 +120,7 @@ class TrainingState:
         frozen: also the parameters of a sharded model that are whole on every rank, which `own` leaves out.
 
         UserError, with the first names and shapes that differ, for a checkpoint of another model; also for
-        states in blocks that are not those of this optimizer.
+        what another optimizer kept, and for states in blocks that are not those of this optimizer.
         """
         shapes = {name: tuple(each.shape) for name, each in shaped(self._model).items()}
         whole = set() if frozen else self._whole()
@@ -129,11 +133,22 @@ class TrainingState:
             self._fill(saved, shapes)
 
     def _fill(self, saved: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        fill(self._model, saved)
         parts, keys = self._parts(), _saved_keys(saved)
-        for stepped, kept in self._stepped():
-            part = parts.get(stepped)
-            name = part.name if part else self._names[stepped]
+        steps = [
+            (part.name if (part := parts.get(each)) else self._names[each], part, each, kept)
+            for each, kept in self._stepped()
+        ]
+        makers = _makers(saved)
+        for name, _, _, kept in steps:  # before anything is changed here
+            maker = makers.get(name, kept.made_by)
+            if not are_alike(maker, kept.made_by):
+                then, now = (each.partition(".")[0] for each in (maker, kept.made_by))
+                raise UserError(
+                    f"{saved.folder}: {name} was stepped by {then}, not by {now}: take {then} again, or the "
+                    "weights alone with imece.load_weights"
+                )
+        fill(self._model, saved)
+        for name, part, stepped, kept in steps:
             found = {}
             for key in keys.get(name, ()):
                 per = kept.per(key, saved.shape(_key(name, key)), shapes[name])
@@ -149,8 +164,9 @@ class TrainingState:
         found: dict[str, Tensor | Slice] = {
             MODEL + name: each.detach() for each, name in self._names.items() if name not in sharded
         }
-        states = {parameter: kept.entries(parameter) for parameter, kept in self._stepped()}
-        keys = self._all_keys(model, states)
+        stepped = dict(self._stepped())
+        states = {parameter: kept.entries(parameter) for parameter, kept in stepped.items()}
+        keys = self._all_keys(model, states, stepped)
         # Ranks that hold the same shard hand in a piece of it each.
         replicas = sharding.groups.replicas
         share, shares = (replicas.rank(), replicas.size()) if replicas is not None else (0, 1)
@@ -161,7 +177,9 @@ class TrainingState:
             start = part.start + low if part else 0
             master = part.parameter.detach() if part else torch.empty(0, dtype=sharding.trained.dtypes[index])
             found[MODEL + slot.name] = Slice(master.view(-1)[low:high], shape, start)
-            for key, (dtype, per, own_shape) in keys.get(slot.name, {}).items():
+            maker, own_keys = keys.get(slot.name, ("", {}))
+            found |= _made_by(slot.name, maker)
+            for key, (dtype, per, own_shape) in own_keys.items():
                 value = states[part.parameter][key].tensor if part else torch.empty(0, dtype=DTYPES[dtype])
                 if per:
                     low, high = (value.numel() * at // shares for at in (share, share + 1))
@@ -183,17 +201,20 @@ class TrainingState:
         }
 
     def _all_keys(
-        self, model: ShardedDataParallel, states: Mapping[Tensor, Mapping[str, Entry]]
-    ) -> dict[str, dict[str, tuple[str, int, list[int]]]]:
-        """{parameter: {key: (dtype, Entry.per, its shape if that is 0)}}, of all ranks together."""
-        mine = {
-            part.name: {
-                key: (DTYPE_NAMES[value.dtype], per, [] if per else list(value.shape))
-                for key, (value, per) in states.get(part.parameter, {}).items()
-            }
-            for part in model.sharding.parts
-            if part.start == 0  # one rank has it
-        }
+        self,
+        model: ShardedDataParallel,
+        states: Mapping[Tensor, Mapping[str, Entry]],
+        stepped: Mapping[Tensor, Kept],
+    ) -> dict[str, tuple[str, dict[str, tuple[str, int, list[int]]]]]:
+        """{parameter: (made by, {key: (dtype, Entry.per, its shape if that is 0)})}, of all ranks."""
+        mine = {}
+        for part in model.sharding.parts:
+            if part.start == 0 and (entries := states.get(part.parameter)):  # one rank has it
+                kinds = {
+                    key: (DTYPE_NAMES[value.dtype], per, [] if per else list(value.shape))
+                    for key, (value, per) in entries.items()
+                }
+                mine[part.name] = stepped[part.parameter].made_by, kinds
         # Few optimizers keep different things of different parameters: each kind is said once.
         names = defaultdict(list)
         for name, keys in mine.items():
@@ -226,6 +247,18 @@ class TrainingState:
 
 def _key(name: str, key: str) -> str:
     return f"{OPTIMIZER}{name}/{key}"
+
+
+def _made_by(name: str, classes: str) -> dict[str, Tensor | Slice]:
+    """Nothing if there are none, as nothing is kept of the parameter."""
+    nothing = Slice(torch.empty(0, dtype=torch.uint8), (0,), 0)
+    return {f"{MADE_BY}{name}/{classes}": nothing} if classes else {}
+
+
+def _makers(saved: Source) -> dict[str, str]:
+    """By parameter. None in what is only in memory, and in checkpoints of before there was this."""
+    tags = [name.removeprefix(MADE_BY) for name in saved.names() if name.startswith(MADE_BY)]
+    return {name: classes for name, _, classes in (tag.rpartition("/") for tag in tags)}
 
 
 def _saved_keys(saved: Source) -> dict[str, list[str]]:

@@ -7,6 +7,7 @@ held          what a rank has of one of them: all of it, or the part that it own
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ def load_weights(model: nn.Module, source: Path | str | Saved, *, strict: bool =
 
     model: any, or one that `imece.parallelize` or `imece.DistributedDataParallel` has wrapped; then all ranks
     call it, and each reads what it holds. source: a checkpoint, or a folder of checkpoints or a run folder,
-    of which the newest whole one is taken.
+    of which the newest whole one is taken; a line on standard error for each newer one, which is damaged.
 
     UserError, with the first names and shapes: if a tensor has another shape; if strict, also if one side has
     names that the other has not. If there is no checkpoint that can be read. On all ranks, if on one of them.
@@ -55,13 +56,20 @@ def load_weights(model: nn.Module, source: Path | str | Saved, *, strict: bool =
             raise ValueError(f"{name} is on the meta device, without memory: call to_empty() first")
     shapes = {name: tuple(each.shape) for name, each in shaped(model).items()}
 
+    damaged: list[str] = []
+
     def look() -> Saved:
-        saved = source if isinstance(source, Saved) else find(Path(source))
+        saved = source if isinstance(source, Saved) else find(Path(source), damaged)
         check_shapes(saved, shapes, strict)
         return saved
 
     saved = together(model, look)
-    _check_same(model, saved)  # and nobody writes into memory that all have in common while one still reads
+    # All have found the same: one says what was passed over. And nobody writes into memory that all have in
+    # common while one still reads.
+    _check_same(model, saved)
+    if not isinstance(model, DistributedDataParallel) or model.process_group.rank() == 0:
+        for line in damaged:
+            print(f"imece: damaged, so an older checkpoint is used: {line}", file=sys.stderr, flush=True)
     together(model, lambda: fill(model, saved))
     if isinstance(model, ShardedDataParallel):
         model.take_over_masters()
@@ -70,14 +78,13 @@ def load_weights(model: nn.Module, source: Path | str | Saved, *, strict: bool =
     return Loaded(saved.step, missing, tuple(sorted(kept - shapes.keys())))
 
 
-def find(path: Path) -> Saved:
+def find(path: Path, damaged: list[str]) -> Saved:
     """The checkpoint that this folder is; or the newest whole one in it, or in the run that it is of.
 
-    UserError if there is none.
+    damaged: gets a line for each newer one that is not whole. UserError if there is none.
     """
     if os.path.exists(path / MANIFEST):
         return open_checkpoint(path)
-    damaged: list[str] = []
     for folder in (path, path / "checkpoints"):
         if (found := newest(folder, damaged.append)) is not None:
             return found

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from imece.checkpoint.commit import METRIC_ON
-from imece.checkpoint.load import Saved, newest
+from imece.checkpoint.commit import METRIC_ON, METRIC_OVER
+from imece.checkpoint.load import Saved
+from imece.checkpoint.reading import newest_of_all
 from imece.checkpoint.save import Checkpoints
 from imece.checkpoint.training_state import TrainingState
 from imece.collectives.texts import gather_json, gather_texts
@@ -35,6 +36,7 @@ from imece.train.beginning import begin_again, new_model
 from imece.train.clock import Clock
 from imece.train.compiling import compile_now
 from imece.train.config import TrainConfig
+from imece.train.evaluate import windows_read
 from imece.train.optimizer import make_optimizers
 from imece.train.peak import measured_peak
 from imece.train.precision import Precision, choose_precision
@@ -287,10 +289,17 @@ class Session:
             "best_val_loss": self.best_val_loss,
             "scaler": self.step.scaler_state,
             METRIC_ON: self.prepared.tokens.identity,
+            METRIC_OVER: self._metric_over,
         }
+
+    @property
+    def _metric_over(self) -> int:
+        """Of how many windows the validation losses are by which checkpoints are judged."""
+        return windows_read(self.prepared.tokens.validation, self.plan.seq, self.config.validate.tokens)
 
     def _resume(self) -> bool:
         """From the newest checkpoint, and whether there is one. All ranks call it."""
+        # This has collectives within, but what goes wrong before the last of them goes wrong on all ranks.
         saved = together(self.mesh, self._newest)
         self._check_same_step(saved.step if saved is not None else 0)
         if saved is not None:
@@ -299,8 +308,9 @@ class Session:
 
     def _newest(self) -> Saved | None:
         damaged: list[str] = []
-        saved = newest(self.folder.checkpoints, damaged.append)
-        if self.mesh.rank == 0:  # all see the same, and one to say so is enough
+        mesh = self.mesh
+        saved = newest_of_all(self.folder.checkpoints, damaged.append, mesh.world_group, mesh.device)
+        if mesh.rank == 0:  # all see the same, and one to say so is enough
             self.alarms += [f"damaged, so an older checkpoint is used: {line}" for line in damaged]
         if saved is None:
             if damaged:
@@ -319,14 +329,17 @@ class Session:
         self.done = self.counted = saved.step
         self.bad_steps = 0
         self.best_val_loss, self.val_loss = saved.state["best_val_loss"], (saved.step, saved.metric)
-        text = self.prepared.tokens.identity
+        text, over = self.prepared.tokens.identity, self._metric_over
+        then = saved.state.get(METRIC_OVER, over)
+        changed = ""
         if saved.state.get(METRIC_ON, text) != text:
+            changed = f"the text has changed since step {saved.step}: its order begins anew, and"
+        elif then != over:
+            changed = f"validation reads {over:,} windows of {self.plan.seq} tokens now, not {then:,}:"
+        if changed:
             self.best_val_loss, self.val_loss = None, (_NOTHING, None)
             if self.mesh.rank == 0:
-                self.alarms.append(
-                    f"the text has changed since step {saved.step}: its order begins anew, and validation "
-                    "losses do not compare with those before"
-                )
+                self.alarms.append(f"{changed} validation losses do not compare with those before")
         self.seconds, self.tokens = saved.state["counters"]["seconds"], saved.state["counters"]["tokens"]
 
     def _check_same_step(self, step: int) -> None:
