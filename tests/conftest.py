@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -21,9 +22,9 @@ _GRACE_S = 3.0  # a process that was just killed needs a moment to go
 # Children carry this mark, and so do theirs: it finds processes whose parent has died as well.
 _MARK = "IMECE_TEST_RUN"
 os.environ[_MARK] = uuid.uuid4().hex
-os.environ["IMECE_HERE"] = (
-    "/nonexistent/here.toml"  # what this machine was measured with is no test's business
-)
+# What this machine was measured with is no test's business. The folder is this session's own and never made:
+# root can make any, and has then figures in it for the next session.
+os.environ["IMECE_HERE"] = f"{tempfile.gettempdir()}/imece-tests-{os.environ[_MARK]}/here.toml"
 _VARIABLES = frozenset(os.environ)
 _GPUS = "CUDA_VISIBLE_DEVICES"
 _SEEN_GPUS = os.environ.get(_GPUS)

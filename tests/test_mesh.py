@@ -28,10 +28,22 @@ from imece.axes import AXES, check_axes, coordinates, crossing, partition
 from imece.collectives import recorder
 from imece.collectives.shared_memory.board import CLOSED
 from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.device import check_backend
 from imece.errors import CollectiveTimeoutError, PeerLostError, UserError
 from imece.store import read_note
 from imece.world import World
 from tests.ranks import run_ranks, start_ranks
+
+# --- what can be asked for ---
+
+
+def test_a_backend_that_torch_does_not_have() -> None:
+    """Those of torch that move nothing are not among what is offered."""
+    with pytest.raises(UserError, match=r"^backend 'foo': torch here knows gloo, [^']*shm$") as caught:
+        check_backend("foo")
+    assert "undefined" not in str(caught.value) and "fake" not in str(caught.value)
+    check_backend("fake")
+
 
 # --- arithmetic ---
 

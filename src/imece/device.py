@@ -10,6 +10,8 @@ import torch.distributed as dist
 from imece.errors import UserError
 from imece.world import World
 
+_INTERNAL = ("undefined", "fake")  # of torch: backends with which nothing is moved
+
 
 @dataclass(frozen=True)
 class Backends:
@@ -71,7 +73,8 @@ def check_backend(asked: str | None) -> None:
     for part in (asked or "").split(",") if asked is not None else []:
         name = part.split(":")[-1]
         if name not in known or (name == "nccl" and not dist.is_nccl_available()):
-            raise UserError(f"backend {asked!r}: torch here knows {', '.join(known)}")
+            usual = [each for each in known if each not in _INTERNAL]
+            raise UserError(f"backend {asked!r}: torch here knows {', '.join(usual)}")
 
 
 def choose_backends(device: torch.device, one_host: bool, asked: str | None) -> Backends:

@@ -7,13 +7,15 @@ imported at that moment: whoever is just importing torch may be a module of ours
 from __future__ import annotations
 
 import importlib
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
 
 _BACKEND = "imece.collectives.shared_memory.group"
 
@@ -40,8 +42,10 @@ def _after_torch(call: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _Finder(call))
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds torch as Python would, once, with a loader that calls back."""
+class _Finder:
+    """Finds torch as Python would, once, with a loader that calls back. Neither is derived from a class of
+    importlib.abc: to import that takes as long as all the rest of `import imece`.
+    """
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
@@ -54,12 +58,12 @@ class _Finder(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._call)
+            spec.loader = _Loader(spec.loader, self._call)  # type: ignore[assignment]
         return spec
 
 
-class _Loader(importlib.abc.Loader):
-    def __init__(self, inner: importlib.abc.Loader, call: Callable[[], None]) -> None:
+class _Loader:
+    def __init__(self, inner: Loader, call: Callable[[], None]) -> None:
         self._inner, self._call = inner, call
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:

@@ -27,6 +27,8 @@ AGENT_PORT = "IMECE_AGENT_PORT"
 """On several hosts: the port on loopback at which this host's launcher serves a store to its own ranks."""
 BACKEND = "IMECE_BACKEND"
 """The environment variable with the backend that `imece.init` takes where a script names none."""
+BACKENDS = ("shm", "gloo", "nccl", "mpi", "ucc", "xccl")
+"""What it may name: ours and torch's."""
 MAX_RANKS = 1_000_000
 # Below Linux' ephemeral ports (32768 and up), so that a derived port is rarely taken by a client.
 _FIRST_PORT, _PORTS = 15_000, 17_000

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from imece.bench import machine
 from imece.bench.crew import Crew, CrewError
 from imece.bench.every import COLLECTIVES
 from imece.cli import doctor
@@ -122,7 +123,12 @@ def test_a_whole_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert any("GLOO_SOCKET_IFNAME=eth9" in text for text in by_status["warn"])
     assert f"2 ranks: {', '.join(COLLECTIVES)} agree on shm and gloo" in by_status["ok"]
     (link,) = by_status["link"]
-    assert link.startswith("shm ") and "gloo" in link and "GB/s" in link
+    assert link.startswith("shm ") and "gloo" in link and "GB/s" in link and "    between 2 ranks" in link
+    assert content["links"].keys() == {"shm", "gloo"}
+    for each in content["links"].values():
+        assert (
+            each.keys() == {"bytes_per_s", "latency_s"} and each["bytes_per_s"] > 1e6 > each["latency_s"] > 0
+        )
 
 
 class _Fake:
@@ -155,6 +161,41 @@ def test_what_fails_is_named_and_the_rest_is_still_tried(
     assert "fail  2 ranks on shm: OSError: no memory" in lines
     assert "fail  2 ranks on gloo: wrong results of all_reduce" in lines
     assert not any("agree" in line for line in lines)
+
+
+class _Linked:
+    """A crew in which all is well; who asks for links of more ranks than 3 is told so."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.size = 4
+
+    def ask(self, do: str, **details: Any) -> list[dict[str, Any]]:
+        if do == "links":
+            assert details["ranks"] == 3
+            return [{"line": "link  x 1.0 GB/s, 5 us", "bytes_per_s": 1e9, "latency_s": 5e-6}, {}, {}, {}]
+        return [{"right": True}] * 4
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def test_links_are_measured_between_no_more_ranks_than_cores(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Crew, "of_ranks", _Linked)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 3)
+    monkeypatch.setattr("os.getloadavg", lambda: (3.3, 0.0, 0.0))
+    assert main(["doctor", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    link = {"bytes_per_s": 1e9, "latency_s": 5e-6}
+    assert content["links"] == {"shm": link, "gloo": link}
+    both = "x 1.0 GB/s, 5 us    x 1.0 GB/s, 5 us    between 3 ranks"
+    assert content["findings"][-1]["text"] == (
+        f"{both}; load 3.3 (busy: figures will be worse than they could be)"
+    )
+    monkeypatch.setattr("os.getloadavg", lambda: (3.0, 0.0, 0.0))
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"link  {both}"
 
 
 def test_attach_tells_who_is_in_what(capsys: pytest.CaptureFixture[str]) -> None:

@@ -282,6 +282,16 @@ def test_nothing_seen_gives_no_figures() -> None:
     assert "5 of the faults" in "\n".join(lines(record))
 
 
+@pytest.mark.parametrize("status", [130, 143])
+def test_who_interrupts_a_drill_is_given_no_advice(status: int) -> None:
+    shown = lines(Record(Plan(2, kills=2), [], [(0.0, 0)], True, status))
+    assert shown[:2] == [
+        f"drill    0 of 2 faults fired, 0 of 0 survived; the script ended with status {status}",
+        "         interrupted after 0 of 2 faults",
+    ]
+    assert "give it more steps" not in "\n".join(shown)
+
+
 # Options.
 
 

@@ -45,7 +45,14 @@ def test_help_and_version() -> None:
     assert run("--version") == (0, f"imece {__version__}\n", "")
     status, out, err = run("launch", "--help")
     assert status == 0 and "--ranks" in out and "script.py" in out
-    assert run()[0] == 2
+    assert "usage: imece launch [-h] [OPTIONS] SCRIPT [its arguments]\n" in out
+    for words in ("drill", "launch --slurm"):
+        usage = f"usage: imece {words} [-h] [OPTIONS] SCRIPT [its arguments]\n"
+        assert run(*words.split(), "--help")[1].startswith(usage)
+    assert run("bench", "--help")[0] == 0
+    for argv in ((), ("bench",)):
+        status, out, err = run(*argv)
+        assert (status, err) == (2, "") and out.startswith("usage: imece ")
 
 
 @pytest.mark.parametrize(
@@ -56,6 +63,8 @@ def test_help_and_version() -> None:
         ("launch", "how many ranks?"),
         ("launch script.py", "imece launch --ranks 2 script.py"),
         ("launch --ranks 2", "no script"),
+        ("launch --ranks 1 --nproc-per-node 2 x.py", "--ranks 1 and --nproc-per-node 2: how many ranks?"),
+        ("drill --nproc_per_node=2 --ranks 3 x.py", "--nproc-per-node 2 and --ranks 3: how many ranks?"),
         ("launch --ranks 2 --", "no script"),
         ("launch --ranks 0 x.py", "--ranks 0"),
         ("launch --ranks -1 x.py", "--ranks -1"),
@@ -178,6 +187,16 @@ def test_torchruns_options_for_one_host(monkeypatch: pytest.MonkeyPatch, tmp_pat
     )
     assert run("launch", "--nproc-per-node", "cpu", str(tmp_path / "s.py"))[0] == 0
     assert asked == [2, os.cpu_count()]
+    for word, why in (
+        ("--tee", "each rank's lines are shown with the rank in front, and --log-dir keeps them in files"),
+        ("-r", "each rank's lines are shown with the rank in front, and --log-dir keeps them in files"),
+        ("--monitor-interval", "the end of a rank is seen at once"),
+        ("--start-method", "each rank is a new process of its own"),
+        ("--role", "ranks have no roles here"),
+        ("--local-addr", "the ranks of one host meet at a free port"),
+    ):
+        _, _, err = run("launch", "--nproc-per-node=1", word, "3", str(tmp_path / "s.py"))
+        assert err == f"imece: {word}: not needed, {why}\n"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)  # as the driver says, whatever torch can use
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run("launch", "--nproc-per-node", "gpu", str(tmp_path / "s.py")) == (
@@ -187,6 +206,41 @@ def test_torchruns_options_for_one_host(monkeypatch: pytest.MonkeyPatch, tmp_pat
     )
 
 
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        (
+            "IMECE_BACKEND=foo",
+            "'foo' is none of shm, gloo, nccl, mpi, ucc, xccl; one of your own ",
+        ),
+        ("IMECE_BACKEND=cpu:gloo,cuda:nkkl", "'nkkl' is none of shm"),
+        ("IMECE_SCHEDULE=hirarchical", "is no schedule: did you mean 'hierarchical'?"),
+        ("IMECE_BACKEND=cpu:gloo,cuda:nccl", None),
+        ("IMECE_BACKEND=", None),
+        ("IMECE_SCHEDULE=auto", None),
+    ],
+)
+def test_variables_are_checked_before_ranks_start(
+    variable: str, said: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[int] = []
+
+    def no_launch(command: Sequence[str], ranks: int, **_: object) -> int:
+        asked.append(ranks)
+        return 0
+
+    monkeypatch.setattr("imece.cli.launch.launch", no_launch)
+    monkeypatch.setenv(*variable.split("="))
+    (tmp_path / "s.py").touch()
+    for command in ("launch", "drill"):
+        words = (command, "--ranks", "2", str(tmp_path / "s.py"))
+        if said is not None:
+            assert refused(*words).startswith(f"imece: {variable}") and said in refused(*words)
+        elif command == "launch":
+            assert run(*words) == (0, "", "")
+    assert asked == ([] if said else [2])
+
+
 def test_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def interrupted(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
@@ -194,6 +248,22 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("imece.cli.launch.launch", interrupted)
     (tmp_path / "s.py").touch()
     assert run("launch", "--ranks", "2", str(tmp_path / "s.py")) == (130, "", "")
+
+
+def test_interrupted_at_the_very_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes time to import comes where Ctrl-C is an exit status."""
+    code = "import sys, imece.cli.main; print({'tyro', 'pathlib', 'torch'} & {*sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path}; {code}"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout == "set()\n"
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("imece.cli.main._take_all", interrupted)
+    assert run("plan") == (130, "", "")
 
 
 def test_as_a_module() -> None:
@@ -288,8 +358,18 @@ def test_torchruns_options_for_several_hosts(monkeypatch: pytest.MonkeyPatch, tm
         "--nnodes 2:2 --node-rank 1 --master-addr a --master-port 7 --nproc-per-node 3 --rdzv_id=x",
     ):
         assert run("launch", *words.split(), "--min-ranks", "2", str(tmp_path / "s.py")) == (0, "", "")
+    words = (
+        "--hosts 2 --host-rank 1 --rendezvous a:7 --ranks 3 --job x --min-ranks 2 --rdzv-backend=c10d -t 3"
+    )
+    assert run("launch", *words.split(), str(tmp_path / "s.py")) == (
+        0,
+        "",
+        "imece: --rdzv-backend: not needed, launchers of several hosts have one way to meet, and find their "
+        "own addresses\nimece: -t: not needed, each rank's lines are shown with the rank in front, and "
+        "--log-dir keeps them in files\n",
+    )
     first, *others = asked
-    assert others == [first, first] and first[1] == "x"
+    assert others == 3 * [first] and first[1] == "x"
     plan = first[0]
     assert (plan.hosts, plan.me, plan.rendezvous, plan.ranks) == (2, 1, ("a", 7), 3)
     assert (plan.limits.ranks, plan.limits.min_ranks) == (6, 2)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 import tyro
@@ -105,6 +106,42 @@ def test_options_or_one_line(argv: list[str]) -> None:
 def test_one_line_is_printable(text: str) -> None:
     assert one_line(text).isprintable()
     assert one_line(one_line(text)) == one_line(text)
+
+
+@dataclass(frozen=True)
+class Both:
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
+    """A folder."""
+    folder: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")]
+    """Another one, of which a lot can be said, more than fits into a single line of eighty columns."""
+
+
+@pytest.mark.parametrize(("argv", "said"), [([], "RUN and DIR are"), (["a"], "DIR is")])
+def test_what_is_missing_is_named(argv: list[str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(Both, argv, "imece bake", "Bakes.")
+    assert str(caught.value) == f"{said} missing (see imece bake --help)"
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_help_has_colours_unless_nobody_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    shown = []
+    for value in ("", "1"):
+        monkeypatch.setenv("NO_COLOR", value)
+        out = Terminal()
+        monkeypatch.setattr("sys.stdout", out)
+        with pytest.raises(SystemExit):
+            parse(Options, ["--help"], "imece bake", "Bakes.")
+        shown.append(out.getvalue())
+    coloured, plain = shown
+    assert "\x1b[" in coloured and "\x1b" not in plain and "╭─" in plain and "How many ovens." in plain
 
 
 def test_nearest() -> None:

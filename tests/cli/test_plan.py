@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import imece
 from imece.cli.main import main
 from imece.cli.plan import _cluster_with, cluster_of, default_batch
 from imece.cli.plan_options import PlanOptions
@@ -20,8 +25,10 @@ from imece.plan.check import PLAN_FILE
 from imece.plan.hardware import find_cluster, find_gpu
 from imece.plan.models.by_name import find_model
 from imece.plan.setup import Parallel, Recipe, Setup
+from tests.data_parallel.test_offload import late
 from tests.plan.test_check import CONTENT
 from tests.plan.test_here import FIGURES, without_home
+from tests.ranks import run_ranks
 
 
 def found(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> dict[str, Any]:
@@ -127,6 +134,99 @@ def test_options_narrow_the_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert lora["winner"]["recipe"]["adapters"] == "lora" and lora["fits"]
 
 
+def next_of(capsys: pytest.CaptureFixture[str], argv: str) -> tuple[str, str]:
+    """What `next` prints: the call, and all that follows, each without its line breaks."""
+    assert main(["plan", *argv.split()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    after = lines[next(at for at, line in enumerate(lines) if line.startswith("next ")) :]
+    assert all(len(line) <= 110 for line in after)
+    call = left = ""
+    for line in (line[9:].strip() for line in after):
+        if not call or call.count("(") > call.count(")"):
+            call = f"{call} {line}".strip()
+        else:
+            left = f"{left} {line}".strip()
+    return call, left
+
+
+CALLS = {  # plan -> the arguments that follow the optimizer, and some of what is left to the script
+    "7B --gpus 4xA100-80 --global-batch 256": (
+        'strategy="zero1", precision=imece.MixedPrecision(param=torch.bfloat16, reduce=torch.bfloat16)',
+        "batch: 1 sequence a GPU, 64 times (loss / 64).backward() before each optimizer.step(), all but the "
+        "last in model.no_sync()",
+    ),
+    "7B --gpus 1xA100-40 --global-batch 16 --seq 2048 --adapters qlora --offload optimizer": (
+        'strategy="zero1", precision=imece.MixedPrecision(param=torch.bfloat16, reduce=torch.bfloat16), '
+        'offload="optimizer"',
+        "adapters: wrap the model, loaded in 4 bits, with peft first (rank 16): imece has none of its own",
+    ),
+    "7B --gpus 8xA100-40 --offload parameters --global-batch 64 --tensor 1 --pipeline 1": (
+        'strategy="zero3", precision=imece.MixedPrecision(param=torch.bfloat16, reduce=torch.bfloat16), '
+        'offload="parameters"',
+        "not in model.no_sync(), which would keep whole gradients",
+    ),
+    "1B --gpus 8xH100 --strategy ddp --precision autocast --global-batch 512": (
+        'strategy="replicate", bucket_cap_mb=50',
+        'forward: in fp32, under torch.autocast("cuda", torch.bfloat16)',
+    ),
+    "7B --gpus 8xH100 --hosts 4 --network ethernet-25g --strategy zero2 --precision fp16": (
+        'strategy="zero2", precision=imece.MixedPrecision(param=torch.float16, reduce=torch.float16), '
+        "bucket_cap_mb=100",
+        "loss: through imece.GradScaler()",
+    ),
+    "llama-8b --gpus 8xA100-40 --global-batch 128 --optimizer adamw-8bit --precision bf16-pure": (
+        'strategy="zero3"',
+        "optimizer: bitsandbytes.optim.AdamW8bit: pip install 'imece[quant]'",
+    ),
+    "1B --gpus 1xH100 --precision fp32 --global-batch 8 --recompute full": (
+        'strategy="replicate"',
+        "recomputation: torch.utils.checkpoint.checkpoint(..., use_reentrant=False) around each layer's f",
+    ),
+}  # fmt: skip
+
+
+def accepted(calls: Sequence[str]) -> list[str]:
+    """The class of the model that each call gives, on a CPU that gathers and offloads as a GPU does."""
+    imece.init()
+    as_on_a_gpu = functools.partial(imece.parallelize, gather=True)
+    found = []
+    for call in calls:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        names = {"imece": imece, "torch": torch, "model": model}
+        names["optimizer"] = torch.optim.AdamW(model.parameters())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(imece, "parallelize", as_on_a_gpu)
+            patch.setattr("imece.data_parallel.parallelize.offload_of", lambda name, _: late(name))
+            exec(call, names)
+        found.append(type(names["model"]).__name__)
+    return found
+
+
+def test_what_is_next_is_the_whole_plan_and_parallelize_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    calls = []
+    for argv, (arguments, said) in CALLS.items():
+        call, left = next_of(capsys, argv)
+        assert call == f"model, optimizer = imece.parallelize(model, optimizer, {arguments})", argv
+        assert said in left, argv
+        calls.append(call)
+    (found,) = run_ranks(accepted, 1, args=(calls,), backend=None)
+    assert set(found) == {"ShardedDataParallel", "DistributedDataParallel"} and len(found) == len(CALLS)
+
+
+def test_what_imece_does_not_do_by_itself_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    call, left = next_of(capsys, "7B --gpus 8xA100-40 --offload parameters --global-batch 64")
+    assert 'strategy="zero3"' in call and left.startswith(
+        "what imece does by itself, 2 % slower, 25.0 GB a GPU: "
+    )
+    for argv, why in (
+        ("1B --gpus 8xH100 --strategy ddp --global-batch 64", "in sharded strategies alone, such as zero1"),
+        ("7B --gpus 8xH100 --tensor 2", "data-parallel, without tensor, pipeline or context parallelism"),
+    ):
+        assert main(["plan", *argv.split()]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "next no way fits that imece.parallelize does by itself: it " in said and said.endswith(why)
+
+
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["70B", "--gpus", "8xH100", "--global-batch", "128"]
     content = found(capsys, *argv, status=2)
@@ -167,12 +267,22 @@ def test_the_ranking_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in lines[-3:]] == ["1", "2", "3"]
 
 
+@pytest.mark.parametrize(("encoding", "blocks"), [("ascii", "#-"), ("utf-8", "█░")])
+def test_bars_are_of_what_stdout_has(encoding: str, blocks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(out, encoding=encoding))
+    assert main(["plan", "1B", "--gpus", "1xH100", "--global-batch", "8"]) == 0
+    text = out.getvalue().decode(encoding)
+    assert all(2 * block in text for block in blocks) and "\\u2588" not in text
+
+
 def test_scaling(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     argv = ["7B", "--gpus", "8xH100", "--hosts", "400", "--tensor", "1", "--pipeline", "1", "--scale", "weak"]
     picture = tmp_path / "scale.png"
     assert main(["plan", *argv, "--plot", str(picture)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("weak scaling of llama-2-7b") and "25,600" in out
+    assert all(len(line) <= 110 for line in out.splitlines())
     assert picture.is_file()
     points = found(capsys, *argv)["points"]
     assert [point["gpus"] for point in points] == [3200, 6400, 12800, 25600]
@@ -182,7 +292,7 @@ def test_a_curve_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> N
     argv = "plan 7B --gpus 8xH100 --hosts 3200 --tensor 8 --pipeline 1 --scale weak --plot /proc/x.png"
     assert main(argv.split()) == 2
     err = capsys.readouterr().err
-    assert err.startswith("imece: /proc/x.png: cannot be written (") and err.count("\n") == 1
+    assert err.startswith("imece: cannot write /proc/x.png: ") and err.count("\n") == 1
 
 
 def test_checking_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -209,6 +319,8 @@ def test_here_is_measured_once(
     assert len(measured) == 1 and [each.name for each in (tmp_path / "cache").iterdir()] == ["here.toml"]
     two = found(capsys, "small", "--here", "--gpus", "2", "--seq", "256", "--global-batch", "16")
     assert two["cluster"]["gpus_per_host"] == 2
+    assert main(["plan", "small", "--here", "--offload", "optimizer"]) == 2
+    assert "and ranks compute on CPUs here: leave it out" in capsys.readouterr().err
     assert main(["plan", "small", "--here", "--again", "--seq", "256", "--global-batch", "16"]) == 0
     assert len(measured) == 2
     assert "measured 20" in capsys.readouterr().err
@@ -231,6 +343,13 @@ def test_where_its_figures_cannot_be_kept(
         ("", "no model is named"),
         ("lama-8b --gpus 8xH100", "did you mean llama-8b"),
         ("7B", "--gpus is missing"),
+        ("lama-8b", "unknown model 'lama-8b': did you mean llama-8b"),
+        ("7B --gpus 8xH100 --top -1", "--top is -1: how many of the ranking to list, 0 for none"),
+        (
+            "7B --gpus 8xH100 --html /proc/x/plan.html",
+            "cannot write /proc/x/plan.html: No such file or directory",
+        ),
+        ("7B --gpus 8xH100 --plot /dev/null/plan.png", "cannot write /dev/null/plan.png: "),
         ("7B --gpus 8xH10", "did you mean H100"),
         ("7B --gpus 0xH100", "at least 1"),
         ("7B --gpus 1001xH100", "not whole hosts of 8"),

@@ -169,6 +169,14 @@ def test_arguments_that_make_no_sense(ranks: Any, timeout_s: Any) -> None:
         spawn(lambda: None, ranks=ranks, timeout_s=timeout_s)
 
 
+@pytest.mark.parametrize("args", [3, "abc", None, torch.ones(2)])
+def test_arguments_that_are_no_list_of_them(args: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"^args=.*: the arguments of a call are wanted, as in spawn\(fn, \(1,"
+    ):
+        spawn(int, args, ranks=2)
+
+
 def test_time_is_up() -> None:
     def body() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -55,6 +55,13 @@ def test_lines_name_the_worst() -> None:
     assert check_json(CONTENT)["rows"][-1]["off"] == pytest.approx(0.5)
 
 
+def test_lines_name_no_worst_where_all_is_as_predicted() -> None:
+    predicted, measured = CONTENT["predicted"], CONTENT["measured"] | {"rank_bytes": 400.1, "step_s": 1.4995}
+    measured = measured | {"memory_bytes": predicted["counted_bytes"]}
+    lines = list(check_lines({"predicted": predicted, "measured": measured}))
+    assert lines[-1] == "all within 0.1 % of what was predicted"
+
+
 def test_a_run_that_has_not_ended_and_one_without_a_time() -> None:
     assert list(check_lines(CONTENT | {"measured": None}))[-1].startswith("nothing is measured yet")
     untimed = CONTENT | {

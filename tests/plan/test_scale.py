@@ -47,7 +47,7 @@ def test_curves(kind: str, tmp_path: Path) -> None:
     )
     left = [efficiency(point, points[0]) for point in points]
     assert left[0] == 1.0 and all(0 < each <= 1.02 for each in left)
-    lines = list(scale_lines(points))
+    lines = list(scale_lines(points, 200))
     assert len(lines) == 1 + len(points)
     for point, line in zip(points, lines[1:], strict=True):
         assert line.split()[:3] == [
@@ -55,6 +55,9 @@ def test_curves(kind: str, tmp_path: Path) -> None:
             f"{point.question.global_batch:,}",
             f"{point.tokens_per_s:,.0f}",
         ]
+    narrow = list(scale_lines(points, 80))
+    assert all(len(line) <= 80 for line in narrow) and len(narrow) > len(lines)
+    assert " ".join(" ".join(narrow).split()) == " ".join(" ".join(lines).split())
     content = scale_json(points, kind)  # type: ignore[arg-type]
     assert [each["gpus"] for each in content["points"]] == [8, 16, 32, 64, 128, 256]
     if kind == "strong":
@@ -66,5 +69,5 @@ def test_curves(kind: str, tmp_path: Path) -> None:
 def test_a_batch_that_cannot_be_shared_is_a_line_of_its_own() -> None:
     points = list(curve(ask(batch=8, tensor=1, pipeline=1), "strong", 32))
     assert [point.candidate is None for point in points] == [False, True, True]
-    assert "cannot be divided" in list(scale_lines(points))[-1]
+    assert "cannot be divided" in list(scale_lines(points, 110))[-1]
     assert efficiency(points[-1], points[0]) == 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -44,12 +45,16 @@ class Rank:
         """Run one of COLLECTIVES; whether the result is right."""
         return {"right": self._cases()[collective]()}
 
-    def links(self) -> dict[str, str]:
-        """Latency and bandwidth of the default group, in a line."""
-        world = dist.group.WORLD
-        assert world is not None
-        found = links.measure(world, [list(range(self._size))])
-        return {"line": links.table_line(found)}
+    def links(self, ranks: int) -> dict[str, Any]:
+        """Latency and bandwidth between the first `ranks` of the default group, also as a line; the others,
+        which have nothing to say, wait for their next order.
+        """
+        group = dist.new_group(list(range(ranks)))
+        if self._rank >= ranks:
+            return {}
+        found = links.measure(group)
+        assert found.inside is not None
+        return {"line": links.table_line(found), **asdict(found.inside)}
 
     def _cases(self) -> dict[str, Callable[[], bool]]:
         return {

@@ -11,7 +11,7 @@ import torch
 
 from imece.observe.environment import cpu_model, environment, usable_cores, version
 
-__all__ = ["cpu_model", "describe", "facts", "usable_cores", "version"]
+__all__ = ["cpu_model", "describe", "facts", "load", "usable_cores", "version"]
 
 _PEERS = ("mpi4py", "mpich", "deepspeed")
 
@@ -23,9 +23,14 @@ def facts() -> dict[str, Any]:
 
 def describe() -> str:
     """The same in a line."""
-    load = os.getloadavg()[0]
     return (
         f"{cpu_model()}, {usable_cores()} cores, {psutil.virtual_memory().total / 1e9:.0f} GB; "
-        f"Python {platform.python_version()}, torch {torch.__version__}; load {load:.1f}"
-        f"{' (busy: figures will be worse than they could be)' if load > usable_cores() else ''}"
+        f"Python {platform.python_version()}, torch {torch.__version__}; {load()}"
     )
+
+
+def load() -> str:
+    """ "load 1.3", and what it means for figures where it is more than there are cores."""
+    now = os.getloadavg()[0]
+    busy = " (busy: figures will be worse than they could be)" if now > usable_cores() else ""
+    return f"load {now:.1f}{busy}"

@@ -74,13 +74,13 @@ class Benchmark:
 
 
 def run(argv: Sequence[str]) -> int:
-    """`imece bench WHAT ...`: exit status 0, or 1 if a result was wrong."""
+    """`imece bench WHAT ...`: exit status 0, 1 if a result was wrong, or 2 if nothing is asked for."""
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: imece bench WHAT [options]\n")
         for name, each in BENCHMARKS.items():
             print(f"  {name:<12} {each.summary}")
         print("\nimece bench WHAT --help lists the options of one of them.")
-        return 0
+        return 0 if argv else 2
     if argv[0] not in BENCHMARKS:
         near = nearest(argv[0], BENCHMARKS)
         hint = f"did you mean {near}?" if near else f"choose one of {', '.join(BENCHMARKS)}"

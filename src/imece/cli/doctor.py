@@ -64,12 +64,14 @@ def run(argv: Sequence[str]) -> int:
     if options.attach is not None:
         return _attach(options.attach, options.json)
     found: list[Finding] = []
-    for finding in (*host_findings(os.environ), *rank_findings(options.ranks, os.environ)):
+    links: dict[str, Any] = {}
+    for finding in (*host_findings(os.environ), *rank_findings(options.ranks, os.environ, links)):
         found.append(finding)
         if not options.json:
             print(f"{finding.status:<5} {finding.text}", flush=True)
     if options.json:
-        print(json.dumps({"machine": machine.facts(), "findings": [asdict(f) for f in found]}, indent=1))
+        said = [asdict(finding) for finding in found]
+        print(json.dumps({"machine": machine.facts(), "findings": said, "links": links}, indent=1))
     return 1 if any(finding.status == "fail" for finding in found) else 0
 
 
@@ -224,14 +226,20 @@ def locked_memory(limit: int, infiniband: bool) -> Iterator[Finding]:
         )
 
 
-def rank_findings(ranks: int, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Start ranks and run every collective once on each backend, beside a reference."""
+def rank_findings(ranks: int, environ: Mapping[str, str], links: dict[str, Any]) -> Iterator[Finding]:
+    """Start ranks and run every collective once on each backend, beside a reference.
+
+    links: where latency (s) and bandwidth (bytes/s) are put, by backend. They are measured between no more
+    ranks than there are cores: beyond, it would be measured how long ranks wait for a core.
+    """
+    talking = max(2, min(ranks, machine.usable_cores()))
+    load = machine.load()  # before there are ranks
     # A variable that names no interface was told already; here it would hide everything else.
     names = sorted(psutil.net_if_addrs())
     wrong = any(f.status == "warn" for f in interface(environ, "GLOO_SOCKET_IFNAME", names))
     extra = [{"GLOO_SOCKET_IFNAME": _loopback(names)}] * ranks if wrong else None
     good: list[str] = []
-    links: list[str] = []
+    lines: list[str] = []
     crew: Crew | None = None
     try:
         for backend in BACKENDS if hasattr(os, "memfd_create") else BACKENDS[1:]:
@@ -239,7 +247,9 @@ def rank_findings(ranks: int, environ: Mapping[str, str]) -> Iterator[Finding]:
                 crew = crew or Crew.of_ranks("ranks", _MODULE, ranks, extra=extra)
                 bad = _bad_collectives(crew, backend)
                 if ranks > 1 and not bad:
-                    links.append(str(crew.ask("links", timeout_s=_ANSWER_S)[0]["line"]))
+                    answer = crew.ask("links", ranks=talking, timeout_s=_ANSWER_S)[0]
+                    lines.append(str(answer.pop("line")))
+                    links[backend] = answer
             except CrewError as error:
                 yield Finding("fail", f"{ranks} ranks on {backend}: {_short(error)}")
                 if crew is not None:
@@ -255,8 +265,10 @@ def rank_findings(ranks: int, environ: Mapping[str, str]) -> Iterator[Finding]:
             crew.close()
     if good:
         yield Finding("ok", f"{ranks} ranks: {', '.join(COLLECTIVES)} agree on {' and '.join(good)}")
-    if links:
-        yield Finding("link", "    ".join(line.removeprefix("link").strip() for line in links))
+    if lines:
+        told = "    ".join(line.removeprefix("link").strip() for line in lines)
+        busy = f"; {load}" if "busy" in load else ""
+        yield Finding("link", f"{told}    between {talking} ranks{busy}")
 
 
 def _bad_collectives(crew: Crew, backend: str) -> list[str]:

@@ -16,10 +16,12 @@ import tyro
 from imece.cli import launch_hosts as hosts
 from imece.cli import launch_slurm
 from imece.cli.options import parse
+from imece.collectives.choice import check_forced
 from imece.errors import UserError
 from imece.launch.local import launch
 from imece.launch.processes import MAX_RANKS
 from imece.launch.view import Watched
+from imece.world import BACKEND, BACKENDS
 
 PROG = "imece launch"
 DESCRIPTION = (
@@ -126,12 +128,11 @@ def read(
     known = {*_WITH_VALUE, *with_value, "-m", "--module", "--no-python", "--standalone"}
     if typed <= known - {*_RANKS}:
         raise UserError(f"how many ranks? For two: {prog} --ranks 2 {' '.join(command) or 'script.py'}")
-    options = parse(kind, own, prog, description)
+    options = parse(kind, own, prog, description, operands="SCRIPT [its arguments]")
     if not command:
         raise UserError(f"there is no script to run: {prog} --ranks {options.ranks} script.py")
-    if needless:
-        names = ", ".join(dict.fromkeys(needless))
-        print(f"imece: {names}: not needed, the ranks of one host meet at a free port", file=sys.stderr)
+    for why, names in needless.items():
+        print(f"imece: {', '.join(names)}: not needed, {why}", file=sys.stderr)
     return options, command
 
 
@@ -141,7 +142,8 @@ def start(
     environ: Mapping[str, str] = os.environ,
     watch: Callable[[Watched], None] | None = None,
 ) -> int:
-    """Run `words` as these options say."""
+    """Run `words` as these options say. UserError for a variable with which no rank could begin."""
+    _check_variables(environ)
     if options.hosts > 1:
         return hosts.start(options, words, environ, watch)
     return launch(
@@ -159,18 +161,36 @@ def start(
     )
 
 
+def _check_variables(environ: Mapping[str, str]) -> None:
+    """Here, or every rank would say so with a traceback of its own."""
+    for part in environ.get(BACKEND, "").split(","):
+        if part and (name := part.rpartition(":")[2]) not in BACKENDS:
+            raise UserError(
+                f"{BACKEND}={environ[BACKEND]}: {name!r} is none of {', '.join(BACKENDS)}; one of your own "
+                "is named in the script, imece.init(backend=...)"
+            )
+    if schedule := environ.get("IMECE_SCHEDULE"):
+        check_forced(schedule)
+
+
 def _counted(own: Sequence[str]) -> list[str]:
-    """Our options, with a number of ranks where torchrun's words stand for one."""
+    """Our options, with a number of ranks for torchrun's words; UserError if there are two."""
     left: list[str] = []
+    said: dict[str, str] = {}
     words = iter(own)
     for word in words:
         typed, equals, value = word.partition("=")
         name = typed.replace("_", "-")
         if name in _RANKS:
             given = [value] if equals else [following for following in [next(words, None)] if following]
-            left += [name, *(str(_devices(text)) if text in _DEVICES else text for text in given)]
+            given = [str(_devices(text)) if text in _DEVICES else text for text in given]
+            left += [name, *given]
+            said[name] = " ".join(given)
         else:
             left.append(word)
+    if len(set(said.values())) > 1:
+        both = " and ".join(f"{name} {number}" for name, number in said.items())
+        raise UserError(f"{both}: how many ranks? Both names mean the same, give one of them")
     return left
 
 

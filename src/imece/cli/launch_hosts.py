@@ -18,10 +18,18 @@ _THEIRS = {
     "--rdzv-id": "--job",
 }  # fmt: skip
 _MASTER = ("--master-addr", "--master-port")
-_NEEDLESS = (
-    "--rdzv-backend", "--rdzv-conf", "--local-addr", "--monitor-interval", "--start-method", "--role",
-    "--redirects", "-r", "--tee", "-t",
-)  # fmt: skip
+_MEETING = ("--rdzv-backend", "--rdzv-conf", "--local-addr")
+_ONE_WAY = "launchers of several hosts have one way to meet, and find their own addresses"
+_ONE_HOST = "the ranks of one host meet at a free port"
+_SHOWN = "each rank's lines are shown with the rank in front, and --log-dir keeps them in files"
+_NEEDLESS = {
+    **dict.fromkeys(_MEETING, _ONE_WAY),
+    "--monitor-interval": "the end of a rank is seen at once",
+    "--start-method": "each rank is a new process of its own",
+    "--role": "ranks have no roles here",
+    **dict.fromkeys(("--redirects", "-r", "--tee", "-t"), _SHOWN),
+}
+"""Why each of them has nothing to say here."""
 TORCHRUNS = (*_THEIRS, *_MASTER, *_NEEDLESS)
 """Options of torchrun that have a value."""
 MOST_HOSTS = 1024
@@ -56,10 +64,12 @@ def refuse(own: Sequence[str]) -> None:
             raise UserError(f"{name}: with --slurm the hosts are SLURM's nodes, --nodes says how many")
 
 
-def as_ours(own: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Options with our names, and the names of those that are of no use; UserError for what cannot be."""
+def as_ours(own: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Options with our names; the names of those that are of no use, by the reason. UserError for what cannot
+    be.
+    """
     left: list[str] = []
-    needless: list[str] = []
+    needless: dict[str, list[str]] = {}
     theirs: dict[str, str] = {}
     words = iter(own)
     for word in words:
@@ -73,8 +83,9 @@ def as_ours(own: Sequence[str]) -> tuple[list[str], list[str]]:
     several = theirs.get("--hosts", theirs.get("--nnodes", "1")) != "1"
     for name, value in theirs.items():
         ours = _THEIRS.get(name, name)
-        if name in _NEEDLESS or (not several and ours in ("--rendezvous", "--job", *_MASTER)):
-            needless.append(name)
+        alone = not several and ours in ("--rendezvous", "--job", *_MASTER, *_MEETING)
+        if why := _ONE_HOST if alone else _NEEDLESS.get(name):
+            needless.setdefault(why, []).append(name)
         elif name not in _MASTER:
             left += [ours, value]
     if several and theirs.keys() & set(_MASTER) and not theirs.keys() & {"--rendezvous", "--rdzv-endpoint"}:

@@ -118,7 +118,7 @@ class Wanted:
 
 def read(words: Sequence[str]) -> Wanted:
     """UserError for anything that cannot be."""
-    options = parse(SlurmOptions, words, PROG, DESCRIPTION)
+    options = parse(SlurmOptions, words, PROG, DESCRIPTION, operands="SCRIPT [its arguments]")
     writes = options.submit or options.sbatch is not None
     task = slurm.task(os.environ) if not writes and in_job_step(os.environ) else None
     try:

@@ -1,4 +1,7 @@
-"""The command `imece`: finds the command's file, and makes of a user's mistake one line and exit status 2."""
+"""The command `imece`: finds the command's file, and makes of a user's mistake one line and exit status 2.
+
+What takes time to import is imported inside of `main`, where Ctrl-C is an exit status and no traceback.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 
 from imece import __version__
-from imece.cli.options import nearest, one_line
 from imece.errors import UserError
 
 COMMANDS = {
@@ -34,11 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `imece ARGV` and return its exit status; that of a death by SIGPIPE if nobody reads the output, and
     1 if it cannot be written.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    _take_all()
     try:
         try:
-            return _run(arguments)
+            _take_all()
+            return _run(list(sys.argv[1:] if argv is None else argv))
         except UserError as mistake:
             return _refuse(mistake)
         finally:
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _refuse(mistake: object) -> int:
     """Say it in one line; the exit status."""
+    from imece.cli.options import one_line
+
     print(f"imece: {one_line(str(mistake))}", file=sys.stderr)
     return 2
 
@@ -76,6 +79,8 @@ def _run(arguments: list[str]) -> int:
         print(f"imece {__version__}")
         return 0
     if name not in COMMANDS:
+        from imece.cli.options import nearest
+
         meant = nearest(name, [*COMMANDS, "--help", "--version"])
         hint = f"did you mean {meant}?" if meant else f"the commands are {', '.join(COMMANDS)}"
         raise UserError(f"there is no command {name!r}; {hint}")

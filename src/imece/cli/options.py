@@ -10,9 +10,11 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
-from typing import Annotated, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, TextIO, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -30,25 +32,43 @@ def parse(
     prog: str,
     description: str,
     default: Config | None = None,
+    operands: str = "",
 ) -> Config:
     """The `config_class` (a dataclass) that `argv` describes; `default` has the values it does not name.
 
-    `prog` is the command as typed ("imece bench"), `description` the text above the options in --help.
+    `prog` is the command as typed ("imece bench"), `description` the text above the options in --help,
+    `operands` what follows the options and is not parsed here.
     --help prints and raises SystemExit(0). Raises UserError, in one line, for anything that cannot be
     parsed and for a ValueError that the dataclass' own __post_init__ raises.
     """
-    complaint = io.StringIO()
+    complaint, page = io.StringIO(), _Page(sys.stdout)
     try:
-        with contextlib.redirect_stderr(complaint):
+        with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(page):
             start = tyro.MISSING_NONPROP if default is None else default
             return tyro.cli(config_class, args=list(argv), prog=prog, description=description, default=start)
     except SystemExit as leaving:
         if leaving.code in (0, None):
+            print(page.getvalue().replace("[OPTIONS]", f"[OPTIONS] {operands}".rstrip(), 1), end="")
             raise
         message = _box_body(_ASCII_RULE.sub("─", complaint.getvalue()))
     except (ValueError, TypeError, OverflowError) as error:
         message = str(error)
     raise UserError(_with_hint(one_line(message), argv, config_class, prog)) from None
+
+
+class _Page(io.StringIO):
+    """What --help prints, with colours and boxes as `stdout` shows them; tyro knows nothing of NO_COLOR."""
+
+    def __init__(self, stdout: TextIO) -> None:
+        super().__init__()
+        self._stdout = stdout
+
+    def isatty(self) -> bool:
+        return self._stdout.isatty() and not os.environ.get("NO_COLOR")
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stdout.encoding
 
 
 def one_line(text: str) -> str:
@@ -97,6 +117,10 @@ def _with_hint(message: str, argv: Sequence[str], config_class: type[object], pr
     own_check = f"Error parsing {config_class.__name__}: "
     if message.startswith(own_check):
         return message.removeprefix(own_check)
+    if message.startswith(f"Missing from {prog}: "):
+        named = message.partition(": ")[2].split("(required)")
+        names = [what.split()[0] for what in named if what.strip()]
+        message = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing"
     message = message.removeprefix("Error parsing ")
     message = message.replace("invalid literal for int() with base 10:", "not a whole number:")
     names = [*option_names(config_class), "--help"]

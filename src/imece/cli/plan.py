@@ -10,11 +10,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from imece.bench import report
 from imece.cli.options import parse
 from imece.cli.plan_options import PlanOptions, read_amount
 from imece.errors import UserError
+from imece.plan.answer.call import call_of
 from imece.plan.answer.explain import gains, others
-from imece.plan.answer.search import Answer, Candidate, search, settled, with_best_bucket
+from imece.plan.answer.search import Answer, search, settled
 from imece.plan.answer.shortfall import least, ways
 from imece.plan.answer.space import Question, check
 from imece.plan.answer.text import (
@@ -26,7 +28,7 @@ from imece.plan.answer.text import (
     table,
     wrapped,
 )
-from imece.plan.answer.words import share, title
+from imece.plan.answer.words import gb, share, title
 from imece.plan.hardware import Cluster, describes_gpu, find_cluster, gpu_names, parse_gpus
 from imece.plan.models.by_name import find_model
 from imece.plan.setup import Precision
@@ -66,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
         print(json.dumps(explained_json(explained, answer.ranked[: max(_LISTED, options.top)]), indent=1))
     else:
         print("\n".join(lines(explained, width())))
-        print("\n".join(_next(answer)))
+        print("\n".join(_next(answer, options.precision)))
         if options.top:
             print("\n" + "\n".join(table(answer.ranked, options.top, width())))
     if options.plot is not None or options.html is not None:
@@ -77,10 +79,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _check_files(options: PlanOptions) -> None:
-    """Before anything is computed. UserError for what cannot be a picture or a page."""
+    """Before anything is computed. UserError for what cannot be a picture or a page, or cannot be written."""
     for name, path, endings in (("plot", options.plot, _PICTURES), ("html", options.html, (".html", ".htm"))):
         if path is not None and (os.path.isdir(path) or path.suffix.lower() not in endings):
             raise UserError(f"--{name} {path}: name a file that ends in {' or '.join(endings)}")
+        report.check_writable(path)
 
 
 def question_of(options: PlanOptions) -> Question:
@@ -90,10 +93,18 @@ def question_of(options: PlanOptions) -> Question:
             f"no model is named: {PROG} MODEL --gpus 8xH100, and MODEL like llama-8b, 7B or config.json"
         )
     read_amount("--tokens", options.tokens)
+    if options.top < 0:
+        raise UserError(f"--top is {options.top}: how many of the ranking to list, 0 for none")
+    model = find_model(options.model)
     cluster = cluster_of(options)
+    if options.offload and cluster.gpu.multiprocessors == 1:  # a CPU
+        raise UserError(
+            f"--offload {options.offload} moves to the host's memory what is in a GPU's, and ranks compute "
+            "on CPUs here: leave it out"
+        )
     sequences = options.global_batch or default_batch(cluster, options.seq)
     return Question(
-        find_model(options.model), cluster, sequences, options.seq, options.strategy_of_ours, options.tensor,
+        model, cluster, sequences, options.seq, options.strategy_of_ours, options.tensor,
         options.pipeline, options.interleave, options.context, options.micro_batch, options.recompute,
         options.optimizer, options.adapters, options.adapter_rank, options.offload, options.attention,
         options.compile, _precision(options), options.reserve,
@@ -178,25 +189,29 @@ def _cluster_with(options: PlanOptions, asked: Cluster, gpu: str, gpus_per_host:
     return find_cluster(gpu, gpus_per_host, hosts, options.network, hardware)
 
 
-def _next(answer: Answer) -> Iterator[str]:
+def _next(answer: Answer, precision: str) -> Iterator[str]:
     """How to do it with imece."""
     assert answer.winner is not None
-    ours = next((each for each in answer.ranked if _is_ours(each)), None)
-    if ours is None:
-        yield from wrapped("next", "no way fits that imece.parallelize does by itself", width())
+    calls = (call_of(each, answer.question, precision) for each in answer.ranked)
+    call = next((each for each in calls if each is not None), None)
+    if call is None:
+        yield from wrapped("next", _not_ours(answer), width())
         return
-    strategy = ours.setup.parallel.strategy
-    yield from wrapped(
-        "next", f'model, optimizer = imece.parallelize(model, optimizer, strategy="{strategy}")', width()
-    )
-    if ours is not answer.winner:
-        took = with_best_bucket(ours, answer.question).seconds
-        slower = share(took / answer.winner.seconds - 1, 1.0)
-        text = f"what imece does by itself, {slower} slower: {title(ours.setup)}"
+    yield from wrapped("next", call.text(), width(), hang=4)
+    ours, winner = call.candidate, answer.winner
+    if (title(ours.setup), gb(ours.needed)) != (title(winner.setup), gb(winner.needed)):
+        more = ours.seconds / winner.seconds - 1
+        slower = f"{share(more, 1.0)} slower" if more > 0 else "as fast"
+        text = f"what imece does by itself, {slower}, {gb(ours.needed)} GB a GPU: {title(ours.setup)}"
         yield from wrapped("", text, width(), hang=2)
+    for what, how in call.left():
+        yield from wrapped("", f"{what}: {how}", width(), hang=2)
 
 
-def _is_ours(candidate: Candidate) -> bool:
-    """Whether imece.parallelize does it without other software."""
-    parallel = candidate.setup.parallel
-    return parallel.tensor == parallel.pipeline == parallel.context == 1
+def _not_ours(answer: Answer) -> str:
+    assert answer.winner is not None
+    parallel = answer.winner.setup.parallel
+    said = "no way fits that imece.parallelize does by itself"
+    if parallel.tensor == parallel.pipeline == parallel.context == 1:  # so it is replicate
+        return f"{said}: it keeps masters, or what is offloaded, in sharded strategies alone, such as zero1"
+    return f"{said}: it is data-parallel, without tensor, pipeline or context parallelism"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 
+from imece.cli.plan import width
 from imece.cli.plan_options import PlanOptions
 from imece.errors import UserError
 from imece.plan.answer.scale import MOST_GPUS, Point, curve, draw_scale, scale_json, scale_lines
 from imece.plan.answer.space import Question
-from imece.plan.answer.text import subject
+from imece.plan.answer.text import subject, wrapped
 
 _WORDS = (
     "left: tokens a second of a GPU over that of the first line; waits: part of a step in which GPUs wait "
@@ -32,9 +33,9 @@ def show(options: PlanOptions, question: Question) -> int:
     if options.json:
         print(json.dumps(scale_json(points, options.scale), indent=1))
     else:
-        print(f"{options.scale} scaling of {subject(question)}\n")
-        print("\n".join(scale_lines(points)))
-        print(f"\n{_WORDS}")
+        print("\n".join(wrapped("", f"{options.scale} scaling of {subject(question)}", width())) + "\n")
+        print("\n".join(scale_lines(points, width())) + "\n")
+        print("\n".join(wrapped("", _WORDS, width())))
     if options.plot is not None:
         from imece.cli.plan_page import writing
 

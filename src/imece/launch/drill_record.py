@@ -9,6 +9,7 @@ calm      before the first fault: what the speed of the run is compared with
 
 from __future__ import annotations
 
+import signal
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,6 +17,8 @@ from itertools import pairwise
 from typing import Any
 
 from imece.launch.processes import name_of
+
+_INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,9 @@ def lines(record: Record) -> list[str]:
         f"drill    {record.fired} of {plan.kills} faults fired, {record.survived} of {record.fired} "
         f"survived; the script ended with status {record.status}"
     ]
-    if missing:
+    if missing and record.status in _INTERRUPTED:
+        shown.append(f"         interrupted after {len(record.faults)} of {plan.kills} faults")
+    elif missing:
         shown.append(
             f"         it ended before {missing} of the faults: give it more steps, or --every-s less"
         )

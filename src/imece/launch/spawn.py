@@ -63,10 +63,15 @@ def spawn(
     starts in a copy of this process (fork), with one thread; this process must not have used CUDA or
     torch.distributed then.
 
-    Raises RankFailedError with the traceback of the rank that failed first, UserError if that rank did,
-    TimeoutError naming the ranks that still ran after `timeout_s`. All processes are dead when it
-    returns or raises, and they die with this process. Call it from a thread that lives as long.
+    Raises TypeError if `args` is no list or tuple, RankFailedError with the traceback of the rank that failed
+    first, UserError if that rank did, TimeoutError naming the ranks that still ran after `timeout_s`. All
+    processes are dead when it returns or raises, and they die with this process. Call it from a thread that
+    lives as long.
     """
+    if isinstance(args, str | bytes) or not isinstance(args, Sequence):
+        raise TypeError(
+            f"args={args!r}: the arguments of a call are wanted, as in spawn(fn, (1, 2), ranks=2)"
+        )
     if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:
         raise UserError(f"ranks={ranks!r}: from 1 to {MAX_RANKS} ranks can run on one host")
     if timeout_s is not None and not timeout_s > 0:

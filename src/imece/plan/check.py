@@ -84,7 +84,11 @@ def check_lines(content: Mapping[str, Any]) -> Iterator[str]:
     if worst is not None:
         assert worst.off is not None
         how = "too high" if worst.off > 0 else "too low"
-        yield f"furthest off: {worst.what}, predicted {abs(100 * worst.off):.1f} % {how}"
+        off = f"{abs(100 * worst.off):.1f}"
+        if float(off):
+            yield f"furthest off: {worst.what}, predicted {off} % {how}"
+        else:
+            yield "all within 0.1 % of what was predicted"
     if predicted_nothing := [row.what for row in found if row.predicted is None]:
         yield f"not predicted: {', '.join(predicted_nothing)} ({content['predicted'].get('why', 'unknown')})"
 

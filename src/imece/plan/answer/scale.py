@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from imece.plan.answer.search import Candidate, search, settled
 from imece.plan.answer.space import Question
-from imece.plan.answer.text import as_json
+from imece.plan.answer.text import as_json, wrapped
 from imece.plan.answer.words import gb, seconds, strategy_name
 
 Kind = Literal["weak", "strong"]
@@ -74,8 +74,8 @@ def efficiency(point: Point, first: Point) -> float:
     return point.tokens_per_s / point.gpus / (first.tokens_per_s / first.gpus)
 
 
-def scale_lines(points: Sequence[Point]) -> Iterator[str]:
-    """A table, a line a point."""
+def scale_lines(points: Sequence[Point], width: int) -> Iterator[str]:
+    """A table, a line a point; a plan for which that is too short comes below its figures."""
     first = next((point for point in points if point.candidate is not None), points[0])
     yield (
         f"{'GPUs':>7} {'sequences':>9} {'tokens/s':>13} {'step':>8} {'MFU':>5} {'left':>6} {'waits':>6} "
@@ -88,13 +88,20 @@ def scale_lines(points: Sequence[Point]) -> Iterator[str]:
             continue
         time, recipe = point.candidate.time, point.candidate.setup.recipe
         again = f", {recipe.recompute} recomputation" if recipe.recompute != "none" else ""
-        yield (
+        figures = (
             f"{head} {time.tokens_per_s:>13,.0f} {seconds(time.total):>8} {100 * time.mfu:>3.0f} % "
             f"{100 * efficiency(point, first):>4.0f} % {100 * point.exposed:>4.0f} % "
-            f"{gb(point.candidate.needed):>6}  "
+            f"{gb(point.candidate.needed):>6}"
+        )
+        plan = (
             f"{strategy_name(point.candidate.setup.parallel)}, {recipe.micro_batch} x "
             f"{recipe.accumulation}{again}"
         )
+        if len(figures) + 2 + len(plan) <= width:
+            yield f"{figures}  {plan}"
+        else:
+            yield figures
+            yield from wrapped("", plan, width, hang=2)
 
 
 def scale_json(points: Sequence[Point], kind: Kind) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ from imece.plan.hardware import Cluster
 
 _LABEL = 9  # columns
 _BAR = 40
-_FULL, _FREE = "█", "░"
+_BLOCKS = ("█", "░")  # what is taken, and what is free
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,10 @@ def bars(
 
     glosses: what each name means. free: a last line for what is left of the whole.
     """
-    rows = [(name, amount, _FULL) for name, amount in amounts.items()]
+    full, empty = _BLOCKS if _can_print("".join(_BLOCKS)) else ("#", "-")
+    rows = [(name, amount, full) for name, amount in amounts.items()]
     if free:
-        rows.append(("free", whole - sum(amounts.values()), _FREE))
+        rows.append(("free", whole - sum(amounts.values()), empty))
     longest = max(len(name) for name, _, _ in rows)
     wide = max(len(words(amount)) for _, amount, _ in rows)
     done = 0.0
@@ -257,6 +259,15 @@ def _without_trifles(amounts: Mapping[str, float]) -> dict[str, float]:
     kept = {name: amount for name, amount in amounts.items() if amount >= 1e-3 * whole}
     rest = whole - sum(kept.values())
     return kept | ({"the rest": rest} if rest > 1e-6 * whole else {})
+
+
+def _can_print(text: str) -> bool:
+    """Whether stdout has these characters."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _percent(ratio: float) -> str:
