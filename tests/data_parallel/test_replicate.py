@@ -685,6 +685,199 @@ def two_models_one_backward(group: dist.ProcessGroup) -> None:
             same(got | {f"1.{name}": each for name, each in gradients(second).items()}, expected)
 
 
+def of_two_models(group: dist.ProcessGroup) -> None:
+    """An encoder of both: of it all is used, or by each rank another part, or nothing."""
+
+    def losses(models: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        picked = [[0, 1, 2, 3, 4], [0, 4] if dist.get_rank() else [1, 4], [4]][step % 3]
+        x = own_input(step)
+        return models[0](x, picked).square().sum(), models[1](x, picked).sin().sum()
+
+    def of_both(models: Any, step: int) -> torch.Tensor:
+        return torch.stack(losses(models, step)).sum()
+
+    def together(models: Any, step: int) -> None:
+        of_both(models, step).backward()
+
+    def in_turn(models: Any, step: int) -> None:
+        for each in losses(models, step):
+            each.backward()
+
+    def first_in_no_sync(models: Any, step: int) -> None:
+        with models[0].no_sync():
+            losses(models, step)[0].backward()
+        losses(models, step)[1].backward()
+
+    for overlap in (True, False):
+        for train in (together, in_turn, first_in_no_sync):
+            encoder = [nn.Linear(3, 3) for _ in range(4)]
+            both = nn.ModuleList([Branches(), Branches()])
+            for each in both:
+                each.layers = nn.ModuleList([*encoder, nn.Linear(3, 3)])
+            double(both)
+            models = [wrap(each, group, bucket_cap_mb=SMALL_MB, overlap=overlap) for each in both]
+            before: Gradients = {}
+            for step in range(7):
+                added = mean_over(group, both, of_both, step)
+                if step < 6:
+                    both.zero_grad()
+                train(models, step)
+                got = gradients(both)
+                expected = added if step < 6 else plus(before, added)
+                if train is first_in_no_sync:  # its own layer has not been synchronised
+                    got, expected = ({name: each for name, each in found.items() if "0.layers.4" not in name}
+                                     for found in (got, expected))  # fmt: skip
+                same(got, expected)
+                before = {name: None if each is None else each.clone() for name, each in added.items()}
+
+
+def plus(one: Gradients, other: Gradients) -> Gradients:
+    return {
+        name: each if (before := one[name]) is None else before if each is None else before + each
+        for name, each in other.items()
+    }
+
+
+def wrapped_within(group: dist.ProcessGroup) -> None:
+    inner = wrap(double(nn.Linear(3, 3)), group)
+    model = wrap(nn.Sequential(inner, nn.Tanh(), double(nn.Linear(3, 3))), group)
+    for step in range(3):
+        alone = nn.Sequential(inner.module, *model.module[1:])
+        expected = mean_over(group, alone, total, own_input(step))
+        model.zero_grad()
+        total(model, own_input(step)).backward()
+        same(gradients(alone), expected)
+
+
+def wrapped_again_beside(group: dist.ProcessGroup) -> None:
+    """The first wrapper is still there, and what it prepared for, or what a failed backward has left."""
+    module = Branches().double()
+    model = wrap(module, group)
+    loss = total(model, own_input())
+    for step in range(2):
+        train_step(wrap(module, group), group, step)
+    with pytest.raises(ValueError, match="on purpose"), failing(module.layers[1]):
+        total(model, own_input()).backward()
+    train_step(wrap(module, group), group)
+    del loss
+
+
+@contextlib.contextmanager
+def failing(layer: nn.Module) -> Iterator[None]:
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("on purpose")
+
+    handle = layer.register_forward_hook(lambda _module, _inputs, output: output.register_hook(fail) and None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def of_two_models_that_do_not_fit(group: dist.ProcessGroup) -> None:
+    module = Branches().double()
+    one, other = wrap(module, group), wrap(module, group, average="tokens")
+    with pytest.raises(RuntimeError) as caught:
+        (total(one, own_input()) + other.weigh(total(other, own_input()), 2)).backward()
+    assert str(caught.value) == (
+        "parameter layers.0.weight is in two wrapped models that one backward goes through, and they are "
+        "not averaged alike, over the same ranks: wrap one module that has both"
+    )
+    other = wrap(module, group)
+    of_other = total(other, own_input())
+    with failing(module.layers[3]):
+        of_one = total(one, own_input())
+    with pytest.raises(ValueError, match="on purpose"):
+        of_one.backward()
+    with pytest.raises(RuntimeError) as caught:
+        of_other.backward()
+    assert str(caught.value) == (
+        "parameter layers.0.weight is in two wrapped models, and the backward of the other one has raised: "
+        "run the forwards of both again"
+    )
+    train_step(other, group)
+    train_step(one, group)
+
+
+def within_torch_func(group: dist.ProcessGroup) -> None:
+    """Gradients of a transform are this rank's own; a loss of them is a loss as any other."""
+    model = wrap(double(Branches()), group)
+    train_step(model, group)  # so that the next forward lays buckets anew
+    model.zero_grad()
+    values = {name: each.detach().clone() for name, each in model.named_parameters()}
+
+    def loss(values: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, values, (x,)).square().sum()  # type: ignore[no-any-return]
+
+    x = own_input()
+    got = torch.func.grad(loss)(values, x)
+    by_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, x)
+    alone = copy.deepcopy(model.module)
+    alone(x).square().sum().backward()
+    same({name: got[f"module.{name}"] for name in gradients(alone)}, gradients(alone))
+    same({name: by_sample[f"module.{name}"].sum(0) for name in gradients(alone)}, gradients(alone))
+    assert all(each is None for each in gradients(model).values())
+
+    def penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
+        slope: torch.Tensor = torch.func.grad(lambda x: model(x).sum())(x)
+        return slope.square().sum()
+
+    for step in range(2):
+        loss_step(model, group, penalty, own_input(step))
+        train_step(model, group, step)
+
+
+class Added(nn.Module):
+    """A layer that is frozen, and a small one that is trained beside it."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.small = base, double(nn.Linear(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.base(x) + self.small(x))
+
+
+def newcomers(group: dist.ProcessGroup) -> None:
+    """Parameters that nobody reduces are named after the first backward, on all ranks."""
+
+    def head(model: Any) -> None:
+        model.module.layers[3] = double(nn.Linear(3, 3))
+
+    def beside(model: Any) -> None:
+        model.requires_grad_(False)
+        model.module.layers[3] = Added(model.module.layers[3])
+
+    def assigned(model: Any) -> None:
+        state = {name: each.clone() for name, each in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+
+    def sharded(module: nn.Module) -> Any:
+        model, _ = parallelize(module, torch.optim.SGD(module.parameters()), "zero2", group)
+        return model
+
+    named = {head: "layers.3.weight", beside: "layers.3.small.weight", assigned: "layers.0.weight"}
+    for change, name in named.items():
+        for make in (lambda module: wrap(module, group), sharded):
+            if change is assigned and make is sharded:
+                continue
+            model = make(double(Branches()))
+            total(model, own_input()).backward()
+            total(model, own_input(), [0, 3]).backward()  # others stay unused now and then
+            total(model, own_input()).backward()
+            change(model)
+            with pytest.raises(RuntimeError) as caught:
+                total(model, own_input()).backward()
+            assert str(caught.value) == (
+                f"parameter {name} came after the model was wrapped, and no other rank sees its gradient: "
+                f"wrap the model again, with a new optimizer, or put the name into model.parameters_to_ignore"
+            )
+    model = wrap(double(Branches()), group)
+    head(model)
+    model.parameters_to_ignore |= {"layers.3.weight", "layers.3.bias"}
+    total(model, own_input()).backward()
+
+
 def checkpointed_after_another_failed(group: dist.ProcessGroup) -> None:
     """It has no forward with gradients outside of backward, which would see that the other one is over."""
     failed, model = wrap(double(Fused()), group), wrap(double(Branches()), group)
@@ -1098,6 +1291,12 @@ CHECKS: dict[str, Check] = {
     "refused": refused_with_the_reason,
     "a rank that uses nothing": a_rank_that_uses_nothing,
     "two models, one backward": two_models_one_backward,
+    "of two models": of_two_models,
+    "wrapped within": wrapped_within,
+    "wrapped again beside": wrapped_again_beside,
+    "of two models that do not fit": of_two_models_that_do_not_fit,
+    "within torch.func": within_torch_func,
+    "newcomers": newcomers,
     "checkpointed after another failed": checkpointed_after_another_failed,
 }
 
@@ -1107,7 +1306,7 @@ ON_GLOO = [
     "overlapped or not",
     "gradients are views", "rebuilt once", "order after two backwards", "no_sync stays local",
     "a failed backward", "no_sync after a failed backward", "unused everywhere", "used by some rank",
-    "hooks' answers", "a rank that uses nothing", "two models, one backward",
+    "hooks' answers", "a rank that uses nothing", "two models, one backward", "of two models",
 ]  # fmt: skip
 
 

@@ -152,6 +152,7 @@ def mesh_of(group: dist.ProcessGroup) -> Any:
     return SimpleNamespace(
         world_group=group, world_size=group.size(), rank=group.rank(), hosts=(tuple(range(group.size())),),
         host_group=group, cross_group=None, device=torch.device("cpu"),
+        data_group=group, size=lambda axis: 1,
     )  # fmt: skip
 
 
@@ -501,6 +502,45 @@ def gradient_penalty(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(model.gradient_norm(), nn.utils.get_total_norm(grads))
 
 
+def autocast_for_long(group: dist.ProcessGroup) -> None:
+    """Several forwards and backwards inside of one autocast, which keeps the casts of the first forward."""
+
+    def weights(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        for step in range(2):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                with torch.no_grad():
+                    loss_of(model, 9)
+                for micro in range(2):
+                    loss_of(model, 2 * step + micro).backward()
+            optimizer.step()
+        return [each.clone() for each in model.state_dict().values()]
+
+    for got, expected in zip(
+        weights(*wrap(made(), group)), weights(*wrap(made(), group, "replicate")), strict=True
+    ):
+        assert torch.equal(got, expected)
+
+
+def within_torch_func(group: dist.ProcessGroup) -> None:
+    """Units stay for the backward of a transform, which no hook sees, and for that of its result."""
+
+    def weights(strategy: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, optimizer = wrap(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), group, strategy)
+        for _ in range(2):
+            optimizer.zero_grad()
+            slope = torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 4))
+            slope.square().sum().backward()
+            optimizer.step()
+        if strategy == "zero3":
+            assert_freed(model)
+        return [each.clone() for each in model.state_dict().values()]
+
+    for got, expected in zip(weights("zero3"), weights("replicate"), strict=True):
+        assert torch.equal(got, expected)
+
+
 def resized(group: dist.ProcessGroup) -> None:
     model, optimizer = wrap(made(), group)
     with pytest.raises(RuntimeError, match=r"blocks.2.up.bias was"), model.gathered(write=True):
@@ -723,6 +763,8 @@ CHECKS |= {
     "late gradient": late_gradient,
     "failed backward": failed_backward,
     "gradient penalty": gradient_penalty,
+    "autocast for long": autocast_for_long,
+    "within torch.func": within_torch_func,
     "resized": resized,
     "written": written,
     "masters keep bits": masters_keep_bits,

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.hooks import RemovableHandle
 
 from imece.data_parallel.outputs import tensors_in, when_gradient_comes
@@ -148,6 +149,8 @@ class Gathering:
             if _in_backward():
                 return
             if unit.number == 0:
+                if not self._training:
+                    torch.clear_autocast_cache()  # as _end does
                 self._training = False
                 self._free(each for each in self.units if each.state is State.COMING)  # it did not run
             stays = comes and (unit.number == 0 or not self.options.reshard_after_forward)
@@ -206,6 +209,9 @@ class Gathering:
     def _end(self) -> None:
         for unit, entered in self._came:
             unit.calls.pop(entered, None)
+        # The next forward inside of the same autocast would go on with casts of this one, whose gradients
+        # come as those of this one would: when the units that they are in are over.
+        torch.clear_autocast_cache()
         self._free_all()
 
     def _recover(self) -> None:
@@ -227,9 +233,10 @@ class Gathering:
         if at_end and not self._ending:
             self._ending = True
             _queue_callback(self._end)
-        unit.gather(self._group, self._schedule)
-        for each in then:
-            each.start(self._group, self._schedule)
+        with temporarily_clear_interpreter_stack():  # torch.func's transforms let nobody write into units
+            unit.gather(self._group, self._schedule)
+            for each in then:
+                each.start(self._group, self._schedule)
         self.most_bytes = max(self.most_bytes, sum(each.nbytes for each in self.units if each.is_there))
 
     def _free(self, units: Iterable[Unit]) -> None:

@@ -24,10 +24,11 @@ def when_gradient_comes(output: torch.Tensor, hook: Callable[[torch.Tensor], tor
 def tensors_in(value: Any) -> Iterator[torch.Tensor | None]:
     """All tensors in an output, of lists, tuples, mappings and dataclasses, however nested.
 
-    None for an object that may hold some where nobody can see them.
+    None for an object that may hold some where nobody can see them, and for a tensor inside of torch.func's
+    transforms: gradients that come to it are those of the transform, which writes no `.grad`.
     """
     if isinstance(value, torch.Tensor):
-        yield value
+        yield None if torch._C._functorch.is_functorch_wrapped_tensor(value) else value
     elif isinstance(value, Mapping):
         for each in value.values():
             yield from tensors_in(each)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from imece.data_parallel.buckets import Bucket, Gradients, Slot
 from imece.data_parallel.finite import Finite
 from imece.data_parallel.grad_bucket import GradBucket, Hook, is_one_call
 from imece.data_parallel.home import Home
+from imece.data_parallel.sharing import Sharing
 from imece.data_parallel.trace import BucketTrace
 from imece.data_parallel.watch import Watch
 
@@ -80,6 +81,8 @@ class Reducer:
         self._local = False  # this backward comes through an output of a forward in no_sync
         self._syncing = False
         self._graphed = False
+        self._left: Collection[int] = ()  # parameters that another model reduces in this backward
+        self._careful = False  # gradients are not simply put into buckets, as some are left or noted
         self._ending = False  # all gradients that will come are there
         self._next = 0  # bucket to leave next
         self._gone: set[int] = set()  # those that left before their turn, as their units were over
@@ -92,6 +95,10 @@ class Reducer:
         self._used: Pending | torch.Tensor | None = None  # their exchange, under way or over
         self._used_anywhere: list[int] = []  # by parameter, in the last backward that asked
         self._arrivals: list[tuple[int, float]] = []  # bytes and time of each, in that order
+        self.when_newly_unused: Callable[[], Callable[[], None] | None] | None = None
+        """A weak reference to what is called after a backward in which no rank used some parameter, or any,
+        for the first time: others may be there in their place."""
+        self._unused: set[int] = set()  # parameters for which it was called
         gradients.when_over(self._over)
         self._home = Home(slot.parameter for slot in self.slots)
         hooks = [self._on_gradient(slot.index) for slot in self.slots]
@@ -104,6 +111,7 @@ class Reducer:
         ]
         self._off = weakref.finalize(self, _remove, self._handles)
         self._off.atexit = False
+        self.sharing = Sharing(self)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -114,6 +122,18 @@ class Reducer:
     def slots(self) -> list[Slot]:
         """By parameter, in registration order."""
         return self.gradients.slots
+
+    # What other reducers of the same parameters ask.
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a backward that is to be synchronised has reached this."""
+        return self._syncing
+
+    @property
+    def takes_plain_mean(self) -> bool:
+        """Whether `.grad` becomes the mean over the ranks, whole, whoever else has the parameter."""
+        return self.gradients.is_whole and self.average.over == "ranks"
 
     # Forward.
 
@@ -150,10 +170,11 @@ class Reducer:
             return
         if self._closed:
             raise RuntimeError("this backward is of a forward before regroup(): run that forward again")
+        left = self.sharing.taken()
         self._syncing = True
         _queue_callback(self.finish)
         self._come_last()
-        self.start()
+        self.start(left=left)
 
     def _come_last(self) -> None:
         """Before us comes what others have hooked to parameters since, and may change their gradients."""
@@ -164,15 +185,21 @@ class Reducer:
 
     def _arrive(self, index: int) -> bool:
         """A gradient where no backward has begun: whether it is to be reduced."""
-        if self.armed and not self._local:
+        local, others_armed = self._local, False
+        for other in self.sharing.with_parameter(index):
+            if other._syncing:
+                return False  # in the backward of another model, which reduces it
+            local, others_armed = local or other._local, others_armed or other.armed
+        if self.armed and not local:
             self.begin()
-        else:
+        elif local or not others_armed:
             self._touched[index] = 1
         return self._syncing
 
-    def start(self, *, present: bool = True) -> None:
-        """Everything back to the beginning of a backward."""
+    def start(self, *, present: bool = True, left: Collection[int] = ()) -> None:
+        """Everything back to the beginning of a backward. left: parameters that another model reduces."""
         self._next, self._used, self._ending = 0, None, False
+        self._left, self._careful = left, self._order is not None or bool(left)
         self._gone, self._absent = set(), []
         line = _lines.setdefault(self.group, [])
         if self not in line:
@@ -184,16 +211,28 @@ class Reducer:
             self._forget_what_was_dropped()  # between the forward and now
             self._set_aside()
         self.gradients.start()
+        for index in left:
+            self._leave(self.slots[index])
         self.average.begin(present=present)
         self._scale = None
         if self.watch is not None:
             self.watch.backward()
 
+    def _leave(self, slot: Slot) -> None:
+        """To another model, which reduces it in this backward: zeros go in its place."""
+        slot.bucket.pending -= 1
+        if slot.parameter.grad is slot.view:
+            slot.parameter.grad = slot.view.detach().clone()
+        slot.view.zero_()
+
     def _set_aside(self) -> None:
         """Gradients that were reduced before are not to be divided by this backward's samples or tokens."""
         for slot in self.slots if self.gradients.is_whole else ():
-            if slot.parameter.grad is slot.view and not self._touched[slot.index]:
-                slot.older, slot.parameter.grad = slot.view.clone(), None
+            grad = slot.parameter.grad
+            if grad is None or self._touched[slot.index]:
+                continue
+            if grad is slot.view or self.sharing.has_reduced(slot.index, grad):
+                slot.older, slot.parameter.grad = grad.clone(), None
 
     # Backward.
 
@@ -216,7 +255,7 @@ class Reducer:
                 return  # an undefined gradient came: as if nothing had
             slot = reducer.gradients.slots[index]
             fired = reducer._fired[index] = reducer._fired[index] + 1
-            if (reducer._order is not None or fired != slot.uses) and not reducer._complete(slot):
+            if (reducer._careful or fired != slot.uses) and not reducer._complete(slot):
                 return
             bucket = slot.bucket
             if not bucket.attached:
@@ -244,6 +283,9 @@ class Reducer:
 
     def _complete(self, slot: Slot) -> bool:
         """Whether this was the parameter's last gradient in this backward; notes the order in the first."""
+        if slot.index in self._left:
+            self._fired[slot.index] = 0
+            return False
         fired = self._fired[slot.index]
         if self._learning or fired < slot.uses:
             return False
@@ -360,12 +402,20 @@ class Reducer:
         if around is not None and (ahead or any(bucket.pending for bucket in self.buckets)):
             self._finish_after(around)
             return
+        lost = self._left and any(other in self.sharing.others() for other in line[:ahead])
         del line[:ahead]  # who is ahead would have ended by now: its backward has raised
         comes_later = not any(self._fired)  # autograd.grad() came this way, and a loss of what it gave will
         with torch.no_grad():
-            self._finish()
+            unused = self._finish()
         self._syncing, self.armed = False, self.armed and comes_later
         self.average.end()
+        if lost:
+            raise refusals.lost(self.slots[min(self._left)])
+        if not self._unused.issuperset(unused):
+            self._unused |= unused
+            tell = self.when_newly_unused() if self.when_newly_unused is not None else None
+            if tell is not None:
+                tell()
 
     def _finish_after(self, node: torch.autograd.graph.Node) -> None:
         """This backward ran inside of `node`, as re-entrant checkpoints do: the one around it goes on."""
@@ -376,7 +426,8 @@ class Reducer:
 
         handle = node.register_hook(follow)
 
-    def _finish(self) -> None:
+    def _finish(self) -> set[int]:
+        """Returns which parameters no rank used, the same on all ranks; {-1} if they used none at all."""
         watch = self.watch
         if watch is not None:
             watch.backward_ended()
@@ -401,6 +452,10 @@ class Reducer:
         in_backward.step(self.stepping)
         if watch is not None:
             watch.ended()
+        if used is None or not absent:
+            return set()
+        unused = {slot.index for slot in absent if not self._used_anywhere[slot.index]}
+        return unused if any(self._used_anywhere) else {-1}  # each time for autograd.grad(), or if frozen
 
     def _end_first(self) -> None:
         """Whoever took part in the first backward, if only as a shadow: all ranks rebuild, or none."""
@@ -415,7 +470,7 @@ class Reducer:
             return absent
         for slot in slots:
             parameter, fired = slot.parameter, self._fired[slot.index]
-            if fired and fired == slot.uses and not self._learning:
+            if (fired and fired == slot.uses and not self._learning) or slot.index in self._left:
                 continue
             grad = parameter.grad
             if self._learning:
@@ -490,8 +545,12 @@ class Reducer:
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint that holds this model runs it again in backward
         _lines.pop(self.group, None)
-        self._local = False
         self._forget_what_was_dropped()
+        for reducer in (self, *self.sharing.others()):
+            reducer._recover()
+
+    def _recover(self) -> None:
+        self._local = False
         if not self._syncing:
             return
         self._syncing = self.armed = False

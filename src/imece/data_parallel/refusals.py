@@ -28,3 +28,27 @@ def changed(slot: Slot, fired: int) -> RuntimeError:
         f"static_graph=True, but parameter {slot.name} got {fired} gradients in this backward and "
         f"{slot.uses} in the first. Leave static_graph away: unused parameters need no flag"
     )
+
+
+def shared(slot: Slot) -> RuntimeError:
+    """A parameter of two models of which each would leave another gradient."""
+    return RuntimeError(
+        f"parameter {slot.name} is in two wrapped models that one backward goes through, and they are not "
+        f"averaged alike, over the same ranks: wrap one module that has both"
+    )
+
+
+def lost(slot: Slot) -> RuntimeError:
+    """A parameter that was left to a model which never came to the end of its backward."""
+    return RuntimeError(
+        f"parameter {slot.name} is in two wrapped models, and the backward of the other one has raised: run "
+        f"the forwards of both again"
+    )
+
+
+def newcomer(name: str) -> RuntimeError:
+    """A parameter that came into a wrapped model."""
+    return RuntimeError(
+        f"parameter {name} came after the model was wrapped, and no other rank sees its gradient: wrap the "
+        f"model again, with a new optimizer, or put the name into model.parameters_to_ignore"
+    )

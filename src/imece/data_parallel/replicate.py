@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +20,7 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from imece.collectives.calls import group_or_default
-from imece.data_parallel import arguments, in_backward
+from imece.data_parallel import arguments, in_backward, refusals
 from imece.data_parallel.arguments import MIB
 from imece.data_parallel.average import Average, Over
 from imece.data_parallel.finite import Finite
@@ -295,6 +297,16 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @torch._disable_dynamo(recursive=True)
     def _before_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        with temporarily_clear_interpreter_stack():  # torch.func's transforms let nobody write into buckets
+            self._before_forward_of_all()
+        if not self.device_ids:
+            return inputs, kwargs
+        device = torch.device(self.device_type, self.device_ids[0])
+        moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, False)
+        return moved[0], moved_kwargs[0]
+
+    def _before_forward_of_all(self) -> None:
+        """All that is done together with other ranks."""
         synchronise = torch.is_grad_enabled() and self.require_backward_grad_sync
         joining = self._join_config.enable
         if torch.is_grad_enabled():
@@ -302,6 +314,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._refuse_thawed()
         if not self._synchronised:
             self.reducer.stepping = in_backward.take_over(each for _, each in self._named_parameters())
+            self.reducer.when_newly_unused = weakref.WeakMethod(self._refuse_newcomers)
         self._tell_joined()
         if self.will_sync_module_buffers() and not self._buffer_hook_runs_after_forward():
             self._sync_buffers(joining)
@@ -312,11 +325,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             if self.drift_check_every and self._synchronised % self.drift_check_every == 0 and not joining:
                 self.check_parameters()
             self.reducer.prepare()
-        if not self.device_ids:
-            return inputs, kwargs
-        device = torch.device(self.device_type, self.device_ids[0])
-        moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, False)
-        return moved[0], moved_kwargs[0]
 
     def _refuse_thawed(self) -> None:
         for name, parameter in self._frozen:
@@ -326,6 +334,17 @@ class DistributedDataParallel(nn.Module, Joinable):
                     f"no other rank would see: wrap it with requires_grad=True, and freeze it after that"
                 )
 
+    def _refuse_newcomers(self) -> None:
+        """RuntimeError, after a backward, for a parameter that wants a gradient and has no bucket."""
+        known = {id(slot.parameter) for slot in self.reducer.slots}
+        for name, parameter in self.module.named_parameters():
+            if (
+                parameter.requires_grad
+                and id(parameter) not in known
+                and name not in self.parameters_to_ignore
+            ):
+                raise refusals.newcomer(name)
+
     def _tell_joined(self) -> None:
         """Ranks that have run out of inputs take part in what follows."""
         Join.notify_join_context(self)
@@ -333,7 +352,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     @torch._disable_dynamo(recursive=True)
     def _after_forward(self, output: Any) -> Any:
         if self.will_sync_module_buffers() and self._buffer_hook_runs_after_forward():
-            self._sync_buffers(self._join_config.enable)
+            with temporarily_clear_interpreter_stack():
+                self._sync_buffers(self._join_config.enable)
         synchronise = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = synchronise
         if torch.is_grad_enabled():
