@@ -61,6 +61,7 @@ def mistake(launched: list[Launch], capsys: pytest.CaptureFixture[str]) -> Calla
     """Runs `imece train ...`, which must be refused: the one line that it says."""
 
     def run(*words: str | Path) -> str:
+        capsys.readouterr()
         assert main(["train", *map(str, words)]) == 2
         out, err = capsys.readouterr()
         assert out == "" and not launched
@@ -141,9 +142,10 @@ def test_a_run_folders_values_are_what_options_change(
     assert train.read_config(["b.toml"]).steps == TrainConfig().steps
 
 
-def test_what_is_launched(tmp_path: Path, launched: list[Launch]) -> None:
+def test_what_is_launched(tmp_path: Path, launched: list[Launch], capsys: pytest.CaptureFixture[str]) -> None:
     words = options(tmp_path, "run", "--ranks=3", "--steps=5")
     assert main(["train", *words]) == 0
+    assert capsys.readouterr() == ("starting 3 ranks\n", ""), "so little text becomes tokens at once"
     config_file = tmp_path / "run" / "config.toml"
     command = [sys.executable, "-m", "imece", "train", str(config_file)]
     assert launched == [(command, 3)]
@@ -226,11 +228,13 @@ def test_ranks_by_default(tmp_path: Path, launched: list[Launch], monkeypatch: p
         (["--offload=disk"], r"'disk'.*'none', 'optimizer', 'parameters'"),
         (["--model=smal"], r"there is no preset 'smal': did you mean 'small'\?"),
         (["--model.heads=3"], r"width is 16, which cannot be divided among heads = 3"),
-        (["--optimizer.lr=nan"], r"optimizer\.lr is nan: at least 0"),
+        (["--optimizer.lr=nan"], r"^optimizer\.lr is nan: at least 0$"),
         (["--seed=-1"], r"seed is -1: from 0 to 9223372036854775807"),
         (["--seed=99999999999999999999"], r"seed is 99999999999999999999: from 0 to"),
         (["--data.held-out=1"], r"held_out is 1\.0: at least 0 and less than 1"),
         (["--ranks=5"], r"--batch\.sequences 12 cannot be divided by 5 ranks; the nearest are 10 and 15"),
+        (["--model.max-seq=1"], r"model\.max_seq is 1: at least 2, for a token"),
+        (["--batch.micro=7", "--ranks=2"], r"--batch\.micro 7 is more than the 6 .*: at most 6$"),
         (["--batch.micro=5", "--ranks=2"], r"cannot be divided by 2 ranks x micro-batch 5; .* 10 and 20"),
         (
             ["--batch.tokens=100"],
@@ -254,7 +258,7 @@ def test_ranks_by_default(tmp_path: Path, launched: list[Launch], monkeypatch: p
             r"empty\.txt/x: cannot write the token files \(Not a directory\)",
         ),
         (["--run={tmp}/empty.txt"], r"empty\.txt is a file: name a folder with --run"),
-        (["--run={tmp}/empty.txt/x"], r"the run folder cannot be written \(Not a directory\): make room or"),
+        (["--run={tmp}/empty.txt/x"], r"the run folder cannot be written \(Not a directory\): name another$"),
         (["--run={tmp}/foreign"], r"foreign holds other files, but no run: name another folder with --run"),
         (["--run=/proc/run"], r"/proc/run: the run folder cannot be written \(No such file"),
         (["--run={tmp}/" + "x" * 300], r"the run folder cannot be written \(File name too long\)"),
@@ -332,7 +336,7 @@ def test_a_run_is_as_it_was_after_a_mistake(
         (["--optimizer.lr=0.5"], f"{tmp_path / 'run'} holds a run with optimizer.lr = 0.004, this command"),
         (
             ["--seed=5", "--model.width=32"],
-            f"{tmp_path / 'run'} holds a run with seed = 1, this command says 5 (and 1 more)",
+            f"{tmp_path / 'run'} holds a run with seed = 1, this command says 5 (model.width differs too)",
         ),
         (["--ranks=7"], "--batch.sequences 12 cannot be divided by 7 ranks"),
         (
@@ -372,6 +376,7 @@ def test_a_run_that_is_under_way(
 
     def second(*words: str) -> None:
         before = files(run)
+        capsys.readouterr()
         assert main(["train", f"--run={run}", *words]) == 2
         refused.append(capsys.readouterr().err)
         assert files(run) == before
@@ -409,27 +414,56 @@ def test_a_file_system_without_locks(
 
 
 def test_ended_while_it_prepares(
-    tmp_path: Path, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    launched: list[Launch],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """By Ctrl-C or a mistake of ours: nothing is left, and other options may be tried."""
     (tmp_path / "folder").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to("folder")
     for error in (KeyboardInterrupt, ZeroDivisionError):
 
-        def ended(source: Any, file: Path, folder: Path, *_: Any, error: Any = error) -> None:
+        def ended(source: Any, file: Path, folder: Path, report: Any, error: Any = error) -> None:
             folder.mkdir()
             (folder / "train.bin").touch()
+            if folder.parent.name == "link":
+                report("learning the tokenizer", 1_000_000, 1_000_000)
+                report("making tokens of 40 files", 500_000, 1_000_000)
             raise error
 
-        for name in ("run", "link"):
+        for name, lines, doing in (
+            ("run", "", "reading the text"),
+            ("link", "learning the tokenizer\nmaking tokens of 40 files\n", "making tokens of 40 files"),
+        ):
             with monkeypatch.context() as patch, contextlib.suppress(ZeroDivisionError):
                 patch.setattr(start, "prepare", ended)
                 assert main(["train", *options(tmp_path, name)]) == 130
+                said = f"imece: interrupted while {doing}; nothing was saved\n"
+                assert capsys.readouterr() == (lines, said)
+            capsys.readouterr()
     assert not (tmp_path / "run").exists() and (tmp_path / "link").is_symlink()
     assert not files(tmp_path / "folder") and (tmp_path / "folder").stat().st_mode & 0o777 == 0o700
     for name in ("run", "link"):
         assert main(["train", *options(tmp_path, name, "--seed=5")]) == 0
     assert len(launched) == 2
+
+
+def test_ended_before_a_step_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "my run"
+    said = f"imece: no step was saved; go on with: imece train --run '{run}'\n"
+    for saves, status, err in ((0, 130, said), (5, 143, ""), (5, 143, said), (0, 137, ""), (9, 130, "")):
+
+        def launch(*_: Any, step: int = saves, status: int = status, **__: Any) -> int:
+            if step:
+                (run / f"checkpoints/step-{step:08}").mkdir(parents=True, exist_ok=True)
+            return status
+
+        monkeypatch.setattr(train, "launch", launch)
+        assert main(["train", *options(tmp_path, run.name)]) == status
+        assert capsys.readouterr().err == err
 
 
 def test_what_others_put_into_the_folder_meanwhile_stays(
@@ -498,7 +532,7 @@ def test_the_disk_is_full(
             except AssertionError:
                 assert writes == number, "all has been written, so it may begin"
                 break
-            assert "(No space left on device)" in said
+            assert "(No space left on device): make room or name another" in said
             places.append(said.split(":")[0].removeprefix(str(tmp_path)))
             assert files(tmp_path) == before and not (tmp_path / "run").exists()
     assert {"/run", "/run/tokenizer.json", "/run/tokens"} == set(places)

@@ -146,11 +146,16 @@ def test_parts_that_would_be_empty(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a single line")
     (tmp_path / "b.txt").write_bytes(b"\xff")
     arguments = (tmp_path / "tokens", [tmp_path / "a.txt"], "text", ByteTokenizer())
-    assert "of 1 documents none is left for train" in mistake(build, *arguments)
+    assert mistake(build, *arguments) == (
+        f"{tmp_path / 'a.txt'} holds one document, of 13 bytes, and it is held out for validation: "
+        "--data.held-out 0, or more text"
+    )
     tokens = build(*arguments, share=0)
     assert (tokens.train.documents, tokens.validation.documents) == (1, 0)
     assert len(tokens.validation.tokens) == 0
-    assert "no text in 1 files" in mistake(build, arguments[0], [tmp_path / "b.txt"], *arguments[2:], share=0)
+    assert f"{tmp_path / 'b.txt'}: no text in 1 file: name others" == mistake(
+        build, arguments[0], [tmp_path / "b.txt"], *arguments[2:], share=0
+    )
     for share in (1, -0.1, float("nan")):
         assert f"a held-out share of {share}" in mistake(build, *arguments, share=share)
     skipped = build(arguments[0], [tmp_path / "a.txt", tmp_path / "b.txt"], *arguments[2:], share=0)

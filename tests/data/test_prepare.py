@@ -38,8 +38,10 @@ def test_the_default_is_ready_to_train_on(tmp_path: Path, texts: str) -> None:
     assert parts[1].documents > 0
     decoded = [prepared.tokenizer.decode(part.document(0)[:-1].tolist()) for part in parts]
     assert all(text.startswith("some words ") for text in decoded)
-    assert {what for what, _, _ in told} == {"making tokens"}  # so little is learned without a word
-    assert told[-1] == ("making tokens", prepared.source_bytes, prepared.source_bytes)
+    assert {what for what, _, _ in told} == {
+        "making tokens of 41 files"
+    }  # so little is learned without a word
+    assert told[-1] == ("making tokens of 41 files", prepared.source_bytes, prepared.source_bytes)
 
 
 def test_a_second_call_finds_nothing_to_do(tmp_path: Path, texts: str) -> None:
@@ -54,10 +56,10 @@ def test_a_second_call_finds_nothing_to_do(tmp_path: Path, texts: str) -> None:
         return sorted(set(told)), content(prepared.tokens)
 
     first = call()
-    assert first[0] == ["learning the tokenizer", "making tokens"]
+    assert first[0] == ["learning the tokenizer", "making tokens of 40 files"]
     assert call() == ([], first[1])
-    assert call(held_out=0.3)[0] == ["making tokens"]
-    assert call(held_out=0.3, seed=1)[0] == ["making tokens"]
+    assert call(held_out=0.3)[0] == ["making tokens of 40 files"]
+    assert call(held_out=0.3, seed=1)[0] == ["making tokens of 40 files"]
     (tmp_path / "tokenizer.json").unlink()
     assert call(held_out=0.3, seed=1)[0] == first[0]
 

@@ -51,6 +51,13 @@ def scaled_steps(way: Way, fused: bool, group: dist.ProcessGroup) -> list[dict[s
     return found
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_scaler_is_for_what_there_is() -> None:
+    """torch's own is for CUDA, and warns and does nothing where there is none."""
+    assert GradScaler(init_scale=4.0).scale(torch.ones(())).item() == 4.0
+    assert not GradScaler(enabled=False).is_enabled()
+
+
 def one_scale(group: dist.ProcessGroup) -> None:
     """If one rank has Inf in its part, all do what ranks of replicate do, which have it all of them."""
     for way, fused in product(WAYS, (False, True)):

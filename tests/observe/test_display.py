@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from imece.observe.display import Display, duration, gigabytes, si
-from imece.observe.units import milliseconds
+from imece.observe.units import megabytes, milliseconds
 from imece.observe.visible import visible
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -104,6 +104,12 @@ def run(display: Display, clock: Clock, steps: range, step_s: float = 0.25, **mo
         (gigabytes, 304_000_000, "0.30 GB"),
         (gigabytes, 9.996e9, "10.0 GB"),
         (gigabytes, 139e9, "139 GB"),
+        (megabytes, 11_349_123, "11.3 MB"),
+        (megabytes, 999_950, "1.0 MB"),
+        (megabytes, 999_949, "999.9 kB"),
+        (megabytes, 37_412, "37.4 kB"),
+        (megabytes, 999, "999 bytes"),
+        (megabytes, 1, "1 byte"),
         (milliseconds, 0.1234, "123 ms"),
         (milliseconds, 0.00123, "1.23 ms"),
         (milliseconds, 12.34, "12.3 s"),
@@ -230,6 +236,13 @@ def test_without_a_terminal_there_are_plain_lines_now_and_then() -> None:
     assert lines[3] == ""
     steps = [int(re.match(r"step (\d+)/100  loss 3\.000 ", line)[1]) for line in lines[4:]]  # type: ignore[index]
     assert steps == [1, 10, 20, 30, 40, 50, 52, 54, 56, 58, 60, 70, 80, 90, 100]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_is_under_way_is_said_where_nothing_shows_it(terminal: bool) -> None:
+    out = console(terminal=terminal)
+    Display(10, console=out).under_way("starting 2 ranks")
+    assert written(out) == ("" if terminal else "starting 2 ranks\n")
 
 
 def test_a_run_that_goes_on_counts_from_where_it_is() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from imece.errors import UserError
-from imece.train.batch import plan_batch
+from imece.train.batch import BatchPlan, plan_batch
 from imece.train.config import BatchSection
 
 
@@ -40,6 +40,7 @@ def test_in_words() -> None:
     words = plan_batch(BatchSection(sequences=64), 256, 2).describe()
     assert words == ("64 sequences x 256 = micro-batch 8 x 4 accumulated x 2 ranks, 16,384 tokens a step")
     assert "x 1 rank," in plan_batch(BatchSection(sequences=4), 8, 1).describe()
+    assert " over 1 rank, " in BatchPlan(seq=8, sequences=7, ranks=1, micro=4, accumulation=2).describe()
 
 
 @pytest.mark.parametrize(
@@ -52,9 +53,19 @@ def test_in_words() -> None:
             "sequences 30 cannot be divided by 4 ranks x micro-batch 4; the nearest are 16 and 32",
         ),
         (
+            {"sequences": 5, "micro": 2},
+            1,
+            "sequences 5 cannot be divided by 1 rank x micro-batch 2; the nearest are 4 and 6",
+        ),
+        (
             {"sequences": 6, "micro": 4},
             2,
-            "sequences 6 cannot be divided by 2 ranks x micro-batch 4; the nearest are 8 and 16",
+            "micro 4 is more than the 3 sequences of a rank in a step: at most 3",
+        ),
+        (
+            {"sequences": 3, "micro": 2},
+            2,
+            "micro 2 is more than the 1 sequence of a rank in a step: at most 1",
         ),
         (
             {"tokens": 100},

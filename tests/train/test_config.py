@@ -55,7 +55,7 @@ def models(draw: st.DrawFn) -> ModelSection:
     others: dict[str, st.SearchStrategy[Any]] = {
         "layers": st.integers(1, 9),
         "mlp_width": COUNTS,
-        "max_seq": COUNTS,
+        "max_seq": st.integers(2, 2**40),
         "tied_head": st.booleans(),
     }
     chosen = shape if draw(st.booleans()) else {}
@@ -157,6 +157,7 @@ def test_what_a_file_leaves_out_is_as_ever(file: Path) -> None:
     ("content", "said"),
     [
         ("setps = 5", "there is no setps; did you mean steps?"),
+        ("[nope]\na = 1", "there is no nope; there are run, "),
         ("[optimizer]\nlearning_rate = 1", "there is no optimizer.learning_rate; there are "),
         ("[checkpoint]\nevry = 1", "there is no checkpoint.evry; did you mean checkpoint.every?"),
         ("[optimiser]\nlr = 1", "there is no optimiser; did you mean optimizer?"),
@@ -178,15 +179,19 @@ def test_what_a_file_leaves_out_is_as_ever(file: Path) -> None:
         ("[optimizer]\nbeta1 = 1.0", "optimizer.beta1 is 1.0: at least 0 and less than 1"),
         ("[optimizer]\nmin_lr = 1.5", "optimizer.min_lr is 1.5: a share of lr, so at most 1"),
         ("[data]\npaths = [1]", "data.paths is [1]: a list of strings"),
-        ("[data]\nheld_out = 1.0", "held_out is 1.0: at least 0 and less than 1"),
+        ("[data]\nheld_out = 1.0", "data.held_out is 1.0: at least 0 and less than 1"),
         ("[model]\npreset = 'smal'", "there is no preset 'smal': did you mean 'small'?"),
         ("[model]\nlayers = 0", "model.layers is 0: at least 1"),
+        (
+            "[model]\nmax_seq = 1",
+            "model.max_seq is 1: at least 2, for a token is learned from those before it",
+        ),
         ("[model]\nlayers = 9223372036854775808", "model.layers is 9223372036854775808: at least 1, at most"),
         ("[model]\nheads = 3", "width is 256, which cannot be divided among heads = 3"),
         ("steps = ", "not TOML (Invalid value (at end of document)); imece train --print-config shows"),
         ("steps = 1\nsteps = 2", "not TOML (Cannot overwrite a value"),
         ("[watch]\ndrift_every = 100001", "watch.drift_every is 100001 steps: at least 0 steps, at most 1"),
-        ("[data]\nvocab_size = 1048577", "vocab_size is 1048577: at most 1048576, for all take memory"),
+        ("[data]\nvocab_size = 1048577", "data.vocab_size is 1048577: at most 1048576, for all take memory"),
         (
             "ranks = 9223372036854775808",
             "ranks is 9223372036854775808: at least 0, at most 9223372036854775807",
@@ -273,12 +278,15 @@ def test_what_may_change(name: str) -> None:
 
 def test_several_values_that_may_not_change() -> None:
     now = dataclasses.replace(changed("optimizer.lr"), seed=7, run="runs/x")
-    with pytest.raises(UserError) as mistake:
-        check_same_run(TrainConfig(), now)
-    assert str(mistake.value) == (
-        "runs/x holds a run with seed = 1, this command says 7 (and 1 more): "
-        "name another folder with --run, or leave that option out"
-    )
+    many = dataclasses.replace(now, data=DataSection(("a",), "b", "c", 5000))
+    some = "optimizer.lr differs"
+    for config, others in ((now, some), (many, "data.paths, data.field, data.tokenizer and 2 more differ")):
+        with pytest.raises(UserError) as mistake:
+            check_same_run(TrainConfig(), config)
+        assert str(mistake.value) == (
+            f"runs/x holds a run with seed = 1, this command says 7 ({others} too): "
+            "name another folder with --run, or leave those options out"
+        )
 
 
 def test_a_number_of_steps_that_nothing_can_count() -> None:

@@ -122,7 +122,8 @@ def signalled(folder: str) -> None:
         if number:
             assert outcome.err == f"imece: ended by {number.name}, passed on to 2 ranks\n"
         assert not (run / "summary.json").exists()
-    assert train(["--run", run], path).status == 0
+    rest = train(["--run", run], path)
+    assert rest.status == 0 and rest.out.count("\nvalidating on all held-out text\n") == 1, rest
     assert_same_run(run, path / "whole")
 
 
@@ -207,7 +208,7 @@ def ends(folder: str) -> None:
     before = files(run)
     again = train(["--run", run], path)
     assert (again.status, again.err) == (0, "")
-    assert again.out == f"{run} has its 8 steps: a larger --steps goes on\n"
+    assert again.out == f"starting 2 ranks\n{run} has its 8 steps: a larger --steps goes on\n"
     assert files(run) == before, "a finished run is left as it is"
     fewer = train(["--run", run, "--steps=7"], path)
     assert fewer.mistake() == f"{run} has 8 steps already, more than --steps 7: at least 8"

@@ -122,6 +122,9 @@ def _with_hint(message: str, argv: Sequence[str], config_class: type[object], pr
         names = [what.split()[0] for what in named if what.strip()]
         message = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing"
     message = message.removeprefix("Error parsing ")
+    section, _, said = message.partition(": ")
+    if said.startswith(f"{section}."):  # a section's own check, which names itself
+        return said
     message = message.replace("invalid literal for int() with base 10:", "not a whole number:")
     names = [*option_names(config_class), "--help"]
     for word in argv:

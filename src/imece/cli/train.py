@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
+from imece.checkpoint.load import all_steps
 from imece.cli.options import parse
 from imece.errors import UserError
 from imece.launch.local import launch
+from imece.observe.display import Display
 from imece.observe.run_files import as_argument
 from imece.train.config import TrainConfig, read_toml, to_toml
 from imece.train.drift import DriftError
@@ -23,6 +25,7 @@ from imece.train.run_folder import RunFolder
 from imece.train.run_lock import HELD, RunLock
 from imece.train.start import Progress as Report
 from imece.train.start import make_ready, run_rank
+from imece.train.stopping import SIGNALS
 from imece.world import read_world
 
 PROG = "imece train"
@@ -32,6 +35,7 @@ DESCRIPTION = (
     "are the values of the file: --print-config shows a whole one."
 )
 _GRACE_S = 120.0  # for a step's end and a save; a second Ctrl-C does not wait
+_LONG_BYTES = 1_000_000  # of text: less becomes tokens before anybody wonders
 
 
 def run(argv: Sequence[str]) -> int:
@@ -46,14 +50,22 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if read_world().launcher != "single":
         return _as_rank(config)
-    folder = RunFolder(config.folder)
+    folder, display = RunFolder(config.folder), Display(config.steps)
     with RunLock(folder.path) as lock:
-        with _progress() as report:
+        with _progress(display) as report:
             ranks = make_ready(config, report, lock)
+        before = all_steps(folder.checkpoints)[-1:]
+        display.under_way(f"starting {ranks} rank{'s' * (ranks != 1)}")
         # An absolute path: one that begins with - would be an option.
         command = [sys.executable, "-m", "imece", "train", os.path.abspath(folder.config_file)]
         environ = {**os.environ, HELD: "1"}
-        return launch(command, ranks, grace_s=_GRACE_S, environ=environ, direct=True, restart=True)
+        status = launch(command, ranks, grace_s=_GRACE_S, environ=environ, direct=True, restart=True)
+        if (
+            status - 128 in SIGNALS and all_steps(folder.checkpoints)[-1:] == before
+        ):  # no rank says what is kept
+            again = f"imece train --run {as_argument(folder.path)}"
+            print(f"imece: no step was saved; go on with: {again}", file=sys.stderr)
+        return status
 
 
 def read_config(words: list[str]) -> TrainConfig:
@@ -82,16 +94,26 @@ def _as_rank(config: TrainConfig) -> int:
 
 
 @contextmanager
-def _progress() -> Iterator[Report]:
-    """A bar while text becomes tokens; it goes away, for the header says what came of it."""
+def _progress(display: Display) -> Iterator[Report]:
+    """A bar while text becomes tokens; it goes away, for the header says what came of it.
+
+    Where there is none, a line of `display` for what takes long. Ctrl-C within is told of.
+    """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        tasks = {}
+    tasks: dict[str, TaskID] = {}
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
 
-        def report(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what)
-            bars.update(tasks[what], completed=done, total=total)
+            def report(what: str, done: int, total: int) -> None:
+                if what not in tasks:
+                    tasks[what] = bars.add_task(what)
+                    if bars.disable and total >= _LONG_BYTES:
+                        display.under_way(what)
+                bars.update(tasks[what], completed=done, total=total)
 
-        yield report
+            yield report
+    except KeyboardInterrupt:
+        doing = next(reversed(tasks), "reading the text")
+        print(f"imece: interrupted while {doing}; nothing was saved", file=sys.stderr)
+        raise

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from imece.data.corpus import Document, common_folder, documents, held_out, share_of_one, total_bytes
-from imece.data.files import DIGEST_BYTES, file_digest, locked, sync, sync_folder
+from imece.data.files import DIGEST_BYTES, file_digest, locked, other_place, sync, sync_folder
 from imece.data.tokenizer import Tokenizer
 from imece.data.tokens import MANIFEST, PARTS, SUFFIXES, TokenFiles, open_tokens, write_manifest
 from imece.errors import UserError
@@ -72,7 +72,7 @@ def build(
                     return open_tokens(folder)
     except OSError as error:
         raise UserError(
-            f"{folder}: cannot write the token files ({error.strerror}): make room or name another folder"
+            f"{folder}: cannot write the token files ({error.strerror}): {other_place(error)} folder"
         ) from error
 
 
@@ -186,12 +186,18 @@ def _build(
 
 def _check_parts(train: _PartWriter, validation: _PartWriter, share: float, files: Sequence[Path]) -> None:
     number = train.documents + validation.documents
+    name = files[0] if len(files) == 1 else common_folder(files)
     if not number:
-        raise UserError(f"{common_folder(files)}: no text in {len(files)} files: name others")
+        raise UserError(f"{name}: no text in {len(files)} file{'s' * (len(files) != 1)}: name others")
+    if number == 1 and validation.documents:
+        raise UserError(
+            f"{name} holds one document, of {validation.text_bytes:,} bytes, and it is held out for "
+            "validation: --data.held-out 0, or more text"
+        )
     for writer, wish in ((train, True), (validation, share > 0)):
         if wish and not writer.documents:
             raise UserError(
-                f"{common_folder(files)}: of {number} documents none is left for {writer.name}: "
+                f"{name}: of {number} documents none is left for {writer.name}: "
                 "set another held-out share, or 0, or give more documents"
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -58,6 +59,11 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def other_place(error: OSError) -> str:
+    """What to do about a folder that cannot be written to."""
+    return f"{'make room or ' if error.errno in (errno.ENOSPC, errno.EDQUOT) else ''}name another"
 
 
 def digest(content: bytes) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from imece.data.build import build
 from imece.data.corpus import sources, total_bytes
-from imece.data.files import locked
+from imece.data.files import locked, other_place
 from imece.data.tokenizer import (
     LARGEST_VOCAB,
     SMALLEST_VOCAB,
@@ -86,6 +86,7 @@ def prepare(
     run_folders: list[Path] = []
     files = sources(source.paths, source.field, run_folders)
     tokenizer = _tokenizer(source, files, tokenizer_path, progress)
+    making = f"making tokens of {len(files):,} file{'s' * (len(files) != 1)}"
     tokens = build(
         folder,
         files,
@@ -93,7 +94,7 @@ def prepare(
         tokenizer,
         share=source.held_out,
         seed=source.seed,
-        progress=partial(progress, "making tokens") if progress else None,
+        progress=partial(progress, making) if progress else None,
     )
     return Prepared(tokenizer, tokens, len(files) - tokens.skipped, total_bytes(files), len(run_folders))
 
@@ -120,7 +121,9 @@ def _tokenizer(source: TextSource, files: Sequence[Path], path: Path, progress: 
                 if not os.path.exists(path):  # nobody made it while we waited
                     _make(source, files, progress).save(path)
         except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror}): name another folder") from error
+            raise UserError(
+                f"{path}: cannot be written ({error.strerror}): {other_place(error)} folder"
+            ) from error
     return load_tokenizer(path)
 
 

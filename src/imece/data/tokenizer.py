@@ -19,7 +19,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from imece.data.corpus import documents, fraction, held_out, share_of_one, total_bytes
-from imece.data.files import write_whole
+from imece.data.files import other_place, write_whole
 from imece.errors import UserError
 
 END = "<|end|>"
@@ -69,7 +69,9 @@ class Tokenizer(ABC):
         try:
             write_whole(Path(path), self.to_json().encode())
         except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror}): name another place") from error
+            raise UserError(
+                f"{path}: cannot be written ({error.strerror}): {other_place(error)} place"
+            ) from error
 
     @property
     def hash(self) -> str:

@@ -25,6 +25,11 @@ class GradScaler(torch.amp.GradScaler):
     RuntimeError inside of `join` if the model is sharded.
     """
 
+    def __init__(self, device: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """device: the kind that the loss is on; None is "cuda" where there is one, else "cpu". The others are
+        torch's."""
+        super().__init__(device or ("cuda" if torch.cuda.is_available() else "cpu"), *args, **kwargs)
+
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:

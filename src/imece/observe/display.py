@@ -81,6 +81,11 @@ class Display:
             self._next_s = self._clock() + _PLAIN_S
             self._print(self._progress.line())
 
+    def under_way(self, text: str) -> None:
+        """What takes a while and is no step: said where no terminal shows that something goes on."""
+        if not self._draws:
+            self._print(text)
+
     def note(self, text: str) -> None:
         """Something to be told in between: above the live line, which stays as it is."""
         self._print(text)

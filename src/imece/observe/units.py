@@ -36,6 +36,13 @@ def gigabytes(nbytes: float) -> str:
     )
 
 
+def megabytes(nbytes: float) -> str:
+    """11_300_000 -> "11.3 MB", 37_412 -> "37.4 kB", 2 -> "2 bytes"; a MB is 10^6 bytes."""
+    if nbytes >= 999_950:  # less is rounded to 999.9 kB at most
+        return f"{nbytes / 1e6:.1f} MB"
+    return f"{nbytes / 1e3:.1f} kB" if nbytes >= 1e3 else f"{nbytes:.0f} byte{'s' * (nbytes != 1)}"
+
+
 def milliseconds(seconds: float) -> str:
     """0.1234 -> "123 ms", 0.00123 -> "1.23 ms", 12.3 -> "12.3 s"."""
     return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"

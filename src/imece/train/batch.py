@@ -28,14 +28,15 @@ class BatchPlan:
 
     def describe(self) -> str:
         """The arithmetic, in words."""
+        ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
         if self.sequences != self.micro * self.accumulation * self.ranks:
             return (
-                f"{self.sequences} sequences x {self.seq} over {self.ranks} ranks, micro-batches of up to "
+                f"{self.sequences} sequences x {self.seq} over {ranks}, micro-batches of up to "
                 f"{self.micro} x {self.accumulation} accumulated, {self.tokens:,} tokens a step"
             )
         return (
             f"{self.sequences} sequences x {self.seq} = micro-batch {self.micro} x {self.accumulation} "
-            f"accumulated x {self.ranks} rank{'s' if self.ranks > 1 else ''}, {self.tokens:,} tokens a step"
+            f"accumulated x {ranks}, {self.tokens:,} tokens a step"
         )
 
 
@@ -58,17 +59,24 @@ def plan_batch(section: BatchSection, seq: int, ranks: int) -> BatchPlan:
         sequences = section.tokens // seq
     if sequences < ranks:
         raise UserError(
-            f"--ranks {ranks} are more than the {sequences} sequences of a step: "
-            f"at most {sequences} ranks, or at least --batch.sequences {ranks}"
+            f"--ranks {ranks} are more than the {sequences} sequence{'s' * (sequences != 1)} of a step: "
+            f"at most {sequences} rank{'s' * (sequences != 1)}, or at least --batch.sequences {ranks}"
+        )
+    share = sequences // ranks
+    if section.micro > share:
+        raise UserError(
+            f"--batch.micro {section.micro} is more than the {share} sequence{'s' * (share != 1)} of a rank "
+            f"in a step: at most {share}"
         )
     step = ranks * (section.micro or 1)
     if sequences % step:
-        by = f"{ranks} ranks" + (f" x micro-batch {section.micro}" if section.micro else "")
+        by = f"{ranks} rank{'s' * (ranks != 1)}" + (
+            f" x micro-batch {section.micro}" if section.micro else ""
+        )
         raise UserError(
             f"--batch.sequences {sequences} cannot be divided by {by}; "
             f"the nearest are {_nearest(sequences, step)}"
         )
-    share = sequences // ranks
     micro = section.micro or max(n for n in range(1, min(share, _MOST_AT_ONCE) + 1) if share % n == 0)
     return BatchPlan(seq, sequences, ranks, micro, share // micro)
 

@@ -41,6 +41,9 @@ Offload = Literal["none", "optimizer", "parameters"]
 _MOST = 2**63 - 1  # of whole numbers: tensors, files and TOML have no larger ones
 
 
+_MOST_NAMED = 3  # of the values in which two runs differ, besides the first
+
+
 def _also(*names: str) -> Any:
     return tyro.conf.arg(aliases=list(names))
 
@@ -82,6 +85,8 @@ class ModelSection:
         for name, value in dataclasses.asdict(self).items():
             if type(value) is int:
                 _least(f"model.{name}", value, 1)
+        if self.max_seq == 1:
+            raise ValueError("model.max_seq is 1: at least 2, for a token is learned from those before it")
         self.shape(preset(self.preset).vocab_size)
 
     def shape(self, vocab_size: int) -> TransformerConfig:
@@ -109,7 +114,10 @@ class DataSection:
     """Where the token files are kept; empty: in the run folder. Runs on the same text can share one."""
 
     def __post_init__(self) -> None:
-        self.source()
+        try:
+            self.source()
+        except ValueError as error:  # it begins with the field's name
+            raise ValueError(f"data.{error}") from None
 
     def source(self) -> TextSource:
         """The same for the data room. What is held out does not depend on the run's seed."""
@@ -330,10 +338,13 @@ def check_same_run(before: TrainConfig, now: TrainConfig) -> None:
     other = [name for name in old if name not in MAY_CHANGE and old[name] != new[name]]
     if other:
         name = other[0]
-        more = f" (and {len(other) - 1} more)" if len(other) > 1 else ""
+        named = ", ".join(other[1 : 1 + _MOST_NAMED])
+        rest = f" and {len(other) - 1 - _MOST_NAMED} more" if len(other) > 1 + _MOST_NAMED else ""
+        more = f" ({named}{rest} differ{'s' * (len(other) == 2)} too)" if named else ""
+        options = "those options" if named else "that option"
         raise UserError(
             f"{now.folder} holds a run with {name} = {_toml(old[name])}, this command says "
-            f"{_toml(new[name])}{more}: name another folder with --run, or leave that option out"
+            f"{_toml(new[name])}{more}: name another folder with --run, or leave {options} out"
         )
 
 
@@ -376,7 +387,7 @@ def _section(kind: type[Section], content: Mapping[str, Any], prefix: str) -> Se
     values: dict[str, Any] = {}
     for key, value in content.items():
         if key not in hints:
-            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(key, hints, n=1)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"there are {', '.join(hints)}"
             raise ValueError(f"there is no {prefix}{key}; {hint}")
         if dataclasses.is_dataclass(hints[key]):

@@ -34,7 +34,10 @@ _TEMPERATURE = 0.6
 def finish(session: Session, loop: Loop, watching: Watching) -> None:
     """Validate on all that is held out; rank 0 compares, samples, and writes summary.json and the report."""
     held_out = session.prepared.tokens.validation
-    val_loss = loop.validate(most_tokens=0) if len(held_out.tokens) else None
+    val_loss = None
+    if len(held_out.tokens):
+        watching.under_way("validating on all held-out text")
+        val_loss = loop.validate(most_tokens=0)
     saved = session.finish_save()
     watching.pass_on()
     wrapped = session.wrapped
@@ -116,10 +119,11 @@ def _summary(session: Session, val_loss: float | None) -> dict[str, Any]:
 
 def _rows(summary: dict[str, Any], saved: bool) -> list[tuple[str, str]]:
     minutes, seconds = divmod(round(summary["seconds"]), 60)
+    steps = summary["steps"]
     rows = [
         (
             "done",
-            f"{summary['steps']:,} steps in {minutes}:{seconds:02}, {si(summary['tokens'])} tokens, "
+            f"{steps:,} step{'s' * (steps != 1)} in {minutes}:{seconds:02}, {si(summary['tokens'])} tokens, "
             f"{summary['tokens_per_s']:,.0f} tokens/s",
         )
     ]

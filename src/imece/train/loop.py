@@ -109,10 +109,11 @@ class Loop:
         self._drift, self._own = self._new_drift(), None
         self._stragglers.clear()
         self._watching.take_over(session.mesh.rank, session.done)
+        ranks = session.mesh.world_size
         for line in generation.lost:
             self._watching.note(line)
         self._watching.note(
-            f"generation {generation.number}: {session.mesh.world_size} ranks go on after step "
+            f"generation {generation.number}: {ranks} rank{'s go' if ranks > 1 else ' goes'} on after step "
             f"{session.done} ({recovered.seconds:.2f} s); {session.plan.describe()}"
         )
         owed = self._make_up()

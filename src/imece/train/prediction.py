@@ -248,4 +248,6 @@ def compared(prediction: Prediction, came: dict[str, Any]) -> str:
         said.append(f"{milliseconds(prediction.step_s)} a step")
     if came["step_s"]:
         was.append(f"{milliseconds(came['step_s'])}{'' if prediction.step_s is not None else ' a step'}")
-    return f"predicted {', '.join(said)}; measured {', '.join(was) or 'too few steps'}"
+    if not was:
+        return f"predicted {', '.join(said)}; too few steps to compare"
+    return f"predicted {', '.join(said)}; measured {', '.join(was)}"

@@ -16,7 +16,7 @@ import torch
 from imece.checkpoint.load import Saved, all_steps, best, newest
 from imece.checkpoint.weights import load_weights
 from imece.data.build import discard
-from imece.data.files import write_whole
+from imece.data.files import other_place, write_whole
 from imece.data.tokenizer import Tokenizer, load_tokenizer
 from imece.errors import UserError
 from imece.models.shape import RopeScaling, TransformerConfig
@@ -102,7 +102,7 @@ class RunFolder:
                     (self.path / FILE).unlink(missing_ok=True)
                     self.path.rmdir()
             raise UserError(
-                f"{self.path}: the run folder cannot be written ({error.strerror}): make room or name another"
+                f"{self.path}: the run folder cannot be written ({error.strerror}): {other_place(error)}"
             ) from error
         except UnicodeEncodeError as error:
             value = next(line for line in error.object.splitlines() if error.object[error.start] in line)
@@ -151,7 +151,8 @@ class RunFolder:
         done = max(all_steps(self.checkpoints), default=0)  # damaged ones too: those may be mended
         if done > config.steps:
             raise UserError(
-                f"{self.path} has {done} steps already, more than --steps {config.steps}: at least {done}"
+                f"{self.path} has {done} step{'s' * (done != 1)} already, more than --steps {config.steps}: "
+                f"at least {done}"
             )
 
     def tokenizer(self) -> Tokenizer:

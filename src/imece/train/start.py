@@ -23,7 +23,7 @@ from imece.errors import UserError
 from imece.membership.recovery import Recovered
 from imece.observe.environment import environment, usable_cores
 from imece.observe.run_files import as_argument
-from imece.observe.units import si
+from imece.observe.units import megabytes, si
 from imece.train.agreeing import together
 from imece.train.alike import check_same_start
 from imece.train.batch import plan_batch
@@ -219,7 +219,7 @@ def describe_data(prepared: Prepared, config: TrainConfig) -> str:
     left_out = f", {runs:,} run folder{'s' * (runs > 1)} left out" if runs else ""
     return (
         f"{name}: {prepared.files:,} file{'s' if prepared.files > 1 else ''}, "
-        f"{prepared.source_bytes / 1e6:.1f} MB, {si(tokens)} tokens "
+        f"{megabytes(prepared.source_bytes)}, {si(tokens)} tokens "
         f"({config.data.held_out:.3g} of the documents held out){skipped}{left_out}"
     )
 

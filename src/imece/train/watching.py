@@ -43,6 +43,11 @@ class Watching:
             self._metrics.write(record)
             self._display.step(record)
 
+    def under_way(self, text: str) -> None:
+        """What takes a while and is no step."""
+        if self._display is not None:
+            self._display.under_way(text)
+
     def note(self, text: str) -> None:
         """For people, once: the ranks that say the same are heard only once."""
         if self._display is not None:
