@@ -27,6 +27,7 @@ from imece.data_parallel.buckets import Bucket
 from imece.data_parallel.optimizer import is_element_wise, parameters_of
 from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharded import ShardedDataParallel
+from imece.data_parallel.trained import refuse_tied_by_data
 from imece.errors import MismatchError
 from tests.data_parallel.checks import Check, Job, jobs, passed, slow
 from tests.data_parallel.test_parity import (
@@ -446,6 +447,8 @@ def permuted(self: Sharding, bucket: Bucket) -> None:
 def not_gathered(self: Sharding, kinds: Collection[int]) -> None:
     if self.strategy.parameters:
         self.parts[0].parameter.data.copy_(self.parts[0].parameter + 1)
+    for store in self.stores:
+        store.note_parts()
 
 
 def own_norm(self: ShardedDataParallel, only: Collection[int] | None = None) -> torch.Tensor:
@@ -743,6 +746,17 @@ def refused(group: dist.ProcessGroup) -> None:
         parallelize(tiny, momentum(tiny), "zero1", group)
     with pytest.raises(ValueError, match="precision"):
         parallelize(tiny, momentum(tiny), "replicate", group, precision=MixedPrecision(torch.half))
+    turned = nn.ParameterDict({"phase": torch.ones(4, dtype=torch.complex64)})
+    for what, dtypes in {"param": (torch.bfloat16,), "reduce": (None, torch.bfloat16)}.items():
+        with pytest.raises(ValueError, match=rf"phase is torch.complex64, and .*{what}=.* leave {what} out"):
+            parallelize(turned, momentum(turned), "zero1", group, precision=MixedPrecision(*dtypes))
+    tied = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    tied["b"].weight.data = tied["a"].weight.data
+    with pytest.raises(ValueError) as caught:
+        parallelize(tied, momentum(tied), "zero1", group)
+    assert str(caught.value) == (
+        "a.weight and b.weight share memory but are two parameters: assign the Parameter itself"
+    )
     model, _ = Case().wrapped("zero1", group)
     for copied in (pickle.dumps, copy.deepcopy):
         with pytest.raises(RuntimeError, match="a sharded model cannot be"):
@@ -824,3 +838,15 @@ class Known(SGD):
 )
 def test_whose_matrices_may_be_cut(make: Any, expected: bool) -> None:
     assert is_element_wise(make([nn.Parameter(torch.ones(2, 2))], lr=0.1)) is expected
+
+
+def test_memory_that_two_parameters_share() -> None:
+    flat, empty = torch.zeros(12), torch.zeros(0)
+    meta = torch.zeros(3, device="meta")
+    beside = [flat[:4], flat[4:12].view(2, 4).t(), empty, empty, meta, meta, torch.zeros(4)]
+    columns = flat.view(4, 3)
+    refuse_tied_by_data([(str(at), each) for at, each in enumerate(beside)])
+    refuse_tied_by_data([("left", columns[:, :1]), ("right", columns[:, 1:])])
+    for one, other in ((flat[:4], flat[3:6]), (flat[2:3], flat), (columns[1:, :1], flat[3:9])):
+        with pytest.raises(ValueError, match=r"^(a and b|b and a) share memory"):
+            refuse_tied_by_data([("a", one), ("b", other)])

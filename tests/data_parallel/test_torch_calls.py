@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
+import re
 import warnings
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad_norm_ as by_its_own_name
 from torch.nn.utils import clip_grad_value_ as value_by_its_own_name
@@ -138,11 +145,267 @@ def adversaries(strategy: str) -> None:
             stepper.step()
 
 
+def wrap(*args: Any, **options: Any) -> Any:
+    return imece.parallelize(*args, **options)
+
+
+def sgd_of(model: nn.Module, kind: Any = torch.optim.SGD, **options: Any) -> Any:
+    return kind([each for each in model.parameters() if each.requires_grad], lr=0.1, **options)
+
+
+def assert_alike(model: Any, alone: nn.Module) -> None:
+    with model.gathered() if isinstance(model, ShardedDataParallel) else contextlib.nullcontext():
+        for name, each in alone.named_parameters():
+            found = getattr(model, "module", model).get_parameter(name)
+            torch.testing.assert_close(found, each, rtol=1e-12, atol=1e-12)
+
+
+class Assigning(torch.optim.Optimizer):
+    """Gives each parameter new memory."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.data = each.data - group["lr"] * each.grad
+
+
+class Outer(torch.optim.Optimizer):
+    """Has another one inside, whose groups it shares."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base, self.param_groups = base, base.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+def assigns(strategy: str, gather: bool) -> None:
+    alone, whole = made(), made()
+    optimizers = sgd_of(alone, Assigning), sgd_of(whole, Assigning)
+    model, _ = wrap(whole, optimizers[1], strategy, gather=gather)
+    for _ in range(2):
+        for each, optimizer in zip((alone, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss(each).backward()
+            optimizer.step()
+    assert_alike(model, alone)
+    part = model.sharding.parts[0]
+    part.parameter.grad = None
+    part.parameter.data = torch.zeros(part.numel + 1, dtype=torch.float64)
+    message = f"an optimizer has made [{part.numel + 1}] of the {part.numel} elements that it steps of "
+    with pytest.raises(RuntimeError, match=re.escape(f"{message}parameter {part.name}")):
+        model.sharding.stores[part.bucket].bring_back()
+
+
+def inside(strategy: str, gather: bool) -> None:
+    """An optimizer inside of the one that was given, inside of its step and by itself."""
+    alone, whole = made(), made()
+    sgd, base = sgd_of(alone, momentum=0.9), sgd_of(whole, momentum=0.9)
+    model, outer = wrap(whole, Outer(base), strategy, gather=gather)
+    gathers = []
+    after = model.sharding.after_step
+
+    def noted(kinds: Any) -> None:
+        gathers.append(kinds)
+        after(kinds)
+
+    model.sharding.after_step = noted
+    for stepper in (base, outer, base):
+        for each, optimizers in ((alone, (sgd, sgd)), (model, (outer, stepper))):
+            optimizers[0].zero_grad()
+            loss(each).backward()
+            optimizers[1].step()
+        assert_alike(model, alone)
+    assert gathers == [(0,)] * 3
+    dist.barrier()  # the others compare what lies in memory in common
+    with torch.no_grad():
+        for each in alone.parameters():
+            each.add_(float(each.requires_grad))
+        for group in outer.param_groups:
+            for each in group["params"]:
+                each += 1
+    name = model.sharding.parts[0].name
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(1, 6, dtype=torch.float64))
+    assert str(caught.value) == (
+        f"this rank's part of parameter {name} was written into outside of its optimizer's step, and the "
+        "other ranks do not have that: call model.take_over_masters() after it, on all ranks"
+    )
+    model.take_over_masters()
+    loss(model)
+    assert_alike(model, alone)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 2).double(), nn.Linear(6, 2).double()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.a(x).square().sum(), self.b(x).square().sum()
+
+
+def old_graphs(strategy: str, gather: bool) -> None:
+    """A graph of before a step has saved what is other values now; not what had no gradient."""
+    whole = made()
+    model, optimizer = wrap(whole, sgd_of(whole), strategy, gather=gather)
+    before = loss(model)
+    before.backward(retain_graph=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        before.backward()
+    before = loss(model)
+    model.take_over_masters()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        before.backward()
+    heads = Heads()
+    model, optimizer = wrap(heads, torch.optim.SGD(heads.parameters(), lr=0.1), strategy)
+    first, second = model(torch.ones(1, 6, dtype=torch.float64, requires_grad=True))
+    first.backward()
+    optimizer.step()
+    second.backward()
+
+
+def again(strategy: str, following: str) -> None:
+    """The module goes on, plain or wrapped anew, at once."""
+    alone, whole = made(), made()
+    model, optimizer = wrap(whole, sgd_of(whole), strategy)
+    sgd = sgd_of(alone)
+    for turn in range(2):
+        if turn:
+            optimizer, sgd = sgd_of(whole, torch.optim.AdamW), sgd_of(alone, torch.optim.AdamW)
+            kept = model if following.startswith("zero") else None  # the old one may be there as well
+            if following:
+                model, optimizer = wrap(whole, optimizer, following)
+            else:
+                model = whole
+        for _ in range(2):
+            for each, stepper in ((model, optimizer), (alone, sgd)):
+                stepper.zero_grad()
+                loss(each).backward()
+                nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+                stepper.step()
+        assert not turn or kept is not model
+        dist.barrier()
+        with model.gathered() if turn == 0 or following.startswith("zero") else contextlib.nullcontext():
+            for name, each in alone.named_parameters():
+                torch.testing.assert_close(whole.get_parameter(name), each, rtol=1e-5, atol=1e-6)
+        dist.barrier()
+
+
+def gone(strategy: str) -> None:
+    """A model goes when nobody has it, and not when something looks for cycles."""
+    whole = made()
+    model, optimizer = wrap(whole, sgd_of(whole), strategy)
+    loss(model).backward()
+    known = weakref.ref(model)
+    gc.disable()
+    del model
+    assert known() is None
+    gc.enable()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"parallelize returned with this SGD is gone.*: keep it"):
+        optimizer.step()
+
+
+def shared(strategy: str) -> None:
+    torch.manual_seed(0)
+    both = nn.Linear(6, 6)
+    one, other = nn.Sequential(both, nn.Linear(6, 1)), nn.Sequential(nn.Linear(6, 6), both)
+    model, _ = wrap(one, torch.optim.SGD(one.parameters(), lr=0.1), strategy)
+    with pytest.raises(ValueError) as caught:
+        wrap(other, torch.optim.SGD(other[0].parameters(), lr=0.1), strategy)
+    assert str(caught.value) == (
+        "parameter 1.weight is of another sharded model too: make one module that has both and give that to "
+        "imece.parallelize, or drop the other model before"
+    )
+    del model
+    wrap(other, torch.optim.SGD(other[0].parameters(), lr=0.1), strategy)
+
+
+def of_whole(strategy: str, group: dist.ProcessGroup | None = None) -> None:
+    """A plain optimizer's state goes into one that steps parts: with groups, names and frozen ones."""
+
+    def groups(model: nn.Module) -> Any:
+        named: Any = list(model.named_parameters())
+        return torch.optim.AdamW([{"params": named[:1]}, {"params": named[1:], "lr": 0.03}], lr=0.1)
+
+    alone = made()
+    adamw = groups(alone)
+    loss(alone).backward()
+    adamw.step()
+    whole = made()
+    whole.load_state_dict(alone.state_dict())
+    model, optimizer = wrap(whole, groups(whole), strategy, group)
+    names = [group["param_names"] for group in optimizer.param_groups]
+    optimizer.load_state_dict(copy.deepcopy(adamw.state_dict()))  # torch takes counts of steps as they are
+    assert [group["param_names"] for group in optimizer.param_groups] == names
+    for each, stepper in ((model, optimizer), (alone, adamw)):
+        stepper.zero_grad()
+        loss(each).backward()
+        stepper.step()
+    assert_alike(model, alone)
+    optimizer.load_state_dict({key: each for key, each in optimizer.state_dict().items() if key != "imece"})
+    model.sharding.trained.blocks[0] = 256
+    with pytest.raises(ValueError, match=r"the state of whole parameters, .* AdamW keeps in blocks cannot"):
+        optimizer.load_state_dict(adamw.state_dict())
+
+
+def lookups(strategy: str) -> None:
+    whole = made()
+    model, optimizer = wrap(whole, sgd_of(whole, momentum=0.9), strategy)
+    loss(model).backward()
+    optimizer.step()
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            optimizer.state[whole[0].weight]
+        assert str(caught.value) == (
+            "SGD keeps nothing of parameter 0.weight: it steps this rank's parts, which are in "
+            "optimizer.param_groups. imece.checkpoint.TrainingState saves and loads what it keeps of whole "
+            "parameters"
+        )
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert type(copy.deepcopy(optimizer).state) is defaultdict
+    assert optimizer.state[nn.Parameter(torch.ones(1))] == {}
+
+
+def judged(strategy: str) -> None:
+    """The usual loop of a GAN: the judge's gradients of the maker's backward are zeroed, and not stepped."""
+    torch.manual_seed(0)
+    modules = nn.Linear(6, 6), nn.Linear(6, 1)
+    (maker, makes), (judge, judges) = [
+        wrap(each, torch.optim.SGD(each.parameters(), lr=0.1), strategy) for each in modules
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for turn in range(4):
+            judges.zero_grad(set_to_none=False) if turn % 2 else judge.zero_grad()
+            made_up = maker(torch.ones(2, 6))
+            judge(made_up.detach()).sum().backward()
+            judges.step()
+            maker.zero_grad()
+            judge(made_up).sum().backward()
+            makes.step()
+
+
 def go() -> None:
     imece.init()
     for strategy in ("zero1", "zero2", "zero3"):
-        for check in (clip, refuse, adversaries):
+        for check in (clip, refuse, adversaries, gone, shared, of_whole, lookups, judged):
             check(strategy)
+        for following in ("zero1", "zero2", "zero3", "replicate", ""):
+            again(strategy, following)
+    for way in (("zero1", False), ("zero2", False), ("zero3", False), ("zero3", True)):
+        for each in (assigns, inside, old_graphs):
+            each(*way)
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    of_whole("zero1", alone)  # parts of as many elements, flat
     gc.collect()
     assert len(torch_calls._models) <= 1, "wrapped models stay for ever"
 

@@ -6,7 +6,7 @@ torch wants their statistics in the dtype of their parameters or more.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +29,16 @@ class MixedPrecision:
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
     buffer: torch.dtype | None = None
+
+    def check(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """ValueError that names a complex parameter, of which param or reduce would keep the real part."""
+        for what, dtype in (("param", self.param), ("reduce", self.reduce)):
+            for name, each in named if dtype is not None and not dtype.is_complex else ():
+                if each.is_complex():
+                    raise ValueError(
+                        f"parameter {name} is {each.dtype}, and MixedPrecision({what}={dtype}) would keep "
+                        f"its real part alone: leave {what} out, or make two real parameters of it"
+                    )
 
 
 def cast_frozen(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:

@@ -83,8 +83,9 @@ def make_parts(
         item = items[found.item]
         offset = found.bucket_start - first
         flat = master[offset : offset + found.item_stop - found.item_start]
-        # One without dims stays so: its state may have been made before.
-        parameter = nn.Parameter(flat.view(item.shape) if whole or not item.shape else flat)
+        # One without dims stays so: its state may have been made before. By `.data` it counts what is written
+        # into it by itself, not what collectives write into the bucket.
+        parameter = nn.Parameter((flat.view(item.shape) if whole or not item.shape else flat).data)
         parts.append(
             Part(
                 found.item, item.name, item.shape, found.item_start, found.item_stop, plan.index, offset,

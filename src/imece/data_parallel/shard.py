@@ -81,7 +81,9 @@ class Sharding(Gradients):
         self.not_zeroed: set[int] = set()
         """Optimizers that have stepped, and whose gradients were not zeroed since."""
         self._stepped_with: set[int] = set()  # parameters: this backward may add to gradients of such a step
+        self._mixed: set[int] = set()  # optimizers: a backward did
         self._has_warned = False
+        self._summed: set[int] = set()  # parameters that some rank may have a gradient of: what a step writes
         self._guarded = self._not_to_write()
         self._versions: list[int] = []  # of those
         self.note_versions()
@@ -160,6 +162,9 @@ class Sharding(Gradients):
         if self.gathering is not None:
             self.gathering.begin()
         self._stepped_with = set()
+        self._mixed &= {
+            store.kind for store in self.stores for part in store.parts if part.parameter.grad is not None
+        }
         for store in self.stores:
             live = [part for part in store.parts if part.parameter.grad is not None]
             store.older = None
@@ -171,10 +176,18 @@ class Sharding(Gradients):
                     assert part.parameter.grad is not None
                     part.of(store.older).copy_(part.parameter.grad)
 
-    def _warn_of_old_gradients(self) -> None:
-        """Once: perhaps it is meant. To clear a parameter's `.grad`, which is None, leaves no trace."""
-        if not self._has_warned:
-            self._has_warned = True
+    def zeroed(self, kinds: Collection[int], set_to_none: bool) -> None:
+        """The gradients of these optimizers."""
+        self.not_zeroed -= set(kinds)
+        self._mixed -= set(kinds)
+        if set_to_none:
+            self._summed -= {at for at, kind in enumerate(self.trained.kinds) if kind in kinds}
+
+    def stepped(self, kind: int) -> None:
+        """An optimizer has, with the gradients that are there."""
+        self.not_zeroed.add(kind)
+        if kind in self._mixed and not self._has_warned:  # once: perhaps it is meant
+            self._has_warned = True  # to clear a parameter's `.grad`, which is None, leaves no trace
             warnings.warn(
                 "backward adds to gradients that an optimizer has stepped with: call optimizer.zero_grad() "
                 "or model.zero_grad() in each step. parameter.grad = None and model.module.zero_grad() do "
@@ -235,8 +248,8 @@ class Sharding(Gradients):
         """As of Gradients: parts have them, but for those of parameters that no rank used."""
         self.lane.wait()  # whoever clips or steps reads them, and no stream holds back the host
         unused = {slot.index for slot in absent if not used_anywhere[slot.index]}
-        if self._stepped_with - unused:
-            self._warn_of_old_gradients()
+        self._mixed |= {self.trained.kinds[at] for at in self._stepped_with - unused}
+        self._summed |= {slot.index for slot in self.slots} - unused
         for store in self.stores:
             assert store.gradient is not None
             if store.older is not None:
@@ -268,6 +281,8 @@ class Sharding(Gradients):
         """The optimizers of these numbers have stepped this rank's shard: bring the others'."""
         stepped = [store for store in self.stores if store.kind in kinds]
         for store in reversed(stepped):  # as forward uses them
+            store.bring_back()
+            store.note_parts()
             if store.own is not store.master:
                 self.lane.copy(store.own, store.master)
             if not self.common_parameters and self.gathering is None:
@@ -279,6 +294,15 @@ class Sharding(Gradients):
         self.lane.wait()  # or the next one to write masters, a checkpoint say, would write what still goes up
         if self.common_parameters:
             ops.barrier(group=self.groups.shard)
+        # A graph of before this step has saved them, and nothing else counts what ranks write into buckets.
+        torch.autograd.graph.increment_version(
+            [
+                parameter
+                for store in stepped
+                for place, parameter in zip(store.plan.places, store.members, strict=True)
+                if place.item in self._summed
+            ]
+        )
         self.note_versions()
 
     def _gather(self, store: Store) -> None:
@@ -312,6 +336,11 @@ class Sharding(Gradients):
     def note_versions(self) -> None:
         """What has been written into parameters until now was meant to be."""
         self._versions = [_version(parameter) for _, parameter, _ in self._guarded]
+
+    def check_parts(self) -> None:
+        """RuntimeError that names a parameter whose part was written into outside of a step."""
+        for store in self.stores:
+            store.check_parts()
 
     def check_unwritten(self) -> None:
         """RuntimeError that names a parameter into which a rank has written what would be lost.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -34,7 +34,7 @@ from imece.data_parallel.shard import Sharding
 from imece.data_parallel.stepped import SteppedParts
 from imece.data_parallel.stores import Division
 from imece.data_parallel.strategy import ShardGroups, Strategy
-from imece.data_parallel.trained import Trained
+from imece.data_parallel.trained import Trained, refuse_tied_by_data
 from imece.data_parallel.units import Unit, find_units, owners_of
 from imece.data_parallel.way import default_cap_bytes
 from imece.mesh import Mesh
@@ -72,7 +72,7 @@ class ShardedDataParallel(DistributedDataParallel):
         """As `parallelize`; groups: who shares what."""
         self._optimizers, self._groups, self._options = list(optimizers), groups, options
         self._dtypes: list[torch.dtype] | None = None  # of masters; None until there are any
-        self._stepped: list[SteppedParts] = []
+        self.stepped: list[SteppedParts] = []
         self._is_compiled = False  # the latest forward, as a whole
         self.has_joined = False  # this rank does what another one tells it, under join
         super().__init__(
@@ -83,6 +83,10 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def _make_reducer(self, named: list[tuple[str, torch.Tensor]]) -> None:
         self._check_divisible(self._groups)
+        if self._dtypes is None:
+            torch_calls.refuse_shared(self.module, named)
+            refuse_tied_by_data(named)
+            self._options.precision.check(named)
         units, gathering, fill = self._divide()
         trained = Trained.of(named, self._optimizers, self.module, units, self._dtypes)
         check_same_optimizers(who_steps(named, self._optimizers), self.process_group, self.device)
@@ -100,7 +104,7 @@ class ShardedDataParallel(DistributedDataParallel):
             trained,
             division,
             fill=fill,
-            may_come_late=self._may_come_late,
+            may_come_late=_asked_of(self),
             owners=owners_of(self.module),
         )
         if fill is not None:
@@ -112,7 +116,7 @@ class ShardedDataParallel(DistributedDataParallel):
             self._dtypes = list(trained.dtypes)
             self._begin()
         else:
-            for stepped in self._stepped:
+            for stepped in self.stepped:
                 stepped.divide(self.sharding)
         self.reducer = Reducer(
             self.sharding,
@@ -128,9 +132,7 @@ class ShardedDataParallel(DistributedDataParallel):
             cast_frozen((each for _, each in self._frozen), precision.param)
         if precision.buffer is not None:
             cast_buffers(self.module, precision.buffer, self.parameters_to_ignore)
-        for number, optimizer in enumerate(self._optimizers):
-            optimizer.register_step_pre_hook(partial(self._before_step, number))
-        self._stepped = [
+        self.stepped = [
             SteppedParts(optimizer, number, self) for number, optimizer in enumerate(self._optimizers)
         ]
 
@@ -159,12 +161,14 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As of DistributedDataParallel."""
-        self._note_compiled(torch.compiler.is_compiling())
+        self._begin_forward(torch.compiler.is_compiling())
         return super().forward(*inputs, **kwargs)
 
     @torch._disable_dynamo(recursive=True)
-    def _note_compiled(self, is_compiling: bool) -> None:
+    def _begin_forward(self, is_compiling: bool) -> None:
         self._is_compiled = is_compiling
+        if self._kept is None:  # else there are none, between leave() and regroup()
+            self.sharding.check_parts()
 
     def _may_come_late(self) -> bool:
         """Compiled code is made for ordinary parameters, and looks at all of them before it begins."""
@@ -178,7 +182,7 @@ class ShardedDataParallel(DistributedDataParallel):
             )
 
     def _let_go(self) -> None:
-        for stepped in self._stepped:
+        for stepped in self.stepped:
             stepped.restore()
         super()._let_go()
         del self.sharding
@@ -304,7 +308,8 @@ class ShardedDataParallel(DistributedDataParallel):
             super()._tell_joined()
             next_turn(self, turn, number)
 
-    def _before_step(self, number: int, *_: Any) -> None:
+    def before_step(self, number: int) -> None:
+        """One of the optimizers steps next."""
         self._tell_joined(Turn.STEP, number)
         if self._join_config.enable:  # schedulers do not run on ranks that have ended
             optimizer = self._optimizers[number]
@@ -334,6 +339,7 @@ class ShardedDataParallel(DistributedDataParallel):
         """After something else than their optimizer wrote the parts: all ranks get the new values."""
         kinds = set(self.sharding.trained.kinds)
         self.sharding.before_step(kinds)
+        torch.autograd.graph.increment_version([slot.parameter for slot in self.sharding.slots])
         with torch.no_grad():
             self.sharding.after_step(kinds)
 
@@ -341,7 +347,7 @@ class ShardedDataParallel(DistributedDataParallel):
         """Also of this rank's parts."""
         self._before_zero(len(self._optimizers), set_to_none)
         super().zero_grad(set_to_none)
-        self.sharding.not_zeroed.clear()
+        self.sharding.zeroed(set(self.sharding.trained.kinds), set_to_none)
         for slot in self.sharding.slots:  # zeros would count as what came in no_sync and is to be summed
             slot.parameter.grad = None
         for part in self.sharding.parts:
@@ -355,3 +361,14 @@ class ShardedDataParallel(DistributedDataParallel):
             "a sharded model cannot be copied or pickled: each rank has a part of it. Save a checkpoint; for "
             "an average of weights copy model.module, inside of `with model.gathered():`"
         )
+
+
+def _asked_of(model: ShardedDataParallel) -> Callable[[], bool]:
+    """Its `_may_come_late`, by a function that does not keep it: it is to be gone when nobody has it."""
+    known = weakref.WeakMethod(model._may_come_late)
+
+    def may_come_late() -> bool:
+        asked = known()
+        return asked is not None and asked()
+
+    return may_come_late

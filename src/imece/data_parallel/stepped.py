@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import repeat
+from itertools import count, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,11 +36,15 @@ class SteppedParts:
 
     def __init__(self, optimizer: Optimizer, number: int, model: ShardedDataParallel) -> None:
         """Hooks of the optimizer's steps bring the parts of other ranks."""
-        self.optimizer, self._number, self._model = optimizer, number, model
+        self.optimizer, self._number = optimizer, number
+        self._module = model.module
+        self._known = weakref.ref(model)  # it is to be gone when nobody else has it
+        self.ids_of_parts: set[int] = set()  # none between leave() and regroup()
+        self._in_step: Optimizer | None = None  # this one, or one that shares its groups
         self._whole: list[dict[str, list[Any]]] = []  # by group: what lay in it before it was divided
         self.divide(model.sharding)
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
+        optimizer.register_step_pre_hook(lambda *_: self.before(optimizer))
+        optimizer.register_step_post_hook(lambda *_: self.after(optimizer))
         self._zero = optimizer.zero_grad
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         self._add = optimizer.add_param_group
@@ -59,6 +64,17 @@ class SteppedParts:
         """None: it steps whole parameters."""
         return getattr(optimizer, "_imece_stepped", None)
 
+    @property
+    def _model(self) -> ShardedDataParallel:
+        """RuntimeError: it is gone."""
+        model = self._known()
+        if model is None:
+            raise RuntimeError(
+                f"the model that parallelize returned with this {type(self.optimizer).__name__} is gone, and "
+                f"with it what sums its gradients: keep it as long as its optimizer"
+            )
+        return model
+
     def divide(self, sharding: Sharding) -> None:
         """Parts in the place of parameters, and of what was kept of these."""
         optimizer, self._sharding = self.optimizer, sharding
@@ -75,6 +91,7 @@ class SteppedParts:
                     continue
                 state = optimizer.state.pop(parameter, None)
                 for part in parts.get(index[id(parameter)], []):
+                    self.ids_of_parts.add(id(part.parameter))
                     follow(parameter, part.parameter)
                     mine.append((part.parameter, name))
                     if state is not None:
@@ -82,6 +99,7 @@ class SteppedParts:
             group["params"] = [parameter for parameter, _ in mine]
             if "param_names" in group:
                 group["param_names"] = [name for _, name in mine]
+        self._watch_state()
 
     def restore(self) -> None:
         """Parameters in the place of parts, as before `divide`; what was kept of the parts is dropped.
@@ -91,6 +109,7 @@ class SteppedParts:
         for part in self._sharding.parts:
             self.optimizer.state.pop(part.parameter, None)
         del self._sharding
+        self.ids_of_parts.clear()
         # By place: load_state_dict makes other groups in the same order.
         for group, whole in zip(self.optimizer.param_groups, self._whole, strict=False):
             group.update(whole)
@@ -116,7 +135,11 @@ class SteppedParts:
             self._is_asking = False
             self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
-    def _before(self, *_: Any) -> None:
+    def before(self, optimizer: Optimizer) -> None:
+        """A step of it begins, or of one that shares its groups: perhaps inside of its own."""
+        if optimizer is not self.optimizer and self._in_step not in (None, optimizer):
+            return
+        self._model.before_step(self._number)
         if hasattr(self.optimizer, "found_inf") and not self._is_asking:
             raise RuntimeError(
                 "torch's GradScaler sees only this rank's part of a sharded model's gradient, so ranks would "
@@ -125,6 +148,7 @@ class SteppedParts:
         self._check_summed()
         self._sharding.check_unwritten()
         self._sharding.before_step((self._number,))
+        self._in_step = optimizer
 
     def _check_summed(self) -> None:
         """RuntimeError: this would step nothing, for the gradients there are were not summed over ranks."""
@@ -142,14 +166,18 @@ class SteppedParts:
                 f"model.module(...) or a method of it), or by a backward in no_sync() with none after it"
             )
 
-    def _after(self, *_: Any) -> None:
+    def after(self, optimizer: Optimizer) -> None:
+        """The step for which `before` was called is over."""
+        if optimizer is not self.optimizer and optimizer is not self._in_step:
+            return
+        self._in_step = None
         with torch.no_grad():
             self._sharding.after_step((self._number,))
-        self._sharding.not_zeroed.add(self._number)
+        self._sharding.stepped(self._number)
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         """ValueError: parts are cut and gradients summed for what was there in `parallelize`."""
-        names = {id(each): name for name, each in self._model.module.named_parameters()}
+        names = {id(each): name for name, each in self._module.named_parameters()}
         given = param_group["params"]
         for each in [given] if isinstance(given, torch.Tensor) else given:
             parameter = each[1] if isinstance(each, tuple) else each
@@ -176,7 +204,7 @@ class SteppedParts:
         return {"rank": self._sharding.rank, "size": self._sharding.size, "parts": digest}
 
     def _load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """ValueError: it is of other parts."""
+        """One of whole parameters, from a plain optimizer, is cut. ValueError: it is of other parts."""
         found = state_dict.get(_WHOSE)
         if found is not None and found["parts"] != (mine := self._whose())["parts"]:
             raise ValueError(
@@ -184,14 +212,98 @@ class SteppedParts:
                 f"and rank {mine['rank']} of {mine['size']} has others: load on each rank what it has saved, "
                 f"or save with imece.checkpoint.TrainingState, which loads on any rank"
             )
+        if found is None and self._is_of_whole(state_dict):
+            state_dict = self._cut(state_dict)
         self._load(state_dict, *args, **kwargs)
+        self._watch_state()
+
+    def _watch_state(self) -> None:
+        """A lookup of a whole parameter says what to do; it would add what breaks `state_dict()`."""
+        optimizer = self.optimizer
+        # One that has another inside may share its state with that.
+        shares = any(isinstance(each, Optimizer) for each in vars(optimizer).values())
+        if type(optimizer.state) is defaultdict and not shares:
+            state = _StateOfParts(dict, optimizer.state)
+            state.stepped = weakref.ref(self)
+            optimizer.state = state
+
+    def name_of(self, parameter: object) -> str | None:
+        """Of a whole parameter that it steps a part of, or another rank."""
+        sharding: Sharding | None = self.__dict__.get("_sharding")
+        named = sharding.trained.named if sharding is not None else ()
+        return next((name for name, each in named if each is parameter), None)
+
+    def _is_of_whole(self, state_dict: dict[str, Any]) -> bool:
+        """Whether a state dict that does not say whose it is looks like that of whole parameters."""
+        given = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in given]
+        if sizes != [len(whole["params"]) for whole in self._whole]:
+            return False
+        if sizes != [len(group["params"]) for group in self.optimizer.param_groups]:
+            return True
+        parts = {id(part.parameter): part for part in self._sharding.parts}
+        return any(
+            isinstance(value, torch.Tensor) and value.shape == part.shape != part.parameter.shape
+            for group, mine in zip(given, self.optimizer.param_groups, strict=True)
+            for key, each in zip(group["params"], mine["params"], strict=True)
+            if (part := parts.get(id(each))) is not None
+            for value in state_dict["state"].get(key, {}).values()
+        )
+
+    def _cut(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state of whole parameters as that of this rank's parts. ValueError: it cannot be cut."""
+        if self._sharding.trained.blocks.get(self._number, 1) > 1:
+            raise ValueError(
+                f"this is the state of whole parameters, and what {type(self.optimizer).__name__} keeps in "
+                f"blocks cannot be cut: save and load it with imece.checkpoint.TrainingState"
+            )
+        parts = _by_index(self._sharding.parts)
+        index = {id(each): at for at, (_, each) in enumerate(self._sharding.trained.named)}
+        groups: list[dict[str, Any]] = []
+        state: dict[int, Any] = {}
+        number = count()  # of what is in the groups, as torch counts
+        for group, whole in zip(state_dict["param_groups"], self._whole, strict=True):
+            mine: list[tuple[int, Any]] = []
+            names = group.get("param_names", repeat(""))
+            for key, parameter, name in zip(group["params"], whole["params"], names, strict=False):
+                # One that was frozen is in its group as it was.
+                found = parts.get(index[id(parameter)], []) if id(parameter) in index else [None]
+                for part in found:
+                    mine.append((next(number), name))
+                    if (kept := state_dict["state"].get(key)) is not None:
+                        state[mine[-1][0]] = _part_of_state(kept, part) if part is not None else kept
+            cut = group | {"params": [at for at, _ in mine]}
+            groups.append(cut | ({"param_names": [n for _, n in mine]} if "param_names" in group else {}))
+        return state_dict | {"state": state, "param_groups": groups}
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        self._model._before_zero(self._number, set_to_none)
+        if (model := self._known()) is not None:
+            model._before_zero(self._number, set_to_none)
         self._zero(set_to_none)
-        self._sharding.not_zeroed.discard(self._number)
+        self._sharding.zeroed((self._number,), set_to_none)
         for parameter in self._parameters:  # what came in no_sync and was not summed
             parameter.grad = None
+
+
+class _StateOfParts(defaultdict[Any, Any]):
+    """What an optimizer keeps, by part."""
+
+    stepped: weakref.ref[SteppedParts] | None = None
+
+    def __missing__(self, key: Any) -> Any:
+        """RuntimeError for a whole parameter."""
+        stepped = self.stepped() if self.stepped is not None else None
+        name = stepped.name_of(key) if stepped is not None else None
+        if stepped is not None and name is not None:
+            raise RuntimeError(
+                f"{type(stepped.optimizer).__name__} keeps nothing of parameter {name}: it steps this rank's "
+                f"parts, which are in optimizer.param_groups. imece.checkpoint.TrainingState saves and loads "
+                f"what it keeps of whole parameters"
+            )
+        return super().__missing__(key)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self))
 
 
 def _by_index(parts: Iterable[Part]) -> dict[int, list[Part]]:

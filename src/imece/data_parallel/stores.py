@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -75,6 +75,7 @@ class Store:
     gradient: torch.Tensor | None = None  # [shard_numel], where `master` lies; None: nothing came yet
     older: torch.Tensor | None = None  # what the sum under way is to be added to
     coming: Coming | None = None  # what the latest step gathers, while it may be under way
+    _noted: list[tuple[int, int]] = field(default_factory=list)  # of each part, when all ranks had it
 
     @property
     def label(self) -> str:
@@ -97,6 +98,43 @@ class Store:
                         f"parameter {item.name} was {list(item.shape)} in parallelize and has "
                         f"other memory now, {list(parameter.shape)}: change it before, or write into it"
                     )
+
+    def bring_back(self) -> None:
+        """Parts lie in `master`: an optimizer may have given them other memory, `p.data = ...`.
+
+        RuntimeError that names a parameter whose part has another size now.
+        """
+        address, itemsize = self.master.data_ptr(), self.master.itemsize
+        for part in self.parts:
+            parameter = part.parameter
+            if parameter.data_ptr() != address + part.offset * itemsize and part.numel:
+                if parameter.numel() != part.numel:
+                    raise RuntimeError(
+                        f"an optimizer has made {list(parameter.shape)} of the {part.numel} elements that it "
+                        f"steps of parameter {part.name}"
+                    )
+                place = part.of(self.master)
+                place.copy_(parameter)
+                parameter.data = place
+
+    def note_parts(self) -> None:
+        """What is in the parts now all ranks have, or are about to have."""
+        self._noted = [_written(part) for part in self.parts]
+
+    def check_parts(self) -> None:
+        """RuntimeError that names a parameter whose part was written into since `note_parts`."""
+        for part, noted in zip(self.parts, self._noted, strict=True):
+            if _written(part) != noted:
+                raise RuntimeError(
+                    f"this rank's part of parameter {part.name} was written into outside of its optimizer's "
+                    f"step, and the other ranks do not have that: call model.take_over_masters() after it, "
+                    f"on all ranks"
+                )
+
+
+def _written(part: Part) -> tuple[int, int]:
+    """Another one after it was written into, or given other memory."""
+    return part.parameter._version, part.parameter.data_ptr()
 
 
 def make_stores(
@@ -143,7 +181,9 @@ def _store(plan: layout.Bucket, laid: layout.Layout, trained: Trained, division:
         lane = offload.lane if offload is not None and offload.parameters else None
         division.gathering.units[unit].add(Flat(flat, own, named, lane))
     parts = make_parts(plan, laid.items, rank, master, kind in trained.whole)
-    return Store(plan, unit, kind, items, members, flat, own, master, parts)
+    store = Store(plan, unit, kind, items, members, flat, own, master, parts)
+    store.note_parts()
+    return store
 
 
 def _memory(division: Division, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

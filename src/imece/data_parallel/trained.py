@@ -19,6 +19,25 @@ from imece.data_parallel.units import Unit, unit_numbers
 _NO_CAP = 2**62  # bytes
 
 
+def refuse_tied_by_data(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """ValueError that names two parameters in the same memory: parts of them would go different ways."""
+    places = []
+    for name, each in named:
+        if each.numel() and not each.is_meta:
+            start = each.data_ptr()
+            extent = 1 + sum((n - 1) * stride for n, stride in zip(each.shape, each.stride(), strict=True))
+            # In the gaps of one that has some another may lie: of that its first element is sure.
+            nbytes = each.nbytes if extent == each.numel() else each.itemsize
+            places.append((str(each.device), start, start + nbytes, name))
+    reached: tuple[str, int, str] = ("", 0, "")
+    for device, start, stop, name in sorted(places):
+        if device == reached[0] and start < reached[1]:
+            raise ValueError(
+                f"{reached[2]} and {name} share memory but are two parameters: assign the Parameter itself"
+            )
+        reached = device, stop, name
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Trained:
     """What decides which bucket a parameter is in, and where it may be cut."""
