@@ -10,6 +10,7 @@ import os
 import re
 import threading
 import weakref
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from imece import DistributedDataParallel, parallelize
 from imece.collectives import ops
 from imece.collectives.shared_memory.arena import ARENAS
 from imece.collectives.shared_memory.group import SharedMemoryGroup
-from imece.data_parallel.reducer import Reducer
+from imece.data_parallel.reducer import Reducer, _factor
 from imece.errors import MismatchError
 from tests.data_parallel.checks import Check, Job, jobs, passed
 
@@ -327,7 +328,7 @@ def test_flags_of_used_parameters_move_only_when_they_change(monkeypatch: pytest
     """To a GPU they wait for all that it has, at the end of each backward."""
     told: list[list[int]] = []
     moved: list[int] = []
-    of_buffer = torch.frombuffer
+    flags_of = torch.tensor
 
     def all_reduce(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         told.append(tensor.tolist())
@@ -335,19 +336,33 @@ def test_flags_of_used_parameters_move_only_when_they_change(monkeypatch: pytest
 
     def noted(*args: Any, **options: Any) -> torch.Tensor:
         moved.append(len(told))
-        return of_buffer(*args, **options)
+        return flags_of(*args, **options)
 
     monkeypatch.setattr(ops, "all_reduce", all_reduce)
-    monkeypatch.setattr(torch, "frombuffer", noted)
+    monkeypatch.setattr(torch, "tensor", noted)
     reducer: Any = Reducer.__new__(Reducer)
     reducer.static_graph = reducer._learning = reducer.overlap = False
-    reducer.group, reducer._told_on, reducer._touched = None, torch.device("cpu"), [0, 0]
-    reducer._told = bytearray(), torch.empty(0)
-    for fired in ([1, 0], [2, 0], [1, 1], [1, 0]):
-        reducer._fired = fired
+    reducer.group, reducer._told_on, reducer._touched = None, torch.device("cpu"), array("i", [0, 0])
+    reducer._told = array("i"), torch.empty(0), torch.empty(0)
+    reducer._fired = array("i", [0, 0])
+    for fired in ([1, 0], [1, 0], [2, 1], [1, 0]):
+        reducer._fired[:] = array("i", fired)
         reducer._exchange_used()
     assert told == [[1, 0], [1, 0], [1, 1], [1, 0]], "each step's own, whatever came of the last"
     assert moved == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
+)
+@pytest.mark.parametrize("shape", [(), (1,), (257,)])
+def test_gradients_are_multiplied_to_the_bits_of_a_number(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    for number in (1.0, 0.5, 1 / 3, 1 / 7, 1e-9):
+        for _ in range(20):
+            grad, out = torch.randn(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+            torch.mul(grad, _factor(number, dtype), out=out)
+            assert torch.equal(out, grad * number)
 
 
 def unused_everywhere_is_left_alone(group: dist.ProcessGroup) -> None:

@@ -41,6 +41,7 @@ class Bucket:
     pending: int = 0  # slots that are not ready
     work: Pending | torch.futures.Future[Any] | None = None
     attached: bool = True  # whether it has memory; see shard.py
+    scale: torch.Tensor | float | None = None  # of gradients on their way into it; None: not known yet
 
     def let_go(self) -> None:
         """Of its memory, and of what is under way in it."""

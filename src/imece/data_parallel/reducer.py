@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from array import array
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -73,9 +74,11 @@ class Reducer:
         self.stepping: list[torch.Tensor] = []  # parameters with optimizers that step in backward
         self.awaited: list[torch.futures.Future[Any]] = []  # of a hook on buffers: done when backward is
         self._told_on = host_device(group, self.slots[0].parameter.device)
-        self._told = bytearray(), torch.empty(0)  # flags of used parameters, and these where they were told
-        self._fired = [0] * len(self.slots)  # by parameter: gradients in this backward
-        self._touched = [0] * len(self.slots)  # and whether any came in one that was not synchronised
+        # What was fired or touched; flags of that where they are told; and what all ranks tell.
+        self._told = array("i"), torch.empty(0), torch.empty(0)
+        self._zeros = array("i", [0] * len(self.slots))
+        self._fired = self._zeros[:]  # by parameter: gradients in this backward
+        self._touched = self._zeros[:]  # and whether any came in one that was not synchronised
         self._closed = False
         self.armed = False  # the latest forward was prepared: the first gradient begins, of outputs or not
         self._local = False  # this backward comes through an output of a forward in no_sync
@@ -87,7 +90,6 @@ class Reducer:
         self._next = 0  # bucket to leave next
         self._gone: set[int] = set()  # those that left before their turn, as their units were over
         self._absent: list[Slot] = []  # in them
-        self._scale: float | None = None  # of gradients on their way into buckets; None: not known yet
         self._learning = static_graph  # the first backward counts how often each parameter fires
         # Slots as they fire in the first backward; None after it, and where buckets are not rebuilt.
         self._order: list[int] | None = [] if gradients.is_whole else None
@@ -109,6 +111,7 @@ class Reducer:
             slot.parameter.register_post_accumulate_grad_hook(hook)
             for slot, hook in zip(self.slots, hooks, strict=True)
         ]
+        self._hooks = [handle.hooks_dict_ref() or {} for handle in self._handles]  # with those of others
         self._off = weakref.finalize(self, _remove, self._handles)
         self._off.atexit = False
         self.sharing = Sharing(self)
@@ -178,9 +181,10 @@ class Reducer:
 
     def _come_last(self) -> None:
         """Before us comes what others have hooked to parameters since, and may change their gradients."""
-        for handle in self._handles:
-            hooks = handle.hooks_dict_ref()
-            if hooks and next(reversed(hooks)) != handle.id:
+        if max(map(len, self._hooks)) == 1:
+            return
+        for handle, hooks in zip(self._handles, self._hooks, strict=True):
+            if next(reversed(hooks)) != handle.id:
                 hooks[handle.id] = hooks.pop(handle.id)  # torch, in C++, would not see move_to_end
 
     def _arrive(self, index: int) -> bool:
@@ -206,7 +210,7 @@ class Reducer:
             line.append(self)
         self._graphed = torch.is_grad_enabled()  # backward(create_graph=True)
         for bucket in self.buckets:
-            bucket.pending = len(bucket.slots)
+            bucket.pending, bucket.scale = len(bucket.slots), None
         if self.average.over != "ranks":
             self._forget_what_was_dropped()  # between the forward and now
             self._set_aside()
@@ -214,7 +218,6 @@ class Reducer:
         for index in left:
             self._leave(self.slots[index])
         self.average.begin(present=present)
-        self._scale = None
         if self.watch is not None:
             self.watch.backward()
 
@@ -260,11 +263,11 @@ class Reducer:
             bucket = slot.bucket
             if not bucket.attached:
                 reducer._attach(bucket)
-            view = slot.view
-            if reducer._scale is None or reducer._graphed or grad is view:
-                reducer._put(grad, view)
+            view, scale = slot.view, bucket.scale
+            if scale is None or reducer._graphed or grad is view:
+                reducer._put(grad, slot)
             else:
-                multiply(grad, reducer._scale, out=view)
+                multiply(grad, scale, out=view)
             parameter.grad = view if keep else None
             bucket.pending -= 1
             if bucket.pending <= 0:
@@ -296,23 +299,26 @@ class Reducer:
             self._arrivals.append((slot.parameter.nbytes, time.perf_counter()))
         return True
 
-    def _put(self, grad: torch.Tensor | None, view: torch.Tensor) -> None:
-        """view = grad * scale, 0 without a gradient; grad may be the view itself."""
-        if self._scale is None:
-            self._scale = self._agreed_scale()
+    def _put(self, grad: torch.Tensor | None, slot: Slot) -> None:
+        """slot.view = grad * scale, 0 without a gradient; grad may be the view itself."""
+        if slot.bucket.scale is None:
+            self._agree_on_scale()
+        view, scale = slot.view, slot.bucket.scale
+        assert scale is not None
         with torch.no_grad():
             if grad is None:
                 view.zero_()
             elif grad is not view:
-                _multiply(grad, self._scale, out=view)
-            elif self._scale != 1.0:
-                view.mul_(self._scale)
+                _multiply(grad, scale, out=view)
+            elif scale != 1.0:
+                view.mul_(scale)
 
-    def _agreed_scale(self) -> float:
+    def _agree_on_scale(self) -> None:
         factor = self.average.factor()
-        if self.hook is None:
-            return factor
-        return factor * self.group.size()  # hooks take the mean over ranks by themselves
+        if self.hook is not None:
+            factor *= self.group.size()  # hooks take the mean over ranks by themselves
+        for bucket in self.buckets:
+            bucket.scale = _factor(factor, bucket.flat.dtype)
 
     def _let_go(self) -> None:
         """All buckets that are ready, in order: the same order on every rank."""
@@ -444,7 +450,7 @@ class Reducer:
             self._note_used(used, read=bool(absent) or self._learning)
         self.gradients.finish(absent, self._used_anywhere)
         self._end_first()
-        self._fired, self._touched = [0] * len(self.slots), [0] * len(self.slots)
+        self._fired[:] = self._touched[:] = self._zeros
         while self.awaited:
             self.awaited.pop().wait()
         if self.finite is not None:
@@ -486,7 +492,7 @@ class Reducer:
                     slot.kept = grad.clone()
             if not slot.bucket.attached:
                 self._attach(slot.bucket)
-            self._put(grad, slot.view)
+            self._put(grad, slot)
             if not self.gradients.is_whole:
                 parameter.grad = None
             elif used:
@@ -505,11 +511,11 @@ class Reducer:
         """Which parameters some rank used; None if that is known already."""
         if self.static_graph and not self._learning:
             return None
-        counts = map(max, self._fired, self._touched) if any(self._touched) else self._fired
-        flags = bytearray(map(bool, counts))
-        if flags != self._told[0]:  # they seldom change, and to move them to a GPU waits for all that it has
-            self._told = flags, torch.frombuffer(flags, dtype=torch.uint8).to(self._told_on)
-        used = self._told[1].clone()
+        counts = array("i", map(max, self._fired, self._touched)) if any(self._touched) else self._fired
+        if counts != self._told[0]:  # they seldom change, and to move flags to a GPU waits for all it has
+            flags = torch.tensor([bool(count) for count in counts], dtype=torch.uint8).to(self._told_on)
+            self._told = counts[:], flags, torch.empty_like(flags)
+        used = self._told[2].copy_(self._told[1])
         work: Pending | torch.Tensor = ops.all_reduce(
             used, "max", group=self.group, async_op=self.overlap, label="used parameters"
         )
@@ -557,18 +563,20 @@ class Reducer:
         self.average.end()
         if self._order is not None:
             self._order, self._arrivals = [], []
+        self._fired[:] = self._zeros
+        for slot in self.slots:
+            slot.kept = slot.older = None
         for bucket in self.buckets:
             if bucket.work is not None:
                 self._wait(bucket)
-        self._fired = [0] * len(self.slots)
-        for slot in self.slots:
-            slot.kept = slot.older = None
+        if isinstance(self._used, Pending):
+            self._used.wait()  # its memory is that of the next one
 
     def _forget_what_was_dropped(self) -> None:
         """Gradients of no_sync that somebody set to None: what they were the mean over is not to count."""
         touched = [slot for slot, was in zip(self.slots, self._touched, strict=True) if was]
         if touched and all(slot.parameter.grad is None for slot in touched):
-            self._touched = [0] * len(self.slots)
+            self._touched[:] = self._zeros
             self.average.forget()
 
     # A rank that has run out of inputs.
@@ -577,13 +585,13 @@ class Reducer:
         """The collectives of one backward, with nothing to give."""
         with torch.no_grad():
             self.start(present=False)
-            self._scale = self._agreed_scale()
+            self._agree_on_scale()
             for slot in self.slots:
                 # With weights, micro-batches before the end count: their weights are in the sum already.
                 left = self._touched[slot.index] and self.average.over != "ranks"
                 if not slot.bucket.attached:
                     self._attach(slot.bucket)
-                self._put(slot.parameter.grad if left else None, slot.view)
+                self._put(slot.parameter.grad if left else None, slot)
                 if left and not self.gradients.is_whole:
                     slot.parameter.grad = None
             for bucket in self.buckets:
@@ -596,7 +604,7 @@ class Reducer:
                 self._note_used(used, read=not self.gradients.is_whole)
             # Whole gradients of a rank that has ended are its own affair; of a part it is the owner.
             self.gradients.finish([] if self.gradients.is_whole else self.slots, self._used_anywhere)
-            self._touched = [0] * len(self.slots)
+            self._touched[:] = self._zeros
             self._end_first()
 
     def detach(self) -> None:
@@ -636,7 +644,16 @@ def _remove(handles: list[RemovableHandle]) -> None:
         handles.pop().remove()
 
 
-def _multiply(grad: torch.Tensor, factor: float, *, out: torch.Tensor) -> torch.Tensor:
+def _factor(number: float, dtype: torch.dtype) -> torch.Tensor | float:
+    """As what torch multiplies a tensor of `dtype` by it, to the same bits, in the least time.
+
+    Of a float it makes a tensor in each call, for as long as multiplying 8 elements takes, and another one of
+    that in `dtype`. Only fewer bits than 32 are multiplied by what does not fit into them.
+    """
+    return torch.tensor(number, dtype=dtype) if dtype in (torch.float32, torch.float64) else number
+
+
+def _multiply(grad: torch.Tensor, factor: torch.Tensor | float, *, out: torch.Tensor) -> torch.Tensor:
     """torch.mul, but rounded as `out` is, which may have more bits than the gradient."""
     if out.dtype.itemsize > grad.dtype.itemsize:
         return out.copy_(grad).mul_(factor)
