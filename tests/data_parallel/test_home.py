@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from imece.data_parallel import home, reducer
+from imece.data_parallel import home
 from imece.data_parallel.freed import free
 from imece.data_parallel.home import Home
+from imece.data_parallel.line import Line
 from imece.data_parallel.reducer import Reducer
 from tests.data_parallel.checks import Check, Job, jobs, passed
 from tests.data_parallel.test_replicate import (
@@ -128,7 +129,7 @@ def buckets_leave_from_home(group: dist.ProcessGroup) -> None:
 
     def leave(self: Reducer, bucket: Any) -> None:
         left_from.append(str(gpu.current))
-        turn = reducer._turns[group]
+        turn = Line.of(group)._turn
         other = threading.Thread(target=lambda: held.append(not turn.acquire(blocking=False)))
         other.start()
         other.join()

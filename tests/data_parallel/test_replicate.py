@@ -10,7 +10,6 @@ import os
 import re
 import threading
 import weakref
-from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from imece import DistributedDataParallel, parallelize
 from imece.collectives import ops
 from imece.collectives.shared_memory.arena import ARENAS
 from imece.collectives.shared_memory.group import SharedMemoryGroup
-from imece.data_parallel.reducer import Reducer, _factor
+from imece.data_parallel.reducer import _factor
 from imece.errors import MismatchError
 from tests.data_parallel.checks import Check, Job, jobs, passed
 
@@ -322,34 +321,6 @@ def a_static_graph_that_changes(group: dist.ProcessGroup) -> None:
 
 
 # Unused parameters.
-
-
-def test_flags_of_used_parameters_move_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To a GPU they wait for all that it has, at the end of each backward."""
-    told: list[list[int]] = []
-    moved: list[int] = []
-    flags_of = torch.tensor
-
-    def all_reduce(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        told.append(tensor.tolist())
-        return tensor.fill_(9)
-
-    def noted(*args: Any, **options: Any) -> torch.Tensor:
-        moved.append(len(told))
-        return flags_of(*args, **options)
-
-    monkeypatch.setattr(ops, "all_reduce", all_reduce)
-    monkeypatch.setattr(torch, "tensor", noted)
-    reducer: Any = Reducer.__new__(Reducer)
-    reducer.static_graph = reducer._learning = reducer.overlap = False
-    reducer.group, reducer._told_on, reducer._touched = None, torch.device("cpu"), array("i", [0, 0])
-    reducer._told = array("i"), torch.empty(0), torch.empty(0)
-    reducer._fired = array("i", [0, 0])
-    for fired in ([1, 0], [1, 0], [2, 1], [1, 0]):
-        reducer._fired[:] = array("i", fired)
-        reducer._exchange_used()
-    assert told == [[1, 0], [1, 0], [1, 1], [1, 0]], "each step's own, whatever came of the last"
-    assert moved == [0, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ the graph, and nobody has to say beforehand that parameters will stay unused.
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from array import array
@@ -27,27 +26,21 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from imece.collectives import ops
-from imece.collectives.calls import host_device
 from imece.collectives.pending import Pending
 from imece.data_parallel import in_backward, refusals
+from imece.data_parallel.arrivals import Arrivals
 from imece.data_parallel.average import Average
 from imece.data_parallel.buckets import Bucket, Gradients, Slot
+from imece.data_parallel.comm_hook import CommHook, take_result
 from imece.data_parallel.finite import Finite
-from imece.data_parallel.grad_bucket import GradBucket, Hook, is_one_call
 from imece.data_parallel.home import Home
+from imece.data_parallel.line import Line
 from imece.data_parallel.sharing import Sharing
 from imece.data_parallel.trace import BucketTrace
+from imece.data_parallel.used import Used
 from imece.data_parallel.watch import Watch
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-
-
-# Reducers in the backward that is under way, by group, in the order in which it reached them. The buckets of
-# one leave before those of the next: whether a rank has unused parameters must not decide whose come first.
-_lines: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Reducer]] = weakref.WeakKeyDictionary()
-# On GPUs, of which each has its own thread in backward: one gradient of a line after the other.
-_turns: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.RLock] = weakref.WeakKeyDictionary()
 
 
 class Reducer:
@@ -66,16 +59,13 @@ class Reducer:
         """overlap: whether a bucket leaves as soon as it is full; otherwise when backward is over."""
         self.gradients, self.group, self.average, self.finite = gradients, group, average, finite
         self.overlap, self.static_graph = overlap, static_graph
-        self.hook: Hook | None = None
-        self.hook_state: Any = None
-        self.rebuilt = False
+        self.hook: CommHook | None = None
         self.sums = 0  # finished ones, of all ranks: after one, each has come at least as far as its backward
         self.watch: Watch | None = None
         self.stepping: list[torch.Tensor] = []  # parameters with optimizers that step in backward
         self.awaited: list[torch.futures.Future[Any]] = []  # of a hook on buffers: done when backward is
-        self._told_on = host_device(group, self.slots[0].parameter.device)
-        # What was fired or touched; flags of that where they are told; and what all ranks tell.
-        self._told = array("i"), torch.empty(0), torch.empty(0)
+        self._line = Line.of(group)
+        self._used = Used(group, self.slots[0].parameter.device)
         self._zeros = array("i", [0] * len(self.slots))
         self._fired = self._zeros[:]  # by parameter: gradients in this backward
         self._touched = self._zeros[:]  # and whether any came in one that was not synchronised
@@ -91,22 +81,15 @@ class Reducer:
         self._gone: set[int] = set()  # those that left before their turn, as their units were over
         self._absent: list[Slot] = []  # in them
         self._learning = static_graph  # the first backward counts how often each parameter fires
-        # Slots as they fire in the first backward; None after it, and where buckets are not rebuilt.
-        self._order: list[int] | None = [] if gradients.is_whole else None
-        self._came: list[int] | None = None  # that order, until the buckets are rebuilt by it
-        self._used: Pending | torch.Tensor | None = None  # their exchange, under way or over
-        self._used_anywhere: list[int] = []  # by parameter, in the last backward that asked
-        self._arrivals: list[tuple[int, float]] = []  # bytes and time of each, in that order
+        self._arrivals = Arrivals(wanted=gradients.is_whole)
         self.when_newly_unused: Callable[[], Callable[[], None] | None] | None = None
         """A weak reference to what is called after a backward in which no rank used some parameter, or any,
         for the first time: others may be there in their place."""
-        self._unused: set[int] = set()  # parameters for which it was called
         gradients.when_over(self._over)
         self._home = Home(slot.parameter for slot in self.slots)
         hooks = [self._on_gradient(slot.index) for slot in self.slots]
         if self._home.is_needed:
-            turn = _turns.setdefault(group, threading.RLock())
-            hooks = [_in_turn(hook, turn) for hook in hooks]
+            hooks = [self._line.in_turn(hook) for hook in hooks]
         self._handles: list[RemovableHandle] = [
             slot.parameter.register_post_accumulate_grad_hook(hook)
             for slot, hook in zip(self.slots, hooks, strict=True)
@@ -126,6 +109,11 @@ class Reducer:
         """By parameter, in registration order."""
         return self.gradients.slots
 
+    @property
+    def rebuilt(self) -> bool:
+        """Whether buckets were laid anew by the order in which gradients came."""
+        return self._arrivals.laid
+
     # What other reducers of the same parameters ask.
 
     @property
@@ -142,9 +130,7 @@ class Reducer:
 
     def prepare(self) -> None:
         """Before a forward whose backward is to be synchronised; a collective of all ranks."""
-        if self._came is not None:
-            self.gradients.rebuild(self._came, self._arrivals, self.overlap)
-            self.rebuilt, self._came, self._arrivals = True, None, []
+        self._arrivals.lay_anew(self.gradients, self.overlap)
         if self.watch is not None:
             self.watch.forward()
 
@@ -202,12 +188,11 @@ class Reducer:
 
     def start(self, *, present: bool = True, left: Collection[int] = ()) -> None:
         """Everything back to the beginning of a backward. left: parameters that another model reduces."""
-        self._next, self._used, self._ending = 0, None, False
-        self._left, self._careful = left, self._order is not None or bool(left)
+        self._next, self._ending = 0, False
+        self._left, self._careful = left, self._arrivals.noting or bool(left)
         self._gone, self._absent = set(), []
-        line = _lines.setdefault(self.group, [])
-        if self not in line:
-            line.append(self)
+        self._used.begin()
+        self._line.stand(self)
         self._graphed = torch.is_grad_enabled()  # backward(create_graph=True)
         for bucket in self.buckets:
             bucket.pending, bucket.scale = len(bucket.slots), None
@@ -273,7 +258,7 @@ class Reducer:
             if bucket.pending <= 0:
                 if bucket.pending:
                     raise refusals.late(slot)
-                reducer._let_go()
+                reducer.let_go()
 
         return on_gradient
 
@@ -294,9 +279,8 @@ class Reducer:
             return False
         if fired > slot.uses:
             raise refusals.changed(slot, fired) if self.static_graph else refusals.second(slot)
-        if self._order is not None:
-            self._order.append(slot.index)
-            self._arrivals.append((slot.parameter.nbytes, time.perf_counter()))
+        if self._arrivals.noting:
+            self._arrivals.came(slot)
         return True
 
     def _put(self, grad: torch.Tensor | None, slot: Slot) -> None:
@@ -320,13 +304,12 @@ class Reducer:
         for bucket in self.buckets:
             bucket.scale = _factor(factor, bucket.flat.dtype)
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """All buckets that are ready, in order: the same order on every rank."""
         early = (self.overlap or self.gradients.borrows) and not self.gradients.gathers
         if not (early or self._ending):
             return
-        line = _lines.get(self.group)
-        if not line or line[0] is not self:
+        if not self._line.is_first(self):
             return  # all have left, or it is another model's turn
         while self._next < len(self.buckets) and not self.buckets[self._next].pending:
             bucket = self.buckets[self._next]
@@ -336,10 +319,8 @@ class Reducer:
                     self._launch(bucket)
         if self._next == len(self.buckets):
             if self.hook is None:
-                self._used = self._exchange_used()
-            line.remove(self)
-            if line:
-                line[0]._let_go()
+                self._exchange_used()
+            self._line.leave(self)
 
     def _launch(self, bucket: Bucket) -> None:
         ready = time.perf_counter() if self.watch is not None else 0.0
@@ -361,8 +342,7 @@ class Reducer:
 
     def _over(self, buckets: Sequence[Bucket]) -> None:
         """No more gradients come to these in this backward: they leave, full or not."""
-        line = _lines.get(self.group)
-        if not self._syncing or not line or line[0] is not self:
+        if not self._syncing or not self._line.is_first(self):
             return
         for bucket in buckets:
             if bucket.index not in self._gone:
@@ -375,26 +355,13 @@ class Reducer:
 
     @property
     def _one_by_one(self) -> bool:
-        """Whether a bucket waits for the one before it.
-
-        On CPU a hook's later collectives leave from other threads: the next bucket's could come between them
-        on one rank and not on another.
-        """
-        if self.hook is None or is_one_call(self.hook):
-            return False
-        return not self.slots[0].view.is_cuda
+        return self.hook is not None and self.hook.one_by_one(self.slots[0].view.device)
 
     def _reduce(self, bucket: Bucket) -> Pending | torch.futures.Future[Any] | None:
         """What its result has to be waited for with; None if it is there."""
         if self.hook is None:
             return self.gradients.reduce(bucket, self.overlap)
-        return self.hook(
-            self.hook_state,
-            GradBucket(
-                bucket.index, bucket.buffer, [slot.view for slot in bucket.slots],
-                [slot.parameter for slot in bucket.slots], bucket.index == len(self.buckets) - 1,
-            ),
-        )  # fmt: skip
+        return self.hook.reduce(bucket, last=bucket.index == len(self.buckets) - 1)
 
     # The end of backward.
 
@@ -403,25 +370,21 @@ class Reducer:
         if not self._syncing:
             return  # the backward that this was to end has raised, and its graph ran once more
         around = torch._C._current_autograd_node()
-        line = _lines.get(self.group, [])
-        ahead = line.index(self) if self in line else 0
+        ahead = self._line.ahead_of(self)
         if around is not None and (ahead or any(bucket.pending for bucket in self.buckets)):
             self._finish_after(around)
             return
-        lost = self._left and any(other in self.sharing.others() for other in line[:ahead])
-        del line[:ahead]  # who is ahead would have ended by now: its backward has raised
+        lost = self._left and any(other in self.sharing.others() for other in ahead)
+        self._line.pass_over(ahead)  # they would have ended by now: their backward has raised
         comes_later = not any(self._fired)  # autograd.grad() came this way, and a loss of what it gave will
         with torch.no_grad():
-            unused = self._finish()
+            newly_unused = self._finish()
         self._syncing, self.armed = False, self.armed and comes_later
         self.average.end()
         if lost:
             raise refusals.lost(self.slots[min(self._left)])
-        if not self._unused.issuperset(unused):
-            self._unused |= unused
-            tell = self.when_newly_unused() if self.when_newly_unused is not None else None
-            if tell is not None:
-                tell()
+        if newly_unused and self.when_newly_unused is not None and (tell := self.when_newly_unused()):
+            tell()
 
     def _finish_after(self, node: torch.autograd.graph.Node) -> None:
         """This backward ran inside of `node`, as re-entrant checkpoints do: the one around it goes on."""
@@ -432,8 +395,8 @@ class Reducer:
 
         handle = node.register_hook(follow)
 
-    def _finish(self) -> set[int]:
-        """Returns which parameters no rank used, the same on all ranks; {-1} if they used none at all."""
+    def _finish(self) -> bool:
+        """Whether parameters that some rank had used were used by none."""
         watch = self.watch
         if watch is not None:
             watch.backward_ended()
@@ -442,13 +405,10 @@ class Reducer:
             [slot for slot in self.slots if slot.bucket.index not in left] if left else self.slots
         )
         self._ending = True
-        self._let_go()
+        self.let_go()
         assert self._next == len(self.buckets), "a bucket is left behind"
-        used = self._wait_for_all()
-        self.sums += 1
-        if used is not None:
-            self._note_used(used, read=bool(absent) or self._learning)
-        self.gradients.finish(absent, self._used_anywhere)
+        told = self._wait_for_all(read=bool(absent) or self._learning)
+        self.gradients.finish(absent, self._used.anywhere)
         self._end_first()
         self._fired[:] = self._touched[:] = self._zeros
         while self.awaited:
@@ -458,16 +418,12 @@ class Reducer:
         in_backward.step(self.stepping)
         if watch is not None:
             watch.ended()
-        if used is None or not absent:
-            return set()
-        unused = {slot.index for slot in absent if not self._used_anywhere[slot.index]}
-        return unused if any(self._used_anywhere) else {-1}  # each time for autograd.grad(), or if frozen
+        return told and self._used.newly_unused([slot.index for slot in absent])
 
     def _end_first(self) -> None:
         """Whoever took part in the first backward, if only as a shadow: all ranks rebuild, or none."""
         self._learning = False
-        if self._order is not None:
-            self._came, self._order = self._order, None
+        self._arrivals.end()
 
     def _fill_in(self, slots: Sequence[Slot]) -> list[Slot]:
         """What is not in the buckets yet; the slots whose parameter this rank did not use."""
@@ -481,8 +437,8 @@ class Reducer:
             grad = parameter.grad
             if self._learning:
                 slot.uses = fired
-                if fired and self._order is not None:
-                    self._order.append(slot.index)
+                if fired and self._arrivals.noting:
+                    self._arrivals.was_there(slot)
             elif self.static_graph and fired != slot.uses:
                 raise refusals.changed(slot, fired)
             used = bool(fired) or (bool(self._touched[slot.index]) and grad is not None)
@@ -500,32 +456,19 @@ class Reducer:
             slot.bucket.pending -= 1
         return absent
 
-    def _wait_for_all(self) -> Pending | torch.Tensor | None:
-        """All buckets end. Returns which parameters were used anywhere, perhaps under way."""
+    def _wait_for_all(self, *, read: bool) -> bool:
+        """All buckets end. Whether it was told which parameters were used anywhere; `read` it."""
         # A hook's collectives may follow each other from other threads: none of ours may come between.
         for bucket in self.buckets:
             self._wait(bucket)
-        return self._used if self.hook is None else self._exchange_used()
+        if self.hook is not None:
+            self._exchange_used()
+        self.sums += 1
+        return self._used.wait(read=read)
 
-    def _exchange_used(self) -> Pending | torch.Tensor | None:
-        """Which parameters some rank used; None if that is known already."""
-        if self.static_graph and not self._learning:
-            return None
-        counts = array("i", map(max, self._fired, self._touched)) if any(self._touched) else self._fired
-        if counts != self._told[0]:  # they seldom change, and to move flags to a GPU waits for all it has
-            flags = torch.tensor([bool(count) for count in counts], dtype=torch.uint8).to(self._told_on)
-            self._told = counts[:], flags, torch.empty_like(flags)
-        used = self._told[2].copy_(self._told[1])
-        work: Pending | torch.Tensor = ops.all_reduce(
-            used, "max", group=self.group, async_op=self.overlap, label="used parameters"
-        )
-        return work
-
-    def _note_used(self, used: Pending | torch.Tensor, *, read: bool) -> None:
-        flags = used.wait() if isinstance(used, Pending) else used
-        if read:  # where it is on a GPU, reading waits for all of backward: only for an unused parameter
-            assert flags is not None
-            self._used_anywhere = flags.tolist()
+    def _exchange_used(self) -> None:
+        if self._learning or not self.static_graph:  # otherwise it is known
+            self._used.exchange(self._fired, self._touched, self.overlap)
 
     def _wait(self, bucket: Bucket) -> None:
         work, bucket.work = bucket.work, None
@@ -533,24 +476,14 @@ class Reducer:
             return
         result = work.wait()
         if not isinstance(work, Pending):
-            self._take(result, bucket)
+            take_result(result, bucket)
         self.gradients.reduced(bucket)
-
-    def _take(self, result: Any, bucket: Bucket) -> None:
-        """What a communication hook's future gave."""
-        if isinstance(result, list | tuple):
-            (result,) = result
-        if not isinstance(result, torch.Tensor):
-            raise TypeError(f"the communication hook's future gave {type(result).__name__}, not a tensor")
-        buffer = bucket.buffer
-        if result.data_ptr() != buffer.data_ptr() or result.dtype != buffer.dtype:
-            buffer.copy_(result.view(-1))
 
     def recover(self) -> None:
         """Before a forward: if the last backward raised, buckets that had left end, and all starts anew."""
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint that holds this model runs it again in backward
-        _lines.pop(self.group, None)
+        self._line.clear()
         self._forget_what_was_dropped()
         for reducer in (self, *self.sharing.others()):
             reducer._recover()
@@ -561,16 +494,14 @@ class Reducer:
             return
         self._syncing = self.armed = False
         self.average.end()
-        if self._order is not None:
-            self._order, self._arrivals = [], []
+        self._arrivals.again()
         self._fired[:] = self._zeros
         for slot in self.slots:
             slot.kept = slot.older = None
         for bucket in self.buckets:
             if bucket.work is not None:
                 self._wait(bucket)
-        if isinstance(self._used, Pending):
-            self._used.wait()  # its memory is that of the next one
+        self._used.wait(read=False)  # its memory is that of the next one
 
     def _forget_what_was_dropped(self) -> None:
         """Gradients of no_sync that somebody set to None: what they were the mean over is not to count."""
@@ -597,13 +528,10 @@ class Reducer:
             for bucket in self.buckets:
                 bucket.pending = 0
             self._ending = True
-            self._let_go()
-            used = self._wait_for_all()
-            self.sums += 1
-            if used is not None:
-                self._note_used(used, read=not self.gradients.is_whole)
+            self.let_go()
+            self._wait_for_all(read=not self.gradients.is_whole)
             # Whole gradients of a rank that has ended are its own affair; of a part it is the owner.
-            self.gradients.finish([] if self.gradients.is_whole else self.slots, self._used_anywhere)
+            self.gradients.finish([] if self.gradients.is_whole else self.slots, self._used.anywhere)
             self._touched[:] = self._zeros
             self._end_first()
 
@@ -617,26 +545,17 @@ class Reducer:
         self._syncing = self.armed = False
         self.detach()
         self._home.leave()
-        _lines.pop(self.group, None)
+        self._line.clear()
         self.average.give_up()
         # The graph of a failed forward may know this reducer for long: it is not to know the group.
         del self.group, self.average, self.finite
-        if isinstance(self._used, Pending):
-            self._used.give_up()
-        self._used, self.awaited, self.stepping = None, [], []
+        self._used.give_up()
+        self.awaited, self.stepping = [], []
         for bucket in self.buckets:
             bucket.let_go()
         self.gradients.let_go()
         if self.watch is not None:
             self.watch.give_up()
-
-
-def _in_turn(hook: Callable[[torch.Tensor], None], turn: threading.RLock) -> Callable[[torch.Tensor], None]:
-    def in_turn(parameter: torch.Tensor) -> None:
-        with turn:
-            hook(parameter)
-
-    return in_turn
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -22,8 +22,8 @@ from torch.distributed.algorithms.join import _JoinConfig
 from imece.collectives import checks
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel import freed
+from imece.data_parallel.comm_hook import CommHook
 from imece.data_parallel.freed import FreedParameter
-from imece.data_parallel.grad_bucket import Hook
 from imece.data_parallel.same import check_same_shapes
 from imece.data_parallel.watch import Watch
 
@@ -37,22 +37,21 @@ class Kept:
 
     named: list[tuple[str, torch.Tensor]]  # parameters with a place in a bucket
     watch: Watch | None
-    hook: Hook | None
-    hook_state: Any  # None: the group itself, if `group_is_state`
-    group_is_state: bool
-    buffer_hook_too: bool  # the state of that on buffers
+    hook: CommHook | None
+    group_is_state: bool  # of that hook
+    buffer_hook_too: bool  # and of that on buffers
     meeting: list[Any]  # what else has it as its process_group: synchronised batch norms, states of hooks
 
     @classmethod
     def of(cls, model: DistributedDataParallel) -> Kept:
         reducer, group = model.reducer, model.process_group
-        others = [reducer.hook_state, *model.module.modules()]
+        state = reducer.hook.state if reducer.hook is not None else None
+        others = [state, *model.module.modules()]
         return cls(
             [(slot.name, slot.parameter) for slot in reducer.slots],
             reducer.watch,
             reducer.hook,
-            None if reducer.hook_state is group else reducer.hook_state,
-            reducer.hook_state is group,
+            state is group,
             model._buffer_hook is not None and model._buffer_hook[1] is group,
             [each for each in others if getattr(each, "process_group", None) is group],
         )
@@ -61,8 +60,8 @@ class Kept:
         """Those beside the model to another group."""
         for each in self.meeting:
             each.process_group = group
-        if self.group_is_state:
-            self.hook_state = group
+        if self.hook is not None and self.group_is_state:
+            self.hook.state = group
         if self.buffer_hook_too and model._buffer_hook is not None:
             hook, _, location = model._buffer_hook
             model._buffer_hook = hook, group, location
@@ -104,7 +103,7 @@ def regroup(model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
         check_same_shapes(model._alike(), group, model.device)
         model._make_reducer(kept.named)
     model.reducer.watch = kept.watch
-    model.reducer.hook, model.reducer.hook_state = kept.hook, kept.hook_state
+    model.reducer.hook = kept.hook
     model._kept = None
 
 

@@ -23,8 +23,8 @@ from imece.collectives.calls import group_or_default
 from imece.data_parallel import arguments, in_backward, refusals
 from imece.data_parallel.arguments import MIB
 from imece.data_parallel.average import Average, Over
+from imece.data_parallel.comm_hook import CommHook, Hook
 from imece.data_parallel.finite import Finite
-from imece.data_parallel.grad_bucket import Hook, check_hook
 from imece.data_parallel.joining import DDPJoinHook, agree, common_rank
 from imece.data_parallel.norm import squared_norm
 from imece.data_parallel.outputs import tensors_in, when_gradient_comes
@@ -198,10 +198,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         bucket: has the methods of torch's GradBucket, so torch's own hooks run. TypeError or ValueError for
         what is no hook; RuntimeError if there is one already.
         """
-        check_hook(hook)
+        checked = CommHook.of(state, hook)
         if self.reducer.hook is not None:
             raise RuntimeError("register_comm_hook: this model has a communication hook already")
-        self.reducer.hook, self.reducer.hook_state = hook, state
+        self.reducer.hook = checked
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Shorten the gradient to `max_norm` if it is longer; returns its 2-norm before, a scalar on the
