@@ -249,7 +249,7 @@ class Reducer:
             if not bucket.attached:
                 reducer._attach(bucket)
             view, scale = slot.view, bucket.scale
-            if scale is None or reducer._graphed or grad is view:
+            if scale is None or reducer._graphed:
                 reducer._put(grad, slot)
             else:
                 multiply(grad, scale, out=view)
@@ -292,10 +292,8 @@ class Reducer:
         with torch.no_grad():
             if grad is None:
                 view.zero_()
-            elif grad is not view:
+            else:
                 _multiply(grad, scale, out=view)
-            elif scale != 1.0:
-                view.mul_(scale)
 
     def _agree_on_scale(self) -> None:
         factor = self.average.factor()
