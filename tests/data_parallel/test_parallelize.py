@@ -309,7 +309,7 @@ def state_of(model: nn.Module) -> State:
 
 def whole_state_of(model: Any) -> State:
     """Of a wrapped model: all ranks call it."""
-    with model.gathered() if hasattr(model, "gathered") else contextlib.nullcontext():
+    with model.gathered():
         return state_of(model.module)
 
 
@@ -697,6 +697,29 @@ def gradients_are_in_the_optimizer(group: dist.ProcessGroup) -> None:
         assert sum(gathered(elements, group)) == sum(each.numel() for each in model.parameters())
 
 
+def one_script_for_every_strategy(group: dist.ProcessGroup) -> None:
+    for strategy in strategies_on(group):
+        model, _ = Case().wrapped(strategy, group)
+        assert model.strategy == strategy
+        sharded = strategy != "replicate"
+        every = [name for name, each in model.module.named_parameters() if each.requires_grad]
+        assert model.sharded_names == (every if sharded else [])
+        numels = gathered(sum(part.numel for part in model.parts), group)
+        assert sum(numels) == (sum(each.numel() for each in model.parameters()) if sharded else 0)
+        with model.gathered(write=True), torch.no_grad():
+            for each in model.module.parameters():
+                each.fill_(2.0)
+        with torch.no_grad():
+            for part in model.parts:
+                part.parameter.add_(1.0)
+        model.take_over_masters()
+        model.settle()
+        for name, value in whole_state_of(model).items():
+            assert (
+                not value.is_floating_point() or name not in every or value.eq(3.0 if sharded else 2.0).all()
+            )
+
+
 def names_of_parts(group: dist.ProcessGroup) -> None:
     model, optimizer = Case(make=adamw_by_name).wrapped("zero2", group)
     (params,) = optimizer.param_groups
@@ -794,6 +817,7 @@ OTHERS: dict[str, Check] = {f"bits: {name}": same_bits(case) for name, case in I
     "gradients are in the optimizer": gradients_are_in_the_optimizer,
     "compiled": parity(Case(compiled, steps=3), but=["replicate", "zero1", "zero3"]),
     "names": names_of_parts,
+    "one script for every strategy": one_script_for_every_strategy,
     "an optimizer zeroes its own": an_optimizer_zeroes_its_own,
     "refused": refused,
     "models that differ": models_that_differ,

@@ -16,7 +16,6 @@ import imece
 from imece.bench.crew import Crew
 from imece.bench.reference_model import REFERENCE, batch, new_decoder, optimizer_of
 from imece.bench.targets import verdict
-from imece.data_parallel.sharded import ShardedDataParallel
 
 TOKENS = (128, 512)
 STEPS = 5  # of a round
@@ -74,8 +73,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: int, seeds
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    if isinstance(model, ShardedDataParallel):
-        model.sharding.settle()  # what the last step gathers would be in the time of nobody
+    if isinstance(model, imece.DistributedDataParallel):
+        model.settle()  # what the last step gathers would be in the time of nobody
     return float(loss.detach())
 
 

@@ -95,9 +95,9 @@ class TrainingState:
 
     def _find_own(self) -> dict[str, Tensor | Slice]:
         parts = self._parts()
-        sharded = isinstance(self._model, ShardedDataParallel)
+        is_whole = not self._model.sharded_names
         found: dict[str, Tensor | Slice] = {
-            MODEL + name: each.detach() for each, name in self._names.items() if not sharded
+            MODEL + name: each.detach() for each, name in self._names.items() if is_whole
         }
         found |= {MODEL + name: each.detach() for name, each in buffers_of(self._model.module)}
         for part in parts.values():
@@ -160,7 +160,7 @@ class TrainingState:
 
     def _slices(self, model: ShardedDataParallel) -> dict[str, Tensor | Slice]:
         sharding = model.sharding
-        sharded = set(self._sharded())
+        sharded = {*model.sharded_names}
         found: dict[str, Tensor | Slice] = {
             MODEL + name: each.detach() for each, name in self._names.items() if name not in sharded
         }
@@ -170,7 +170,7 @@ class TrainingState:
         # Ranks that hold the same shard hand in a piece of it each.
         replicas = sharding.groups.replicas
         share, shares = (replicas.rank(), replicas.size()) if replicas is not None else (0, 1)
-        parts = {part.index: part for part in sharding.parts}
+        parts = {part.index: part for part in model.parts}
         for index, slot in enumerate(sharding.slots):
             shape, part = tuple(slot.parameter.shape), parts.get(index)
             low, high = (part.numel * at // shares if part else 0 for at in (share, share + 1))
@@ -208,7 +208,7 @@ class TrainingState:
     ) -> dict[str, tuple[str, dict[str, tuple[str, int, list[int]]]]]:
         """{parameter: (made by, {key: (dtype, Entry.per, its shape if that is 0)})}, of all ranks."""
         mine = {}
-        for part in model.sharding.parts:
+        for part in model.parts:
             if part.start == 0 and (entries := states.get(part.parameter)):  # one rank has it
                 kinds = {
                     key: (DTYPE_NAMES[value.dtype], per, [] if per else list(value.shape))
@@ -223,20 +223,13 @@ class TrainingState:
         every = gather_json(said, model.process_group, model.device, "what optimizers keep")
         return {name: keys for keys, together in itertools.chain.from_iterable(every) for name in together}
 
-    def _sharded(self) -> list[str]:
-        model = self._model
-        return [slot.name for slot in model.sharding.slots] if isinstance(model, ShardedDataParallel) else []
-
     def _whole(self) -> set[str]:
         """The parameters of a sharded model that are not."""
-        sharded = isinstance(self._model, ShardedDataParallel)
-        return {*self._names.values()} - {*self._sharded()} if sharded else set()
+        sharded = self._model.sharded_names
+        return {*self._names.values()} - {*sharded} if sharded else set()
 
     def _parts(self) -> dict[Tensor, Part]:
-        model = self._model
-        if not isinstance(model, ShardedDataParallel):
-            return {}
-        return {part.parameter: part for part in model.sharding.parts}
+        return {part.parameter: part for part in self._model.parts}
 
     def _stepped(self) -> Iterator[tuple[Tensor, Kept]]:
         for optimizer, kept in self._optimizers:

@@ -20,7 +20,6 @@ from imece.checkpoint.manifest import MANIFEST
 from imece.collectives.mistakes import tried
 from imece.collectives.texts import gather_texts
 from imece.data_parallel.replicate import DistributedDataParallel
-from imece.data_parallel.sharded import ShardedDataParallel
 from imece.errors import UserError
 
 Result = TypeVar("Result")
@@ -71,7 +70,7 @@ def load_weights(model: nn.Module, source: Path | str | Saved, *, strict: bool =
         for line in damaged:
             print(f"imece: damaged, so an older checkpoint is used: {line}", file=sys.stderr, flush=True)
     together(model, lambda: fill(model, saved))
-    if isinstance(model, ShardedDataParallel):
+    if isinstance(model, DistributedDataParallel):
         model.take_over_masters()
     kept = kept_names(saved)
     missing = tuple(name for name in shapes if name not in kept)
@@ -113,10 +112,10 @@ def buffers_of(plain: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def held(model: nn.Module) -> Iterator[tuple[str, int, Tensor]]:
     """(name, first element, memory) of what this rank has. Of what is sharded, that is its part's master."""
-    sharded = set()
-    if isinstance(model, ShardedDataParallel):
-        sharded = {slot.name for slot in model.sharding.slots}
-        for part in model.sharding.parts:
+    sharded = set[str]()
+    if isinstance(model, DistributedDataParallel):
+        sharded.update(model.sharded_names)
+        for part in model.parts:
             yield part.name, part.start, part.parameter.detach()
     for name, each in shaped(model).items():
         if name not in sharded:
@@ -128,8 +127,8 @@ def fill(model: nn.Module, saved: Source) -> None:
 
     The other ranks do not know of it: see `ShardedDataParallel.take_over_masters`.
     """
-    if isinstance(model, ShardedDataParallel):
-        model.sharding.settle()  # a gather may still read a part
+    if isinstance(model, DistributedDataParallel):
+        model.settle()  # a gather may still read a part
     kept = kept_names(saved)
     for name, start, memory in held(model):
         if name in kept:

@@ -28,6 +28,7 @@ from imece.data_parallel.finite import Finite
 from imece.data_parallel.joining import DDPJoinHook, agree, common_rank
 from imece.data_parallel.norm import squared_norm
 from imece.data_parallel.outputs import tensors_in, when_gradient_comes
+from imece.data_parallel.parts import Part
 from imece.data_parallel.reducer import Reducer
 from imece.data_parallel.regroup import Kept, leave, regroup, wanting_gradients
 from imece.data_parallel.same import check_drift, check_same_shapes, sync_from
@@ -244,6 +245,39 @@ class DistributedDataParallel(nn.Module, Joinable):
             return norm.float()
         mantissa, exponent = torch.frexp(norm)
         return torch.ldexp((mantissa * _NORM_STEPS).round() / _NORM_STEPS, exponent)
+
+    # What is otherwise where parameters are sharded, so that one script does for every strategy.
+
+    @property
+    def strategy(self) -> str:
+        """By imece's own name: "replicate" here."""
+        return "replicate"
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """What this rank alone keeps and steps of parameters that are sharded: nothing here."""
+        return ()
+
+    @property
+    def sharded_names(self) -> list[str]:
+        """Parameters that are kept in parts: none here."""
+        return []
+
+    @contextlib.contextmanager
+    def gathered(self, write: bool = False) -> Iterator[None]:
+        """All parameters are whole inside, on every rank, as they always are here.
+
+        write: what is written into them, the same on all ranks, stays.
+        """
+        yield
+
+    def take_over_masters(self) -> None:
+        """After something else than their optimizer wrote `parts`: all ranks get the new values."""
+
+    def settle(self) -> None:
+        """Nothing is under way that the latest steps began, such as a gather: here nothing ever is."""
+
+    # Other ranks.
 
     def regroup(self, ranks: Mesh | dist.ProcessGroup) -> None:
         """Go on with other ranks: with the same model, optimizers and options, on another mesh or group.

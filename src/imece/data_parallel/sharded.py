@@ -26,6 +26,7 @@ from imece.data_parallel.meta import Filling, Init
 from imece.data_parallel.norm import squared_norm
 from imece.data_parallel.offload import Offload
 from imece.data_parallel.optimizer import numbers_of, set_numbers, who_steps
+from imece.data_parallel.parts import Part
 from imece.data_parallel.reducer import Reducer
 from imece.data_parallel.regroup import regroup
 from imece.data_parallel.replicate import DistributedDataParallel
@@ -334,6 +335,25 @@ class ShardedDataParallel(DistributedDataParallel):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch's Join."""
         return ShardedJoinHook(self, bool(kwargs.get("divide_by_initial_world_size", True)))
+
+    @property
+    def strategy(self) -> str:
+        """As of DistributedDataParallel."""
+        return self.sharding.strategy.name
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """As of DistributedDataParallel."""
+        return self.sharding.parts
+
+    @property
+    def sharded_names(self) -> list[str]:
+        """As of DistributedDataParallel, in registration order."""
+        return [slot.name for slot in self.sharding.slots]
+
+    def settle(self) -> None:
+        """As of DistributedDataParallel."""
+        self.sharding.settle()
 
     def take_over_masters(self) -> None:
         """After something else than their optimizer wrote the parts: all ranks get the new values."""

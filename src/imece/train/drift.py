@@ -96,8 +96,7 @@ class Drift:
             raise DriftError(self._refusal(step, texts))
         tensors = dict(self._named)
         model = self._model
-        if isinstance(model, ShardedDataParallel):
-            model.sharding.settle()
+        model.settle()
         for each in own:
             assert each.root is not None
             kept = self._kept(tensors[each.name])
@@ -132,9 +131,9 @@ def _alike(
         return everything, 0, model.process_group
     sharding = model.sharding
     if sharding.groups.replicas is None:
-        sharded = {slot.name for slot in sharding.slots}
+        sharded = {*model.sharded_names}
         return [each for each in everything if each[0] not in sharded], 0, model.process_group
-    parts: list[tuple[str, Tensor]] = [(part.name, part.parameter) for part in sharding.parts]
+    parts: list[tuple[str, Tensor]] = [(part.name, part.parameter) for part in model.parts]
     return parts, sharding.groups.shard.rank(), sharding.groups.replicas
 
 

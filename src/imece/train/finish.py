@@ -15,7 +15,6 @@ from imece.checkpoint.files import step_folders
 from imece.data.baselines import baselines, counted_in
 from imece.data.files import write_whole
 from imece.data_parallel.footprint import counted
-from imece.data_parallel.sharded import ShardedDataParallel
 from imece.footprint import Footprint
 from imece.models.generate import generate
 from imece.observe.report import write_loss_plot, write_report
@@ -40,8 +39,7 @@ def finish(session: Session, loop: Loop, watching: Watching) -> None:
         val_loss = loop.validate(most_tokens=0)
     saved = session.finish_save()
     watching.pass_on()
-    wrapped = session.wrapped
-    with wrapped.gathered() if isinstance(wrapped, ShardedDataParallel) else contextlib.nullcontext():
+    with session.wrapped.gathered():
         summary = _summary(session, val_loss) if session.mesh.rank == 0 else None  # it samples, alone
     if summary is None:
         return

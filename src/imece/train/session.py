@@ -20,7 +20,6 @@ from imece.data.batches import Batches
 from imece.data.prepare import Prepared, prepare, reopen
 from imece.data_parallel.parallelize import parallelize
 from imece.data_parallel.replicate import DistributedDataParallel
-from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.strategy import choose_strategy, find_strategy
 from imece.errors import UserError
 from imece.membership.member import Member, keeps_roster
@@ -266,8 +265,7 @@ class Session:
     @property
     def strategy(self) -> str:
         """By our own name, also where "auto" chose it."""
-        wrapped = self.wrapped
-        return wrapped.sharding.strategy.name if isinstance(wrapped, ShardedDataParallel) else "replicate"
+        return self.wrapped.strategy
 
     @property
     def prediction(self) -> Prediction:

@@ -15,7 +15,6 @@ from imece.collectives.texts import gather_json
 from imece.data.batches import Batches, rows
 from imece.data_parallel.grad_scaler import forget_stage
 from imece.data_parallel.replicate import DistributedDataParallel
-from imece.data_parallel.sharded import ShardedDataParallel
 from imece.membership.draws import begin_draws
 from imece.models.transformer import token_loss
 from imece.train.batch import BatchPlan
@@ -113,8 +112,7 @@ class Step:
         """
         model = self._model
         # autograd.grad asks for the gradients of whole parameters, which may be gone after a unit's forward.
-        inside = model.gathered() if isinstance(model, ShardedDataParallel) else contextlib.nullcontext()
-        with inside:
+        with model.gathered():
             found = list(self._not_finite_in(index))
         every = gather_json(found, model.process_group, model.device, "who brought what is not finite")
         return [self._describe(rank, *each) for rank, said in enumerate(every) for each in said]
