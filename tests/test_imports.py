@@ -18,7 +18,7 @@ import imece
 
 SRC = Path(__file__).parent.parent / "src"
 
-_BASE = {"errors"}
+_BASE = {"errors", "writing"}
 _RANKS = _BASE | {
     "layout",
     "footprint",
@@ -37,6 +37,7 @@ _TRAIN = _ENGINE | {"data", "models", "checkpoint", "membership", "observe"}
 # Room -> what it may import besides itself. A dotted entry allows that one module and what is in it.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "writing": set(),
     "opening": set(),
     "connections": set(),
     "on_import": set(),  # it runs while others are being imported

@@ -105,7 +105,8 @@ def test_all_is_on_the_disk_before_it_is_put_in_place(
 
         def noting(what: Any, *args: Any) -> Any:
             path = Path(os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else args[0])
-            name = "the partial folder" if path.name.endswith(".partial") else path.name
+            name = path.name.replace(f".{os.getpid()}.partial", " beside")
+            name = "the partial folder" if name.endswith(".partial") else name
             calls.append(f"{call} {'the folder' if path == tmp_path else name}")
             return real(what, *args)
 
@@ -119,7 +120,7 @@ def test_all_is_on_the_disk_before_it_is_put_in_place(
     assert calls == [
         "fsync rank-00000.safetensors",
         "replace rank-00000.json",  # it goes away before the end, so it may get lost
-        "fsync manifest.json.new",
+        "fsync manifest.json beside",
         "replace manifest.json",
         "fsync the partial folder",
         "replace step-00000002",

@@ -525,7 +525,7 @@ def test_the_disk_is_full(
                 raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("imece.data.files.sync", sync)
+            patch.setattr("imece.writing.sync", sync)
             patch.setattr("imece.data.build.sync", sync)
             try:
                 said = mistake(*words)

@@ -26,8 +26,8 @@ if __name__ == "__main__":
     package.__path__ = [str(Path(__file__).parents[2] / "src/imece")]
     sys.modules["imece"] = package
 
+from imece import writing
 from imece.data import build as build_module
-from imece.data import files as files_module
 from imece.data import prepare as prepare_module
 from imece.data import tokenizer as tokenizer_module
 from imece.data.build import build
@@ -117,7 +117,7 @@ def _killed(function: Callable[[], object], number: int) -> bool:
 
     A line counts the first time and the second: in a loop, one round is done then and others are not.
     """
-    ours = {module.__file__ for module in (build_module, files_module)}
+    ours = {module.__file__ for module in (build_module, writing)}
     seen, lines = Counter[tuple[str, int]](), 0
 
     def line(frame: FrameType, event: str, _: object) -> Any:

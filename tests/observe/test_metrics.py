@@ -132,10 +132,10 @@ def test_records_that_could_not_be_dropped_are_told_apart(
 ) -> None:
     write(tmp_path, range(1, 6))
 
-    def full(self: Path, target: Path) -> Path:
+    def full(beside: Path, target: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     alarms: list[str] = []
     metrics = Metrics(tmp_path, from_step=2, alarm=alarms.append)
     metrics.write(record(3, run=2))

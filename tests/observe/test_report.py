@@ -252,11 +252,11 @@ def test_a_full_disk_leaves_the_page_that_was_there(tmp_path: Path, monkeypatch:
     before = (tmp_path / "report.html").read_bytes()
     write(tmp_path, [record(1), record(2)])
 
-    def full(self: Path, content: bytes) -> int:
-        self.touch()
+    def full(beside: Path, target: Path) -> None:
+        assert beside.stat().st_size
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space"):
         write_report(tmp_path)
     assert (tmp_path / "report.html").read_bytes() == before

@@ -27,6 +27,7 @@ from imece.checkpoint.manifest import (
     seal,
     unseal,
 )
+from imece.writing import write_whole
 
 # In a state: what text the metric was measured on, and how much of it.
 METRIC_ON, METRIC_OVER = "metric_on", "metric_over"
@@ -54,13 +55,13 @@ def write_part(partial: Path, rank: int, part: Part) -> None:
         "file": file_to_json(part.file),
         "rank_state": part.rank_state,
     }
-    files.write_whole(partial / part_name(rank), seal(note))
+    write_whole(partial / part_name(rank), seal(note))
     # Nothing that may fail can follow: rank 0 has perhaps seen it already, and counts on this rank's file.
 
 
 def write_excuse(partial: Path, rank: int, why: str) -> None:
     partial.mkdir(parents=True, exist_ok=True)
-    files.write_whole(partial / part_name(rank), seal({"error": why}))
+    write_whole(partial / part_name(rank), seal({"error": why}))
 
 
 def read_part(partial: Path, rank: int) -> Part | str | None:
@@ -109,10 +110,9 @@ def commit(partial: Path, final: Path, manifest: Manifest) -> None:
             raise ValueError(
                 f"{file_name(rank)}: rank {rank} wrote {file.nbytes} bytes, but {found} are there"
             )
-    files.write_whole(partial / MANIFEST, encode(manifest), durable=True)
+    write_whole(partial / MANIFEST, encode(manifest), durable=True)  # and the names of all ranks' files
     for rank in range(len(manifest.files)):  # all that they say is in the manifest
         (partial / part_name(rank)).unlink()
-    files.sync_folder(partial)  # the names of all ranks' files
     files.put_in_place(partial, final)
 
 

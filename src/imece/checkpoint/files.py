@@ -78,24 +78,6 @@ def write(path: Path, chunks: Iterable[bytes | memoryview], go_on: Callable[[], 
     return total, digest.hexdigest()
 
 
-def write_whole(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """The file has its old content or the new one, never a part; if `durable`, after a power failure too.
-
-    Only one process writes a file of this name. OSError, with the file's name: then it has the old content.
-    """
-    beside = path.with_name(f"{path.name}.new")
-    try:
-        with beside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
 def taken(folder: Path) -> int:
     """The bytes that its files take on the disk; 0 if there is no such folder. OSError."""
     blocks = 0
@@ -103,17 +85,6 @@ def taken(folder: Path) -> int:
         with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
             blocks += path.stat().st_blocks
     return 512 * blocks
-
-
-def sync_folder(folder: Path) -> None:
-    """What was created, renamed and removed in it is so on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(folder)) from error
-    finally:
-        os.close(descriptor)
 
 
 def put_in_place(partial: Path, final: Path) -> None:

@@ -17,8 +17,8 @@ import threading
 import time
 from pathlib import Path
 
-from imece.checkpoint.files import write_whole
 from imece.checkpoint.manifest import Json, seal, unseal
+from imece.writing import write_whole
 
 _SHORTEST_S, _LONGEST_S = 0.01, 0.5  # between two looks at what others have written
 _MOST_FAILURES = 16  # remembered: the ranks are never more than one attempt apart

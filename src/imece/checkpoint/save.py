@@ -23,6 +23,7 @@ from imece.checkpoint.commit import Part
 from imece.checkpoint.manifest import MANIFEST, File, Json, Kind, Piece, begins, file_name, header
 from imece.checkpoint.meeting import Meeting, NotSavedError, Patience
 from imece.errors import UserError
+from imece.writing import sync_folder
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class Checkpoints:
         # What can be loaded counts as saved, on all ranks; but nothing goes before it surely stays.
         self._newest = job.step
         try:
-            files.sync_folder(self._folder)
+            sync_folder(self._folder)
             files.drop_old(final)
             commit.prune(self._folder, job.step, self._keep)
         except (OSError, UserError) as error:

@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from imece.data.corpus import Document, common_folder, documents, held_out, share_of_one, total_bytes
-from imece.data.files import DIGEST_BYTES, file_digest, locked, other_place, sync, sync_folder
+from imece.data.files import DIGEST_BYTES, file_digest, locked, other_place
 from imece.data.tokenizer import Tokenizer
 from imece.data.tokens import MANIFEST, PARTS, SUFFIXES, TokenFiles, open_tokens, write_manifest
 from imece.errors import UserError
+from imece.writing import sync, sync_folder
 
 Progress = Callable[[int, int], None]  # (bytes of text tokenized, bytes of all files)
 

@@ -1,15 +1,13 @@
-"""Files that are whole or absent, whatever happens while they are written; and who writes them."""
+"""Files that several processes may write, and what is in them."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import hashlib
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 from imece.errors import UserError
 
@@ -26,39 +24,6 @@ def locked(path: Path) -> Iterator[None]:
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield  # the file must not be deleted afterwards: others may wait for this very one
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes beside, then renames: whoever opens `path` sees all of the old content or all of the new.
-
-    OSError if it cannot be written; then nothing is left beside.
-    """
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            sync(file)
-        os.replace(partial, path)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink()
-        raise
-    sync_folder(path.parent)
-
-
-def sync(file: BinaryIO) -> None:
-    """All that was written to it is on the disk, not only on its way."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Renames and deletions in it are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def other_place(error: OSError) -> str:

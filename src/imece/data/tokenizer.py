@@ -19,8 +19,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from imece.data.corpus import documents, fraction, held_out, share_of_one, total_bytes
-from imece.data.files import other_place, write_whole
+from imece.data.files import other_place
 from imece.errors import UserError
+from imece.writing import write_whole
 
 END = "<|end|>"
 SMALLEST_VOCAB = 257  # all bytes, and END
@@ -67,7 +68,7 @@ class Tokenizer(ABC):
     def save(self, path: Path | str) -> None:
         """Writes tokenizer.json: the whole file or, if it fails, none."""
         try:
-            write_whole(Path(path), self.to_json().encode())
+            write_whole(Path(path), self.to_json().encode(), durable=True)
         except OSError as error:
             raise UserError(
                 f"{path}: cannot be written ({error.strerror}): {other_place(error)} place"

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from imece.data.files import digest, file_digest, write_whole
+from imece.data.files import digest, file_digest
 from imece.errors import UserError
+from imece.writing import write_whole
 
 MANIFEST = "manifest.json"
 PARTS = ("train", "validation")
@@ -71,7 +72,7 @@ def open_tokens(folder: Path | str, *, verify: bool = False) -> TokenFiles:
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     """The last act of making the files: from then on they are there. OSError if it cannot be written."""
     checked = {"version": _VERSION, "checksum": digest(json.dumps(content).encode()), **content}
-    write_whole(folder / MANIFEST, json.dumps(checked, indent=2).encode() + b"\n")
+    write_whole(folder / MANIFEST, json.dumps(checked, indent=2).encode() + b"\n", durable=True)
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

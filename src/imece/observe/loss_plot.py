@@ -6,7 +6,8 @@ import io
 from pathlib import Path
 
 from imece.observe.curves import curve, frame, smoothed, thinned
-from imece.observe.run_files import RunFiles, write_whole
+from imece.observe.run_files import RunFiles
+from imece.writing import write_whole
 
 _RAW, _MAIN, _VAL, _LEVEL, _SOFT = "#a9cbe8", "#1f6fb2", "#c2570c", "#8a93a3", "#5d6675"
 _INCHES, _DPI = (12, 7), 100  # 1200 x 700 pixels

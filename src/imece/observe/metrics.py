@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from imece.observe.appending import Appending
 from imece.observe.events import Events
+from imece.writing import whole_file
 
 FILE = "metrics.jsonl"
 EVENTS = "tensorboard"  # the folder
@@ -106,15 +106,7 @@ def _keep_until(path: Path, step: int) -> None:
     """Take the records after `step`, and lines that are none, out of the file; it changes at one instant."""
     if all(record is not None and record["step"] <= step for _, record in _lines(path)):
         return
-    beside = path.with_name(f"{path.name}.partial")
-    try:
-        with beside.open("wb") as file:
-            for line, record in _lines(path):
-                if record is not None and record["step"] <= step:
-                    file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
+    with whole_file(path, durable=True) as file:
+        for line, record in _lines(path):
+            if record is not None and record["step"] <= step:
+                file.write(line)

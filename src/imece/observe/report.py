@@ -15,9 +15,10 @@ from imece.observe.chart import Axis, Chart
 from imece.observe.curves import MOST_POINTS, Curve, curve, frame, piecewise_mean, smoothed, thinned
 from imece.observe.loss_plot import write_loss_plot
 from imece.observe.page import page
-from imece.observe.run_files import RunFiles, write_whole
+from imece.observe.run_files import RunFiles
 from imece.observe.units import duration, gigabytes, milliseconds, si
 from imece.observe.visible import visible
+from imece.writing import write_whole
 
 __all__ = ["write_loss_plot", "write_report"]
 

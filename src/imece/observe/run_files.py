@@ -78,17 +78,6 @@ def as_argument(path: str | Path) -> str:
     return shlex.quote(f"./{name}" if name.startswith("-") else name)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Beside and renamed: whoever opens it sees the old one or the new one. OSError if there is no room."""
-    beside = path.with_name(f"{path.name}.partial")
-    try:
-        beside.write_bytes(content)
-        beside.replace(path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
-
-
 def _json(path: Path) -> Json:
     try:
         content = json.loads(path.read_bytes()) if path.exists() else {}

@@ -5,7 +5,6 @@ The file is what `--hardware` reads. Its first line says when and on what it was
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import socket
@@ -23,6 +22,7 @@ from imece.plan.setup import Parallel, Precision, Recipe, Setup
 from imece.plan.speed.compute import product_s, stream_s
 from imece.plan.speed.manner import IMECE
 from imece.plan.speed.stage import stage_time
+from imece.writing import write_whole
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _SLOWEST = 0.1  # of the bytes that a copy moves
@@ -103,14 +103,10 @@ def to_toml(cluster: Cluster, figures: Mapping[str, Any], now: datetime) -> str:
 
 def keep(text: str, path: Path) -> None:
     """Write the file, whole or not at all. UserError if that cannot be."""
-    half = path.with_suffix(f".{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        half.write_text(text, encoding="utf-8")
-        half.replace(path)
+        write_whole(path, text.encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            half.unlink()
         raise UserError(f"{path}: cannot be written ({error.strerror})") from error
 
 

@@ -13,7 +13,6 @@ import torch
 from imece.checkpoint.commit import glance
 from imece.checkpoint.files import step_folders
 from imece.data.baselines import baselines, counted_in
-from imece.data.files import write_whole
 from imece.data_parallel.footprint import counted
 from imece.footprint import Footprint
 from imece.models.generate import generate
@@ -24,6 +23,7 @@ from imece.train.loop import Loop
 from imece.train.prediction import compared, keep, measured
 from imece.train.session import Session
 from imece.train.watching import Watching
+from imece.writing import write_whole
 
 _SAMPLE_TOKENS = 160
 _SAMPLE_SEED = 1
@@ -172,4 +172,4 @@ def _sample(session: Session, prompt: str) -> str:
 
 def _write(session: Session, summary: dict[str, Any]) -> None:
     content = json.dumps(summary, indent=2) + "\n"
-    write_whole(session.folder.path / "summary.json", content.encode())
+    write_whole(session.folder.path / "summary.json", content.encode(), durable=True)

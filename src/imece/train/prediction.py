@@ -15,7 +15,6 @@ import psutil
 import torch
 
 from imece.collectives.shared_memory.cgroup import allowed_bytes
-from imece.data.files import write_whole
 from imece.data_parallel.offload import can_offload
 from imece.data_parallel.strategy import choose_strategy, find_strategy
 from imece.errors import UserError
@@ -39,6 +38,7 @@ from imece.plan.setup import Precision as Bytes
 from imece.train.batch import BatchPlan
 from imece.train.config import TrainConfig
 from imece.train.precision import Precision
+from imece.writing import write_whole
 
 _WARM = 3  # steps at the beginning that are slower
 _FIRST_STEP_BYTES = 70 << 20
@@ -228,7 +228,7 @@ def keep(folder: Path, prediction: Prediction, measured: dict[str, Any] | None =
     """Into the run folder; a disk that is full is told of by whoever writes figures and checkpoints."""
     content = {"version": VERSION, "predicted": prediction.as_json(), "measured": measured}
     with contextlib.suppress(OSError):
-        write_whole(folder / PLAN_FILE, (json.dumps(content, indent=2) + "\n").encode())
+        write_whole(folder / PLAN_FILE, (json.dumps(content, indent=2) + "\n").encode(), durable=True)
 
 
 def measured(folder: Path, counted: Footprint, since: int) -> dict[str, Any]:

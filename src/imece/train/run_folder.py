@@ -16,13 +16,14 @@ import torch
 from imece.checkpoint.load import Saved, all_steps, best, newest
 from imece.checkpoint.weights import load_weights
 from imece.data.build import discard
-from imece.data.files import other_place, write_whole
+from imece.data.files import other_place
 from imece.data.tokenizer import Tokenizer, load_tokenizer
 from imece.errors import UserError
 from imece.models.shape import RopeScaling, TransformerConfig
 from imece.models.transformer import Transformer
 from imece.train.config import TrainConfig, check_same_run, read_toml, to_toml
 from imece.train.run_lock import FILE, RunLock
+from imece.writing import write_whole
 
 Which = Literal["best", "last"]
 
@@ -94,7 +95,7 @@ class RunFolder:
             for leftover in self._leftovers():
                 leftover.unlink(missing_ok=True)
             if before != content:
-                write_whole(self.config_file, content)
+                write_whole(self.config_file, content, durable=True)
             return before
         except OSError as error:
             with suppress(OSError):  # if it is not empty, above all
@@ -122,7 +123,7 @@ class RunFolder:
         except BaseException:
             with suppress(OSError):
                 if before is not None:
-                    write_whole(self.config_file, before)
+                    write_whole(self.config_file, before, durable=True)
                 else:
                     self._take_back(config)
                     if not there:  # else it may be a link, or have permissions that a new one would not

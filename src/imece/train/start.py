@@ -13,7 +13,6 @@ from imece import mesh as meshes
 from imece.collectives import ops
 from imece.collectives.texts import gather_texts
 from imece.data.batches import Batches
-from imece.data.files import write_whole
 from imece.data.prepare import Prepared, prepare
 from imece.data_parallel.footprint import expected
 from imece.data_parallel.offload import check_strategy
@@ -39,6 +38,7 @@ from imece.train.session import Session
 from imece.train.stopping import Stop
 from imece.train.watching import Watching
 from imece.world import read_world
+from imece.writing import write_whole
 
 Progress = Callable[[str, int, int], None]
 
@@ -234,4 +234,4 @@ def _steps(session: Session) -> str:
 def _note_environment(folder: Path) -> None:
     content = json.dumps(environment(), indent=2) + "\n"
     with contextlib.suppress(OSError):  # a full disk: whoever writes figures and checkpoints says so
-        write_whole(folder / "environment.json", content.encode())
+        write_whole(folder / "environment.json", content.encode(), durable=True)
