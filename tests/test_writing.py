@@ -42,11 +42,11 @@ def test_an_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left on device: .*/figures.json'$"):
+    with pytest.raises(OSError, match=r"No space left on device: .*/figures.json'$"):
         write_whole(path, b"new", durable=True)
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}'$"):
         sync_folder(tmp_path)
-    with pytest.raises(FileNotFoundError, match="/absent/figures.json'$"):
+    with pytest.raises(FileNotFoundError, match=r"/absent/figures.json'$"):
         write_whole(tmp_path / "absent" / "figures.json", b"new")
     assert os.listdir(tmp_path) == []
 
