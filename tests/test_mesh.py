@@ -39,10 +39,25 @@ from tests.ranks import run_ranks, start_ranks
 
 def test_a_backend_that_torch_does_not_have() -> None:
     """Those of torch that move nothing are not among what is offered."""
-    with pytest.raises(UserError, match=r"^backend 'foo': torch here knows gloo, [^']*shm") as caught:
+    with pytest.raises(UserError, match=r"^backend 'foo': torch here has gloo, [^']*shm") as caught:
         check_backend("foo")
     assert "undefined" not in str(caught.value) and "fake" not in str(caught.value)
     check_backend("fake")
+
+
+def test_a_backend_that_torch_knows_and_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    with pytest.raises(UserError, match=r"^backend 'cpu:gloo,cuda:nccl': torch here has gloo, ") as caught:
+        check_backend("cpu:gloo,cuda:nccl")
+    assert caught.value.args[0].count("nccl") == 1, "it is not offered"
+
+
+def test_a_timeout_in_seconds() -> None:
+    seconds: Any = 3
+    with pytest.raises(
+        UserError, match=r"^timeout=3: give a datetime.timedelta, timedelta\(seconds=60\) say$"
+    ):
+        imece.init(timeout=seconds)
 
 
 # --- arithmetic ---

@@ -69,12 +69,11 @@ def _by_device(group: dist.ProcessGroup | None = None) -> dict[str, str]:
 
 def check_backend(asked: str | None) -> None:
     """UserError if torch does not have the backend `asked` for."""
-    known = list(dist.Backend.backend_list)
+    known = [each for each in dist.Backend.backend_list if dist.is_backend_available(each)]
     for part in (asked or "").split(",") if asked is not None else []:
-        name = part.split(":")[-1]
-        if name not in known or (name == "nccl" and not dist.is_nccl_available()):
+        if part.split(":")[-1] not in known:
             usual = [each for each in known if each not in _INTERNAL]
-            raise UserError(f"backend {asked!r}: torch here knows {', '.join(usual)}")
+            raise UserError(f"backend {asked!r}: torch here has {', '.join(usual)}")
 
 
 def choose_backends(device: torch.device, one_host: bool, asked: str | None) -> Backends:

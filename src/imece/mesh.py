@@ -264,6 +264,8 @@ def init(
     adopted = dist.is_initialized() if _open is None else not _open._owns_world
     if backend is None and not adopted:
         backend = os.environ.get(BACKEND) or None
+    if not isinstance(timeout, timedelta):
+        raise UserError(f"timeout={timeout!r}: give a datetime.timedelta, timedelta(seconds=60) say")
     asked: _Asked = (None if axes is None else dict(axes), ranks, backend, str(device), timeout)
     if _open is not None:
         if asked != _opened_with:

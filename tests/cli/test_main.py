@@ -64,6 +64,7 @@ def test_help_and_version() -> None:
         ("launch script.py", "imece launch --ranks 2 script.py"),
         ("launch --ranks 2", "no script"),
         ("launch --ranks 1 --nproc-per-node 2 x.py", "--ranks 1 and --nproc-per-node 2: how many ranks?"),
+        ("launch --ranks 2 --ranks 3 x.py", "--ranks 2 and --ranks 3: how many ranks? Say it once"),
         ("drill --nproc_per_node=2 --ranks 3 x.py", "--nproc-per-node 2 and --ranks 3: how many ranks?"),
         ("launch --ranks 2 --", "no script"),
         ("launch --ranks 0 x.py", "--ranks 0"),
@@ -214,6 +215,7 @@ def test_torchruns_options_for_one_host(monkeypatch: pytest.MonkeyPatch, tmp_pat
             "'foo' is none of shm, gloo, nccl, mpi, ucc, xccl; one of your own ",
         ),
         ("IMECE_BACKEND=cpu:gloo,cuda:nkkl", "'nkkl' is none of shm"),
+        ("IMECE_BACKEND=gloo,", "IMECE_BACKEND=gloo,: '' is none of shm"),
         ("IMECE_SCHEDULE=hirarchical", "is no schedule: did you mean 'hierarchical'?"),
         ("IMECE_BACKEND=cpu:gloo,cuda:nccl", None),
         ("IMECE_BACKEND=", None),
@@ -373,3 +375,14 @@ def test_torchruns_options_for_several_hosts(monkeypatch: pytest.MonkeyPatch, tm
     plan = first[0]
     assert (plan.hosts, plan.me, plan.rendezvous, plan.ranks) == (2, 1, ("a", 7), 3)
     assert (plan.limits.ranks, plan.limits.min_ranks) == (6, 2)
+
+
+def test_in_a_folder_that_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though no path is asked of it: a library that is loaded there ends the process without a word."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["plan", "7B", "--gpus", "8xH100"]) == 2
+    assert capsys.readouterr().err == "imece: the current folder has been removed: go to one that is there\n"

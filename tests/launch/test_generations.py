@@ -119,6 +119,18 @@ def test_one_that_lost_its_peer_is_not_the_cause() -> None:
     assert isinstance(run.generations.overdue(run.go_on, 12.0), End)
 
 
+def test_the_last_that_lost_their_peers_end_the_run_at_once() -> None:
+    """Nobody is left whose end could be the cause: it must not pass for success."""
+    run = Run()
+    assert run.ends(0, 1, status=0) is None
+    assert run.ends(2, status=1, failure=PEER_LOST) is None
+    assert len(ended(run.ends(3, status=1, failure=PEER_LOST)).endings) == 2
+    assert run.generations.blame_at is None
+    run = Run(restart=True, exceptions=True)
+    run.resilient = False
+    assert isinstance(run.ends(0, 1, 2, 3, status=1, failure=PEER_LOST), StartAgain)
+
+
 def test_too_few() -> None:
     run = Run(min_ranks=3)
     assert isinstance(run.ends(0), GoOn)

@@ -164,6 +164,14 @@ def test_the_survivor_of_a_collective_is_not_blamed(
     assert outcome.status == status and last.startswith("imece: rank 1 (pid ") and said in last, outcome.err
 
 
+def test_one_that_finishes_while_another_needs_it_is_no_success(script: Script) -> None:
+    """Rank 0 has lost its peer as its last act, and nobody else is left whose end could be the cause."""
+    outcome = run_launch("--ranks", "2", script(WITH_IMECE.format(fault="sys.exit(0)")))
+    last = outcome.err.splitlines()[-1]
+    assert outcome.status == 1 and "imece: rank 0 (pid " in last and "failed with PeerLostError" in last
+    assert last.endswith("; rank 1 had finished before")
+
+
 def test_leaving_in_order_is_no_failure(script: Script) -> None:
     outcome = run_launch(
         "--ranks", "2", script(WITH_IMECE.format(fault="pass") + "mesh.close(); os._exit(0)")
@@ -319,6 +327,31 @@ def test_a_reader_that_goes_away_ends_the_job(script: Script) -> None:
         assert launcher.stdout is not None and launcher.stdout.read(1) == b"["
         launcher.stdout.close()
         assert launcher.wait(30) == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize("ends", ["a signal", "a death", "the rank"])
+def test_a_reader_that_does_not_read(script: Script, ends: str) -> None:
+    """As `| less`: the launcher hears signals and sees deaths all the same, and no line is lost."""
+    lines, then = (20_000, "pass") if ends == "the rank" else (60_000, "time.sleep(100)")
+    path = script(f"for number in range({lines}): print(number, 'x' * 100, flush=True)\n{then}")
+    ranks = "2" if ends == "a death" else "1"
+    command = [sys.executable, "-m", "imece", "launch", "--ranks", ranks, "--grace-s", "1", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None and launcher.stdout.read(1) == b"["
+        time.sleep(1.0)
+        if ends == "a signal":
+            launcher.send_signal(signal.SIGTERM)
+            assert launcher.wait(10) == 128 + signal.SIGTERM
+        elif ends == "a death":
+            dies, other = psutil.Process(launcher.pid).children()
+            dies.kill()
+            other.wait(10)
+            launcher.stdout.read()
+            assert launcher.wait(10) == 128 + signal.SIGKILL
+        else:
+            printed = (b"[" + launcher.stdout.read()).splitlines()
+            assert [int(line.split()[2]) for line in printed] == list(range(lines))
+            assert launcher.wait(10) == 0
 
 
 def test_a_reader_of_a_rank_that_writes_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from imece.launch.output import LogFile, Printed, RankOutput
+from imece.launch.output import LogFile, Outlet, Printed, RankOutput
 
 _TEXT = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"\xff"]), max_size=30).map(b"".join)
 
@@ -22,7 +22,7 @@ _TEXT = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"\xff"]),
 def test_it_does_not_matter_where_reads_cut(text: bytes, cuts: list[int]) -> None:
     at = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     target = io.BytesIO()
-    output = RankOutput(3, target, Printed())
+    output = RankOutput(3, Outlet(target), Printed())
     for start, stop in itertools.pairwise(at):
         output.feed(text[start:stop])
     output.finish()
@@ -32,13 +32,13 @@ def test_it_does_not_matter_where_reads_cut(text: bytes, cuts: list[int]) -> Non
 
 def test_long_lines_come_in_pieces() -> None:
     target = io.BytesIO()
-    RankOutput(0, target, Printed()).feed(b"x" * 200_000)
+    RankOutput(0, Outlet(target), Printed()).feed(b"x" * 200_000)
     assert 130_000 < target.getvalue().count(b"x") < 200_000
 
 
 def test_tracebacks_are_repeated_only_if_others_spoke_since() -> None:
     printed = Printed()
-    one, other = (RankOutput(rank, io.BytesIO(), printed) for rank in range(2))
+    one, other = (RankOutput(rank, Outlet(io.BytesIO()), printed) for rank in range(2))
     one.feed(b"hello\n[rank0]: Traceback (most recent call last):\n  File\nValueError\n")
     assert one.failure_lines() == []
     other.feed(b"noise\n")
@@ -49,7 +49,7 @@ def test_tracebacks_are_repeated_only_if_others_spoke_since() -> None:
 def test_a_full_disk_takes_nothing_and_the_log_all(tmp_path: Path) -> None:
     log = LogFile(tmp_path / "log")
     with open("/dev/full", "wb", buffering=0) as full:
-        RankOutput(0, full, Printed(), log).feed(b"one\ntwo\n")
+        RankOutput(0, Outlet(full), Printed(), log).feed(b"one\ntwo\n")
     log.close()
     assert (tmp_path / "log").read_bytes() == b"one\ntwo\n"
 
@@ -58,11 +58,11 @@ def test_a_terminal_that_is_gone_ends_nothing_and_a_pipe_that_nobody_reads_is_to
     parent, child = os.openpty()
     os.close(parent)
     with open(child, "wb", buffering=0) as gone:
-        RankOutput(0, gone, Printed()).feed(b"one\n")
+        RankOutput(0, Outlet(gone), Printed()).feed(b"one\n")
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb", buffering=0) as gone, pytest.raises(BrokenPipeError):
-        RankOutput(0, gone, Printed()).feed(b"one\n")
+        RankOutput(0, Outlet(gone), Printed()).feed(b"one\n")
 
 
 def test_a_pipe_that_does_not_wait_gets_all() -> None:
@@ -73,7 +73,10 @@ def test_a_pipe_that_does_not_wait_gets_all() -> None:
         reading = threading.Thread(target=lambda: got.append(file.read()))
         reading.start()
         with open(writer, "wb", buffering=0) as target:
-            RankOutput(0, target, Printed()).feed(b"x" * 300_000 + b"\n")
+            outlet = Outlet(target)
+            RankOutput(0, outlet, Printed()).feed(b"x" * 300_000 + b"\n")
+            outlet.finish()
+            assert outlet.waiting_bytes == 0
         reading.join()
     assert got[0].count(b"x") == 300_000
 
@@ -86,3 +89,30 @@ def test_a_full_disk_behind_the_log_and_behind_its_complaint(monkeypatch: pytest
         monkeypatch.undo()
     log.write(b"two")
     assert log._file is None, "it is not tried again"
+
+
+def test_a_reader_that_does_not_read_holds_nobody_up() -> None:
+    reader, writer = os.pipe()
+    lines = [b"%05d %s\n" % (number, b"x" * 90) for number in range(3000)]
+    with open(reader, "rb", buffering=0) as read, open(writer, "wb", buffering=0) as target:
+        outlet = Outlet(target)
+        for line in lines:
+            outlet.write(line)
+        waiting = outlet.waiting_bytes
+        got = read.read(1 << 20)
+        assert got and len(got) + waiting == sum(map(len, lines)), "what is not in the pipe waits"
+        while outlet.waiting_bytes:
+            outlet.pass_on()
+            got += read.read(1 << 20)
+        assert got == b"".join(lines)
+
+
+def test_it_is_said_once_that_output_is_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        outlet = Outlet(full)
+        for _ in range(3):
+            outlet.write(b"one\n")
+        assert outlet.waiting_bytes == 0
+    assert capfd.readouterr().err == (
+        "imece: output cannot be written (No space left on device), so what ranks print is lost\n"
+    )

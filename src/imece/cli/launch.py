@@ -163,8 +163,9 @@ def start(
 
 def _check_variables(environ: Mapping[str, str]) -> None:
     """Here, or every rank would say so with a traceback of its own."""
-    for part in environ.get(BACKEND, "").split(","):
-        if part and (name := part.rpartition(":")[2]) not in BACKENDS:
+    asked = environ.get(BACKEND)
+    for part in asked.split(",") if asked else ():
+        if (name := part.rpartition(":")[2]) not in BACKENDS:
             raise UserError(
                 f"{BACKEND}={environ[BACKEND]}: {name!r} is none of {', '.join(BACKENDS)}; one of your own "
                 "is named in the script, imece.init(backend=...)"
@@ -176,7 +177,7 @@ def _check_variables(environ: Mapping[str, str]) -> None:
 def _counted(own: Sequence[str]) -> list[str]:
     """Our options, with a number of ranks for torchrun's words; UserError if there are two."""
     left: list[str] = []
-    said: dict[str, str] = {}
+    said: list[tuple[str, str]] = []
     words = iter(own)
     for word in words:
         typed, equals, value = word.partition("=")
@@ -185,12 +186,12 @@ def _counted(own: Sequence[str]) -> list[str]:
             given = [value] if equals else [following for following in [next(words, None)] if following]
             given = [str(_devices(text)) if text in _DEVICES else text for text in given]
             left += [name, *given]
-            said[name] = " ".join(given)
+            said.append((name, " ".join(given)))
         else:
             left.append(word)
-    if len(set(said.values())) > 1:
-        both = " and ".join(f"{name} {number}" for name, number in said.items())
-        raise UserError(f"{both}: how many ranks? Both names mean the same, give one of them")
+    if len({number for _, number in said}) > 1:
+        both = " and ".join(f"{name} {number}" for name, number in dict.fromkeys(said))
+        raise UserError(f"{both}: how many ranks? Say it once")
     return left
 
 

@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             _take_all()
+            if _is_nowhere():  # where libraries end the process when they are loaded
+                return _refuse("the current folder has been removed: go to one that is there")
             return _run(list(sys.argv[1:] if argv is None else argv))
         except UserError as mistake:
             return _refuse(mistake)
@@ -48,10 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _drop_unread_output():
             raise  # another pipe, so a mistake of ours
         return 128 + signal.SIGPIPE
-    except FileNotFoundError:
-        if not _is_nowhere():
-            raise
-        return _refuse("the current folder has been removed: go to one that is there")
     except OSError as error:
         if error.filename is not None or not _output_fails():
             raise  # of a file, so a mistake of ours

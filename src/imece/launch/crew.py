@@ -1,7 +1,8 @@
 """The processes of a job's ranks: started, heard, waited for, and none of them left.
 
-One selector waits for their output, their ends (pidfds) and signals: no threads, no lost lines. A dead rank
-is reaped last: until then its process group, and with it what it started, can be killed by number.
+One selector waits for their output, for who reads ours, for their ends (pidfds) and signals: no threads, no
+lost lines, and no reader that holds up the rest. A dead rank is reaped last: until then its process group,
+and with it what it started, can be killed by number.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ from pathlib import Path
 from typing import IO
 
 from imece.errors import UserError
-from imece.launch.output import LogFile, Printed, RankOutput, say, unbuffered
+from imece.launch.output import LogFile, Outlet, Printed, RankOutput, own_line, unbuffered
 from imece.launch.processes import die_with_parent, kill_group
 from imece.launch.signals import ENDING, hear_all, signals_as_bytes
 from imece.membership.where import RECORD, new_record, read_record
 
 _READ_BYTES = 65_536
 _PIPE_READS = 1 + (1 << 20) // _READ_BYTES  # of the largest pipe that a user may make, and of its end
-_DRAIN_S = 1.0  # for output of processes that left the ranks' process groups
+_DRAIN_S = (
+    1.0  # for output of processes that left the ranks' process groups, and for its reader after a signal
+)
+_MOST_WAITING_BYTES = 4 << 20  # for a reader that does not read; then ranks wait for it, and nobody else does
+_LONGEST_S = 60.0
 _TOGETHER_S = 0.01  # ranks whose ends come within it ended together: one change for the others, not two
 
 
@@ -72,6 +77,11 @@ class Crew:
         self._log_files: dict[int, LogFile] = {}
         self._selector = selectors.DefaultSelector()
         self._open: dict[int, tuple[IO[bytes], RankOutput]] = {}  # pipes to read, by descriptor
+        self._outlets = _outlets()  # stdout, stderr
+        self._waited_for: dict[Outlet, int] = {}  # those that did not take all, each with a descriptor of it
+        self._holds_back = False  # ranks' pipes are not read, as too much waits
+        self._was_signalled = False
+        self._leaves = self._has_left = False  # its block
         self._told_of_reader = False
         self._read_by: set[int] = set()  # our own outputs that are pipes, if a rank writes there itself
         self._printed = Printed()
@@ -86,6 +96,8 @@ class Crew:
 
     def __exit__(self, *_exception: object) -> None:
         processes = [*self.ended.values(), *self.living.values()]
+        self._leaves = True
+        self._hold_back()
         if self._wake is not None:
             self._selector.unregister(self._wake)
         try:
@@ -100,6 +112,7 @@ class Crew:
             for process in processes:
                 process.popen.wait()
                 os.close(process.record)
+            self._pass_on_rest()
             for stream, _ in self._open.values():
                 stream.close()
             for process in self.living.values():
@@ -107,6 +120,9 @@ class Crew:
             for log in self._log_files.values():
                 log.close()
             self._handlers.close()
+            self._has_left = True
+            for copy in self._waited_for.values():
+                os.close(copy)
             self._selector.close()
 
     def wakes(self, wake: socket.socket) -> None:
@@ -123,8 +139,8 @@ class Crew:
         """
         log = None if direct else self._log_of(slot)
         outputs = (
-            RankOutput(slot, unbuffered(sys.stdout), self._printed, log),
-            RankOutput(slot, unbuffered(sys.stderr), self._printed, log),
+            RankOutput(slot, self._outlets[0], self._printed, log),
+            RankOutput(slot, self._outlets[1], self._printed, log),
         )
         launcher, record = os.getpid(), new_record()
 
@@ -163,7 +179,8 @@ class Crew:
             if stream is not None:
                 os.set_blocking(stream.fileno(), False)
                 self._open[stream.fileno()] = stream, output
-                self._selector.register(stream.fileno(), selectors.EVENT_READ, output)
+                if not self._holds_back:
+                    self._selector.register(stream.fileno(), selectors.EVENT_READ, output)
         return process
 
     def wait(self, until: float) -> tuple[list[int], list[int]]:
@@ -200,8 +217,8 @@ class Crew:
         os.close(process.record)
 
     def say(self, line: str) -> None:
-        """One line of our own."""
-        say(line)
+        """One line of our own, after what ranks have printed there."""
+        self._write(self._outlets[1], own_line(line))
 
     def show_failure(self, output: RankOutput) -> None:
         """Show the traceback again that a rank has printed, unless it is the last thing on the screen."""
@@ -213,6 +230,8 @@ class Crew:
         for key, _ in self._selector.select(max(0.0, until - time.monotonic())):
             if isinstance(key.data, RankOutput):
                 self._read(key.fd)
+            elif isinstance(key.data, Outlet):
+                self._write(key.data)
             elif isinstance(key.data, Process):
                 self._selector.unregister(key.fd)
                 os.close(key.fd)
@@ -225,6 +244,8 @@ class Crew:
                 assert isinstance(key.fileobj, socket.socket)
                 # The bytes tell of all signals that have a handler in Python.
                 self._signals += [number for number in key.fileobj.recv(64) if number in ENDING]
+                self._was_signalled = self._was_signalled or bool(self._signals)
+        self._hold_back()
 
     def _read(self, fd: int) -> bool:
         """Pass on what is there; whether there may be more."""
@@ -236,7 +257,8 @@ class Crew:
         if data:
             self._print(output, data, feed=True)
             return True
-        self._selector.unregister(fd)
+        if not self._holds_back:
+            self._selector.unregister(fd)
         del self._open[fd]
         stream.close()
         self._print(output, None)
@@ -252,7 +274,62 @@ class Crew:
             else:
                 output.show(data)
         except BrokenPipeError:
-            self._reader_gone(output.target.fileno())
+            self._reader_gone(output.target.file.fileno())
+        self._wait_for(output.target)
+
+    def _write(self, outlet: Outlet, data: bytes = b"") -> None:
+        """The same for `data` of our own, or (none) for what waits."""
+        try:
+            if data:
+                outlet.write(data)
+            else:
+                outlet.pass_on()
+        except BrokenPipeError:
+            self._reader_gone(outlet.file.fileno())
+        self._wait_for(outlet)
+
+    def _wait_for(self, outlet: Outlet) -> None:
+        """Be told when it takes more, if it has to."""
+        if self._has_left:
+            self._wait_here(outlet)
+        elif outlet.waiting_bytes and outlet not in self._waited_for:
+            copy = os.dup(outlet.file.fileno())  # itself it may be among `_read_by`
+            self._waited_for[outlet] = copy
+            self._selector.register(copy, selectors.EVENT_WRITE, outlet)
+        elif not outlet.waiting_bytes and outlet in self._waited_for:
+            copy = self._waited_for.pop(outlet)
+            self._selector.unregister(copy)
+            os.close(copy)
+
+    def _wait_here(self, outlet: Outlet) -> None:
+        if outlet in self._waited_for:  # it did not take what came before either
+            outlet.drop()
+        with contextlib.suppress(BrokenPipeError):
+            outlet.finish()
+
+    def _hold_back(self) -> None:
+        """Ranks whose output nobody takes wait for that, as those of any program do."""
+        waiting_bytes = max(outlet.waiting_bytes for outlet in self._outlets)
+        most_bytes = _MOST_WAITING_BYTES // (2 if self._holds_back else 1)
+        holds_back = waiting_bytes > most_bytes and not self._leaves
+        if holds_back != self._holds_back:
+            self._holds_back = holds_back
+            for fd, (_, output) in self._open.items():
+                if holds_back:
+                    self._selector.unregister(fd)
+                else:
+                    self._selector.register(fd, selectors.EVENT_READ, output)
+
+    def _pass_on_rest(self) -> None:
+        """What a slow reader has not taken yet; not for long if a signal has ended the job."""
+        deadline = None
+        while self._waited_for:
+            now = time.monotonic()
+            if self._was_signalled:
+                deadline = deadline or now + _DRAIN_S
+                if now >= deadline:
+                    return
+            self._look(deadline or now + _LONGEST_S)
 
     def _watch_readers(self) -> None:
         """Of a pipe that a rank writes into itself, so that nobody here sees an error when they are gone."""
@@ -282,3 +359,13 @@ class Crew:
         if slot not in self._log_files:
             self._log_files[slot] = LogFile(self._logs / f"rank-{slot}.log")
         return self._log_files[slot]
+
+
+def _outlets() -> tuple[Outlet, Outlet]:
+    """Of stdout and stderr; one, where they are the same pipe or terminal, or their lines would be mixed."""
+    out, err = (unbuffered(stream) for stream in (sys.stdout, sys.stderr))
+    one = Outlet(out)
+    with contextlib.suppress(OSError, ValueError):  # in memory
+        if os.path.sameopenfile(out.fileno(), err.fileno()):
+            return one, one
+    return one, Outlet(err)

@@ -225,8 +225,11 @@ class Generations:
             return self._after_failure(go_on, now)
         if any(ending.died for ending in self._failed.values()):
             return self._after_death(go_on, now)
-        if not self.stopping:
-            self.blame_at = self.blame_at or now + BLAME_S
+        if self.stopping:
+            return None
+        if not self.slots:  # no end is to be seen any more
+            return self.overdue(go_on, now)
+        self.blame_at = self.blame_at or now + BLAME_S
         return None
 
     def remove(self, member: int) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")
+_TAKEN_BYTES = select.PIPE_BUF  # that a pipe which is ready for any takes without waiting
 _LONGEST_BYTES = 65_536  # a longer line is passed on in pieces
 _KEPT_LINES = 100
 _COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)  # no red: that is for what went wrong
@@ -27,29 +28,80 @@ def unbuffered(stream: TextIO) -> BinaryIO:
     return target
 
 
-def write(target: BinaryIO, data: bytes) -> None:
-    """Write all of it. What a full disk or a terminal that is gone does not take is lost, and ends no rank.
+class Outlet:
+    """One of our own outputs. Nobody waits for who reads it: what it does not take at once is kept here.
 
-    Raises BrokenPipeError if nobody reads the target any more.
+    What a full disk or a terminal that is gone does not take is lost, and ends no rank.
     """
-    rest = memoryview(data)
-    try:
-        while rest:
-            taken = target.write(rest)
-            if taken:
-                rest = rest[taken:]
-            else:  # None: somebody has made it one that does not wait
-                select.select([], [target], [])
-    except BrokenPipeError:
-        raise
-    except OSError:
-        return
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self._waiting: deque[memoryview] = deque()
+        self.waiting_bytes = 0
+        """That it has not taken yet."""
+        self._tells = True  # once, of what is lost
+        self._ready: select.poll | None = None
+        with contextlib.suppress(OSError, ValueError):  # it is in memory
+            number = file.fileno()
+            self._ready = select.poll()
+            self._ready.register(number, select.POLLOUT)
+
+    def write(self, data: bytes) -> None:
+        """After all that waits. Raises BrokenPipeError if nobody reads it any more."""
+        self._waiting.append(memoryview(data))
+        self.waiting_bytes += len(data)
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        """As much as it takes now. Raises BrokenPipeError, as `write` does."""
+        while self._waiting and self._takes():
+            head = self._waiting.popleft()
+            try:
+                taken = self.file.write(head[:_TAKEN_BYTES])
+            except BrokenPipeError:
+                self.drop()
+                raise
+            except OSError as error:
+                self.drop()
+                self._tell(error)
+                return
+            self.waiting_bytes -= taken or 0
+            if (taken or 0) < len(head):
+                self._waiting.appendleft(head[taken or 0 :])
+            if not taken:
+                return  # somebody has made it one that does not wait, and it is full
+
+    def finish(self) -> None:
+        """Wait till all is taken, as most programs do. Raises BrokenPipeError, as `write` does."""
+        while self._waiting:
+            if self._ready is not None:
+                self._ready.poll()
+            self.pass_on()
+
+    def drop(self) -> None:
+        """Nobody will take what waits."""
+        self._waiting.clear()
+        self.waiting_bytes = 0
+
+    def _takes(self) -> bool:
+        """Whether a write of few bytes would not wait, or would say that it is of no use."""
+        return self._ready is None or bool(self._ready.poll(0))
+
+    def _tell(self, error: OSError) -> None:
+        if self._tells:
+            self._tells = False
+            say(f"imece: output cannot be written ({error.strerror}), so what ranks print is lost")
 
 
 def say(line: str) -> None:
-    """One line of the launcher's own."""
-    with contextlib.suppress(BrokenPipeError):
-        write(unbuffered(sys.stderr), f"{line}\n".encode(sys.stderr.encoding, "backslashreplace"))
+    """One line of the launcher's own, without a crew whose output it could come after."""
+    with contextlib.suppress(OSError):
+        unbuffered(sys.stderr).write(own_line(line))
+
+
+def own_line(line: str) -> bytes:
+    """As stderr shows it."""
+    return f"{line}\n".encode(sys.stderr.encoding, "backslashreplace")
 
 
 @dataclass
@@ -97,17 +149,17 @@ class RankOutput:
     """
 
     rank: int
-    target: BinaryIO
+    target: Outlet
     printed: Printed
     log: LogFile | None = None
     _partial: bytes = b""
     _kept: deque[tuple[int, bytes]] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
 
     def __post_init__(self) -> None:
-        self._coloured = self.target.isatty() and not os.environ.get("NO_COLOR")
+        self._coloured = self.target.file.isatty() and not os.environ.get("NO_COLOR")
 
     def feed(self, data: bytes) -> None:
-        """Pass on every line that is now complete. Raises BrokenPipeError, as `write` does."""
+        """Pass on every line that is now complete. Raises BrokenPipeError, as Outlet.write does."""
         data = self._partial + data
         pieces = _LINE_END.split(data)
         # A carriage return at the very end may be the first half of "\r\n".
@@ -142,7 +194,7 @@ class RankOutput:
         prefix = b"[rank %d]" % self.rank
         if self._coloured:
             prefix = b"\x1b[%dm%s\x1b[0m" % (_COLOURS[self.rank % len(_COLOURS)], prefix)
-        write(self.target, b"%s %s\n" % (prefix, line))
+        self.target.write(b"%s %s\n" % (prefix, line))
 
     def _line(self, line: bytes) -> None:
         line = _TORCHS_PREFIX.sub(b"", line)
