@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import html
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,9 +20,10 @@ import torch
 
 import imece
 from imece.cli.main import main
-from imece.cli.plan import _cluster_with, cluster_of, default_batch
+from imece.cli.plan import _cluster_with, cluster_of, default_batch, question_of
 from imece.cli.plan_options import PlanOptions
 from imece.plan.answer.search import judge
+from imece.plan.answer.text import _amount, _round
 from imece.plan.check import PLAN_FILE
 from imece.plan.hardware import find_cluster, find_gpu
 from imece.plan.models.by_name import find_model
@@ -202,6 +205,20 @@ def accepted(calls: Sequence[str]) -> list[str]:
     return found
 
 
+def test_what_has_no_bf16_is_told_fp16(capsys: pytest.CaptureFixture[str]) -> None:
+    told = found(
+        capsys, *["1.3b", "--gpus", "8xV100", "--tensor", "1", "--pipeline", "1", "--strategy", "zero1"]
+    )
+    assert "param=torch.float16, reduce=torch.float16" in told["next"]["call"]
+    assert told["next"]["left"]["loss"].startswith("through imece.GradScaler()")
+    assert told["notes"] == ["V100 has no bf16: parameters and activations are in fp16"]
+
+
+def test_the_usual_sequence_is_no_longer_than_the_models_positions() -> None:
+    for model, seq in (("gpt-3-175b", 2048), ("7B", 4096)):
+        assert question_of(PlanOptions(model, gpus="8xH100")).seq == seq
+
+
 def test_what_is_next_is_the_whole_plan_and_parallelize_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
     calls = []
     for argv, (arguments, said) in CALLS.items():
@@ -219,12 +236,55 @@ def test_what_imece_does_not_do_by_itself_is_told(capsys: pytest.CaptureFixture[
         "what imece does by itself, 2 % slower, 25.0 GB a GPU: "
     )
     for argv, why in (
-        ("1B --gpus 8xH100 --strategy ddp --global-batch 64", "in sharded strategies alone, such as zero1"),
-        ("7B --gpus 8xH100 --tensor 2", "data-parallel, without tensor, pipeline or context parallelism"),
+        ("30B --gpus 8xA100-80 --global-batch 128", "without tensor, pipeline or context parallelism"),
+        ("7B --gpus 8xH100 --global-batch 12", "8 GPUs cannot share 12 sequences evenly, as they can 16"),
     ):
         assert main(["plan", *argv.split()]) == 0
         said = " ".join(capsys.readouterr().out.split())
         assert "next no way fits that imece.parallelize does by itself: it " in said and said.endswith(why)
+
+
+def test_what_is_next_may_be_without_what_was_pinned(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, call, why in (
+        (
+            "1B --gpus 8xH100 --strategy ddp --global-batch 64",
+            "zero1",
+            "--strategy replicate (it keeps masters, or what is offloaded, in sharded strategies alone, such "
+            "as zero1), ",
+        ),
+        (
+            "llama-8b --gpus 8xH100 --global-batch 256 --tensor 2 --context 1",
+            "zero1",
+            "--tensor 2 and --context 1 (it is data-parallel, without tensor, pipeline or context "
+            "parallelism), 5 % faster, ",
+        ),
+    ):
+        found_call, left = next_of(capsys, argv)
+        assert f'strategy="{call}"' in found_call
+        assert left.startswith(f"what imece does by itself, without {why}"), left
+
+
+def test_what_is_next_is_told_to_programs_too(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ("7B --gpus 4xA100-80 --global-batch 256", "13B --gpus 8xA100-80 --global-batch 256"):
+        call, left = next_of(capsys, argv)
+        told = found(capsys, *argv.split())["next"]
+        assert told["call"] == call
+        said = [told["says"]] if told["says"] else []
+        assert left == " ".join([*said, *(f"{what}: {how}" for what, how in told["left"].items())])
+        assert told["does"]["fits"] and told["does"]["parallel"]["tensor"] == 1
+    told = found(capsys, "30B", "--gpus", "8xA100-80", "--global-batch", "128")["next"]
+    assert told["call"] is told["does"] is None and told["says"].startswith("no way fits that")
+
+
+def test_nothing_fits_in_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv, page, png = ["70B", "--gpus", "8xH100"], tmp_path / "new" / "x.html", tmp_path / "x.png"
+    assert main(["plan", *argv, "--html", str(page), "--plot", str(png)]) == 2
+    assert capsys.readouterr().err == (f"imece: nothing fits, so nothing is drawn: {png} is not written\n")
+    assert not png.exists()
+    text = html.unescape(page.read_text(encoding="utf-8"))
+    content = found(capsys, *argv, status=2)
+    assert "<h1>Nothing fits</h1>" in text and content["least"]["plan"] in text
+    assert content["instead"] and all(each["says"] in text for each in content["instead"])
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,6 +311,13 @@ def test_the_default_batch_is_a_million_tokens() -> None:
         assert batch == cluster.gpus or 0.5 <= batch * seq / 2**20 <= 2
 
 
+def test_the_default_batch_is_of_whole_micro_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    winner = found(capsys, "7B", "--gpus", "4xA100-80", "--micro-batch", "3")["winner"]
+    assert winner["recipe"]["micro_batch"] == 3
+    recipe, parallel = winner["recipe"], winner["parallel"]
+    assert recipe["micro_batch"] * recipe["accumulation"] * parallel["data"] == 252 == 21 * 3 * 4
+
+
 def test_pictures_and_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     png, page = tmp_path / "new" / "plan.png", tmp_path / "other" / "plan.html"
     assert main(["plan", "8B", "--gpus", "8xA100-40", "--plot", str(png), "--html", str(page)]) == 0
@@ -261,10 +328,42 @@ def test_pictures_and_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert "GB a GPU" in capsys.readouterr().out
 
 
+def test_a_page_has_what_is_next(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = ["13B", "--gpus", "8xA100-80", "--global-batch", "256", "--tensor", "1", "--html"]
+    call, left = next_of(capsys, " ".join([*argv, str(tmp_path / "plan.html")]))
+    text = html.unescape((tmp_path / "plan.html").read_text(encoding="utf-8"))
+    assert call in text
+    assert "batch: " in left and left.partition("batch: ")[2].partition(";")[0] in text
+
+
+def test_amounts_are_told_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "1B", "--gpus", "1xH100", "--global-batch", "8", "--tokens", "1.005B"]) == 0
+    assert "; 1.005B tokens in " in " ".join(capsys.readouterr().out.split())
+    amounts = {1.005e9: "1.005B", 1e9: "1B", 15e12: "15T", 3e8: "300M", 123_456.0: "123,456"}
+    assert [_amount(number) for number in amounts] == [*amounts.values()]
+    assert [_round(number) for number in (99.4, 99.6, 100.4, 9.96)] == ["99", "100", "100", "10"]
+
+
 def test_the_ranking_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "7B", "--gpus", "8xA100-80", "--top", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[-3:]] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 110])
+def test_lines_are_no_wider_than_the_terminal(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("imece.cli.plan.width", lambda: columns)
+    assert main(["plan", "llama-8b", "--gpus", "8xA100-40", "--global-batch", "128", "--top", "3"]) == 0
+    out = capsys.readouterr().out
+    words = max(map(len, out.split()))  # which are not broken
+    assert all(len(line) <= max(columns, words + 13) for line in out.splitlines()), out
+    assert ("kept for backward" in out) == (columns == 110)
+    ranking = " ".join(out.partition("  plan\n")[2].split())
+    assert re.fullmatch(r"1 .* micro-batch \d+, \d+ accumulated 2 .* accumulated 3 .* accumulated", ranking)
+    if columns == 80:
+        assert all(len(line) <= 80 for line in out.splitlines())
 
 
 @pytest.mark.parametrize(("encoding", "blocks"), [("ascii", "#-"), ("utf-8", "█░")])
@@ -326,6 +425,27 @@ def test_here_is_measured_once(
     assert "measured 20" in capsys.readouterr().err
 
 
+def test_cpus_are_no_gpus(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    figures = FIGURES | {"product_fp32": 2 * FIGURES["product"]}
+    monkeypatch.setattr("imece.bench.here.measure_here", lambda ranks: figures)
+    monkeypatch.setenv("IMECE_HERE", str(tmp_path / "here.toml"))
+    argv = ["plan", "small", "--here", "--seq", "256", "--global-batch", "64"]
+    page = tmp_path / "plan.html"
+    assert main([*argv, "--html", str(page)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for said in (" all 4 ranks work on other sequences", " rank-hours ", " a rank computes ", " GB a rank;"):
+        assert said in out, said
+    (fp32,) = re.findall(
+        r"--precision fp32: (\d+) % faster, its products are faster here than in fewer bits", out
+    )
+    for text in (out, page.read_text(encoding="utf-8")):
+        assert "GPU" not in text and "CUDA" not in text and "libraries" in text
+    steps = [found(capsys, *argv[1:], *more)["winner"]["step_s"] for more in ([], ["--precision", "fp32"])]
+    assert int(fp32) == round(100 * (1 - steps[1] / steps[0])) >= 2
+
+
 def test_where_its_figures_cannot_be_kept(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,7 +474,9 @@ def test_where_its_figures_cannot_be_kept(
         ("7B --gpus 0xH100", "at least 1"),
         ("7B --gpus 1001xH100", "not whole hosts of 8"),
         ("7B --gpus 8xH100 --hosts -2", "--hosts is -2: at least 1"),
-        ("7B --gpus 8xH100 --network tokenring", "did you mean ethernet"),
+        ("7B --gpus 8xH100 --network tokenring", "is unknown: there are infiniband-ndr"),
+        ("gpt-3-175b --gpus 1024xH100 --seq 4096", "gpt-3-175b has learned positions for 2,048 tokens"),
+        ("1B --gpus 8xV100 --precision autocast", "V100 has no bf16: say fp16 or fp32"),
         ("7B --gpus 8xH100 --hardware none.toml", "No such file"),
         ("7B --gpus 4xH100 --global-batch 30 --micro-batch 4", "the nearest are 16 and 32"),
         ("7B --gpus 8xH100 --strategy hybrid", "there is one host: use zero3"),

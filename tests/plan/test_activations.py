@@ -11,7 +11,7 @@ from torch import Tensor
 from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer, rotation_at
 from imece.plan.memory.activations import kept_layer, layers_in_flight, whole_layer
-from imece.plan.memory.frameworks import IMECE_CPU, NANOTRON, PAPER, TORCHTITAN
+from imece.plan.memory.frameworks import IMECE, IMECE_CPU, NANOTRON, PAPER, TORCHTITAN
 from imece.plan.memory.held import held
 from imece.plan.models.by_name import find_model, from_shape
 from imece.plan.models.model import Model
@@ -103,3 +103,9 @@ def test_of_our_model_it_is_what_autograd_saves(autocast: bool) -> None:
     if autocast:
         expected += 2 * held(planned, Parallel(), 0, IMECE_CPU).products
     assert counted == pytest.approx(expected, rel=0.01)
+
+
+def test_adapters_keep_what_is_between_their_two_matrices() -> None:
+    model, recipe = find_model("llama-8b"), Recipe(4096, 2, adapters="lora", adapter_rank=64)
+    plain = whole_layer(model, Parallel(), Recipe(4096, 2), IMECE)
+    assert whole_layer(model, Parallel(), recipe, IMECE).total - plain.total == 2 * 4096 * 7 * 64 * 2

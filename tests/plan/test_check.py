@@ -78,6 +78,15 @@ def test_a_run_that_has_not_ended_and_one_without_a_time() -> None:
         ("[]", "is not what imece train writes"),
         ('{"version": 2}', "has format 2"),
         ('{"version": 1, "predicted": 3}', "is not what imece train writes"),
+        ('{"version": 1, "predicted": {"counted_bytes": []}}', "counted_bytes is no table"),
+        ('{"version": 1, "predicted": {}, "measured": [1]}', "measured is no table"),
+        (
+            '{"version": 1, "predicted": {"counted_bytes": {"parameters": "x"}}}',
+            "parameters is 'x', which is no size or time",
+        ),
+        ('{"version": 1, "predicted": {}, "measured": {"step_s": NaN}}', "step_s is nan, which is no"),
+        ('{"version": 1, "predicted": {"needed_bytes": -1}}', "needed_bytes is -1, which is no"),
+        pytest.param(f'{{"version": 1, "predicted": {{"step_s": {10**400}}}}}', "step_s is 1000", id="huge"),
     ],
 )
 def test_no_plan_is_one_line(tmp_path: Path, text: str | None, said: str) -> None:

@@ -48,6 +48,19 @@ def test_each_strategy_has_a_line_with_its_figure(answer: Answer) -> None:
             assert int(slower[1]) == round(100 * (each.candidate.seconds / answer.winner.seconds - 1))
 
 
+def test_none_that_lost_is_faster_but_what_is_less_simple() -> None:
+    for gpus, hosts in (("H100", 4), ("H200", 8)):
+        found = settled(search(ask(gpu=gpus, hosts=hosts)))
+        winner = found.winner
+        assert winner is not None
+        timed = [each for each in others(found) if each.candidate.time is not None]
+        assert len(timed) > 4
+        for each in timed:
+            assert "under 1 %" not in each.sentence
+            if each.candidate.seconds < winner.seconds:
+                assert each.sentence.endswith("as fast within 1 %, but less simple")
+
+
 def test_ddp_does_not_fit_because_of_its_state(answer: Answer) -> None:
     ddp = next(each for each in others(answer) if each.name == "DDP")
     named = (4 + 4 + 4) * answer.question.model.parameters
@@ -132,6 +145,19 @@ def test_gains_are_true(answer: Answer) -> None:
     assert (needed - answer.question.room_bytes) / 1e9 == pytest.approx(short, rel=0.05)
 
 
+def test_what_was_pinned_is_told_if_it_costs() -> None:
+    said = gains(settled(search(ask(gpu="H100", batch=256, tensor=2))))
+    assert any(
+        re.fullmatch(r"without --tensor 2: \d+ % faster, for ZeRO-1, .* fits in .* GB", each) for each in said
+    )
+    assert not any("without" in each for each in gains(settled(search(ask(gpu="H100", batch=256)))))
+
+
+def test_a_batch_that_the_gpus_can_share_evenly_is_told() -> None:
+    said = gains(settled(search(ask(gpu="H100", batch=31, recompute="none"))))
+    assert any(re.fullmatch(r"a global batch of 32: \d+ % more tokens a second", each) for each in said), said
+
+
 def test_a_slow_network_is_named_with_its_rate() -> None:
     asked = ask(hosts=4, batch=256, tensor=1, pipeline=1, micro_batch=1, recompute="none")
     slow = replace(asked.cluster, between=replace(asked.cluster.between, bandwidth=1.25e9))
@@ -191,6 +217,27 @@ def test_nothing_fits_says_by_how_much_and_what_would(too_large: Question) -> No
     names = [way.name for way in found]
     assert "--adapters qlora" in names and "--optimizer adamw-8bit" in names
     assert names[-1] == "--gpus 8xH100 --hosts 2"
+
+
+def test_what_is_offloaded_needs_memory_of_the_host(too_large: Question) -> None:
+    way = next(each for each in ways(too_large, (), find_cluster) if each.name == "--offload parameters")
+    whole = way.least.memory.host * 8
+    assert whole > 1e12
+    assert way.sentence.startswith(
+        f"fits in {gb(way.least.needed)} GB and {gb(whole)} GB of memory in each host: "
+    )
+
+
+def test_nothing_is_offloaded_from_a_cpu() -> None:
+    asked = ask(find_model("1.3b"), "CPU", gpus=1, batch=8)
+    names = [way.name for way in ways(asked, gpu_names(), find_cluster)]
+    assert "--optimizer adamw-8bit" in names and not any("offload" in name for name in names)
+
+
+def test_no_gpu_that_has_no_bf16_is_advised() -> None:
+    asked = ask(find_model("2.2B"), "RTX-4090", gpus=1, batch=1, optimizer="sgd")
+    (found, _) = [way.name for way in ways(asked, ("V100", "L40S"), find_cluster) if "--gpus" in way.name]
+    assert found == "--gpus 1xL40S"
 
 
 def test_the_state_is_sixteen_bytes_a_parameter(too_large: Question) -> None:

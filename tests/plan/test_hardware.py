@@ -52,6 +52,10 @@ def test_fp32_is_without_tf32(name: str) -> None:
     assert gpu.peak_fp32 < 110e12 and gpu.peak_fp32 <= gpu.peak * 0.51
 
 
+def test_one_preset_has_no_bf16() -> None:
+    assert [name for name in gpu_names() if not find_gpu(name).bf16] == ["V100"]
+
+
 def test_preset_inherits_what_it_does_not_say() -> None:
     h100, h200 = find_gpu("H100"), find_gpu("H200")
     assert h200.peak == h100.peak and h200.memory_bytes > h100.memory_bytes
@@ -71,8 +75,22 @@ def test_gpus_as_people_write_them(text: str, count: int | None, name: str) -> N
     assert (found, find_cluster(written).gpu.name) == (count, name)
 
 
-def test_bandwidth_by_number() -> None:
-    assert find_network("400Gb", 8).bandwidth == 50e9
+@pytest.mark.parametrize(
+    ("text", "bandwidth"),
+    [
+        ("400Gb", 50e9), ("400gb/s", 50e9), ("400 Gbps", 50e9), ("400GBit", 50e9), ("1.6Tb", 200e9),
+        ("800 Mb/s", 100e6),
+    ],
+)  # fmt: skip
+def test_bandwidth_by_number(text: str, bandwidth: float) -> None:
+    assert find_network(text, 8).bandwidth == bandwidth
+
+
+@pytest.mark.parametrize("text", ["400GB", "400GB/s", "400GBps"])
+def test_bytes_are_no_bits(text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        find_network(text, 8)
+    assert str(caught.value) == f"network {text!r}: say it in bits, 400Gb, or 3200Gb if these are bytes"
 
 
 @pytest.mark.parametrize(
@@ -80,6 +98,7 @@ def test_bandwidth_by_number() -> None:
     [
         (lambda: find_gpu("H10O"), "did you mean H100"),
         (lambda: find_gpu("quux"), "there are H100, H200"),
+        (lambda: find_gpu("MI300X"), "there are H100, .*, CPU; a file of --hardware describes others"),
         (lambda: parse_gpus("0xH100"), "at least 1"),
         (lambda: parse_gpus("  "), "write it like 8xH100"),
         (lambda: find_network("infiniband", 8), "infiniband-ndr"),
@@ -173,6 +192,19 @@ def test_parts_are_no_more_than_the_whole(tmp_path: Path, name: str, wrong: str)
         ('[gpu]\nlike = "H100"\ngpus_per_host = inf\n', "gpus_per_host is inf; a whole number is needed"),
         ('[gpu]\nlike = "H100"\nflash = 0.4\n', r"\[gpu\] flash is 0.4; two numbers are needed"),
         ("[inside]\nbandwidth = [1, 2]\n", r"bandwidth is \[1, 2\]; a number is needed"),
+        ('[gpu]\nlike = "H100"\npeak = 989\n', r"peak is 989 FLOP/s; at least 1e\+08 is needed"),
+        ('[gpu]\nlike = "H100"\nmemory_bytes = 80\n', r"memory_bytes is 80 bytes; at least 1e\+06"),
+        ('[gpu]\nlike = "H100"\n[between]\nbandwidth = 400\n', r"bandwidth is 400 bytes/s; at least 1e\+06"),
+        ("[gpu]\nlike = 'H100'\n[inside]\nlatency = 4\n", r"\[link\] latency is 4 s; less than 1 is needed"),
+        ('[gpu]\nlike = "H100"\nmultiprocessors = 1\n', "1, which means a CPU: H100 has 132"),
+        ('[gpu]\nlike = "H100"\nmultiprocessors = 2.5\n', "multiprocessors is 2.5; a whole number is needed"),
+        ('[gpu]\nlike = "H100"\nbf16 = 0\n', "bf16 is 0; true or false is needed"),
+        (
+            '[gpu]\nlike = "H100"\ninside = "foo"\n',
+            r"my.toml: \[gpu\] inside: link 'foo' is unknown: there are",
+        ),
+        ('[gpu]\nlike = "H100"\nslot = "pcie"\n', r"\[gpu\] slot: link 'pcie' is unknown: did you mean pcie"),
+        ('[gpu]\nlike = "H100"\nnetwork = "9GB"\n', r"\[gpu\] network: network '9GB': say it in bits"),
         pytest.param(f'[gpu]\nlike = "H100"\npeak = {"9" * 310}\n', "9; a number is needed", id="310 digits"),
         pytest.param(f"[gpu]\npeak = {'9' * 5000}\n", "is no TOML: Exceeds the limit", id="5000 digits"),
         pytest.param(f"x = {'[' * 10_000}\n", "is no TOML: maximum recursion depth", id="deep"),

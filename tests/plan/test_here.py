@@ -42,11 +42,13 @@ def test_what_was_measured_comes_back() -> None:
     assert cluster.gpu.price_per_hour is None
 
 
-def test_the_file_is_read_back(tmp_path: Path) -> None:
-    cluster, path = cluster_of(FIGURES), tmp_path / "new" / "here.toml"
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_file_is_read_back(tmp_path: Path, dtype: str) -> None:
+    cluster, path = cluster_of(FIGURES | {"dtype": dtype}), tmp_path / "new" / "here.toml"
     keep(to_toml(cluster, FIGURES, NOW), path)
     found = find_cluster(hardware=path)
     assert replace(found, between=cluster.between) == cluster
+    assert found.gpu.bf16 == (dtype == "bfloat16")
     assert kept_cluster(path=path) == found
     two = kept_cluster(2, path)
     assert two is not None and two.gpus_per_host == 2

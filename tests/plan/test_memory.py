@@ -170,6 +170,12 @@ def test_what_eight_bits_adapters_and_the_host_save() -> None:
     assert of(optimizer="sgd").optimizer == 4 * N
 
 
+@pytest.mark.parametrize(("activations", "each"), [(2, 4), (4, 8)])
+def test_logits_and_their_gradient_are_in_the_dtype_of_activations(activations: int, each: int) -> None:
+    found = of(precision=Precision(4, 4, 0, 4, 4, activations))
+    assert found.logits == each * 4096 * MODEL.vocab_size
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "hybrid", "hybrid_zero2"])
 def test_what_is_offloaded_is_in_one_memory_or_the_other(strategy: Strategy) -> None:
     """On the device are whole parameters and gradients alone; all else only moves, but for a second sum."""

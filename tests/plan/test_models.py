@@ -56,6 +56,7 @@ LLAMA = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
     "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
 }  # fmt: skip
+MIXTURE = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 CONFIGS: dict[str, tuple[dict[str, Any], int]] = {  # what it says, parameters published
     "Llama-3.1-8B": (LLAMA, 8_030_261_248),
     "Mistral-7B": (LLAMA | {"model_type": "mistral", "vocab_size": 32000}, 7_241_732_096),
@@ -132,6 +133,12 @@ def test_the_head_of_smollm3_is_tied_unless_its_file_says_that_it_is_not() -> No
         ({"model_type": "gemma2", "layer_types": ["sliding_attention"] + 3 * ["full_attention"]}, 4096, 0.25),
         ({"model_type": "qwen2", "sliding_window": 32768, "use_sliding_window": False}, 32768, 0.0),
         ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True}, 4096, 4 / 32),
+        (
+            {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True}
+            | {"max_window_layers": None},
+            4096,
+            4 / 32,
+        ),
         ({}, 0, 0.0),
     ],
 )
@@ -149,8 +156,18 @@ def test_sliding_windows(change: dict[str, Any], window: int, windowed: float) -
         ({"model_type": "bert"}, "model_type is 'bert'; there are llama"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide', not a whole number"),
         ({"vocab_size": 10**310}, r"0, not a whole number below 1e\+12"),
-        ({"head_dim": float("inf")}, "cannot convert float infinity to integer: get the file again"),
-        ({"num_attention_heads": 0}, "get the file again"),
+        ({"head_dim": float("inf")}, "head_dim is inf, not a whole number"),
+        ({"head_dim": 0}, "head_width is 0; it must be 1 or more: get the file again"),
+        ({"num_attention_heads": 0}, "heads is 0; it must be 1 or more: get the file again"),
+        ({"num_key_value_heads": 8.5}, "num_key_value_heads is 8.5, not a whole number"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', not true or false"),
+        (MIXTURE | {"num_experts_per_tok": 9}, "9 of 8 experts work for a token: get the file again"),
+        (MIXTURE | {"num_experts_per_tok": 0}, "0 of 8 experts work for a token: get the file again"),
+        (MIXTURE | {"mlp_only_layers": [3]}, "some of its layers have no experts, which is not planned for"),
+        (
+            {"model_type": "qwen2", "sliding_window": 9, "max_window_layers": "x"},
+            "max_window_layers is 'x', not a whole number",
+        ),
         ({"num_key_value_heads": 5}, "cannot be divided among kv_heads = 5"),
         ({"n_shared_experts": 1}, "experts that all tokens share"),
     ],
@@ -194,18 +211,22 @@ def test_what_code_makes_is_read_off_its_tensors(tmp_path: Path) -> None:
         "from torch import nn\nfrom imece.models.presets import preset\n"
         "from imece.models.transformer import Transformer\n"
         "def make(): return Transformer(preset('small'))\ndef bad(): raise RuntimeError('no')\n"
-        "def number(): return 3\ndef line(): return nn.Linear(2, 3)\n"
+        "def number(): return 3\ndef line(): return nn.Linear(2, 3)\ndef leaves(): raise SystemExit(3)\n"
     )
     made = find_model(f"{file}:make")
     assert (made.name, made.parameters) == ("mine:make", PRESETS["small"].parameter_count)
     for function, says in (
         ("none", "has no function 'none'"), ("bad", "failed on the meta device"),
         ("number", "returned a int"), ("line", "has no nn.Embedding"),
+        ("leaves", r"failed on the meta device: SystemExit\(3\)"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=says):
             find_model(f"{file}:{function}")
     with pytest.raises(UserError, match="no such file"):
         find_model(f"{tmp_path}/other.py:make")
+    file.write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(UserError, match=r"mine.py cannot be imported: SystemExit\(3\)"):
+        find_model(f"{file}:make")
 
 
 def test_finding_a_model_and_its_memory_waits_for_no_torch() -> None:

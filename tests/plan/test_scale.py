@@ -14,6 +14,7 @@ from imece.plan.answer.scale import (
     hosts_to_try,
     scale_json,
     scale_lines,
+    slower,
 )
 from tests.plan.asked import ask
 
@@ -64,6 +65,18 @@ def test_curves(kind: str, tmp_path: Path) -> None:
         assert left[-1] < left[1], "with less to do on each, some of the speed must go"
         draw_scale(points, "strong", tmp_path / "new" / "scale.png")
         assert (tmp_path / "new" / "scale.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_more_gpus_that_are_slower_are_told_with_the_reason() -> None:
+    points = list(curve(ask(gpu="H100", hosts=5, tensor=1), "strong", 200))
+    points = [*curve(ask(gpu="H100", hosts=16, tensor=1), "strong", 128), *points[-1:]]
+    assert [point.gpus for point in points] == [128, 200]
+    said = (
+        "200 GPUs are slower than 128: 64 sequences can be dealt to 8 groups of 25 GPUs at most, each with a "
+        "model of its own; 128 GPUs may be groups of 2"
+    )
+    assert list(slower(points)) == scale_json(points, "strong")["notes"] == [said]
+    assert list(slower(points[:1])) == []
 
 
 def test_a_batch_that_cannot_be_shared_is_a_line_of_its_own() -> None:

@@ -16,6 +16,7 @@ from imece.plan.answer.search import (
     pareto,
     search,
     settled,
+    with_best_bucket,
 )
 from imece.plan.answer.space import setups
 from imece.plan.memory.memory import memory
@@ -105,6 +106,18 @@ def test_a_bucket_is_recommended_with_which_it_fits() -> None:
     smaller = settled(search(tight)).winner
     assert smaller is not None and smaller.needed <= tight.room_bytes
     assert USUAL_BUCKET <= smaller.setup.recipe.bucket_bytes < found.setup.recipe.bucket_bytes
+
+
+def test_the_winner_is_the_fastest_when_each_way_has_its_best_buckets() -> None:
+    asked = ask(gpu="H100", hosts=4, tensor=1, pipeline=1)
+    answer = search(asked)
+    assert answer.winner is not None
+    found = settled(answer).ranked
+    fastest = min(with_best_bucket(each, asked).seconds for each in answer.ranked)
+    assert found[0].seconds == fastest < 0.99 * with_best_bucket(answer.winner, asked).seconds
+    assert found[0].setup.parallel != answer.winner.setup.parallel
+    assert [each.seconds for each in found] == sorted(each.seconds for each in found)
+    assert len(found) == len(answer.ranked)
 
 
 def test_hours() -> None:

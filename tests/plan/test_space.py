@@ -12,6 +12,7 @@ from imece.plan.answer.space import Question, arrangements, check, recipes, setu
 from imece.plan.hardware import find_cluster
 from imece.plan.models.model import Model
 
+ALONE = {"tensor": 1, "pipeline": 1, "context": 1}  # each GPU has sequences of its own
 SMALL = Model("small", 12, 768, 12, 4, 64, 2048, True, 32000)
 
 
@@ -106,9 +107,27 @@ def test_what_is_asked_for_is_kept(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"batch": 30, "gpus": 4, "micro_batch": 4}, "30 cannot be divided by 4 ranks x micro-batch 4"),
-        ({"batch": 30}, "30 cannot be divided by 8 ranks; the nearest are 24 and 32"),
-        ({"batch": 31, "tensor": 2}, "31 cannot be divided by 4 ranks; the nearest are 28 and 32"),
+        (
+            {"batch": 30, "gpus": 4, "micro_batch": 4},
+            "30 cannot be divided by any arrangement of 4 GPUs x micro-batch 4; the nearest are 16 and 32",
+        ),
+        ({"batch": 30, **ALONE}, "30 cannot be divided by 8 ranks; the nearest are 24 and 32"),
+        (
+            {"batch": 30, "micro_batch": 4, **ALONE},
+            "30 cannot be divided by 8 ranks x micro-batch 4; the nearest are 32 and 64",
+        ),
+        (
+            {"batch": 31, "tensor": 2, "pipeline": 1},
+            "31 cannot be divided by 4 ranks; the nearest are 28 and 32",
+        ),
+        (
+            {"gpus": 1, "hosts": 4, "strategy": "hybrid_zero2"},
+            "here no host has several GPUs with a part of the model that other hosts have too: use zero2",
+        ),
+        (
+            {"batch": 2, "pipeline": 4, "interleave": 2},
+            "--global-batch 2 gives none: say a multiple of 8, or leave it out",
+        ),
         ({"tensor": 3}, "--tensor 3 cannot divide 12 heads, 4 heads of keys and values"),
         ({"pipeline": 16}, "--pipeline 16 x --interleave 1 are more parts than small has layers (12)"),
         ({"pipeline": 6}, "context 1 = 6 does not divide 8 GPUs; the nearest numbers of GPUs are 6 and 12"),
@@ -117,6 +136,10 @@ def test_what_is_asked_for_is_kept(name: str) -> None:
         ({"batch": 0}, "--global-batch is 0: at least 1"),
         ({"seq": -1}, "--seq is -1: at least 1"),
         ({"reserve": 1.0}, "--reserve is 1.0"),
+        (
+            {"model": replace(SMALL, learned_positions=2047)},
+            "--seq 2048: small has learned positions for 2,047 tokens, no more",
+        ),
     ],
 )  # fmt: skip
 def test_mistakes_name_what_would_do(changes: dict[str, Any], said: str) -> None:
@@ -125,9 +148,11 @@ def test_mistakes_name_what_would_do(changes: dict[str, Any], said: str) -> None
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_batch_smaller_than_the_gpus_is_no_mistake_where_they_can_share_a_model() -> None:
-    asked = question(batch=2)
-    check(asked)
-    assert {each.data for each in arrangements(asked)} == {1, 2}
-    with pytest.raises(UserError, match="2 cannot be divided by 8 ranks"):
-        check(replace(asked, tensor=1, pipeline=1, context=1))
+def test_a_batch_is_a_mistake_only_where_no_arrangement_divides_it() -> None:
+    for batch, groups in ((2, {1, 2}), (30, {1, 2}), (31, {1}), (36, {1, 2, 4})):
+        asked = question(batch=batch)
+        check(asked)
+        assert {each.data for each in arrangements(asked)} == groups
+        with pytest.raises(UserError, match=f"--global-batch {batch} cannot be divided by 8 ranks"):
+            check(question(batch=batch, **ALONE))
+    check(question(8, 3, 64))  # three stages

@@ -337,6 +337,40 @@ def test_adapters_of_experts_are_trained_too() -> None:
     assert trained_parameters(setup, stage) == expected
 
 
+def test_adapters_take_six_operations_a_parameter_and_token() -> None:
+    model, recipe = find_model("llama-8b"), Recipe(2048, adapters="lora")
+    gpu, took = CLUSTER.gpu, []
+    for rank in (1024, 2048):
+        setup = Setup(model, Parallel(), replace(recipe, adapter_rank=rank))
+        took.append(stage_time(setup, CLUSTER, IMECE).compute)
+    more = model.layers * adapter_parameters(model, 1024)
+    at_best = 6 * more * recipe.seq / (gpu.peak * gpu.reachable * gpu.sustained)
+    assert at_best < took[1] - took[0] < 1.3 * at_best
+
+
+def test_the_experts_that_work_are_all_read() -> None:
+    """Of a few tokens most experts have one, and a product takes as long as its matrix is read."""
+    mixture = replace(MODEL, name="128 experts", experts=128, active_experts=8)
+    found, of_two = (
+        layer_time(CLUSTER.gpu, replace(mixture, active_experts=number), IMECE, Recipe(64), 1, 1, False)
+        for number in (8, 2)
+    )
+    one = 3 * MODEL.width * MODEL.mlp_width * 2
+    assert found.products > 128 * one / CLUSTER.gpu.memory_bandwidth
+    assert of_two.products == pytest.approx(found.products, rel=0.05)
+    single = replace(mixture, experts=1, active_experts=1)
+    ours, dense = (layer_time(CLUSTER.gpu, each, IMECE, RECIPE, 1, 1, False) for each in (single, MODEL))
+    assert ours.products == dense.products
+
+
+def test_muon_on_a_host_is_slower_by_its_products() -> None:
+    cluster, times = find_cluster("A100-80", 8, 1), []
+    for optimizer in ("adamw", "muon"):
+        recipe = replace(RECIPE, offload="optimizer", optimizer=optimizer)
+        times.append(step_time(Setup(MODEL, Parallel("zero1", 8, 8), recipe), cluster).optimizer)
+    assert times[1] - times[0] == pytest.approx(30 * MODEL.width * MODEL.parameters / 4e12, rel=1e-6)
+
+
 def test_the_memory_of_a_host_is_shared_by_its_ranks() -> None:
     """28 bytes a parameter through what is theirs of it, besides what goes to the host and back."""
     times = []

@@ -7,14 +7,14 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from imece.bench import report
 from imece.cli.options import parse
-from imece.cli.plan_options import PlanOptions, read_amount
+from imece.cli.plan_options import PlanOptions, precision_of, read_amount
 from imece.errors import UserError
-from imece.plan.answer.call import call_of
+from imece.plan.answer.call import next_of
 from imece.plan.answer.explain import gains, others
 from imece.plan.answer.search import Answer, search, settled
 from imece.plan.answer.shortfall import least, ways
@@ -26,10 +26,9 @@ from imece.plan.answer.text import (
     shortfall_json,
     shortfall_lines,
     table,
-    wrapped,
 )
-from imece.plan.answer.words import gb, share, title
-from imece.plan.hardware import Cluster, describes_gpu, find_cluster, gpu_names, parse_gpus
+from imece.plan.answer.words import is_cpu
+from imece.plan.hardware import Cluster, Gpu, describes_gpu, find_cluster, gpu_names, parse_gpus
 from imece.plan.models.by_name import find_model
 from imece.plan.setup import Precision
 
@@ -40,6 +39,7 @@ DESCRIPTION = (
     "docs/planner-accuracy.md. Exit status 2 if nothing fits."
 )
 _DEFAULT_TOKENS = 2**20  # of a step, where nobody says how many
+_DEFAULT_SEQ = 4096  # tokens, likewise, where the model has positions for so many
 _FULL_HOST = 8
 _PICTURES = (".png", ".svg", ".pdf")
 _WIDTH = 110  # columns, where the output is no terminal
@@ -63,12 +63,12 @@ def run(argv: Sequence[str]) -> int:
     answer = settled(search(question))
     if answer.winner is None:
         return _nothing_fits(options, answer)
-    explained = explain(answer, read_amount("--tokens", options.tokens))
+    precision = options.precision_on(question.cluster.gpu)
+    explained = explain(answer, read_amount("--tokens", options.tokens), precision)
     if options.json:
         print(json.dumps(explained_json(explained, answer.ranked[: max(_LISTED, options.top)]), indent=1))
     else:
         print("\n".join(lines(explained, width())))
-        print("\n".join(_next(answer, options.precision)))
         if options.top:
             print("\n" + "\n".join(table(answer.ranked, options.top, width())))
     if options.plot is not None or options.html is not None:
@@ -97,17 +97,18 @@ def question_of(options: PlanOptions) -> Question:
         raise UserError(f"--top is {options.top}: how many of the ranking to list, 0 for none")
     model = find_model(options.model)
     cluster = cluster_of(options)
-    if options.offload and cluster.gpu.multiprocessors == 1:  # a CPU
+    if options.offload and is_cpu(cluster):
         raise UserError(
             f"--offload {options.offload} moves to the host's memory what is in a GPU's, and ranks compute "
             "on CPUs here: leave it out"
         )
-    sequences = options.global_batch or default_batch(cluster, options.seq)
+    seq = options.seq or min(_DEFAULT_SEQ, model.learned_positions or _DEFAULT_SEQ)
+    sequences = options.global_batch or default_batch(cluster, seq, options.micro_batch or 1)
     return Question(
-        model, cluster, sequences, options.seq, options.strategy_of_ours, options.tensor,
+        model, cluster, sequences, seq, options.strategy_of_ours, options.tensor,
         options.pipeline, options.interleave, options.context, options.micro_batch, options.recompute,
         options.optimizer, options.adapters, options.adapter_rank, options.offload, options.attention,
-        options.compile, _precision(options), options.reserve,
+        options.compile, _precision(options, cluster.gpu), options.reserve,
     )  # fmt: skip
 
 
@@ -137,17 +138,23 @@ def cluster_of(options: PlanOptions) -> Cluster:
     return find_cluster(name, number, hosts, options.network, options.hardware)
 
 
-def default_batch(cluster: Cluster, seq: int) -> int:
-    """About a million tokens, in a number of sequences that the GPUs can share."""
-    return max(1, round(_DEFAULT_TOKENS / max(seq, 1) / cluster.gpus)) * cluster.gpus
+def default_batch(cluster: Cluster, seq: int, micro_batch: int = 1) -> int:
+    """About a million tokens, in a number of sequences that the GPUs can share by whole micro-batches."""
+    at_once = cluster.gpus * max(micro_batch, 1)
+    return max(1, round(_DEFAULT_TOKENS / max(seq, 1) / at_once)) * at_once
 
 
-def explain(answer: Answer, tokens: float) -> Explained:
-    """All that is said of the winner."""
+def explain(answer: Answer, tokens: float, precision: str) -> Explained:
+    """All that is said of the winner. precision: as --precision names it."""
     winner = answer.winner
     assert winner is not None
-    notes = tuple(winner.memory.notes)
-    return Explained(answer.question, winner, others(answer), gains(answer), tokens, answer.considered, notes)
+    notes, gpu = tuple(winner.memory.notes), answer.question.cluster.gpu
+    if not gpu.bf16 and answer.question.precision.activations == 2:
+        notes = (*notes, f"{gpu.name} has no bf16: parameters and activations are in fp16")
+    following = next_of(answer, precision)
+    return Explained(
+        answer.question, winner, others(answer), gains(answer), tokens, answer.considered, following, notes,
+    )  # fmt: skip
 
 
 def width() -> int:
@@ -155,20 +162,14 @@ def width() -> int:
     return shutil.get_terminal_size((_WIDTH, 24)).columns if sys.stdout.isatty() else _WIDTH
 
 
-def _precision(options: PlanOptions) -> Precision:
-    precision = options.precision_of_ours
+def _precision(options: PlanOptions, gpu: Gpu) -> Precision:
+    precision = precision_of(options.precision_on(gpu))
     return replace(precision, moments=1) if options.optimizer == "adamw-8bit" else precision
 
 
 def _nothing_fits(options: PlanOptions, answer: Answer) -> int:
     """The least that would fit, by how much it misses, and what would help."""
     question = answer.question
-    if not answer.missed:
-        raise UserError(
-            f"--global-batch {question.global_batch} cannot be divided by any arrangement of "
-            f"{question.cluster.gpus} GPUs that {question.model.name} allows: say a multiple of "
-            f"{question.cluster.gpus}"
-        )
     find = functools.partial(_cluster_with, options, question.cluster)
     found = ways(question, gpu_names(), find)
     smallest = least(answer)
@@ -176,6 +177,12 @@ def _nothing_fits(options: PlanOptions, answer: Answer) -> int:
         print(json.dumps(shortfall_json(question, smallest, found), indent=1))
     else:
         print("\n".join(shortfall_lines(question, smallest, found, width())))
+    if options.plot is not None:
+        print(f"imece: nothing fits, so nothing is drawn: {options.plot} is not written", file=sys.stderr)
+    if options.html is not None:
+        from imece.cli.plan_page import write_shortfall
+
+        write_shortfall(question, smallest, found, options.html)
     return 2
 
 
@@ -187,31 +194,3 @@ def _cluster_with(options: PlanOptions, asked: Cluster, gpu: str, gpus_per_host:
     of_another = options.hardware is not None and describes_gpu(options.hardware)
     hardware = None if of_another else options.hardware
     return find_cluster(gpu, gpus_per_host, hosts, options.network, hardware)
-
-
-def _next(answer: Answer, precision: str) -> Iterator[str]:
-    """How to do it with imece."""
-    assert answer.winner is not None
-    calls = (call_of(each, answer.question, precision) for each in answer.ranked)
-    call = next((each for each in calls if each is not None), None)
-    if call is None:
-        yield from wrapped("next", _not_ours(answer), width())
-        return
-    yield from wrapped("next", call.text(), width(), hang=4)
-    ours, winner = call.candidate, answer.winner
-    if (title(ours.setup), gb(ours.needed)) != (title(winner.setup), gb(winner.needed)):
-        more = ours.seconds / winner.seconds - 1
-        slower = f"{share(more, 1.0)} slower" if more > 0 else "as fast"
-        text = f"what imece does by itself, {slower}, {gb(ours.needed)} GB a GPU: {title(ours.setup)}"
-        yield from wrapped("", text, width(), hang=2)
-    for what, how in call.left():
-        yield from wrapped("", f"{what}: {how}", width(), hang=2)
-
-
-def _not_ours(answer: Answer) -> str:
-    assert answer.winner is not None
-    parallel = answer.winner.setup.parallel
-    said = "no way fits that imece.parallelize does by itself"
-    if parallel.tensor == parallel.pipeline == parallel.context == 1:  # so it is replicate
-        return f"{said}: it keeps masters, or what is offloaded, in sharded strategies alone, such as zero1"
-    return f"{said}: it is data-parallel, without tensor, pipeline or context parallelism"

@@ -13,7 +13,8 @@ import tyro
 from imece.errors import UserError
 from imece.footprint import Offload
 from imece.plan.answer.space import RESERVE
-from imece.plan.setup import Adapters, Optimizer, Precision, Recomputation, Strategy
+from imece.plan.hardware import Gpu
+from imece.plan.setup import FP32, Adapters, Optimizer, Precision, Recomputation, Strategy
 
 StrategyName = Literal[
     "auto", "replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2",
@@ -31,7 +32,7 @@ _PRECISIONS = {
     "bf16": Precision(),
     "fp16": Precision(),
     "autocast": Precision(parameters=4, gradients=4, masters=0, moments=4, activations=2),
-    "fp32": Precision(parameters=4, gradients=4, masters=0, moments=4, activations=4),
+    "fp32": FP32,
     "bf16-pure": Precision(parameters=2, gradients=2, masters=0, moments=2, activations=2),
 }
 _TIMES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -53,8 +54,8 @@ class PlanOptions:
     """A TOML file with GPUs and links of your own, for --gpus to name."""
     global_batch: int = 0
     """Sequences of a step, of all GPUs together; 0: about a million tokens."""
-    seq: int = 4096
-    """Tokens of a sequence."""
+    seq: int = 0
+    """Tokens of a sequence; 0: 4,096, or as many as the model has learned positions for."""
     strategy: StrategyName = "auto"
     """Only this one; auto: all are tried."""
     tensor: int | None = None
@@ -78,9 +79,9 @@ class PlanOptions:
     offload: Offload | None = None
     """In the host's memory. optimizer: masters, summed gradients and its state; parameters: each rank's part
     of the parameters too."""
-    precision: PrecisionName = "bf16"
-    """bf16, fp16: with fp32 masters, 16 bytes a parameter with AdamW; autocast: fp32 weights, products in
-    bf16, as imece train does it; fp32; bf16-pure: no masters."""
+    precision: PrecisionName | None = None
+    """none: bf16, or fp16 where a GPU has no bf16. Both have fp32 masters, 16 bytes a parameter with AdamW;
+    autocast: fp32 weights, products in bf16, as imece train does it; fp32; bf16-pure: no masters."""
     attention: Literal["flash", "plain"] = "flash"
     """plain keeps all scores for backward."""
     compile: bool = False
@@ -110,9 +111,18 @@ class PlanOptions:
     def strategy_of_ours(self) -> Strategy | None:
         return _STRATEGIES.get(self.strategy)
 
-    @property
-    def precision_of_ours(self) -> Precision:
-        return _PRECISIONS[self.precision]
+    def precision_on(self, gpu: Gpu) -> PrecisionName:
+        """What is asked for, or what is usual there. UserError for bf16 on a GPU that has none."""
+        if self.precision is None:
+            return "bf16" if gpu.bf16 else "fp16"
+        if not gpu.bf16 and self.precision not in ("fp16", "fp32"):
+            raise UserError(f"--precision {self.precision}: {gpu.name} has no bf16: say fp16 or fp32")
+        return self.precision
+
+
+def precision_of(name: PrecisionName) -> Precision:
+    """Its bytes of an element."""
+    return _PRECISIONS[name]
 
 
 def read_amount(option: str, text: str) -> float:

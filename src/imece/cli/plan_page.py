@@ -6,16 +6,19 @@ import base64
 import contextlib
 import html
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from imece.errors import UserError
 from imece.observe.page import page
+from imece.plan.answer.call import Next
 from imece.plan.answer.explain import parts
 from imece.plan.answer.picture import draw, whole
-from imece.plan.answer.search import Answer
+from imece.plan.answer.search import Answer, Candidate
+from imece.plan.answer.shortfall import Way, state_arithmetic
+from imece.plan.answer.space import Question
 from imece.plan.answer.text import Explained, memory_parts, speed, subject
-from imece.plan.answer.words import KINDS, gb, meanings, seconds, share, title
+from imece.plan.answer.words import device, gb, kinds, meanings, seconds, share, title
 
 _LISTED = 25
 
@@ -26,9 +29,30 @@ def write_pictures(explained: Explained, answer: Answer, png: Path | None, page_
         with writing(png):
             draw(explained, answer, png)
     if page_file is not None:
-        with writing(page_file):
-            page_file.parent.mkdir(parents=True, exist_ok=True)
-            page_file.write_text(page_of(explained, answer), encoding="utf-8")
+        _write(page_file, page_of(explained, answer))
+
+
+def write_shortfall(question: Question, least: Candidate, found: Sequence[Way], page_file: Path) -> None:
+    """A page that says what is missing, and what would fit. UserError if it cannot be written."""
+    room = question.room_bytes
+    missing = f"{gb(least.needed)} of {gb(room)} GB a GPU, {gb(least.needed - room)} GB too much"
+    body = [
+        "<h1>Nothing fits</h1>",
+        f'<p class="under">{html.escape(subject(question))}</p>',
+        f"<p>{html.escape(state_arithmetic(question))}</p>",
+        "<h2>What needs least</h2>",
+        f"<p>{html.escape(title(least.setup))}: needs {missing}</p>",
+        _memory(least, question),
+        "<h2>What would fit instead</h2>",
+        _table([(way.name, way.sentence) for way in found] or [("", "nothing that was tried")]),
+    ]
+    _write(page_file, page(f"imece plan: {question.model.name}", "\n".join(body)))
+
+
+def _write(path: Path, text: str) -> None:
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -54,20 +78,20 @@ def page_of(explained: Explained, answer: Answer) -> str:
         _tiles(explained),
         "<h2>What it means</h2>",
         _table([(word, text) for word, text in meanings(winner.setup, cluster)]),
-        "<h2>Memory of a GPU</h2>",
-        _bars(
-            (f"{name}: {KINDS[name]}" if name in KINDS else name, size, f"{gb(size)} GB")
-            for name, size in memory_parts(winner, cluster).items()
-        ),
+        f"<h2>Memory of a {device(cluster)}</h2>",
+        _memory(winner, question),
         f'<p class="note">{gb(winner.needed)} of {gb(cluster.gpu.memory_bytes)} GB (10<sup>9</sup>).</p>',
         "<h2>A step</h2>",
         _bars((name, spent, seconds(spent)) for name, spent in parts(winner.time).items()),
-        f'<p class="note">{html.escape(speed(winner, explained.tokens, cluster))}. Exposed: GPUs wait for '
-        f"messages. {html.escape(seconds(winner.time.hidden))} more are hidden behind computing.</p>",
+        f'<p class="note">{html.escape(speed(winner, explained.tokens, cluster))}. Exposed: '
+        f"{device(cluster)}s wait for messages. {html.escape(seconds(winner.time.hidden))} more are hidden "
+        "behind computing.</p>",
         "<h2>What lost, and why</h2>",
         _table([(each.name, each.sentence) for each in explained.others]),
         "<h2>What would change the answer</h2>",
         _table([("", gain) for gain in explained.gains]),
+        "<h2>How to do it with imece</h2>",
+        _table(_next(explained.next)),
         '<figure><figcaption>All of it</figcaption><img alt="memory, steps, time axis, all ways" '
         f'style="width:100%;background:#fff" src="data:image/png;base64,{encoded}"></figure>',
         f"<h2>The first {min(_LISTED, len(answer.ranked))} of {len(answer.ranked):,} that fit</h2>",
@@ -84,7 +108,7 @@ def _tiles(explained: Explained) -> str:
         (f"{winner.time.tokens_per_s:,.0f}", "tokens/s"),
         (seconds(winner.seconds), "a step"),
         (f"{100 * winner.time.mfu:.0f} %", "MFU, the part of the peak that the model's own products use"),
-        (f"{gb(winner.needed)} GB", f"of {gb(cluster.gpu.memory_bytes)} a GPU"),
+        (f"{gb(winner.needed)} GB", f"of {gb(cluster.gpu.memory_bytes)} a {device(cluster)}"),
     ]
     if winner.setup.parallel.strategy not in ("zero3", "hybrid") and winner.setup.parallel.data > 1:
         tiles.append((f"{winner.setup.recipe.bucket_bytes / 2**20:g} MiB", "buckets"))
@@ -93,6 +117,21 @@ def _tiles(explained: Explained) -> str:
         + "".join(f"<div><b>{big}</b><span>{small}</span></div>" for big, small in tiles)
         + "</div>"
     )
+
+
+def _memory(candidate: Candidate, question: Question) -> str:
+    glosses = kinds(question.cluster)
+    return _bars(
+        (f"{name}: {glosses[name]}" if name in glosses else name, size, f"{gb(size)} GB")
+        for name, size in memory_parts(candidate, question.cluster).items()
+    )
+
+
+def _next(found: Next) -> list[tuple[str, str]]:
+    """What the script has to say and do."""
+    if found.call is None:
+        return [("", found.says)]
+    return [("call", found.call.text()), *([("", found.says)] if found.says else []), *found.call.left()]
 
 
 def _bars(rows: Iterable[tuple[str, float, str]]) -> str:

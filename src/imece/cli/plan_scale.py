@@ -7,7 +7,7 @@ import json
 from imece.cli.plan import width
 from imece.cli.plan_options import PlanOptions
 from imece.errors import UserError
-from imece.plan.answer.scale import MOST_GPUS, Point, curve, draw_scale, scale_json, scale_lines
+from imece.plan.answer.scale import MOST_GPUS, Point, curve, draw_scale, scale_json, scale_lines, slower
 from imece.plan.answer.space import Question
 from imece.plan.answer.text import subject, wrapped
 
@@ -35,7 +35,8 @@ def show(options: PlanOptions, question: Question) -> int:
     else:
         print("\n".join(wrapped("", f"{options.scale} scaling of {subject(question)}", width())) + "\n")
         print("\n".join(scale_lines(points, width())) + "\n")
-        print("\n".join(wrapped("", _WORDS, width())))
+        for text in (*slower(points), _WORDS):
+            print("\n".join(wrapped("", text, width())))
     if options.plot is not None:
         from imece.cli.plan_page import writing
 

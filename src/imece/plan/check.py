@@ -6,6 +6,8 @@ PLAN_FILE in the run folder has {"predicted": {...}, "measured": {...}}; the sec
 from __future__ import annotations
 
 import json
+import reprlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +45,9 @@ def read_plan(run: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
         if content["version"] != VERSION:
             raise UserError(f"{path} has format {content['version']}; this imece reads format {VERSION}")
-        if not isinstance(content["predicted"], dict):
-            raise ValueError("predicted is no table")
+        _check("predicted", content["predicted"], "counted_bytes", "needed_bytes")
+        if content.get("measured"):
+            _check("measured", content["measured"], "memory_bytes", "rank_bytes")
     except OSError as error:
         raise UserError(
             f"{run}: no {PLAN_FILE} ({error.strerror}): imece train writes it into its run folder; check the "
@@ -53,6 +56,18 @@ def read_plan(run: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is not what imece train writes: {error!r}") from error
     return dict(content)
+
+
+def _check(where: str, table: object, sizes: str, whole: str) -> None:
+    """ValueError where one of the tables is none, or one of the figures cannot be."""
+    for name, each in ((where, table), (sizes, table.get(sizes, {}) if isinstance(table, dict) else {})):
+        if not isinstance(each, dict):
+            raise ValueError(f"{name} is no table")
+        for key in each if name == sizes else (whole, "step_s"):
+            figure = each.get(key)
+            is_number = isinstance(figure, int | float) and not isinstance(figure, bool)
+            if figure is not None and not (is_number and 0 <= figure <= sys.float_info.max):  # NaN is not
+                raise ValueError(f"{key} is {reprlib.repr(figure)}, which is no size or time")
 
 
 def rows(content: Mapping[str, Any]) -> list[Row]:

@@ -36,6 +36,8 @@ from imece.errors import UserError
 GIB = 2**30
 
 _MOST = 10**6  # hosts, and GPUs of one
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([mgt])(bits?|b)(?:ps|/s)?", re.IGNORECASE)
+_BITS = {"m": 1e6, "g": 1e9, "t": 1e12}
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class Gpu:
     price_per_hour: float | None = None  # US dollars, for orientation only
     sustained: float = 0.9  # part of what is reachable that products of usual shapes hold for long
     flash: tuple[float, float] = (0.4, 0.34)  # part of `peak` in flash attention, forward and backward
-    multiprocessors: int = 100  # among which the tiles of a product are dealt
+    multiprocessors: int = 100  # among which the tiles of a product are dealt; 1: a CPU
+    bf16: bool = True  # whether its matrix units have it
 
     def __hash__(self) -> int:  # of one field: it is a key of caches that are asked for each candidate
         return hash(self.name)
@@ -120,13 +123,18 @@ def find_gpu(name: str) -> Gpu:
 
 
 def find_network(name: str, gpus_per_host: int, slot: float = math.inf) -> Link:
-    """A preset, or like "400Gb": so much for each GPU. UserError with the nearest names.
+    """A preset, or like "400Gb": bits/s for each GPU. UserError with the nearest names, or for bytes.
 
     slot: bytes/s between a GPU and its host, which no preset gives it more than: one GPU has not what eight
     share.
     """
-    rate = re.fullmatch(r"(\d+(?:\.\d+)?)\s*gb(?:ps|/s|it)?", name.strip().lower())
-    if rate and 0 < (bandwidth := float(rate[1]) * 1e9 / 8) < math.inf:
+    rate = _RATE.fullmatch(name.strip())
+    if rate and 0 < (bandwidth := float(rate[1]) * _BITS[rate[2].lower()] / 8) < math.inf:
+        if rate[3] == "B":
+            as_bytes = f"{8 * float(rate[1]):.12g}{rate[2]}b"
+            raise UserError(
+                f"network {name!r}: say it in bits, {rate[1]}{rate[2]}b, or {as_bytes} if these are bytes"
+            )
         return Link(bandwidth, latency=20e-6)
     presets = _presets()["networks"]
     table = dict(presets[_named(name, presets, "network")])
@@ -155,8 +163,8 @@ def find_cluster(
             raise UserError(f"{number} {what}: at least 1, and at most a million")
     try:
         links = _presets()["links"]
-        inside = _link(links[table.get("inside", "pcie4")] | own.get("inside", {}))
-        slot = links[table["slot"]]["bandwidth"] if "slot" in table else math.inf
+        inside = _link(links[_named(table.get("inside", "pcie4"), links, "link")] | own.get("inside", {}))
+        slot = links[_named(table["slot"], links, "link")]["bandwidth"] if "slot" in table else math.inf
         between = find_network(network or str(table.get("network", "infiniband-ndr")), count, slot)
         if network is None and "between" in own:
             between = replace(between, **_known(Link, own["between"], "between"))
@@ -200,6 +208,11 @@ def _asked_for(gpu: str | None, own: Mapping[str, Any], hardware: Path | None) -
         )
     if like is None and asked in gpu_names():
         table = _gpu_table(asked)
+    if own.get("multiprocessors") == 1 and table.get("multiprocessors", 1) > 1:
+        raise UserError(
+            f"--hardware {hardware}: [gpu] multiprocessors is 1, which means a CPU: {table['name']} has "
+            f"{table['multiprocessors']}"
+        )
     return table | {field: value for field, value in own.items() if field != "like"}
 
 
@@ -229,7 +242,8 @@ def _link(table: Mapping[str, Any]) -> Link:
 _ABOUT_HOSTS = ("source", "inside", "slot", "network", "gpus_per_host")  # of a GPU's table
 _NOT_RATES = (
     *((name, str, "a name") for name in ("like", "name", "inside", "slot", "network")),
-    ("gpus_per_host", int, "a whole number"),
+    *((name, int, "a whole number") for name in ("gpus_per_host", "multiprocessors")),
+    ("bf16", bool, "true or false"),
 )
 
 
@@ -244,7 +258,7 @@ def _known(kind: type[Gpu] | type[Link], table: Mapping[str, Any], where: str) -
             needed = "two numbers are" if name == "flash" else "a list is" if several else "a number is"
             raise ValueError(f"[{where}] {name} is {value!r}; {needed} needed")
         for number in value if isinstance(value, list | tuple) else [value]:
-            if name == "name" or (name == "price_per_hour" and number is None):
+            if name in ("name", "bf16") or (name == "price_per_hour" and number is None):
                 continue
             is_number = isinstance(number, int | float) and not isinstance(number, bool)
             if not is_number or not abs(number) <= sys.float_info.max:  # an int may be more, and NaN is none
@@ -253,6 +267,12 @@ def _known(kind: type[Gpu] | type[Link], table: Mapping[str, Any], where: str) -
                 raise ValueError(f"[{where}] {name} is {number}; it is a part: more than 0, and at most 1")
             if number < 0 or (number == 0 and name in _POSITIVE):
                 raise ValueError(f"[{where}] {name} is {number}; it must be more than 0")
+            if name in _LEAST and number < _LEAST[name]:
+                raise ValueError(
+                    f"[{where}] {name} is {number} {_UNIT[name]}; at least {_LEAST[name]:.0e} is needed"
+                )
+            if name in ("latency", "hop_s") and number >= 1:
+                raise ValueError(f"[{where}] {name} is {number} s; less than 1 is needed")
     return dict(table)
 
 
@@ -260,6 +280,9 @@ _PARTS = ("efficiency", "lanes", "reachable", "sustained", "flash")
 _POSITIVE = (
     "bandwidth", "switch", "peak", "peak_fp32", "memory_bytes", "memory_bandwidth", "multiprocessors",
 )  # fmt: skip
+# A number below these was meant in another unit: 400 Gb/s, 989 TFLOP/s, 80 GB.
+_LEAST = {"bandwidth": 1e6, "memory_bandwidth": 1e8, "memory_bytes": 1e6, "peak": 1e8, "peak_fp32": 1e8}
+_UNIT = dict.fromkeys(_LEAST, "bytes/s") | {"memory_bytes": "bytes", "peak": "FLOP/s", "peak_fp32": "FLOP/s"}
 
 
 def _read_own(path: Path) -> dict[str, dict[str, Any]]:
@@ -279,25 +302,34 @@ def _read_own(path: Path) -> dict[str, dict[str, Any]]:
         value = tables.get("gpu", {}).get(name)
         if value is not None and type(value) is not kind:
             raise UserError(f"--hardware {path}: [gpu] {name} is {value!r}; {needed} is needed")
+    try:
+        for name in ("inside", "slot"):
+            if (value := tables.get("gpu", {}).get(name)) is not None:
+                _named(value, _presets()["links"], "link")
+        if (value := tables.get("gpu", {}).get(name := "network")) is not None:
+            find_network(value, 1)
+    except UserError as error:
+        raise UserError(f"--hardware {path}: [gpu] {name}: {error}") from None
     return tables
 
 
-def _named(name: str, presets: Iterable[str], what: Literal["GPU", "network"]) -> Any:
+def _named(name: str, presets: Iterable[str], what: Literal["GPU", "network", "link"]) -> Any:
     """The preset that `name` means. UserError with the nearest."""
     plain = {_plain(preset): preset for preset in presets}
     key = _plain(name)
     for spelling in (key, key.removesuffix("gb"), key.removesuffix("sxm"), _OTHER_NAMES.get(key, key)):
         if spelling in plain:
             return plain[spelling]
-    near = difflib.get_close_matches(key, list(plain), n=3, cutoff=0.4)
+    near = difflib.get_close_matches(key, list(plain), n=3, cutoff=0.6)
     hint = (
         f"did you mean {' or '.join(plain[n] for n in near)}?"
         if near
-        else f"there are {', '.join(plain.values())}"
+        else f"there are {', '.join(plain.values())}{_OTHERS * (what == 'GPU')}"
     )
     raise UserError(f"{what} {name!r} is unknown: {hint}")
 
 
+_OTHERS = "; a file of --hardware describes others"
 _OTHER_NAMES = {
     "a100": "a10080", "h10080": "h100", "4090": "rtx4090", "5090": "rtx5090", "ndr": "infinibandndr",
     "hdr": "infinibandhdr", "h10080gb": "h100", "v10032": "v100",

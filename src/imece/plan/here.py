@@ -68,7 +68,7 @@ def cluster_of(figures: Mapping[str, Any]) -> Cluster:
         base, name=str(figures["device"]), reachable=1.0, sustained=1.0, peak=1.0, peak_fp32=1.0,
         memory_bandwidth=1e18, multiprocessors=int(figures["multiprocessors"]),
         memory_bytes=int(figures["memory_bytes"]), overhead_bytes=int(figures["overhead_bytes"]),
-        price_per_hour=None,
+        price_per_hour=None, bf16=figures["dtype"] != "float16",
     )  # fmt: skip
     side = int(figures["side"])
     # At a peak of 1 the formula says how many seconds that product takes; it took this many.
@@ -159,6 +159,8 @@ def _link(figures: Mapping[str, Any]) -> Link:
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     if isinstance(value, list | tuple):

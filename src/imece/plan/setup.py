@@ -57,6 +57,9 @@ class Precision:
         return self.activations < self.parameters
 
 
+FP32 = Precision(parameters=4, gradients=4, masters=0, activations=4)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How one step goes, on each rank."""

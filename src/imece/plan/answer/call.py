@@ -6,9 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from imece.footprint import DIVIDED
-from imece.plan.answer.search import USUAL_BUCKET, Candidate, framework_on, judge, with_best_bucket
+from imece.plan.answer.explain import unpinned
+from imece.plan.answer.search import (
+    USUAL_BUCKET,
+    Answer,
+    Candidate,
+    fastest,
+    framework_on,
+    judge,
+    with_best_bucket,
+)
 from imece.plan.answer.space import Question
-from imece.plan.answer.words import count
+from imece.plan.answer.words import count, device, gb, is_cpu, share, title
 from imece.plan.setup import Setup
 
 _CPU_BUCKET = 5 * 2**20  # bytes: what parallelize takes by itself on CPUs, where gradients are sharded
@@ -56,8 +65,8 @@ class Call:
         elif self.precision == "bf16-pure":
             yield "model", "model.bfloat16() first: there are no masters"
         elif self.precision == "autocast":
-            device = "cpu" if self._is_cpu() else "cuda"
-            yield "forward", f'in fp32, under torch.autocast("{device}", torch.bfloat16)'
+            kind = "cpu" if self._is_cpu() else "cuda"
+            yield "forward", f'in fp32, under torch.autocast("{kind}", torch.bfloat16)'
         if self.precision == "fp16":
             yield "loss", "through imece.GradScaler(), as fp16 has small gradients vanish"
         if recipe.optimizer in _OPTIMIZERS:
@@ -75,9 +84,10 @@ class Call:
     def _batch(self) -> str:
         parallel, recipe = self.candidate.setup.parallel, self.candidate.setup.recipe
         times, size = recipe.accumulation, count(recipe.micro_batch, "sequence")
+        each = device(self.question.cluster)
         if times == 1:
-            return f"{size} a GPU, one loss.backward() before each optimizer.step()"
-        said = f"{size} a GPU, {times:,} times (loss / {times}).backward() before each optimizer.step()"
+            return f"{size} a {each}, one loss.backward() before each optimizer.step()"
+        said = f"{size} a {each}, {times:,} times (loss / {times}).backward() before each optimizer.step()"
         if parallel.data == 1:
             return said
         if DIVIDED[parallel.strategy].gradients:
@@ -95,11 +105,52 @@ class Call:
         return _CPU_BUCKET if divides.gradients and self._is_cpu() else USUAL_BUCKET
 
     def _is_cpu(self) -> bool:
-        return self.question.cluster.gpu.multiprocessors == 1
+        return is_cpu(self.question.cluster)
 
 
-def call_of(candidate: Candidate, question: Question, precision: str) -> Call | None:
-    """How imece.parallelize does it, with buckets of the best size; None where it does not.
+@dataclass(frozen=True)
+class Next:
+    """What to do with the answer."""
+
+    call: Call | None
+    says: str  # how the call differs from the plan, or why there is none; empty where it is the plan
+
+
+def next_of(answer: Answer, precision: str) -> Next:
+    """The plan as imece.parallelize does it, or else the fastest that it does, which may have none of the
+    arrangement that was asked for. precision: as --precision names it.
+    """
+    winner = answer.winner
+    assert winner is not None
+    call, says = _call_of(answer, precision), "what imece does by itself"
+    if call is None and (found := unpinned(answer.question)) is not None:
+        pins, free = found
+        call = _call_of(free, precision)
+        says += f", without {pins} ({_why_not(winner)})"
+    if call is None:
+        return Next(None, f"no way fits that imece.parallelize does by itself: {_why_not(winner)}")
+    ours = call.candidate
+    if (title(ours.setup), gb(ours.needed)) == (title(winner.setup), gb(winner.needed)):
+        return Next(call, "")
+    more = ours.seconds / winner.seconds - 1
+    than = "as fast" if more == 0 else f"{share(abs(more), 1.0)} {'slower' if more > 0 else 'faster'}"
+    return Next(
+        call, f"{says}, {than}, {gb(ours.needed)} GB a {device(answer.question.cluster)}: {title(ours.setup)}"
+    )
+
+
+def _call_of(answer: Answer, precision: str) -> Call | None:
+    question = answer.question
+    if answer.winner is None:
+        return None
+    if (first := _ours(answer.winner, question)) is not None:
+        return Call(with_best_bucket(first, question), question, precision)
+    found = [mine for each in answer.ranked if (mine := _ours(each, question)) is not None]
+    return Call(fastest(found, question), question, precision) if found else None
+
+
+def _ours(candidate: Candidate, question: Question) -> Candidate | None:
+    """How imece.parallelize does it; None where it does not.
 
     There masters and offload go with sharded strategies only: on one GPU that is zero1, which has nothing to
     share out and keeps sums of gradients in the masters' dtype besides; None if those do not fit.
@@ -114,7 +165,20 @@ def call_of(candidate: Candidate, question: Question, precision: str) -> Call | 
         candidate = judge(replace(setup, parallel=replace(parallel, strategy="zero1")), question.cluster)
         if candidate.needed > question.room_bytes:
             return None
-    return Call(with_best_bucket(candidate, question), question, precision)
+    return candidate
+
+
+def _why_not(winner: Candidate) -> str:
+    parallel, batch = winner.setup.parallel, winner.setup.global_batch
+    if batch % parallel.ranks:
+        even = -(-batch // parallel.ranks) * parallel.ranks
+        return (
+            f"it is data-parallel, and {parallel.ranks:,} GPUs cannot share {count(batch, 'sequence')} "
+            f"evenly, as they can {even:,}"
+        )
+    if parallel.tensor == parallel.pipeline == parallel.context == 1:  # so it is replicate
+        return "it keeps masters, or what is offloaded, in sharded strategies alone, such as zero1"
+    return "it is data-parallel, without tensor, pipeline or context parallelism"
 
 
 def _has_masters(setup: Setup) -> bool:

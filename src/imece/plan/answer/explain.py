@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -10,19 +11,21 @@ from imece.plan.answer.search import (
     Answer,
     Candidate,
     complexity,
+    fastest,
     judge,
     search,
     settled,
     with_best_bucket,
 )
 from imece.plan.answer.space import STRATEGIES, Question
-from imece.plan.answer.words import CAUSES, gb, seconds, share, strategy_name, title
+from imece.plan.answer.words import CAUSES, device, gb, seconds, share, strategy_name, title
 from imece.plan.hardware import Cluster
-from imece.plan.setup import Parallel, Setup
+from imece.plan.setup import FP32, Parallel, Setup
 from imece.plan.speed.communication import along
 from imece.plan.speed.step_time import StepTime
 
 _WORTH = 0.02  # of the step's time: what saves less is no gain
+_PINS = ("strategy", "tensor", "pipeline", "interleave", "context")  # of a question: how ranks are arranged
 _NEAR_PART = 0.25  # of the memory missed: two categories as large as that are both named
 _STATE = ("parameters", "gradients", "optimizer", "masters")
 
@@ -42,26 +45,27 @@ def others(answer: Answer) -> list[Other]:
     assert winner is not None
     shown: list[Candidate] = []
     for wanted in _families():
-        found = [each for each in answer.best_of.values() if wanted(each.setup.parallel)]
-        fitting = [each for each in found if each.time is not None]
-        best = min(fitting, key=lambda each: each.seconds) if fitting else min(
-            found, key=lambda each: each.needed, default=None
-        )  # fmt: skip
-        if best is not None and best.setup.parallel != winner.setup.parallel:
-            shown.append(with_best_bucket(best, answer.question) if fitting else best)
+        fits = [each for each in answer.ranked if wanted(each.setup.parallel)]
+        misses = (each for each in answer.missed if wanted(each.setup.parallel))
+        best = fastest(fits, answer.question) if fits else next(misses, None)
+        if best is not None and _arranged(best) != _arranged(winner):
+            shown.append(best)
     shown.sort(key=lambda each: (each.time is None, each.seconds if each.time else each.needed))
     return [Other(strategy_name(each.setup.parallel), verdict(each, answer), each) for each in shown]
 
 
 def verdict(other: Candidate, answer: Answer) -> str:
-    """One sentence, with the figure that decided."""
+    """One sentence, with the figure that decided. The answer is a settled one: nothing is faster than its
+    winner but what is as good, and less simple.
+    """
     if other.time is None:
         return why_not(other, answer.question)
     winner = answer.winner
     assert winner is not None
     ratio = other.seconds / winner.seconds - 1
+    assert ratio >= -SAME, f"{title(other.setup)} is {-ratio:.1%} faster than the winner"
     fits = f"fits in {gb(other.needed)} GB"
-    if abs(ratio) <= SAME:
+    if ratio <= SAME:
         more = other.needed - winner.needed
         size = (
             f", {gb(abs(more))} GB {'more' if more > 0 else 'less'}"
@@ -83,7 +87,8 @@ def why_not(candidate: Candidate, question: Question) -> str:
     if state > room:  # and what is named is too: at most three are not, together less than what is missing
         large = {name: size for name, size in sizes if name in _STATE and size >= _NEAR_PART * (state - room)}
         whole = "whole " * (candidate.setup.parallel.strategy == "replicate")
-        return f"{needs}; {gb(sum(large.values()))} GB of {_and([*large])} {whole}on each GPU"
+        where = f"{whole}on each {device(question.cluster)}"
+        return f"{needs}; {gb(sum(large.values()))} GB of {_and([*large])} {where}"
     largest = [f"{name} {gb(size)}" for name, size in sizes[:2]]
     return f"{needs}; the largest are {_and(largest)}"
 
@@ -94,7 +99,9 @@ def gains(answer: Answer) -> list[str]:
     found = [
         *_recompute(answer),
         *_micro_batch(answer),
+        *_unpinned(answer),
         *_optimizer(answer),
+        *_precision(answer),
         *_batch(answer),
         *_network(answer),
     ]
@@ -161,7 +168,8 @@ def _where(other: Candidate, answer: Answer) -> str:
     if worst == "waiting":
         return f"{seconds(own.waiting)} in which the GPU waits for the CPU, its kernels are so small"
     if worst == "optimizer":
-        return f"each GPU updates {_owned(other.setup)} of the parameters, {seconds(own.optimizer)}"
+        part = f"{_owned(other.setup)} of the parameters"
+        return f"each {device(cluster)} updates {part}, {seconds(own.optimizer)}"
     return (
         f"{seconds(own.exposed[worst])} exposed {CAUSES.get(worst, worst)} {_over(worst, parallel, cluster)}"
     )
@@ -241,11 +249,23 @@ def _micro_batch(answer: Answer) -> Iterator[str]:
     if recipe.recompute != "full":
         smaller = judge(replace(winner.setup, recipe=replace(larger, recompute="full")), question.cluster)
         if smaller.needed <= question.room_bytes:
+            smaller = with_best_bucket(smaller, question)
             slower = smaller.seconds / winner.seconds - 1
             yield (
                 f"micro-batch {micro} would fit with full recomputation, and is "
                 f"{_percent(abs(slower))} {'slower' if slower > 0 else 'faster'}"
             )
+
+
+def _unpinned(answer: Answer) -> Iterator[str]:
+    found = unpinned(answer.question)
+    if found is None or found[1].winner is None:
+        return
+    pins, winner = found[0], found[1].winner
+    assert answer.winner is not None
+    if (gain := 1 - winner.seconds / answer.winner.seconds) >= _WORTH:
+        fits = f"{title(winner.setup)} fits in {gb(winner.needed)} GB"
+        yield f"without {pins}: {_percent(gain)} faster, for {fits}"
 
 
 def _optimizer(answer: Answer) -> Iterator[str]:
@@ -261,15 +281,31 @@ def _optimizer(answer: Answer) -> Iterator[str]:
         )
 
 
+def _precision(answer: Answer) -> Iterator[str]:
+    """Where no unit multiplies half as many bits faster, as on many CPUs."""
+    question, winner = answer.question, answer.winner
+    assert winner is not None
+    gpu = question.cluster.gpu
+    if question.precision.activations == 4 or question.adapters == "qlora" or gpu.peak_fp32 <= gpu.peak:
+        return
+    precision = replace(FP32, moments=1) if question.optimizer == "adamw-8bit" else FP32
+    found = settled(search(replace(question, precision=precision))).winner
+    if found is not None and (gain := 1 - found.seconds / winner.seconds) >= _WORTH:
+        yield f"--precision fp32: {_percent(gain)} faster, its products are faster here than in fewer bits"
+
+
 def _batch(answer: Answer) -> Iterator[str]:
     question, winner = answer.question, answer.winner
     assert winner is not None and winner.time is not None
-    found = settled(search(replace(question, global_batch=2 * question.global_batch))).winner
-    if found is None or found.time is None:
-        return
-    gain = found.time.tokens_per_s / winner.time.tokens_per_s - 1
-    if gain >= _WORTH:
-        yield f"a global batch of {2 * question.global_batch:,}: {_percent(gain)} more tokens a second"
+    batch, gpus = question.global_batch, question.cluster.gpus
+    even = -(-batch // gpus) * gpus  # which GPUs can share, each with sequences of its own
+    for size in sorted({even, 2 * batch} - {batch}):
+        found = settled(search(replace(question, global_batch=size))).winner
+        if found is None or found.time is None:
+            continue
+        gain = found.time.tokens_per_s / winner.time.tokens_per_s - 1
+        if gain >= _WORTH:
+            yield f"a global batch of {size:,}: {_percent(gain)} more tokens a second"
 
 
 def _network(answer: Answer) -> Iterator[str]:
@@ -285,11 +321,21 @@ def _network(answer: Answer) -> Iterator[str]:
     cluster = replace(cluster, between=faster) if several else replace(cluster, inside=faster)
     found = settled(search(replace(question, cluster=cluster))).winner
     if found is not None and (gain := 1 - found.seconds / winner.seconds) >= _WORTH:
-        where = "between hosts" if several else "between the GPUs of a host"
+        where = "between hosts" if several else f"between the {device(cluster)}s of a host"
         yield (
             f"links of {gb(2 * link.bandwidth)} instead of {gb(link.bandwidth)} GB/s {where}: "
             f"{_percent(gain)} faster"
         )
+
+
+@functools.lru_cache(maxsize=1)
+def unpinned(question: Question) -> tuple[str, Answer] | None:
+    """("--tensor 2 and --strategy zero1", what is best without them); None where the search has tried all."""
+    names = [name for name in _PINS if getattr(question, name) is not None]
+    if not names:
+        return None
+    free = replace(question, strategy=None, tensor=None, pipeline=None, interleave=None, context=None)
+    return _and([f"--{name} {getattr(question, name)}" for name in names]), settled(search(free))
 
 
 def eight_bit(question: Question) -> Question:

@@ -6,6 +6,7 @@ stays, so each has less, and what ranks say to each other weighs more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Literal
 from imece.plan.answer.search import Candidate, search, settled
 from imece.plan.answer.space import Question
 from imece.plan.answer.text import as_json, wrapped
-from imece.plan.answer.words import gb, seconds, strategy_name
+from imece.plan.answer.words import count, gb, seconds, strategy_name
 
 Kind = Literal["weak", "strong"]
 MOST_GPUS = 25_600  # 16 x 8 x 200
@@ -104,12 +105,31 @@ def scale_lines(points: Sequence[Point], width: int) -> Iterator[str]:
             yield from wrapped("", plan, width, hang=2)
 
 
+def slower(points: Sequence[Point]) -> Iterator[str]:
+    """Of each number of GPUs that is slower than fewer, why."""
+    best: Point | None = None
+    for point in points:
+        if point.candidate is None:
+            continue
+        if best is None or point.tokens_per_s >= best.tokens_per_s:
+            best = point
+            continue
+        batch = point.question.global_batch
+        groups = math.gcd(point.gpus, batch)  # the most that divide both
+        yield (
+            f"{point.gpus:,} GPUs are slower than {best.gpus:,}: {count(batch, 'sequence')} can be dealt to "
+            f"{count(groups, 'group')} of {count(point.gpus // groups, 'GPU')} at most, each with a model of "
+            f"its own; {best.gpus:,} GPUs may be groups of {best.gpus // math.gcd(best.gpus, batch):,}"
+        )
+
+
 def scale_json(points: Sequence[Point], kind: Kind) -> dict[str, Any]:
     """The same for a program."""
     first = next((point for point in points if point.candidate is not None), points[0])
     return {
         "scaling": kind,
         "model": points[0].question.model.name,
+        "notes": list(slower(points)),
         "points": [
             {
                 "gpus": point.gpus,

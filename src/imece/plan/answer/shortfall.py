@@ -38,8 +38,10 @@ class Way:
         """What comes of it."""
         if self.fits:
             assert self.least.time is not None
+            on_host = self.least.memory.host * self.question.cluster.gpus_per_host
+            also = f" and {gb(on_host)} GB of memory in each host" if on_host else ""
             return (
-                f"fits in {gb(self.least.needed)} GB: {title(self.least.setup)}, "
+                f"fits in {gb(self.least.needed)} GB{also}: {title(self.least.setup)}, "
                 f"{self.least.time.tokens_per_s:,.0f} tokens/s"
             )
         missing = self.least.needed - self.question.room_bytes
@@ -95,7 +97,7 @@ def _same_machine(question: Question) -> Iterator[tuple[str, Question]]:
     if question.adapters == "none":
         if question.optimizer == "adamw":
             yield "--optimizer adamw-8bit", eight_bit(question)
-        if not question.offload:
+        if not question.offload and question.cluster.gpu.multiprocessors > 1:  # a CPU has one memory
             yield "--offload optimizer", replace(question, offload="optimizer")
             yield "--offload parameters", replace(question, offload="parameters")
         yield "--adapters lora", replace(question, adapters="lora")
@@ -107,7 +109,8 @@ def _larger_gpus(question: Question, gpus: Sequence[str], find: Find) -> Iterato
     cluster = question.cluster
     found = [find(name, cluster.gpus_per_host, cluster.hosts) for name in gpus]
     for each in sorted(found, key=lambda one: (one.gpu.memory_bytes, -(one.gpu.price_per_hour or 0))):
-        if each.gpu.memory_bytes > cluster.gpu.memory_bytes:
+        larger = each.gpu.memory_bytes > cluster.gpu.memory_bytes
+        if larger and each.gpu.bf16 >= cluster.gpu.bf16:  # another precision would be another change
             yield _on(each, question)
 
 

@@ -78,10 +78,13 @@ def check(question: Question) -> None:
         and question.strategy.startswith("hybrid")
         and question.cluster.hosts == 1
     ):
-        plain = "zero3" if question.strategy == "hybrid" else "zero2"
         raise UserError(
             f"--strategy {question.strategy} shards inside hosts and replicates between them, but there is "
-            f"one host: use {plain}, or more --hosts"
+            f"one host: use {_plain(question.strategy)}, or more --hosts"
+        )
+    if 0 < (rows := question.model.learned_positions) < question.seq:
+        raise UserError(
+            f"--seq {question.seq}: {question.model.name} has learned positions for {rows:,} tokens, no more"
         )
     if not 0 <= question.reserve < 1:
         raise UserError(f"--reserve is {question.reserve}: a part of the memory, at least 0 and less than 1")
@@ -94,38 +97,30 @@ def check(question: Question) -> None:
             f"= {together} does not divide {ranks} GPUs; the nearest numbers of GPUs are "
             f"{_nearest(ranks, together)}"
         )
-    data, micro = ranks // together, question.micro_batch or 1
+    data = ranks // together
     if (strategy := question.strategy) is not None and not _can_offload(question, strategy, data):
         needs = "zero3 or hybrid" if question.offload == "parameters" else "a sharded strategy, such as zero1"
         raise UserError(f"--offload {question.offload} is for {needs}, not for --strategy {strategy}")
-    if question.global_batch % (data * micro) and not _is_smaller_than_ranks(question, data):
-        by = f"{data} ranks" + (f" x micro-batch {micro}" if question.micro_batch else "")
-        raise UserError(
-            f"--global-batch {question.global_batch} cannot be divided by {by}; "
-            f"the nearest are {_nearest(question.global_batch, data * micro)}"
-        )
+    if not _has_ways(question):
+        raise UserError(_why_none(question))
 
 
 def arrangements(question: Question) -> Iterator[Parallel]:
     """Every way in which the ranks can be arranged so that the batch can be divided."""
-    ranks = question.cluster.gpus
-    for tensor in _tensors(question):
-        for context in _contexts(question, ranks // tensor):
-            for pipeline in _pipelines(question, ranks // tensor // context):
-                data = ranks // (tensor * context * pipeline)
-                if question.global_batch % (data * (question.micro_batch or 1)):
-                    continue
-                for chunks in _interleaves(question, pipeline):
-                    for strategy, shard in _strategies(question, tensor, data * context):
-                        yield Parallel(
-                            strategy=strategy,
-                            data=data,
-                            shard=shard,
-                            tensor=tensor,
-                            context=context,
-                            pipeline=pipeline,
-                            interleave=chunks,
-                        )
+    for tensor, context, pipeline, data in _axes(question):
+        if question.global_batch % (data * (question.micro_batch or 1)):
+            continue
+        for chunks in _interleaves(question, pipeline):
+            for strategy, shard in _strategies(question, tensor, data * context):
+                yield Parallel(
+                    strategy=strategy,
+                    data=data,
+                    shard=shard,
+                    tensor=tensor,
+                    context=context,
+                    pipeline=pipeline,
+                    interleave=chunks,
+                )
 
 
 def recipes(question: Question, parallel: Parallel) -> Iterator[list[Recipe]]:
@@ -176,10 +171,49 @@ def _check_axes(question: Question) -> None:
         )
 
 
-def _is_smaller_than_ranks(question: Question, data: int) -> bool:
-    """A batch of fewer sequences than GPUs is no mistake where several GPUs can share one model."""
-    free = question.tensor is None or question.pipeline is None or question.context is None
-    return free and question.global_batch // (question.micro_batch or 1) < data
+def _why_none(question: Question) -> str:
+    """There is no way at all: what stands against it, and what would do."""
+    if question.strategy is not None and _has_ways(replace(question, strategy=None)):
+        return (  # all others take any arrangement
+            f"--strategy {question.strategy} shards inside hosts and replicates between them, and here no "
+            f"host has several GPUs with a part of the model that other hosts have too: use "
+            f"{_plain(question.strategy)}"
+        )
+    if question.interleave is not None and _has_ways(replace(question, interleave=None)):
+        return (
+            f"--interleave {question.interleave} needs a pipeline with so many parts of the model on a stage "
+            f"and micro-batches in whole rounds of its stages; --global-batch {question.global_batch} gives "
+            f"none: say a multiple of {question.cluster.gpus * (question.micro_batch or 1)}, or leave it out"
+        )
+    micro, batch = question.micro_batch or 1, question.global_batch
+    groups = sorted({data for *_, data in _axes(question)})
+    if not groups:
+        return (
+            f"no arrangement of {question.cluster.gpus} GPUs is all that is asked for: leave out --tensor, "
+            "--pipeline or --context"
+        )
+    by = f"{groups[0]} ranks" if len(groups) == 1 else f"any arrangement of {question.cluster.gpus} GPUs"
+    by += f" x micro-batch {micro}" if question.micro_batch else ""
+    step = max((data for data in groups if data * micro <= batch), default=groups[0]) * micro
+    return f"--global-batch {batch} cannot be divided by {by}; the nearest are {_nearest(batch, step)}"
+
+
+def _has_ways(question: Question) -> bool:
+    return next(setups(question), None) is not None
+
+
+def _plain(strategy: Strategy) -> Strategy:
+    """What goes without hosts."""
+    return "zero3" if strategy == "hybrid" else "zero2"
+
+
+def _axes(question: Question) -> Iterator[tuple[int, int, int, int]]:
+    """(tensor, context, pipeline, data), whatever the batch is."""
+    ranks = question.cluster.gpus
+    for tensor in _tensors(question):
+        for context in _contexts(question, ranks // tensor):
+            for pipeline in _pipelines(question, ranks // tensor // context):
+                yield tensor, context, pipeline, ranks // (tensor * context * pipeline)
 
 
 def _tensors(question: Question) -> list[int]:

@@ -9,15 +9,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from imece.observe.units import si
+from imece.plan.answer.call import Next
 from imece.plan.answer.explain import Other, parts
 from imece.plan.answer.search import Candidate, hours_for
 from imece.plan.answer.shortfall import Way, state_arithmetic
 from imece.plan.answer.space import Question
-from imece.plan.answer.words import KINDS, gb, meanings, seconds, share, title
+from imece.plan.answer.words import device, gb, kinds, meanings, seconds, share, title
 from imece.plan.hardware import Cluster
 
 _LABEL = 9  # columns
-_BAR = 40
+_BAR, _LEAST_BAR, _SHARE = 40, 10, 9
+_AMOUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 _BLOCKS = ("█", "░")  # what is taken, and what is free
 
 
@@ -31,6 +33,7 @@ class Explained:
     gains: Sequence[str]
     tokens: float  # that time and price are told for
     considered: int
+    next: Next
     notes: Sequence[str] = ()
 
 
@@ -64,14 +67,18 @@ def lines(explained: Explained, width: int) -> Iterator[str]:
         yield from wrapped("", message, width, hang=2)
     yield ""
     kept = f"; {_percent(question.reserve)} are to stay free" if question.reserve else ""
-    yield f"{'fits':<{_LABEL}}{gb(winner.needed)} of {gb(cluster.gpu.memory_bytes)} GB a GPU{kept}"
-    yield from bars(memory_parts(winner, cluster), cluster.gpu.memory_bytes, gb, KINDS, free=True)
+    there_is = f"{gb(cluster.gpu.memory_bytes)} GB a {device(cluster)}"
+    yield f"{'fits':<{_LABEL}}{gb(winner.needed)} of {there_is}{kept}"
+    yield from bars(
+        memory_parts(winner, cluster), cluster.gpu.memory_bytes, gb, width, kinds(cluster), free=True
+    )
     yield ""
     yield from wrapped("speed", speed(winner, explained.tokens, cluster), width)
     assert winner.time is not None
     waits = sum(winner.time.exposed.values()) > 0
-    yield f"{'step':<{_LABEL}}{seconds(winner.seconds)}{'; exposed: GPUs wait for messages' if waits else ''}"
-    yield from bars(_without_trifles(parts(winner.time)), winner.seconds, seconds)
+    exposed = f"; exposed: {device(cluster)}s wait for messages" if waits else ""
+    yield f"{'step':<{_LABEL}}{seconds(winner.seconds)}{exposed}"
+    yield from bars(_without_trifles(parts(winner.time)), winner.seconds, seconds, width)
     yield ""
     if explained.others:
         longest = max(len(other.name) for other in explained.others)
@@ -81,6 +88,19 @@ def lines(explained: Explained, width: int) -> Iterator[str]:
         yield from wrapped(label, gain, width, hang=2)
     for note in explained.notes:
         yield from wrapped("note", note, width, hang=2)
+    yield from _next_lines(explained.next, width)
+
+
+def _next_lines(found: Next, width: int) -> Iterator[str]:
+    """How to do it with imece."""
+    if found.call is None:
+        yield from wrapped("next", found.says, width)
+        return
+    yield from wrapped("next", found.call.text(), width, hang=4)
+    if found.says:
+        yield from wrapped("", found.says, width, hang=2)
+    for what, how in found.call.left():
+        yield from wrapped("", f"{what}: {how}", width, hang=2)
 
 
 def messages(explained: Explained) -> str | None:
@@ -102,11 +122,11 @@ def speed(winner: Candidate, tokens: float, cluster: Cluster) -> str:
     if cluster.gpu.price_per_hour is not None:
         price = f", about ${_round(hours * cluster.gpus * cluster.gpu.price_per_hour)}"
         price += f" at ${cluster.gpu.price_per_hour:.2f} a GPU-hour"
-    each = f", {winner.time.tokens_per_s / cluster.gpus:,.0f} a GPU" if cluster.gpus > 1 else ""
+    each = f", {winner.time.tokens_per_s / cluster.gpus:,.0f} a {device(cluster)}" if cluster.gpus > 1 else ""
     return (
         f"{winner.time.tokens_per_s:,.0f} tokens/s{each}, {_percent(winner.time.mfu)} MFU; "
-        f"{si(tokens).replace('.0', '')} tokens in {_time(hours)}, {_round(hours * cluster.gpus)} "
-        f"GPU-hours{price}"
+        f"{_amount(tokens)} tokens in {_time(hours)}, {_round(hours * cluster.gpus)} "
+        f"{device(cluster)}-hours{price}"
     )
 
 
@@ -121,12 +141,14 @@ def bars(
     amounts: Mapping[str, float],
     whole: float,
     words: Callable[[float], str],
+    width: int,
     glosses: Mapping[str, str] | None = None,
     free: bool = False,
 ) -> Iterator[str]:
     """One line an amount, each bar beginning where the one before ended. words: amount -> text.
 
-    glosses: what each name means. free: a last line for what is left of the whole.
+    glosses: what each name means, left out where `width` columns are too few for it. free: a last line for
+    what is left of the whole.
     """
     full, empty = _BLOCKS if _can_print("".join(_BLOCKS)) else ("#", "-")
     rows = [(name, amount, full) for name, amount in amounts.items()]
@@ -134,28 +156,36 @@ def bars(
         rows.append(("free", whole - sum(amounts.values()), empty))
     longest = max(len(name) for name, _, _ in rows)
     wide = max(len(words(amount)) for _, amount, _ in rows)
+    room = width - (_LABEL + longest + 2 + 2 + wide + 2 + _SHARE)
+    glosses = glosses or {}
+    if _BAR + 2 + max(len(glosses.get(name, "")) for name, _, _ in rows) > room:
+        glosses = {}
+    most = max(_LEAST_BAR, min(_BAR, room))
     done = 0.0
     for name, amount, block in rows:
-        left = min(round(_BAR * done / whole), _BAR - 1)
-        right = min(max(round(_BAR * (done + amount) / whole), left + 1), _BAR)
+        left = min(round(most * done / whole), most - 1)
+        right = min(max(round(most * (done + amount) / whole), left + 1), most)
         bar = " " * left + block * (right - left)
-        gloss = (glosses or {}).get(name, "")
-        line = (
-            f"{name:<{longest}}  {bar:<{_BAR}}  {words(amount):>{wide}}  {share(amount, whole):>9}  {gloss}"
-        )
+        figures = f"{words(amount):>{wide}}  {share(amount, whole):>{_SHARE}}"
+        line = f"{name:<{longest}}  {bar:<{most}}  {figures}  {glosses.get(name, '')}"
         yield f"{'':<{_LABEL}}{line}".rstrip()
         done += amount
 
 
 def table(ranked: Sequence[Candidate], most: int, width: int) -> Iterator[str]:
-    """The first of the ranking, a line each."""
-    yield f"{'':>4} {'tokens/s':>12} {'step':>9} {'MFU':>5} {'GB':>6}  plan"
+    """The first of the ranking, a line each; a plan for which that is too short goes on below its column."""
+    head = f"{'':>4} {'tokens/s':>12} {'step':>9} {'MFU':>5} {'GB':>6}  "
+    yield head + "plan"
     for place, each in enumerate(ranked[:most], start=1):
         assert each.time is not None
-        yield (
+        figures = (
             f"{place:>4} {each.time.tokens_per_s:>12,.0f} {seconds(each.seconds):>9} "
-            f"{_percent(each.time.mfu):>5} {gb(each.needed):>6}  {title(each.setup)}"
-        )[:width]
+            f"{_percent(each.time.mfu):>5} {gb(each.needed):>6}  "
+        )
+        yield from textwrap.wrap(
+            title(each.setup), max(width, 60), initial_indent=figures, subsequent_indent=" " * len(head),
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
 
 
 def shortfall_lines(question: Question, least: Candidate, found: Sequence[Way], width: int) -> Iterator[str]:
@@ -168,7 +198,7 @@ def shortfall_lines(question: Question, least: Candidate, found: Sequence[Way], 
         "least", f"{title(least.setup)}: needs {gb(least.needed)} of {gb(room)} GB a GPU, "
         f"{gb(least.needed - room)} GB too much", width, hang=2,
     )  # fmt: skip
-    yield from bars(memory_parts(least, question.cluster), least.needed, gb, KINDS)
+    yield from bars(memory_parts(least, question.cluster), least.needed, gb, width, kinds(question.cluster))
     longest = max((len(way.name) for way in found), default=0)
     for label, way in zip(["instead", *[""] * len(found)], found, strict=False):
         yield from wrapped(label, f"{way.name:<{longest}}  {way.sentence}", width, hang=longest + 2)
@@ -214,9 +244,20 @@ def explained_json(explained: Explained, ranked: Sequence[Candidate]) -> dict[st
             for each in explained.others
         ],
         "to_gain": list(explained.gains),
+        "next": _next_json(explained.next, question),
         "notes": list(explained.notes),
         "considered": explained.considered,
         "ranking": [as_json(each, question) for each in ranked],
+    }
+
+
+def _next_json(found: Next, question: Question) -> dict[str, Any]:
+    call = found.call
+    return {
+        "says": found.says,
+        "call": call.text() if call else None,
+        "left": dict(call.left()) if call else {},
+        "does": as_json(call.candidate, question) if call else None,
     }
 
 
@@ -274,6 +315,14 @@ def _percent(ratio: float) -> str:
     return f"{100 * ratio:.0f} %"
 
 
+def _amount(tokens: float) -> str:
+    """1e9 -> "1B", 1.005e9 -> "1.005B": as --tokens takes it."""
+    for unit, letter in _AMOUNTS:
+        if tokens >= unit:
+            return f"{tokens / unit:.4g}{letter}"
+    return f"{tokens:,.0f}"
+
+
 def _time(hours: float) -> str:
     """0.4 -> "24 min", 10.42 -> "10.4 h", 300 -> "12.5 days"."""
     if hours < 1:
@@ -282,5 +331,5 @@ def _time(hours: float) -> str:
 
 
 def _round(number: float) -> str:
-    """Two digits, or whole ones above 100."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
+    """Two digits, or whole ones from 99.5, of which two digits would be 1e+02."""
+    return f"{number:,.0f}" if number >= 99.5 else f"{number:.2g}"

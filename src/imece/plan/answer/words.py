@@ -34,7 +34,7 @@ CAUSES = {  # of communication that is not hidden behind computing
     "context": "in passing keys and values on",
     "pipeline": "in passing activations to the next stage",
 }
-KINDS = {  # of memory
+_KINDS = {  # of memory
     "parameters": "the weights",
     "gradients": "of this step",
     "optimizer": "its moments",
@@ -73,6 +73,21 @@ def share(part: float, whole: float) -> str:
     """(1, 8) -> "13 %"; less than half of one is "under 1 %"."""
     percent = 100 * part / whole if whole else 0.0
     return f"{percent:.0f} %" if percent >= 0.5 else "under 1 %"
+
+
+def device(cluster: Cluster) -> str:
+    """What holds a part of the training and computes: a "GPU", on CPUs a "rank"."""
+    return "rank" if is_cpu(cluster) else "GPU"
+
+
+def is_cpu(cluster: Cluster) -> bool:
+    """Whether ranks compute on CPUs."""
+    return cluster.gpu.multiprocessors == 1
+
+
+def kinds(cluster: Cluster) -> dict[str, str]:
+    """What each category of memory is, by its name."""
+    return _KINDS | ({"overhead": "libraries"} if is_cpu(cluster) else {})
 
 
 def count(number: int, noun: str) -> str:
@@ -117,20 +132,20 @@ def title(setup: Setup) -> str:
 
 def meanings(setup: Setup, cluster: Cluster) -> Iterator[tuple[str, str]]:
     """(word of the title, what it means here) with the numbers of this plan."""
-    parallel, recipe = setup.parallel, setup.recipe
+    parallel, recipe, one = setup.parallel, setup.recipe, device(cluster)
     ranks = parallel.data * parallel.context
     if ranks > 1:
         yield NAMES[parallel.strategy], _strategy(parallel, cluster)
     if parallel.tensor > 1:
         yield (
             f"TP {parallel.tensor}",
-            f"tensor parallelism: {parallel.tensor} GPUs compute each layer together, a part of every matrix "
-            "each",
+            f"tensor parallelism: {parallel.tensor} {one}s compute each layer together, a part of every "
+            "matrix each",
         )
     if parallel.context > 1:
         yield (
             f"CP {parallel.context}",
-            f"context parallelism: {parallel.context} GPUs share each sequence, "
+            f"context parallelism: {parallel.context} {one}s share each sequence, "
             f"{recipe.seq // parallel.context:,} of its {recipe.seq:,} tokens each",
         )
     if parallel.pipeline > 1:
@@ -140,10 +155,10 @@ def meanings(setup: Setup, cluster: Cluster) -> Iterator[tuple[str, str]]:
             f"pipeline: the layers are dealt to {parallel.pipeline} stages, up to {layers} each, and "
             "micro-batches go from one stage to the next",
         )
-    once = f"a GPU computes {count(recipe.micro_batch, 'sequence')} at once"
-    groups = f" x {count(parallel.data, 'GPU')}" if parallel.data > 1 else ""
+    once = f"a {one} computes {count(recipe.micro_batch, 'sequence')} at once"
+    groups = f" x {count(parallel.data, one)}" if parallel.data > 1 else ""
     if parallel.ranks > parallel.data:
-        groups = f" x {count(parallel.data, 'group')} of GPUs"
+        groups = f" x {count(parallel.data, 'group')} of {one}s"
     yield (
         f"micro-batch {recipe.micro_batch}",
         f"{once}, {_times(recipe.accumulation)} before each update: {recipe.micro_batch} x "
@@ -184,9 +199,9 @@ def _times(number: int) -> str:
 def _strategy(parallel: Parallel, cluster: Cluster) -> str:
     ranks, part = parallel.data * parallel.context, f"1/{parallel.shard}"
     who = (
-        f"all {ranks:,} GPUs"
+        f"all {ranks:,} {device(cluster)}s"
         if ranks == cluster.gpus
-        else f"the {ranks:,} GPUs with the same part of the model"
+        else f"the {ranks:,} {device(cluster)}s with the same part of the model"
     )
     if parallel.data > 1 and parallel.context > 1:
         who += f" are {parallel.data:,} groups of {parallel.context}, which"

@@ -9,7 +9,7 @@ With the switches of the papers these are table 2 of Korthikanti et al. 2022 to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from imece.plan.memory.frameworks import Framework
 from imece.plan.models.model import Model
@@ -29,10 +29,13 @@ class Layer:
     scores: float = 0.0  # T x T, or one number a row of it with flash attention
     mlp: float = 0.0
     dropout: float = 0.0  # masks of what is added to the residual
+    adapters: float = 0.0  # between their two matrices
 
     @property
     def total(self) -> float:
-        return self.norms + self.inputs + self.attention + self.scores + self.mlp + self.dropout
+        return (
+            self.norms + self.inputs + self.attention + self.scores + self.mlp + self.dropout + self.adapters
+        )
 
 
 def tokens(recipe: Recipe, parallel: Parallel) -> float:
@@ -60,7 +63,11 @@ def whole_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Fra
         scores = heads * recipe.seq * of_each
     dropout = residual * _MASK / sharded if recipe.dropout else 0.0
     mlp = _mlp(model, count, recipe, framework) / tensor
-    return Layer(norms, inputs, attention, scores, mlp, dropout)
+    adapters = 0.0
+    if recipe.adapters != "none":
+        matrices = 4 + (3 if model.gated else 2) * max(1, model.active_experts)
+        adapters = count * matrices * recipe.adapter_rank * size
+    return Layer(norms, inputs, attention, scores, mlp, dropout, adapters)
 
 
 def _of_residual(recipe: Recipe) -> int:
@@ -92,7 +99,7 @@ def kept_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Fram
         return whole
     if framework.selective == "matrices":
         return _half_of_products(model, parallel, recipe)
-    return Layer(whole.norms, whole.inputs, whole.attention, 0.0, whole.mlp, whole.dropout)
+    return replace(whole, scores=0.0)
 
 
 def _half_of_products(model: Model, parallel: Parallel, recipe: Recipe) -> Layer:

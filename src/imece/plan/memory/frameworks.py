@@ -35,7 +35,8 @@ class Framework:
     compiled_copies: int = 2  # of either, where a compiler computes again what is cheap
     norm_copies: int = 1  # of a norm's input
     gathered_inputs: bool = False  # with sequence parallelism: what products read is kept gathered
-    logit_bytes: float = 4.0  # of each logit where most of them are alive, from the head to its gradient
+    logit_bytes: float | None = None  # of each where most are alive, from the head to its gradient; None:
+    # it and its gradient, in the dtype of activations
     selective: Selective = "scores"  # what is computed again
     stages: Stages = "even"
     waiting: int = 0  # hidden states, not divided by tensor parallelism, that wait for the network to let go
@@ -45,6 +46,10 @@ class Framework:
     def __hash__(self) -> int:  # of one field: a key of caches
         return hash(self.name)
 
+    def of_logit(self, precision: Precision) -> float:
+        """`logit_bytes` in that precision."""
+        return 2.0 * precision.activations if self.logit_bytes is None else self.logit_bytes
+
 
 # Cross-entropy of models/cross_entropy.py: logits and their gradient, in the dtype of activations. While the
 # gradients of one unit grow, those of the one before are summed.
@@ -53,9 +58,7 @@ IMECE = Framework("imece", grown_units=2)
 # Ours on the CPUs of one host, in fp32: zero3 leaves parameters in memory that the ranks have in common.
 # There RMSNorm is made of several operations, which keep what is normalised too, and what attention gives out
 # is copied to be multiplied with.
-IMECE_CPU = Framework(
-    "imece-cpu", Precision(4, 4, 0, 0, 4, 4), gathers=False, query_copies=1, norm_copies=2, logit_bytes=8.0
-)
+IMECE_CPU = Framework("imece-cpu", Precision(4, 4, 0, 0, 4, 4), gathers=False, query_copies=1, norm_copies=2)
 
 # The papers' own counting: Rajbhandari et al. 2020, section 3.1 (K = 12); Korthikanti et al. 2022, section 4.
 PAPER = Framework("paper", sums_as_masters=False, units_at_once=0, grown_units=0)

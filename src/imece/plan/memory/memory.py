@@ -210,4 +210,5 @@ def _activations(setup: Setup, stage: int, part: Held, framework: Framework) -> 
     sharded = parallel.tensor if parallel.sequence else 1
     activations += 2 * count * model.width * recipe.precision.activations / sharded
     at_once = recipe.accumulation if parallel.schedule == "gpipe" and parallel.pipeline > 1 else 1
-    return activations, at_once * count * model.vocab_size / parallel.tensor * framework.logit_bytes
+    logits = at_once * count * model.vocab_size / parallel.tensor
+    return activations, logits * framework.of_logit(recipe.precision)

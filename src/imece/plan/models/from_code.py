@@ -35,7 +35,7 @@ def read_code(path: Path, function: str) -> Model:
     try:
         with torch.device("meta"):
             module = made()
-    except Exception as error:  # of the person's own code, whatever it is
+    except (Exception, SystemExit) as error:  # of the person's own code, whatever it is
         raise UserError(f"{path}:{function} failed on the meta device: {error!r}") from error
     if not isinstance(module, nn.Module):
         raise UserError(f"{path}:{function} returned a {type(module).__name__}, not a torch.nn.Module")
@@ -96,7 +96,7 @@ def _function(path: Path, function: str) -> Any:
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(loaded)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{path} cannot be imported: {error!r}") from error
     finally:
         sys.path.pop(0)

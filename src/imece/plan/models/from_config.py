@@ -93,6 +93,8 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
     content = {**family.defaults, **content}
     if content.get("shared_expert_intermediate_size") or content.get("n_shared_experts"):
         raise UserError(f"{where}: it has experts that all tokens share, which are not planned for")
+    if content.get("mlp_only_layers") or content.get("decoder_sparse_step") not in (None, 1):
+        raise UserError(f"{where}: some of its layers have no experts, which is not planned for")
     needed = [family.layers, family.width, family.heads, "vocab_size"]
     needed += [each for each in (family.positions, family.experts) if each]
     needed += ["num_experts_per_tok"] if family.experts else []
@@ -102,45 +104,53 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
         raise UserError(f"{where}: without {', '.join(missing)}, which a {kind} model needs: complete it")
     numbers = {each: _whole(content, each, where) for each in needed}
     width, heads = numbers[family.width], numbers[family.heads]
-    tied = content.get("tie_word_embeddings")
-    window = _whole(content, _WINDOW, where) if content.get(_WINDOW) else 0
+    window = _whole(content, _WINDOW, where, 0)
     try:
         return Model(
             name,
             numbers[family.layers],
             width,
             heads,
-            kv_heads=int(content.get("num_key_value_heads") or heads),
-            head_width=int(content.get("head_dim") or width // heads),
-            mlp_width=int(content.get(family.mlp_width) or 4 * width),
+            kv_heads=_whole(content, "num_key_value_heads", where, heads),
+            head_width=_whole(content, "head_dim", where, width // max(1, heads)),
+            mlp_width=_whole(content, family.mlp_width, where, 4 * width),
             gated=family.gated,
             vocab_size=numbers["vocab_size"],
-            tied_head=family.tied if tied is None else bool(tied),
+            tied_head=_either(content, "tie_word_embeddings", where, family.tied),
             learned_positions=numbers[family.positions] if family.positions else 0,
             biases=family.biases,
             norm=family.norm,
             experts=numbers[family.experts] if family.experts else 0,
             active_experts=numbers["num_experts_per_tok"] if family.experts else 0,
             window=window,
-            windowed=_windowed(content, family, numbers[family.layers]) if window else 0.0,
+            windowed=_windowed(content, family, numbers[family.layers], where) if window else 0.0,
         )
     except (ValueError, TypeError, ArithmeticError) as error:
         raise UserError(f"{where}: {error}: get the file again") from error
 
 
-def _windowed(content: Mapping[str, Any], family: _Family, layers: int) -> float:
+def _windowed(content: Mapping[str, Any], family: _Family, layers: int, where: str) -> float:
     """The part of the layers that have the sliding window which the file tells of."""
     types = content.get("layer_types")
     if isinstance(types, list) and types:
         return types.count("sliding_attention") / len(types)
     if content["model_type"] not in _ASKED:
         return family.windowed
-    first = content.get("max_window_layers", 28)  # layers that have none
-    return max(0, layers - first) / layers if content.get("use_sliding_window") else 0.0
+    first = _whole(content, "max_window_layers", where, 28)  # layers that have none
+    return max(0, layers - first) / layers if _either(content, "use_sliding_window", where, False) else 0.0
 
 
-def _whole(content: Mapping[str, Any], key: str, where: str) -> int:
-    value = content[key]
+def _whole(content: Mapping[str, Any], key: str, where: str, usual: int = 0) -> int:
+    """The number that the file has there; `usual` where it has none, or null. UserError."""
+    value = usual if content.get(key) is None else content[key]
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST:
         raise UserError(f"{where}: {key} is {value!r}, not a whole number below {_MOST:.0e}")
+    return value
+
+
+def _either(content: Mapping[str, Any], key: str, where: str, usual: bool) -> bool:
+    """Likewise, of true and false."""
+    value = usual if content.get(key) is None else content[key]
+    if not isinstance(value, bool):
+        raise UserError(f"{where}: {key} is {value!r}, not true or false")
     return value

@@ -42,6 +42,8 @@ class Model:
             raise ValueError(
                 f"heads is {self.heads}, which cannot be divided among kv_heads = {self.kv_heads}"
             )
+        if self.experts and not 1 <= self.active_experts <= self.experts:
+            raise ValueError(f"{self.active_experts} of {self.experts} experts work for a token")
 
     @property
     def layer_parameters(self) -> int:

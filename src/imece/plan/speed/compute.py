@@ -9,6 +9,7 @@ moves.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from imece.plan.hardware import Gpu
@@ -32,7 +33,7 @@ class LayerTime:
     """One layer of one rank on one micro-batch, in seconds, without communication."""
 
     forward: float
-    inputs: float  # backward, but for the products that make gradients of parameters
+    inputs: float  # backward, but for the products that make gradients of parameters; those of adapters in it
     weights: float  # these
     core: float  # of forward: scores, softmax and their product with the values
     products: float  # of forward: matrix products
@@ -49,17 +50,17 @@ class HeadTime:
 
 
 @functools.lru_cache(maxsize=65536)
-def product_s(gpu: Gpu, rows: int, columns: int, terms: int, element_bytes: int = 2) -> float:
-    """Seconds of [rows, terms] x [terms, columns], without what software adds."""
+def product_s(gpu: Gpu, rows: int, columns: int, terms: int, element_bytes: int = 2, times: int = 1) -> float:
+    """Seconds of `times` products [rows, terms] x [terms, columns] at once, without what software adds."""
     units = gpu.multiprocessors
     rate = gpu.peak * gpu.reachable * gpu.sustained / units
     best = float("inf")
     for height, width, share in _TILES:
-        tiles = -(-rows // height) * -(-columns // width)
+        tiles = times * -(-rows // height) * -(-columns // width)
         split = max(1, min(units // tiles, terms // _SPLIT)) if tiles < units else 1
         waves = -(-tiles * split // units)
         best = min(best, waves * 2 * height * width * (terms / split + _FILL) / (rate * share))
-    moved = element_bytes * (rows * terms + terms * columns + rows * columns)
+    moved = times * element_bytes * (rows * terms + terms * columns + rows * columns)
     return max(best, stream_s(gpu, moved))
 
 
@@ -80,26 +81,47 @@ def layer_time(
         part(model.mlp_width, tensor),
     )
     through = tokens * max(1, model.active_experts)
+    at_work = max(1, min(model.experts, through))  # experts, each with matrices of its own to be read
+    each = -(-through // at_work)  # rows of an expert
     shapes = (
-        (tokens, query + both, model.width),
-        (through, (2 if model.gated else 1) * mlp, model.width),
-        (tokens, model.width, query),
-        (through, model.width, mlp),
+        (tokens, query + both, model.width, 1),
+        (each, (2 if model.gated else 1) * mlp, model.width, at_work),
+        (tokens, model.width, query, 1),
+        (each, model.width, mlp, at_work),
     )
-    forward = sum(product_s(gpu, m, n, k, size) for m, n, k in shapes) / manner.products
-    inputs = [product_s(gpu, m, k, n, size) / manner.products for m, n, k in shapes]
-    weights = sum(product_s(gpu, k, n, m, size) for m, n, k in shapes) / manner.products
+    forward = sum(product_s(gpu, m, n, k, size, times) for m, n, k, times in shapes) / manner.products
+    inputs = [product_s(gpu, m, k, n, size, times) / manner.products for m, n, k, times in shapes]
+    weights = sum(product_s(gpu, k, n, m, size, times) for m, n, k, times in shapes) / manner.products
     moved = size * _moved_forward(model, tokens, tensor if sequence else 1, query + both / 2, through * mlp)
     around = stream_s(gpu, moved * manner.elementwise * (_FUSED if recipe.compiled else 1))
     core, core_backward = _core(gpu, model, manner, recipe, context, heads)
+    thin = 0.0
+    if recipe.adapters != "none":
+        # Queries, keys and values have adapters of their own, and so have gate and up.
+        alone = [(tokens, n, model.width, 1) for n in (query, both // 2, both // 2)]
+        alone += (2 if model.gated else 1) * [(each, mlp, model.width, at_work)]
+        thin = _thin_s(gpu, recipe, [*alone, *shapes[2:]]) / manner.products
     return LayerTime(
-        forward=forward + around + core,
-        inputs=sum(inputs) + 2 * around + core_backward,
+        forward=forward + around + core + thin,
+        inputs=sum(inputs) + 2 * around + core_backward + 2 * thin,
         weights=weights,
         core=core,
         products=forward,
         columns=(inputs[0] + inputs[1]) / 2,
     )
+
+
+def _thin_s(gpu: Gpu, recipe: Recipe, shapes: Sequence[tuple[int, int, int, int]]) -> float:
+    """Forward of the adapters beside matrices of these shapes: two products, and their sum with the
+    matrix's own. Backward is twice that: gradients of what they read, and of themselves."""
+    rank, size = recipe.adapter_rank, recipe.precision.activations
+    total = 0.0
+    for rows, columns, terms, times in shapes:
+        total += product_s(gpu, rows, rank, terms, size, times) + product_s(
+            gpu, rows, columns, rank, size, times
+        )
+        total += stream_s(gpu, 3 * size * times * rows * columns)
+    return total
 
 
 def _moved_forward(model: Model, tokens: int, split: int, turned: float, activated: int) -> float:

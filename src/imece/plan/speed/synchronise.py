@@ -19,6 +19,7 @@ from imece.plan.speed.timeline import exposed_after, exposed_before
 _HOST_LINK = 20e9  # bytes/s between a device and its host's memory
 _HOST_MEMORY = 410e9  # bytes/s with which a host's CPUs step what is offloaded: 16 x DDR4-3200, as DGX A100
 _RANK_MEMORY = 100e9  # of it, what those of one rank reach
+_HOST_FLOPS = 4e12  # FLOP/s of fp32 products on the same CPUs: assumed, about half of what two EPYC 7742 can
 _OFFLOADED = 28  # bytes that they read and write for each parameter
 
 
@@ -214,15 +215,16 @@ def optimizer_s(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime
     recipe = setup.recipe
     stepped = trained_parameters(setup, stage) / _parts(setup)
     moved = stepped * manner.optimizer_bytes * _MOVED[recipe.optimizer]
+    # Muon: five products of each matrix with its square, twice.
+    flops = stepped * setup.model.width * _MUON_FLOPS if recipe.optimizer == "muon" else 0.0
     if recipe.offload:  # as masters gradients go there, and come back, but where they stay to be gathered
         size = recipe.precision.masters or recipe.precision.parameters
         sent = size * (1 if recipe.offload == "parameters" else 2)
         rate = min(_RANK_MEMORY, _HOST_MEMORY / cluster.gpus_per_host)
-        return stepped * (sent / _HOST_LINK + _OFFLOADED / rate)
-    if recipe.optimizer == "muon":  # five products of each matrix with its square, twice
-        rate = cluster.gpu.peak * cluster.gpu.reachable * cluster.gpu.sustained
-        return stream_s(cluster.gpu, moved) + stepped * setup.model.width * _MUON_FLOPS / rate
-    return stream_s(cluster.gpu, moved)
+        products = flops / (_HOST_FLOPS * rate / _HOST_MEMORY)
+        return stepped * (sent / _HOST_LINK + _OFFLOADED / rate) + products
+    products = flops / (cluster.gpu.peak * cluster.gpu.reachable * cluster.gpu.sustained)
+    return stream_s(cluster.gpu, moved) + products
 
 
 _MUON_FLOPS = 30  # for each parameter and row of the matrix's shorter side
