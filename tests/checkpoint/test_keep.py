@@ -125,6 +125,18 @@ def test_metrics_of_other_texts_or_more_of_one_are_not_compared(tmp_path: Path, 
             assert all_steps(tmp_path) == stay
 
 
+def test_a_save_that_takes_no_other_ones_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for the room, nor as one too many; but the next one does, and later steps go in any case."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    with contextlib.closing(Checkpoints(tmp_path, rank=0, world_size=1, keep=2, alarm=print)) as checkpoints:
+        for step, keep_all, stay in (
+            (1, False, [1]), (9, True, [1, 9]), (3, True, [1, 3]), (4, True, [1, 3, 4]), (5, False, [4, 5]),
+        ):  # fmt: skip
+            checkpoints.save(step, state_of(step), {"step": step}, {}, keep_all=keep_all)
+            assert checkpoints.finish()
+            assert all_steps(tmp_path) == stay
+
+
 def test_later_steps_of_a_course_that_was_left_go_away(tmp_path: Path) -> None:
     with crew(tmp_path, 1, keep=3) as ranks:
         for step in (2, 4, 6):

@@ -133,7 +133,7 @@ def test_the_tokens_of_another_run(
     """Two runs share --data.folder, with the same tokenizer, and the other one was there last."""
     run = tmp_path / "run"
     shutil.copytree(trained_run, run)
-    (tmp_path / "a.txt").write_text("another text\n" * 100)
+    (tmp_path / "a.txt").write_text("".join(f"another text {number}\n" for number in range(100)))
     prepare(TextSource((str(tmp_path / "a.txt"),)), run / "tokenizer.json", run / "tokens")
     why = (
         f"{run}/tokens: not of the text that step 1 was trained on: imece train makes them again if that is "

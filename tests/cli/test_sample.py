@@ -7,16 +7,20 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
+import torch
 from tokenizers import decoders, models
 
+from imece.checkpoint.load import Saved
 from imece.cli import sample
 from imece.cli.main import main
 from imece.cli.sample import Text
 from imece.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, train_bpe
 from imece.models.generate import generate
+from imece.models.transformer import Transformer
 from imece.train.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -112,6 +116,34 @@ def test_the_end_of_a_document_ends(
     assert seen == [{256}, ()]
     monkeypatch.setattr(sample, "generate", lambda *_, **__: iter(()))
     assert "0 tokens, the document ended at once" in written(capsys, str(trained_run))[1]
+
+
+def test_weights_that_are_not_finite(
+    trained_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = RunFolder.model
+
+    def spoilt(*args: Any) -> tuple[Transformer, Saved]:
+        model, saved = original(*args)
+        with torch.no_grad():
+            model.embed.weight.fill_(torch.nan)
+        return model, saved
+
+    monkeypatch.setattr(RunFolder, "model", spoilt)
+    for which, step, cure in (
+        ("best", 1, "the usual cure is a new run with a lower --optimizer.lr"),
+        ("last", 2, "--which best takes step 1"),
+    ):
+        folder = f"{trained_run}/checkpoints/step-0000000{step}"
+        for temperature in ("0", "0.6"):
+            argv = [str(trained_run), "--prompt", "köy", "--which", which, "--temperature", temperature]
+            assert main(["sample", *argv]) == 2
+            out, err = capsys.readouterr()
+            assert out == "köy\n"
+            assert err == (
+                f"imece: {folder}: what its model computes is not finite, so its training went wrong before: "
+                f"{cure}\n"
+            )
 
 
 def test_a_terminal_obeys_nothing_that_a_model_writes(

@@ -142,6 +142,28 @@ def test_a_run_folders_values_are_what_options_change(
     assert train.read_config(["b.toml"]).steps == TrainConfig().steps
 
 
+def test_a_run_s_own_file_means_that_run(
+    tmp_path: Path, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it has been moved to; but a file that only lies somewhere means what it says."""
+    monkeypatch.chdir(tmp_path)
+    own = "runs/own/config.toml"
+    RunFolder(Path("runs/own")).begin(TrainConfig(run="runs/own"))
+    Path("runs/own/checkpoints").mkdir()
+    assert train.read_config([own]).run == "runs/own", "as it was, for all ranks alike"
+    Path("runs/own").rename("runs/moved")
+    moved = "runs/moved/config.toml"
+    assert train.read_config([moved]).run == "runs/moved"
+    assert train.read_config([moved, "--run=other"]).run == "other"
+    monkeypatch.chdir("runs/moved")
+    assert train.read_config(["config.toml"]).run == "."
+    os.rename("config.toml", "mine.toml")
+    assert train.read_config(["mine.toml"]).run == "runs/own"
+    os.rename("mine.toml", "config.toml")
+    os.rmdir("checkpoints")
+    assert train.read_config(["config.toml"]).run == "runs/own", "nothing has begun beside it"
+
+
 def test_what_is_launched(tmp_path: Path, launched: list[Launch], capsys: pytest.CaptureFixture[str]) -> None:
     words = options(tmp_path, "run", "--ranks=3", "--steps=5")
     assert main(["train", *words]) == 0
@@ -164,12 +186,12 @@ def test_the_run_lies_in_its_own_text(
     words = options(tmp_path, "runs/own", "--data", ".")
     assert main(["train", *words]) == 0
     before = files(tmp_path / "runs")
-    (tmp_path / "runs/own/metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "runs/own/metrics.jsonl").touch()
     config = train.read_config(words)
     run = RunFolder(config.folder)
     prepared = prepare(config.data.source(), run.tokenizer_file, run.tokens(config))
     said = start.describe_data(prepared, config)
-    assert said.endswith("(0.1 of the documents held out), 1 run folder left out") and ": 1 file, " in said
+    assert said.endswith("(14.4% of them held out), 1 run folder left out") and ": 1 file, " in said
     assert main(["train", *words]) == 0 and len(launched) == 2
     (tmp_path / "runs/own/metrics.jsonl").unlink()
     assert files(tmp_path / "runs") == before
@@ -324,6 +346,53 @@ def test_the_next_command_may_mend_any_option(
     assert (tmp_path / "run").is_dir() and not files(tmp_path / "run")
     assert main(["train", *options(tmp_path, "run")]) == 0
     assert len(launched) == 1
+
+
+def test_a_mistake_that_only_ranks_see_is_taken_back_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when there is no room in /dev/shm. Not what ranks have begun, nor what ended otherwise."""
+    run = tmp_path / "run"
+
+    def launch(status: int, *opened: str) -> None:
+        def end(*_: Any, **__: Any) -> int:
+            for name in opened:
+                (run / name).mkdir()
+            return status
+
+        monkeypatch.setattr(train, "launch", end)
+        assert main(["train", *options(tmp_path, "run")]) == status
+
+    launch(2)
+    assert not run.exists()
+    run.mkdir()
+    launch(2)
+    assert run.is_dir() and not files(run)
+    launch(1)
+    before = files(run)
+    assert "config.toml" in before
+    launch(2)
+    assert files(run) == before, "it was there"
+    shutil.rmtree(run)
+    launch(2, "checkpoints")
+    assert (run / "config.toml").exists()
+
+
+def test_a_run_whose_checkpoints_are_gone(
+    tmp_path: Path, mistake: Callable[..., str], launched: list[Launch]
+) -> None:
+    run = tmp_path / "run"
+    assert main(["train", *options(tmp_path, "run")]) == 0
+    launched.clear()
+    (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 12}\n')
+    before = files(run)
+    assert mistake("--run", run) == (
+        f"{run} has figures of 12 steps, but checkpoints/ is gone: put it back; to begin anew, name another "
+        "folder with --run or remove this one"
+    )
+    assert files(run) == before
+    (run / "checkpoints").mkdir()  # it was killed before its first save
+    assert main(["train", "--run", str(run)]) == 0 and len(launched) == 1
 
 
 def test_a_run_is_as_it_was_after_a_mistake(

@@ -83,6 +83,20 @@ def test_it_is_rebuilt_when_something_changes_and_only_then(tmp_path: Path) -> N
     assert times(folder, moved, "text", train_bpe(moved, vocab_size=257), seed=1, share=0.5) == 0
 
 
+def test_what_was_made_when_files_were_cut_otherwise_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run goes on with the tokens that it began with."""
+    (tmp_path / "book.txt").write_text("".join(f"line {number} of a book\n" for number in range(500)))
+    files, built = [tmp_path / "book.txt", *write_texts(tmp_path / "texts", "one", count=1)], Built()
+    with monkeypatch.context() as patch:
+        patch.setattr("imece.data.corpus._FEWEST_DOCUMENTS", 0)
+        old = built(tmp_path / "tokens", files, "text", ByteTokenizer())
+    assert old.train.documents + old.validation.documents == 2
+    assert built(tmp_path / "tokens", files, "text", ByteTokenizer()).identity == old.identity
+    assert built.times == 1
+
+
 @pytest.mark.parametrize("name", [name for name in _NAMES if name != "lock"])
 @pytest.mark.parametrize("how", ["gone", "cut", "flipped"])
 def test_what_is_damaged_is_built_again(tmp_path: Path, name: str, how: str) -> None:
@@ -159,7 +173,8 @@ def test_parts_that_would_be_empty(tmp_path: Path) -> None:
     for share in (1, -0.1, float("nan")):
         assert f"a held-out share of {share}" in mistake(build, *arguments, share=share)
     skipped = build(arguments[0], [tmp_path / "a.txt", tmp_path / "b.txt"], *arguments[2:], share=0)
-    assert skipped.skipped == 1
+    assert (skipped.skipped, skipped.skipped_bytes) == (1, 1)
+    assert skipped.skipped_first == ("b.txt: not UTF-8 at byte 0: convert it with iconv",)
 
 
 def test_a_bad_line_leaves_the_old_files(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_without_paths_it_is_the_standard_library() -> None:
 # --- what is in them ---
 
 
-@given(_TEXT, st.integers(1, 40), st.integers(0, 80))
+@given(_TEXT, st.integers(1, 40), st.integers(1, 80))
 def test_the_pieces_of_a_file_are_its_text(
     tmp_path_factory: pytest.TempPathFactory, text: str, piece_bytes: int, whole_bytes: int
 ) -> None:
@@ -145,29 +145,43 @@ def test_the_pieces_of_a_file_are_its_text(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "_PIECE_BYTES", piece_bytes)
         patch.setattr(corpus, "_WHOLE_BYTES", whole_bytes)
+        patch.setattr(corpus, "_LINE_BYTES", 1)
         *found, last = texts(file, beside)
         alone = texts(file)
     assert last == "beside"
     assert "".join(found) == "".join(alone) == text
     assert "" not in found + alone
-    if len(text.encode()) <= whole_bytes:
-        assert len(found) == bool(text)
-    else:
+    if len(text.encode()) > whole_bytes:
         assert max(len(piece.encode()) for piece in found) <= 2 * piece_bytes + 3
 
 
 def test_a_large_file_is_cut_at_line_ends(tmp_path: Path) -> None:
     line = "a line of some length, and more\r\n"
-    beside = write(tmp_path / "b.txt", "x")
-    pieces = texts(write(tmp_path / "a.txt", line * 20_000), beside)[:-1]
-    assert "".join(pieces) == line * 20_000
-    assert 5 < len(pieces) < 15
+    large, beside = write(tmp_path / "a.txt", line * 20_000), write(tmp_path / "b.txt", line * 130_000)
+    pieces = texts(large, beside)
+    assert "".join(pieces) == line * 150_000
+    assert 70 < len(pieces) < 80
     assert all(piece.endswith("\r\n") and piece.startswith("a line") for piece in pieces)
-    # A smaller one stays whole, unless there is nothing else to hold out.
-    small = write(tmp_path / "c.txt", line * 100)
-    assert texts(small, beside) == [line * 100, "x"]
-    assert 8 < len(texts(small)) <= 16
-    assert "".join(texts(small)) == line * 100
+    # A smaller one stays whole, unless there is little else to hold out.
+    small = write(tmp_path / "c.txt", line * 1000)
+    assert texts(small, beside)[0] == line * 1000
+    assert 16 <= len(texts(small)) <= 32
+    assert "".join(texts(small)) == line * 1000
+
+
+def test_no_document_of_a_little_text_is_most_of_it(tmp_path: Path) -> None:
+    book = write(tmp_path / "book.txt", "".join(f"line {number} of a book\n" for number in range(8000)))
+    note = write(tmp_path / "note.txt", "a note\n")
+    pieces = texts(book, note)
+    assert pieces[-1] == "a note\n" and "".join(pieces[:-1]) == book.read_text()
+    assert max(map(len, pieces)) <= book.stat().st_size / 15 and len(pieces) <= 33
+    # Whatever the names are, whatever lies beside that is no text, and when a little more is written.
+    other = write(tmp_path / "a/z.txt", book.read_text())
+    write(tmp_path / "a/b.txt", b"\0" * (5 << 20))
+    write(tmp_path / "a/a.txt", "a note\n")
+    assert sorted(texts(*sources([tmp_path / "a"]), skipped={})) == sorted(pieces)
+    write(other, book.read_text() + "one more line\n")
+    assert texts(other, note)[: len(pieces) - 2] == pieces[:-2]
 
 
 def test_a_line_without_end_does_not_become_one_document(tmp_path: Path) -> None:
@@ -204,9 +218,13 @@ def test_what_is_not_text_in_a_folder_is_left_out_and_told(tmp_path: Path) -> No
     write(tmp_path / "c.txt", "")
     binary = write(tmp_path / "d.txt", b"PK\0\0")
     half = write(tmp_path / "e.txt", "€".encode()[:2])
-    skipped: list[Path] = []
+    skipped: dict[Path, str] = {}
     assert texts(*sources([tmp_path]), skipped=skipped) == ["one"]
-    assert skipped == [latin, binary, half]
+    assert skipped == {
+        latin: "not UTF-8 at byte 2: convert it with iconv",
+        binary: "a NUL at byte 2, so not text: name text files only",
+        half: "not UTF-8 at byte 0: convert it with iconv",
+    }
 
 
 # --- what is wrong ---

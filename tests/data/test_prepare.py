@@ -29,7 +29,7 @@ def test_the_default_is_ready_to_train_on(tmp_path: Path, texts: str) -> None:
         source, tmp_path / "run/tokenizer.json", tmp_path / "run/tokens", lambda *args: told.append(args)
     )
     assert prepared.files == 40
-    assert prepared.source_bytes == sum(file.stat().st_size for file in Path(texts).iterdir())
+    assert prepared.source_bytes == sum(file.stat().st_size for file in Path(texts).iterdir()) - 1
     assert prepared.tokenizer.vocab_size == prepared.tokens.vocab_size == 270
     assert prepared.tokenizer.hash == prepared.tokens.tokenizer_hash
     assert prepared.tokenizer.hash == load_tokenizer(tmp_path / "run").hash
@@ -41,7 +41,10 @@ def test_the_default_is_ready_to_train_on(tmp_path: Path, texts: str) -> None:
     assert {what for what, _, _ in told} == {
         "making tokens of 41 files"
     }  # so little is learned without a word
-    assert told[-1] == ("making tokens of 41 files", prepared.source_bytes, prepared.source_bytes)
+    assert told[-1] == ("making tokens of 41 files", prepared.source_bytes + 1, prepared.source_bytes + 1)
+    assert prepared.tokens.skipped_first == (
+        "binary.txt: a NUL at byte 0, so not text: name text files only",
+    )
 
 
 def test_a_second_call_finds_nothing_to_do(tmp_path: Path, texts: str) -> None:
@@ -137,6 +140,24 @@ def test_who_joins_reads_what_the_others_do(tmp_path: Path, texts: str) -> None:
     assert reopen(source, path, folder).tokens.identity == elsewhere.tokens.identity
     ByteTokenizer().save(path)
     assert reopen(source, path, folder).tokens.tokenizer_hash == ByteTokenizer().hash
+
+
+def test_tokens_are_enough_where_the_text_is_gone(tmp_path: Path, texts: str) -> None:
+    """But not those of another tokenizer, nor damaged ones: then it is to be said what is missing."""
+    path, folder, source = tmp_path / "tokenizer.json", tmp_path / "tokens", TextSource((texts,))
+    first = prepare(source, path, folder)
+    Path(texts).rename(tmp_path / "moved")
+    gone = prepare(source, path, folder)
+    assert content(gone.tokens) == content(first.tokens) and gone.files == gone.source_bytes == 0
+    said = f"{texts}: no such file or folder: check the path"
+    kept = path.read_bytes()
+    ByteTokenizer().save(path)
+    assert mistake(prepare, source, path, folder) == said
+    path.unlink()
+    assert mistake(prepare, source, path, folder) == said
+    path.write_bytes(kept)
+    (folder / "train.bin").write_bytes(b"?" * (folder / "train.bin").stat().st_size)
+    assert mistake(prepare, source, path, folder) == said
 
 
 def test_of_many_processes_one_makes_each(tmp_path: Path) -> None:

@@ -141,12 +141,14 @@ def test_what_is_held_out_is_not_learned_from(tmp_path: Path) -> None:
 
 
 def test_also_the_one_document_of_a_small_corpus_is_held_out(tmp_path: Path) -> None:
-    files = corpus(tmp_path, count=5)
-    draws = {file: fraction(file.read_text(), "held out 3") for file in files}
-    kept = [file for file in files if draws[file] > min(draws.values())]
-    learned_from_kept = train_bpe(kept, vocab_size=300, share=0).hash
-    assert train_bpe(files, vocab_size=300, share=1e-9, seed=3).hash == learned_from_kept
-    assert train_bpe(files, vocab_size=300, share=0).hash != learned_from_kept
+    texts = [file.read_text() for file in corpus(tmp_path, count=5)]
+    least = min(texts, key=lambda text: fraction(text, "held out 3"))
+    all_of_it, kept = tmp_path / "all.jsonl", tmp_path / "kept.jsonl"
+    for path, some in ((all_of_it, texts), (kept, [text for text in texts if text != least])):
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in some))
+    learned_from_kept = train_bpe([kept], vocab_size=300, share=0).hash
+    assert train_bpe([all_of_it], vocab_size=300, share=1e-9, seed=3).hash == learned_from_kept
+    assert train_bpe([all_of_it], vocab_size=300, share=0).hash != learned_from_kept
 
 
 def test_a_word_without_end_is_learned_from_in_pieces(tmp_path: Path) -> None:
@@ -170,7 +172,9 @@ def test_of_a_large_corpus_a_sample_is_learned_from(tmp_path: Path) -> None:
     drawn = [file for file in files if fraction(file.read_text(), "tokenizer") < share]
     assert 0 < len(drawn) < len(files)
     sampled = train_bpe(files, vocab_size=300, share=0, sample_bytes=1000)
-    assert sampled.hash == train_bpe(drawn, vocab_size=300, share=0).hash
+    kept = tmp_path / "kept.jsonl"  # so few files would be cut
+    kept.write_text("".join(json.dumps({"text": file.read_text()}) + "\n" for file in drawn))
+    assert sampled.hash == train_bpe([kept], vocab_size=300, share=0).hash
 
 
 def test_progress_of_learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

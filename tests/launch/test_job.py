@@ -11,7 +11,9 @@ from imece.launch import job
 from imece.launch.generations import Limits
 from imece.launch.host import CannotStart, Start
 from imece.launch.job import Job
+from imece.launch.processes import Ending
 from imece.membership.roster import Generation
+from imece.status import Failure
 from tests.launch.hosts.cluster import Clock, FakeHost
 
 
@@ -51,6 +53,28 @@ def test_a_replacement_that_cannot_be_started_is_tried_again(clock: Clock) -> No
     for clock.now in (30.2, 31.5):
         ours.on_time(clock.now)
     assert list(host.crew.living) == [0, 3] and host.said[-1] == "imece: rank 1 joined; 2 ranks go on"
+
+
+@pytest.mark.parametrize(
+    ("direct", "status", "kind", "said"),
+    [
+        (True, 1, "", ""),
+        (True, 2, "", ""),
+        (True, 1, "ValueError", "imece: rank 0 (pid 100) failed with ValueError: no (exit status 1)"),
+        (True, 3, "", "imece: rank 0 (pid 100) failed with exit status 3"),
+        (False, 1, "", "imece: rank 0 (pid 100) failed with exit status 1"),
+    ],
+)
+def test_a_rank_that_has_said_itself_why_it_ends(
+    clock: Clock, direct: bool, status: int, kind: str, said: str
+) -> None:
+    """With a status of its own, and no exception that ended it."""
+    host = FakeHost(0)
+    ours = Job(Limits(1), 30.0, direct, {0: host}, 1)
+    ours.start()
+    failure = Failure(0.0, kind, "no", False) if kind else None
+    ours.ended({0: Ending(0, 100, status, 0.0, failure)}, clock.now)
+    assert (ours.outcome().status, ours.outcome().line) == (status, said)
 
 
 def test_ranks_that_lost_each_other_meet_anew(clock: Clock) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from imece.models.generate import generate
+from imece.models.generate import LogitsError, generate
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import KVCache, Transformer
 
@@ -98,6 +98,23 @@ def test_a_stop_token_ends() -> None:
     first = whole.index(stop)
     assert list(generate(model, prompt, 20, temperature=0, stop={stop, 49})) == whole[:first]
     assert list(generate(model, [*prompt, stop], 1, temperature=0)), "a stop token in the prompt ends nothing"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
+def test_logits_by_which_nothing_can_be_chosen(temperature: float) -> None:
+    """One that is -inf alone is a token that never comes."""
+
+    def tokens(*logits: float) -> list[int]:
+        model = _Fixed(replace(CONFIG, vocab_size=4))
+        model.forward = lambda *_, **__: torch.tensor(logits).expand(1, 1, 4)  # type: ignore[method-assign]
+        return list(generate(model, [0], 3, temperature=temperature))
+
+    assert tokens(-math.inf, -math.inf, 1.0, -math.inf) == [2, 2, 2]
+    for bad in (math.nan, math.inf):
+        with pytest.raises(LogitsError, match=f"^the model's largest logit is {bad}: no token can be"):
+            tokens(0.0, bad, 1.0, 2.0)
+    with pytest.raises(LogitsError, match="largest logit is -inf"):
+        tokens(*[-math.inf] * 4)
 
 
 def test_callers_keep_their_gradient_mode() -> None:

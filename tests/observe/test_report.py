@@ -201,6 +201,12 @@ def test_baselines_of_a_part_of_the_tokens_say_so(tmp_path: Path) -> None:
         assert f"Bigram: by the one before it.{also}\n" in Page(tmp_path / "report.html").text + "\n"
 
 
+def test_a_model_that_cannot_write_has_no_sample(tmp_path: Path) -> None:
+    write(tmp_path, [record(1)], summary=SUMMARY | {"sample": None})
+    write_report(tmp_path)
+    assert "None: what the model computes is not finite any more." in Page(tmp_path / "report.html").text
+
+
 def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     write(tmp_path, [record(step) for step in range(1, 12_001)])
     write_report(tmp_path)

@@ -91,7 +91,7 @@ CONFIGS = some(
         weight_decay=RATES,
         beta1=SHARES,
         beta2=SHARES,
-        eps=RATES,
+        eps=st.floats(1e-37, 1e30),
         clip=RATES,
     ),
     compute=some(
@@ -176,6 +176,7 @@ def test_what_a_file_leaves_out_is_as_ever(file: Path) -> None:
         ("[optimizer]\nlr = nan", "optimizer.lr is nan: at least 0"),
         ("[optimizer]\nlr = inf", "optimizer.lr is inf: at least 0"),
         ("[optimizer]\nlr = 1979-05-27", "optimizer.lr is datetime.date(1979, 5, 27): a number"),
+        ("[optimizer]\neps = 0", "optimizer.eps is 0.0: at least 1e-37"),
         ("[optimizer]\nbeta1 = 1.0", "optimizer.beta1 is 1.0: at least 0 and less than 1"),
         ("[optimizer]\nmin_lr = 1.5", "optimizer.min_lr is 1.5: a share of lr, so at most 1"),
         ("[data]\npaths = [1]", "data.paths is [1]: a list of strings"),

@@ -10,11 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from imece.data.tokenizer import ByteTokenizer
 from imece.data.tokens import Part
 from imece.footprint import Footprint
+from imece.models.shape import TransformerConfig
+from imece.models.transformer import Transformer
 from imece.train.config import TrainConfig
-from imece.train.finish import _prompt, _rows, next_commands
+from imece.train.finish import _prompt, _rows, _sample, next_commands
+from imece.train.precision import Precision
 from imece.train.run_folder import RunFolder
 from tests.checkpoint.crew import crew, state_of
 
@@ -60,9 +65,35 @@ def test_where_nothing_is_held_out_the_sample_begins_as_the_text_does() -> None:
     assert prompt((), nothing).startswith("class Queue")
 
 
+def test_a_model_whose_numbers_are_not_finite() -> None:
+    """No sample, and nothing that would need one; the rest of the summary stands."""
+    model = Transformer(TransformerConfig(257, 1, 16, 2, 1, 24, 16))
+    session: Any = SimpleNamespace(
+        prepared=SimpleNamespace(tokenizer=ByteTokenizer()),
+        model=model,
+        mesh=SimpleNamespace(device=torch.device("cpu")),
+        precision=Precision("fp32", "cpu"),
+        folder=SimpleNamespace(path=Path("runs/a")),
+    )
+    whole = _sample(session, "ab")
+    assert whole is not None and whole["prompt"] == "ab" and whole["text"].startswith("ab")
+    with torch.no_grad():
+        model.embed.weight.fill_(torch.nan)
+    assert _sample(session, "ab") is None
+    summary = {"steps": 3, "seconds": 3.0, "tokens": 30, "tokens_per_s": 10.0, "sample": None}
+    rows = _rows(summary | {"memory": asdict(Footprint(1, 1, 1, 1))}, True)
+    assert rows[-1] == (
+        "",
+        "no sample: what the model computes is not finite any more, so its training went wrong; the usual "
+        "cure is a new run with a lower --optimizer.lr",
+    )
+    assert next_commands(session, True, usable=False) == [("open", "runs/a/report.html")]
+
+
 def test_baselines_of_a_part_of_the_tokens_say_so() -> None:
     summary: dict[str, Any] = {"steps": 40, "seconds": 3.0, "tokens": 40_960, "tokens_per_s": 13_653.0}
     summary |= {"memory": asdict(Footprint(1, 1, 1, 1)), "val_loss": 2.0, "val_bits_per_byte": 1.5}
+    summary |= {"sample": {"prompt": "", "text": ""}}
     some = "101 of 3,000 million train tokens"
     for counted, also in (("", ""), (some, f" (counted in {some})")):
         found = {"baselines": {"uniform": 8.0, "bigram": 3.25}, "baselines_counted_in": counted}
@@ -71,7 +102,7 @@ def test_baselines_of_a_part_of_the_tokens_say_so() -> None:
 
 
 def test_so_many_tokens_as_the_header_writes_them() -> None:
-    summary = {"steps": 40, "seconds": 3.0, "tokens": 40_960, "tokens_per_s": 13_653.0}
+    summary = {"steps": 40, "seconds": 3.0, "tokens": 40_960, "tokens_per_s": 13_653.0, "sample": {}}
     memory = asdict(Footprint(1, 1, 1, 1))
     ((_, line), *_) = _rows(summary | {"memory": memory}, True)
     assert line == "40 steps in 0:03, 41.0k tokens, 13,653 tokens/s"

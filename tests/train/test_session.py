@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from imece.errors import UserError
 from imece.membership.recovery import MovedOnError
 from imece.train import session as sessions
 from imece.train.batch import BatchPlan
-from imece.train.config import TrainConfig, ValidateSection
+from imece.train.config import CheckpointSection, TrainConfig, ValidateSection, computed_with
 from imece.train.loop import Loop, _Together
 from imece.train.precision import Precision
 from imece.train.session import Session, _first_ranks
@@ -105,6 +106,63 @@ def test_a_save_that_was_given_up_is_made_at_the_next_border(
         assert steps == [8], "it is not due, and once is enough"
 
 
+def saves_of(session: Session, skipped: list[int], steps: int, signal_at: int = 0) -> list[tuple[int, bool]]:
+    """The steps that a run from step 8 on saves, and whether older ones make room for them."""
+    loop = loop_of(session)
+    session.config = TrainConfig(steps=steps, checkpoint=CheckpointSection(every=2))
+    session.prepared.tokens.validation.tokens = range(0)  # type: ignore[misc, assignment]
+    session.batches.epoch.return_value = 0.0  # type: ignore[attr-defined]
+    session.step.blame.return_value = []  # type: ignore[attr-defined]
+    session.recovery.border.return_value = False  # type: ignore[union-attr]
+    session.step.run = lambda index, lr: Outcome(  # type: ignore[method-assign]
+        1.0, 32, 1.0, "not finite" if index + 1 in skipped else ""
+    )
+    loop._stragglers.slow = None
+    loop._gather = lambda _: _Together(1.0, 32, 1, 15 if session.done == signal_at else 0)
+    assert loop.run() == (15 if signal_at else 0)
+    calls = session.checkpoints.save.call_args_list  # type: ignore[attr-defined]
+    return [(call.args[0], not call.kwargs["keep_all"]) for call in calls]
+
+
+@pytest.mark.parametrize("scale", [0.0, 1024.0])  # of fp16: such steps are nothing bad, and wait as well
+def test_a_step_that_was_skipped_is_not_saved_and_the_next_one_makes_up_for_it(
+    session: Session, scale: float
+) -> None:
+    session.step.scale, session.plan = scale, BatchPlan(8, 4, 1, 4, 1)  # type: ignore[misc]
+    found = saves_of(session, skipped=[9, 10, 12, 13], steps=17)
+    assert found == [(11, True), (14, True), (16, True), (17, True)]
+
+
+def test_a_run_that_ends_after_a_skipped_step_loses_neither_work_nor_checkpoints(session: Session) -> None:
+    session.step.scale, session.plan = 0.0, BatchPlan(8, 4, 1, 4, 1)  # type: ignore[misc]
+    assert saves_of(session, [11, 12], steps=20, signal_at=12) == [(10, True), (12, False)]
+    session.checkpoints.save.reset_mock()  # type: ignore[attr-defined]
+    assert saves_of(session, [14, 15], steps=15) == [(15, False)], "with the step 13"
+
+
+def test_ranks_that_meet_anew_after_a_skipped_step_save_later(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "all_gather", lambda out, mine, **_: out.copy_(mine))
+    loop, session.skipped_steps = loop_of(session), 1
+    session.config = TrainConfig(steps=100, checkpoint=CheckpointSection(every=4))
+    for skipped, saves in ((1, 0), (0, 1)):  # it is due after step 8; then it is owed
+        session.skipped_steps, session.done = skipped, 8 if skipped else 9
+        session.recovery.recover.return_value.step = session.done  # type: ignore[union-attr]
+        loop.recovered(session.recover(MovedOnError("a rank has joined")))
+        assert session.checkpoints.save.call_count == saves  # type: ignore[attr-defined]
+    assert not session.owes_save
+
+
+def test_a_save_that_is_owed_stays_so_until_it_is_begun(session: Session) -> None:
+    """A rank dies while the others wait for the save before it."""
+    session.owes_save = True
+    session.finish_save = mock.Mock(side_effect=MovedOnError("a rank"))  # type: ignore[method-assign]
+    with pytest.raises(MovedOnError):
+        loop_of(session)._save(False)
+    assert session.owes_save
+
+
 def test_own_figures_of_a_step_are_kept(session: Session) -> None:
     """The state of a step is noted when it is made, before its time and its loss are known."""
     state = session._counters() | {"counted": 7, "seconds": 14.0, "tokens": 224, "best_val_loss": 2.0}
@@ -142,9 +200,9 @@ def test_a_rank_that_joins_ends_at_the_same_bad_step(session: Session, dies_in: 
     with pytest.raises(MovedOnError):
         loop.run()
     assert [state["bad_steps"] for state in states] == [1, 0, 1]
-    session.first = session.bad_steps = 0
-    session._take_counters(states[-1])
-    assert (session.first, session.bad_steps) == (5, 1)
+    session.first = session.skipped_steps = session.bad_steps = 0
+    session._take_counters(states[-1] | {"skipped_steps": 2})  # as if fp16 had skipped the one before
+    assert (session.first, session.skipped_steps, session.bad_steps) == (5, 2, 1)
     session._take_counters(states[-1])
     assert session.bad_steps == 1, "a rank that has made the step counts it once"
 
@@ -193,13 +251,14 @@ def test_back_to_the_beginning(
     monkeypatch.setattr(sessions, "begin_again", begun)
     monkeypatch.setattr(session, "_newest", lambda: None)
     session.precision, session.optimizers = Precision("fp16", "cpu"), [mock.Mock()]
-    session.bad_steps, session.recovery.member.steps = 2, made  # type: ignore[union-attr]
+    session.skipped_steps = session.bad_steps = 2
+    session.recovery.member.steps = made  # type: ignore[union-attr]
     assert session._from_checkpoint() == 0
     begun.assert_called_once_with(
         session.training_state, session.optimizers, session.model.config, session.config.seed
     )
     assert session._counters() == {
-        "done": 0, "first": 0, "bad_steps": 0, "counted": 0, "seconds": 0.0, "tokens": 0,
+        "done": 0, "first": 0, "skipped_steps": 0, "bad_steps": 0, "counted": 0, "seconds": 0.0, "tokens": 0,
         "best_val_loss": None, "val_loss": (-1, None), "scaler": {}, "micro": 4, "text": "a text",
     }  # fmt: skip
     assert session.step.load_scaler.call_args.args[0]["scale"] == 65536.0  # type: ignore[attr-defined]
@@ -303,3 +362,24 @@ def test_a_scaler_begins_anew_with_its_state() -> None:
         scaler.scale(weight.sum()).backward()
         scaler.unscale_(optimizer)
         step.load_scaler(step.scaler_state)
+
+
+def test_what_a_checkpoint_was_made_with_is_what_the_run_goes_on_with(session: Session) -> None:
+    """Though the run's file was changed by hand, so that nothing tells; but the text may be elsewhere."""
+    session.prepared = mock.Mock(tokenizer=mock.Mock(hash="t"))
+    session.precision = mock.Mock()
+    state = json.loads(json.dumps({"tokenizer_hash": "t", "computed_with": computed_with(session.config)}))
+    saved: Any = SimpleNamespace(state=state, folder=Path("run/checkpoints/step-00000008"))
+    session._check(saved)
+    began = session.config
+    session.config = replace(began, steps=200, data=replace(began.data, paths=("moved",), folder="elsewhere"))
+    session._check(saved)
+    session.config = replace(began, seed=7, data=replace(began.data, vocab_size=300))
+    with pytest.raises(UserError) as mistake:
+        session._check(saved)
+    assert str(mistake.value) == (
+        "run/checkpoints/step-00000008 was made with seed = 1, the run's config.toml says 7 (data.vocab_size "
+        "differs too): put it back, or begin another run with --run"
+    )
+    del state["computed_with"]  # an older version's
+    session._check(saved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from imece.data.prepare import prepare
 from imece.errors import UserError
 from imece.train import start
-from imece.train.config import TrainConfig
+from imece.train.config import DataSection, TrainConfig
 from imece.train.run_lock import HELD, RunLock
 from imece.train.session import Session
 
@@ -107,3 +109,33 @@ def test_gpus_that_torch_cannot_use_are_no_ranks(monkeypatch: pytest.MonkeyPatch
     for available, ranks in ((False, 2), (True, 5)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
         assert start.default_ranks() == ranks
+
+
+def test_what_is_unexpected_of_the_text_is_told(tmp_path: Path) -> None:
+    """The share that is held out is that of the text, whatever was asked for."""
+    lines = [json.dumps({"text": "h" * size}) + "\n" for size in (99, 199, 9999)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    for name in ("b.txt", "c.txt", "d.txt", "e.txt", "f.txt"):
+        (tmp_path / name).write_bytes(b"\0" * 1000)
+
+    def told(held_out: float) -> tuple[str, list[str]]:
+        data = DataSection(paths=(str(tmp_path),), tokenizer="bytes", held_out=held_out)
+        config = TrainConfig(data=data, seed=3)
+        prepared = prepare(config.data.source(), tmp_path / "run/tokenizer.json", tmp_path / "run/tokens")
+        return start.describe_data(prepared, config), start.notes_on_data(prepared, config)
+
+    why = "a NUL at byte 0, so not text: name text files only"
+    left_out = [*(f"left out: {name}.txt: {why}" for name in "bcd"), "left out: 2 more"]
+    assert told(0.01) == (
+        f"{tmp_path}: 1 file, 10.3 kB, 10.3k tokens (97.1% of them held out), 5 that are not text left out",
+        [
+            *left_out,
+            "warning: 97.1% of the text is held out for validation, --data.held-out asks for 1%: documents "
+            "are held out whole, and there are 3: more or shorter ones help",
+        ],
+    )
+    assert told(0.5)[1] == told(0)[1] == left_out
+    for file in tmp_path.glob("*.*"):
+        file.unlink()
+    gone = f"{tmp_path}: gone, its tokens as they were made, 10.3k tokens (0% of them held out), 5 that"
+    assert told(0)[0].startswith(gone)

@@ -189,14 +189,14 @@ def test_what_is_dropped_is_a_step_s_own() -> None:
     assert sums[0] == pytest.approx(sums[1], rel=1e-6), "whichever rank computes a micro-batch"
 
 
-def three_cases() -> dict[str, Any]:
-    return {"clipped": clipped(), "overflows": overflows(), "phases": phases()}
+def cases() -> dict[str, Any]:
+    return {"clipped": clipped(), "overflows": overflows(), "phases": phases(), "spoilt": spoilt_weights()}
 
 
 @pytest.fixture(scope="module")
 def by_two_ranks() -> Found:
-    """What each of `three_cases` found, by rank: one start for three tests."""
-    both = run_ranks(three_cases, 2)
+    """What each of `cases` found, by rank: one start for their tests."""
+    both = run_ranks(cases, 2)
     return {name: [found[name] for found in both] for name in both[0]}
 
 
@@ -275,6 +275,26 @@ def poisoned(kind: str, optimizer: str, bad_rank: int, index: int, number: int) 
 
 
 CASES = [(kind, optimizer) for kind in ("loss", "weight", "nothing") for optimizer in ("adamw", "muon")]
+
+
+def spoilt_weights() -> list[list[str]]:
+    """Who is to blame where the weights are not finite before the step: on rank 1 alone, then on all."""
+    found = []
+    for ranks in ([1], [0, 1]):
+        bench = Bench()
+        if imece.init().rank in ranks:
+            with torch.no_grad():
+                for name in ("blocks.1.mlp.up.weight", "embed.weight"):
+                    bench.model.get_parameter(name)[2, 3] = float("nan")
+        found.append(bench.step.blame(0))
+    return found
+
+
+def test_weights_that_are_not_finite_are_named_and_no_document(by_two_ranks: Found) -> None:
+    for one, every in by_two_ranks["spoilt"]:
+        names = "embed.weight and 1 more"
+        assert one == [f"rank 1: weights that are not finite: {names}"]
+        assert every == [f"weights that are not finite since an earlier update: {names}"]
 
 
 def all_poisoned(bad_rank: int, index: int, number: int) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class _Job:
     state: Json
     rank_state: Any
     metric: float | None
+    keep_all: bool
 
 
 class Checkpoints:
@@ -90,6 +92,7 @@ class Checkpoints:
         rank_state: Any,
         *,
         metric: float | None = None,
+        keep_all: bool = False,
     ) -> None:
         """Every rank calls it with the same step; on return the tensors may change.
 
@@ -97,6 +100,7 @@ class Checkpoints:
         out among themselves; of a Slice each rank writes its own. state: JSON, the same on all ranks.
         rank_state: JSON, this rank's own. metric: the lower the better; not finite is as good as none. It is
         compared with those of the same state["metric_on"] and state["metric_over"], if these are given.
+        keep_all: no older one goes away for this one; a later save without it removes what is too many.
 
         Waits for the save before, if it is still under way. Makes one copy of what this rank writes, and
         keeps that memory for the next save. Nothing that goes wrong on the disk is raised: see `finish`.
@@ -124,6 +128,7 @@ class Checkpoints:
             state=json.loads(json.dumps(state, allow_nan=False)),  # as it is now
             rank_state=json.loads(json.dumps(rank_state, allow_nan=False)),
             metric=commit.finite(metric),
+            keep_all=keep_all,
         )
         self._saved = False
         # A daemon: a rank that fails must be able to end, and what is half-written is never read.
@@ -185,7 +190,8 @@ class Checkpoints:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             files.clean(self._folder, but=partial)
-            self._make_room(partial)
+            if not job.keep_all:
+                self._make_room(partial)
             self._meeting.arrive()
             parts = [self._write(job, partial), *self._await_parts(partial)]
             manifest = commit.put_together(job.step, attempt, job.metric, job.state, parts)
@@ -203,7 +209,7 @@ class Checkpoints:
         try:
             sync_folder(self._folder)
             files.drop_old(final)
-            commit.prune(self._folder, job.step, self._keep)
+            commit.prune(self._folder, job.step, sys.maxsize if job.keep_all else self._keep)
         except (OSError, UserError) as error:
             self._alarm(f"{final} is saved, but older checkpoints were not removed: {_why(error)}")
 

@@ -12,13 +12,14 @@ from typing import Annotated
 import torch
 import tyro
 
+from imece.checkpoint.load import Saved
 from imece.cli.options import parse
 from imece.cli.trained import best_device, open_run, tokenizer_of
 from imece.data.tokenizer import Tokenizer
 from imece.errors import UserError
-from imece.models.generate import generate
+from imece.models.generate import LogitsError, generate
 from imece.observe.visible import visible
-from imece.train.run_folder import Which
+from imece.train.run_folder import RunFolder, Which
 
 PROG = "imece sample"
 DESCRIPTION = (
@@ -92,8 +93,12 @@ def run(argv: Sequence[str]) -> int:
     )
     began, text = time.perf_counter(), Text(tokenizer, ids)
     _show(prompt)
-    for piece in text.pieces(tokens):
-        _show(piece)
+    try:
+        for piece in text.pieces(tokens):
+            _show(piece)
+    except LogitsError:
+        _show("\n")  # after the prompt, and what came before
+        raise UserError(_unusable(folder, saved, options.which)) from None
     seconds = time.perf_counter() - began
     _show("\n")
     speed = f"{text.tokens / seconds:,.0f} tokens/s" if text.tokens else "the document ended at once"
@@ -137,6 +142,17 @@ class Text:
     def _text(self) -> str:
         before = self._tokenizer.decode(self._context)
         return self._tokenizer.decode(self._context + self._new)[len(before) :]
+
+
+def _unusable(folder: RunFolder, saved: Saved, which: Which) -> str:
+    """That no token can be chosen by what this checkpoint computes, and what to do."""
+    other: Which = "last" if which == "best" else "best"
+    step = folder.saved(other).step
+    if step < saved.step:
+        cure = f"--which {other} takes step {step}"
+    else:
+        cure = "the usual cure is a new run with a lower --optimizer.lr"
+    return f"{saved.folder}: what its model computes is not finite, so its training went wrong before: {cure}"
 
 
 def _show(text: str) -> None:

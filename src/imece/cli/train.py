@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -51,6 +51,7 @@ def run(argv: Sequence[str]) -> int:
     if read_world().launcher != "single":
         return _as_rank(config)
     folder, display = RunFolder(config.folder), Display(config.steps)
+    there, new = os.path.isdir(folder.path), not os.path.lexists(folder.config_file)
     with RunLock(folder.path) as lock:
         with _progress(display) as report:
             ranks = make_ready(config, report, lock)
@@ -60,6 +61,9 @@ def run(argv: Sequence[str]) -> int:
         command = [sys.executable, "-m", "imece", "train", os.path.abspath(folder.config_file)]
         environ = {**os.environ, HELD: "1"}
         status = launch(command, ranks, grace_s=_GRACE_S, environ=environ, direct=True, restart=True)
+        if status == 2 and new and not folder.is_open:  # else a person could not mend any option
+            with suppress(OSError):
+                folder.take_back(config, there)
         if (
             status - 128 in SIGNALS and all_steps(folder.checkpoints)[-1:] == before
         ):  # no rank says what is kept
@@ -72,17 +76,29 @@ def read_config(words: list[str]) -> TrainConfig:
     """What file, run folder and options say: options count before the file, the file before the rest.
 
     Without a file, the values of a run folder that is named (or that MODEL's own is) are what options change.
+    A run's own file means that run, wherever it has been moved to, or the command is started in.
     """
     file = Path(words.pop(0)) if words and not words[0].startswith("-") else None
     if file is not None and os.path.isdir(file):
         raise UserError(f"{file} is a folder: to go on with a run say {PROG} --run {as_argument(file)}")
     start = read_toml(file) if file is not None else TrainConfig()
+    if file is not None and _is_of_run(file) and not _is_same(start.folder, file.parent):
+        start = dataclasses.replace(start, run=str(file.parent))
     config = parse(TrainConfig, words, PROG, DESCRIPTION, start)
     folder = RunFolder(config.folder)
     if file is None and os.path.isfile(folder.config_file):
         before = dataclasses.replace(folder.config(), run=config.run)
         config = parse(TrainConfig, words, PROG, DESCRIPTION, before)
     return config
+
+
+def _is_of_run(file: Path) -> bool:
+    folder = RunFolder(file.parent)
+    return folder.is_open and _is_same(file, folder.config_file)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _as_rank(config: TrainConfig) -> int:

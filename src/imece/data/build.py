@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ _PARTIAL = ".partial"
 _NAMES = tuple(f"{part}.{suffix}" for part in PARTS for suffix in SUFFIXES)
 _BATCH_BYTES = 1 << 20  # of text that is tokenized at once; the package needs some 40 times that
 _BATCH_DOCUMENTS = 1024
+_NAMED = 3  # of the files that are no text
 
 
 def build(
@@ -150,7 +152,7 @@ def _build(
     share, seed = wanted["held_out"]["share"], wanted["held_out"]["seed"]
     share = share_of_one(files, field, share, seed)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-    total, done, skipped = total_bytes(files), 0, list[Path]()
+    total, done, skipped = total_bytes(files), 0, dict[Path, str]()
     with (
         closing(_PartWriter(folder, "train", dtype)) as train,
         closing(_PartWriter(folder, "validation", dtype)) as validation,
@@ -179,10 +181,17 @@ def _build(
             "made_from": wanted,
             "dtype": dtype.name,
             "skipped": len(skipped),
+            "skipped_bytes": total_bytes(list(skipped)),
+            "skipped_first": _first_few(skipped, common_folder(files)),
             "train": train.counts(),
             "validation": validation.counts(),
         },
     )
+
+
+def _first_few(skipped: Mapping[Path, str], root: str) -> list[str]:
+    some = itertools.islice(skipped.items(), _NAMED)
+    return [f"{os.path.relpath(path, root)}: {why_not}" for path, why_not in some]
 
 
 def _check_parts(train: _PartWriter, validation: _PartWriter, share: float, files: Sequence[Path]) -> None:

@@ -13,7 +13,8 @@ import os
 import reprlib
 import stat
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +25,15 @@ SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl", ".parquet")  # what is looke
 
 _WHOLE_BYTES = 1 << 18  # a file up to this size is one document
 _PIECE_BYTES = 1 << 16  # a larger one is cut at line ends into documents of about this size
-_FEWEST_PIECES = 16  # of a file that is the whole corpus: some of it is to be held out
+_LINE_BYTES = 1 << 12  # a line up to this size is not cut
+_FEWEST_DOCUMENTS = 16  # of all text: where one is most of it, to hold that out leaves nothing to learn from
 _RUN = {"config.toml", "metrics.jsonl"}  # a folder with both is a run's: what it writes is no text to learn
 # In the standard library: what others installed, and tests, of which many are not text on purpose.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+class GoneError(UserError):
+    """Nothing is where the text should be; perhaps it was there once."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +57,10 @@ def sources(
 
     run_folders: those that were passed over are appended to it.
 
-    What is named by itself is looked into here, so that a mistake shows before any work is done: UserError
-    if it is missing, empty or not UTF-8 text, if the first line of a .jsonl or a table has no `field`, or if
-    the package that reads it is missing. UserError also for a folder or a glob with no such file. Whether
-    files inside a folder are text, `documents` finds out.
+    What is named by itself is looked into here, so that a mistake shows before any work is done: GoneError
+    if it is missing, UserError if it is empty or not UTF-8 text, if the first line of a .jsonl or a table has
+    no `field`, or if the package that reads it is missing. GoneError also for a folder or a glob with no such
+    file. Whether files inside a folder are text, `documents` finds out.
     """
     if not paths:
         return _standard_library()
@@ -84,37 +90,62 @@ def absolute_name(given: str) -> str:
 
 
 def documents(
-    files: Sequence[Path], field: str = "text", skipped: list[Path] | None = None
+    files: Sequence[Path], field: str = "text", skipped: dict[Path, str] | None = None
 ) -> Iterator[Document]:
     """The documents of `files`, in their order: one a file, or one a line of a .jsonl or a row of a table,
     where it is the text in `field`.
 
     A text file of more than 256 KiB is cut at line ends into documents of some 64 KiB: so memory stays
-    small, and a part of a large file can be held out. A file that is alone is cut finer if it is smaller,
-    into 16 or so. Empty files, blank lines, empty texts and empty cells are passed over.
+    small, and a part of a large file can be held out. Where all files together are less than 4 MiB, those of
+    more than a sixteenth of it are cut too, so finely that no document is much more than that. Empty files,
+    blank lines, empty texts and empty cells are passed over.
 
-    skipped: files that are not UTF-8 text are appended to it and left out; without it they are a UserError.
-    UserError for a line of a .jsonl that is no JSON object, or has no string in `field`; for a table, see
-    `tables.rows`.
+    skipped: files that are not UTF-8 text are added to it, each with what is wrong with it, and left out;
+    without it they are a UserError. UserError for a line of a .jsonl that is no JSON object, or has no string
+    in `field`; for a table, see `tables.rows`.
     """
-    root, alone = common_folder(files), len(files) == 1
+    root, why_not_text = common_folder(files), functools.cache(_why_not_text)
+    largest_bytes = _largest_bytes(files, why_not_text)
     for path in files:
         name = os.path.relpath(path, root)
-        try:
+        with _reading(path):
             if path.suffix in tables.SUFFIXES:
                 yield from (Document(f"{name}:{row}", text) for row, text in tables.rows(path, field))
-            elif (why_not := _why_not_text(path)) is None:
+            elif (why_not := why_not_text(path)) is None:
                 yield from (
-                    _lines(path, name, field) if path.suffix == ".jsonl" else _pieces(path, name, alone)
+                    _lines(path, name, field)
+                    if path.suffix == ".jsonl"
+                    else _pieces(path, name, largest_bytes)
                 )
             elif skipped is None:
-                raise UserError(why_not)
+                raise UserError(f"{path}: {why_not}")
             else:
-                skipped.append(path)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror}): check its permissions") from error
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: changed while it was read ({error}): begin again") from error
+                skipped[path] = why_not
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}): check its permissions") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: changed while it was read ({error}): begin again") from error
+
+
+def _largest_bytes(files: Sequence[Path], why_not_text: Callable[[Path], str | None]) -> int:
+    """Of a file that stays one document: a power of two, so that files are cut alike while a corpus grows.
+
+    What is no text must not count, and to find that out files are read: until it is known to be enough.
+    """
+    total_bytes = 0
+    for path in files:
+        with _reading(path):
+            if path.suffix in tables.SUFFIXES or why_not_text(path) is None:
+                total_bytes += path.stat().st_size
+        if total_bytes >= _FEWEST_DOCUMENTS * _WHOLE_BYTES:
+            return _WHOLE_BYTES
+    return 1 << max(1, total_bytes // _FEWEST_DOCUMENTS).bit_length() - 1
 
 
 def total_bytes(files: Sequence[Path]) -> int:
@@ -144,7 +175,7 @@ def share_of_one(files: Sequence[Path], field: str, share: float, seed: int) -> 
     It is `share`, unless that is below every document: then the least that holds one out. 0 stays 0.
     """
     least = 1.0
-    for document in documents(files, field, skipped=[]) if share else ():
+    for document in documents(files, field, skipped={}) if share else ():
         least = min(least, _draw(document.text, seed))
         if least < share:
             return share
@@ -213,7 +244,7 @@ def _behind(given: str, field: str, run_folders: set[str]) -> Iterator[Path]:
         walk = _walk(str(path), run_folders)
         files = [Path(f, name) for f, _, names in walk for name in names if _is_wanted(f, name)]
         if not files:
-            raise UserError(f"{path}: no {', '.join(SUFFIXES)} files in this folder: name another, or files")
+            raise GoneError(f"{path}: no {', '.join(SUFFIXES)} files in this folder: name another, or files")
         yield from files
     elif stat.S_ISREG(mode):
         _check_named(path, field)
@@ -229,10 +260,10 @@ def _behind(given: str, field: str, run_folders: set[str]) -> Iterator[Path]:
             elif stat.S_ISREG(_mode(match)):
                 files.append(match)
         if not files:
-            raise UserError(f"{given}: no file matches this pattern: check the folder and the pattern")
+            raise GoneError(f"{given}: no file matches this pattern: check the folder and the pattern")
         yield from files
     else:
-        raise UserError(f"{path}: no such file or folder: check the path")
+        raise GoneError(f"{path}: no such file or folder: check the path")
 
 
 def _dataset(given: str) -> list[Path] | None:
@@ -276,36 +307,36 @@ def _check_named(path: Path, field: str) -> None:
 
 
 def _why_not_text(path: Path) -> str | None:
-    """What is wrong with a file that is not UTF-8 text, with its path; None for text."""
+    """What is wrong with a file that is not UTF-8 text, and what to do; None for text."""
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
     with path.open("rb") as file:
         while True:
             block = file.read(1 << 20)
             if (nul := block.find(b"\0")) >= 0:
-                return f"{path}: a NUL at byte {offset + nul}, so not text: name text files only"
+                return f"a NUL at byte {offset + nul}, so not text: name text files only"
             pending = len(decoder.getstate()[0])
             try:
                 decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                return f"{path}: not UTF-8 at byte {offset - pending + error.start}: convert it with iconv"
+                return f"not UTF-8 at byte {offset - pending + error.start}: convert it with iconv"
             if not block:
                 return None
             offset += len(block)
 
 
-def _pieces(path: Path, name: str, alone: bool) -> Iterator[Document]:
-    size = path.stat().st_size
-    if size <= _WHOLE_BYTES and not alone:
+def _pieces(path: Path, name: str, largest_bytes: int) -> Iterator[Document]:
+    if path.stat().st_size <= largest_bytes:
         text = path.read_bytes().decode()  # not read_text: it would turn \r\n into \n
         if text:
             yield Document(name, text)
         return
-    piece_bytes = min(_PIECE_BYTES, size // _FEWEST_PIECES + 1) if alone else _PIECE_BYTES
+    piece_bytes = min(_PIECE_BYTES, largest_bytes)
+    line_bytes = max(piece_bytes, _LINE_BYTES)
     decoder = codecs.getincrementaldecoder("utf-8")()  # keeps a character that is cut for the next piece
     with path.open("rb") as file:
         number = 1
         # Up to the end of a line; but one of a gigabyte must not become one document.
-        while block := file.read(piece_bytes) + file.readline(_PIECE_BYTES):
+        while block := file.read(piece_bytes) + file.readline(line_bytes):
             if text := decoder.decode(block):
                 yield Document(f"{name}#{number}", text)
                 number += 1

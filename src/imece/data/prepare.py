@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from imece.data.build import build
-from imece.data.corpus import sources, total_bytes
+from imece.data.corpus import GoneError, sources, total_bytes
 from imece.data.files import locked, other_place
 from imece.data.tokenizer import (
     LARGEST_VOCAB,
@@ -66,8 +66,8 @@ class Prepared:
 
     tokenizer: Tokenizer
     tokens: TokenFiles
-    files: int  # that were text; 0 after `reopen`
-    source_bytes: int  # of all files on disk; 0 after `reopen`
+    files: int  # that were text; 0 where only its tokens are known
+    source_bytes: int  # theirs on disk; 0 where only its tokens are known
     run_folders: int = 0  # in the text's folders, and passed over
 
 
@@ -78,13 +78,19 @@ def prepare(
 
     Any number of processes may call it at once: one makes each, the others wait. A tokenizer.json that is
     there is used as it is, whatever `source` says: a model may have been trained with it. Token files are
-    made again when the text, the tokenizer or what is held out has changed.
+    made again when the text, the tokenizer or what is held out has changed. Where the text is gone,
+    those that were made with this tokenizer are used as they are.
 
     progress: called in the process that does the work. UserError for whatever is wrong with the text, the
     tokenizer or the disk.
     """
     run_folders: list[Path] = []
-    files = sources(source.paths, source.field, run_folders)
+    try:
+        files = sources(source.paths, source.field, run_folders)
+    except GoneError:
+        if (made := _made(tokenizer_path, folder)) is None:
+            raise
+        return made
     tokenizer = _tokenizer(source, files, tokenizer_path, progress)
     making = f"making tokens of {len(files):,} file{'s' * (len(files) != 1)}"
     tokens = build(
@@ -96,7 +102,8 @@ def prepare(
         seed=source.seed,
         progress=partial(progress, making) if progress else None,
     )
-    return Prepared(tokenizer, tokens, len(files) - tokens.skipped, total_bytes(files), len(run_folders))
+    read_bytes = total_bytes(files) - tokens.skipped_bytes
+    return Prepared(tokenizer, tokens, len(files) - tokens.skipped, read_bytes, len(run_folders))
 
 
 def reopen(source: TextSource, tokenizer_path: Path, folder: Path) -> Prepared:
@@ -105,12 +112,17 @@ def reopen(source: TextSource, tokenizer_path: Path, folder: Path) -> Prepared:
     A host that does not have it whole prepares it, and then it may be of another text: see
     `TokenFiles.identity`. UserError as `prepare`.
     """
+    return _made(tokenizer_path, folder) or prepare(source, tokenizer_path, folder)
+
+
+def _made(tokenizer_path: Path, folder: Path) -> Prepared | None:
+    """What is there, if it is whole and of one piece."""
     try:
         tokenizer, tokens = load_tokenizer(tokenizer_path), open_tokens(folder, verify=True)
     except UserError:
-        return prepare(source, tokenizer_path, folder)
+        return None
     if tokens.tokenizer_hash != tokenizer.hash:
-        return prepare(source, tokenizer_path, folder)
+        return None
     return Prepared(tokenizer, tokens, files=0, source_bytes=0)
 
 

@@ -226,7 +226,7 @@ def train_bpe(
 
     def sample() -> Iterator[str]:
         done = told = 0
-        for document in documents(files, field, skipped=[]):
+        for document in documents(files, field, skipped={}):
             text = document.text
             drawn = total <= sample_bytes or fraction(text, "tokenizer") < sample_bytes / total
             if drawn and not held_out(text, share, seed):

@@ -56,6 +56,8 @@ class TokenFiles:
     vocab_size: int
     tokenizer_hash: str
     skipped: int  # files that were not text
+    skipped_bytes: int  # their sizes, together
+    skipped_first: tuple[str, ...]  # the first few, each with what is wrong with it
     made_from: Mapping[str, Any]  # all that the content depends on, as `build` wrote it
     identity: str  # of the content: where it is equal, every step reads the same
 
@@ -104,6 +106,8 @@ def _open(folder: Path, manifest: dict[str, Any], verify: bool) -> TokenFiles:
         vocab_size=made_from["vocab_size"],
         tokenizer_hash=made_from["tokenizer"],
         skipped=manifest["skipped"],
+        skipped_bytes=manifest.get("skipped_bytes", 0),  # neither was kept at first
+        skipped_first=tuple(manifest.get("skipped_first", ())),
         made_from=made_from,
         identity=digest(json.dumps([manifest[name]["checksums"] for name in PARTS]).encode()),
     )

@@ -157,8 +157,8 @@ class Job:
         cause = first_cause(self._causes)
         if cause is None:
             return Outcome(0)
-        if self._direct and cause.status == SAID:
-            return Outcome(SAID)
+        if self._direct and (cause.status == SAID or (cause.status == 1 and cause.failure is None)):
+            return Outcome(cause.status)
         others = len(self._asked_to_end)
         ended = f"; the other {others} ranks were ended" if others > 1 else "; the other rank was ended"
         finished = [ending.rank for ending in self._endings.values() if ending.ok]

@@ -11,6 +11,10 @@ from torch import Tensor
 from imece.models.transformer import KVCache, Transformer
 
 
+class LogitsError(ArithmeticError):
+    """The logits are not finite, as those of weights that training has spoilt: no token can be chosen."""
+
+
 def generate(
     model: Transformer,
     prompt_tokens: Sequence[int],
@@ -30,7 +34,7 @@ def generate(
 
     ValueError, at once and not at the first token, for an empty prompt, one of more than max_seq tokens or
     with a token that is not in the vocabulary, max_new or temperature below 0, top_k below 1, and top_p not
-    in (0, 1].
+    in (0, 1]. LogitsError at the token that cannot be chosen.
     """
     prompt = [int(token) for token in prompt_tokens]
     config = model.config
@@ -80,10 +84,13 @@ def _choose(
     top_p: float | None,
     generator: torch.Generator | None,
 ) -> int:
+    most = logits.max()  # NaN if any is; a token that can never come may have -inf
+    if not most.isfinite():
+        raise LogitsError(f"the model's largest logit is {float(most)}: no token can be chosen")
     if temperature < torch.finfo(torch.float32).tiny:  # in float32 it may be 0
         return int(logits.argmax())
     # The maximum goes first: divided by a small temperature, it would overflow.
-    scaled = (logits - logits.max()) / temperature
+    scaled = (logits - most) / temperature
     probabilities, tokens = scaled.softmax(-1).sort(descending=True, stable=True)
     probabilities = probabilities[:top_k]
     if top_p is not None:

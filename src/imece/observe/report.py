@@ -257,6 +257,8 @@ def _watched(files: RunFiles) -> str:
 
 
 def _sample(files: RunFiles) -> str:
+    if "sample" in files.summary and files.summary["sample"] is None:
+        return "<h2>A sample</h2>\n<p>None: what the model computes is not finite any more.</p>"
     sample = files.summary.get("sample") or {}
     text, prompt = str(sample.get("text") or ""), str(sample.get("prompt") or "")
     if not text:

@@ -13,7 +13,7 @@ import os
 import reprlib
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
@@ -39,6 +39,7 @@ Dtype = Literal["auto", "bf16", "fp32", "fp16"]
 Offload = Literal["none", "optimizer", "parameters"]
 
 _MOST = 2**63 - 1  # of whole numbers: tensors, files and TOML have no larger ones
+_LEAST_EPS = 1e-37  # what is much less is 0 in float32, and the update of a gradient of 0 is then 0/0
 
 
 _MOST_NAMED = 3  # of the values in which two runs differ, besides the first
@@ -179,8 +180,9 @@ class OptimizerSection:
     """The longest gradient, as the norm over all parameters; 0: as long as it is."""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "warmup", "min_lr", "weight_decay", "eps", "clip"):
+        for name in ("lr", "warmup", "min_lr", "weight_decay", "clip"):
             _least(f"optimizer.{name}", getattr(self, name), 0)
+        _least("optimizer.eps", self.eps, _LEAST_EPS)
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name} is {getattr(self, name)}: at least 0 and less than 1")
@@ -334,18 +336,42 @@ def flat(config: object, prefix: str = "") -> dict[str, Any]:
 
 def check_same_run(before: TrainConfig, now: TrainConfig) -> None:
     """UserError if `now` would not go on with what `before` has begun."""
-    old, new = (flat(dataclasses.replace(each, data=each.data.absolute())) for each in (before, now))
-    other = [name for name in old if name not in MAY_CHANGE and old[name] != new[name]]
-    if other:
-        name = other[0]
-        named = ", ".join(other[1 : 1 + _MOST_NAMED])
-        rest = f" and {len(other) - 1 - _MOST_NAMED} more" if len(other) > 1 + _MOST_NAMED else ""
-        more = f" ({named}{rest} differ{'s' * (len(other) == 2)} too)" if named else ""
-        options = "those options" if named else "that option"
+    old, new = (_computing(each) for each in (before, now))
+    if names := [name for name in old if old[name] != new[name]]:
+        options = "those options" if names[1:] else "that option"
         raise UserError(
-            f"{now.folder} holds a run with {name} = {_toml(old[name])}, this command says "
-            f"{_toml(new[name])}{more}: name another folder with --run, or leave {options} out"
+            f"{now.folder} holds a run with {names[0]} = {_toml(old[names[0]])}, this command says "
+            f"{_toml(new[names[0]])}{_more(names)}: name another folder with --run, or leave {options} out"
         )
+
+
+def computed_with(config: TrainConfig) -> dict[str, Any]:
+    """For a checkpoint's state: what `check_computed_with` compares. Where the text lies is no part of it."""
+    return {name: value for name, value in _computing(config).items() if name != "data.paths"}
+
+
+def check_computed_with(before: Mapping[str, Any], now: TrainConfig, where: Path) -> None:
+    """UserError if the run's file was changed by hand since. before: of the checkpoint `where`; what it does
+    not say, as an older version's, may be anything.
+    """
+    new = computed_with(now)
+    if names := [name for name in new if name in before and before[name] != new[name]]:
+        raise UserError(
+            f"{where} was made with {names[0]} = {_toml(before[names[0]])}, the run's config.toml says "
+            f"{_toml(new[names[0]])}{_more(names)}: put it back, or begin another run with --run"
+        )
+
+
+def _computing(config: TrainConfig) -> dict[str, Any]:
+    values = flat(dataclasses.replace(config, data=config.data.absolute()))
+    return {name: value for name, value in values.items() if name not in MAY_CHANGE}
+
+
+def _more(names: Sequence[str]) -> str:
+    """That the names after the first differ too."""
+    named = ", ".join(names[1 : 1 + _MOST_NAMED])
+    rest = f" and {len(names) - 1 - _MOST_NAMED} more" if len(names) > 1 + _MOST_NAMED else ""
+    return f" ({named}{rest} differ{'s' * (len(names) == 2)} too)" if named else ""
 
 
 def to_toml(config: TrainConfig) -> str:

@@ -15,7 +15,7 @@ from imece.checkpoint.files import step_folders
 from imece.data.baselines import baselines, counted_in
 from imece.data_parallel.footprint import counted
 from imece.footprint import Footprint
-from imece.models.generate import generate
+from imece.models.generate import LogitsError, generate
 from imece.observe.report import write_loss_plot, write_report
 from imece.observe.run_files import as_argument
 from imece.observe.units import si
@@ -49,7 +49,8 @@ def finish(session: Session, loop: Loop, watching: Watching) -> None:
         write_report(session.folder.path)
     rows = _rows(summary, saved)
     rows.append(("", _keep_plan(session, Footprint(**summary["memory"]))))
-    watching.done(rows, summary["sample"]["text"], next_commands(session, saved))
+    sample = summary["sample"]
+    watching.done(rows, sample and sample["text"], next_commands(session, saved, usable=sample is not None))
 
 
 def _keep_plan(session: Session, counted: Footprint) -> str:
@@ -71,8 +72,8 @@ def is_finished(session: Session) -> bool:
     return in_order and made_from == session.done == session.config.steps
 
 
-def next_commands(session: Session, saved: bool) -> list[tuple[str, str]]:
-    """What a person may want to do now. saved: the last checkpoint is on the disk."""
+def next_commands(session: Session, saved: bool, usable: bool = True) -> list[tuple[str, str]]:
+    """What a person may want to do now. saved: the last checkpoint is on the disk. usable: the model is."""
     path = session.folder.path
     run = as_argument(path)
     if not saved:
@@ -83,16 +84,19 @@ def next_commands(session: Session, saved: bool) -> list[tuple[str, str]]:
         how = "goes on from there" if kept else "begins anew"
         again = f"imece train --run {run}"
         return [("kept", f"{where}with room on the disk, the command below {how}"), ("next", again)]
+    report = ("open", str(path / "report.html"))
+    if not usable:
+        return [report]
     prompt = "" if session.config.data.paths else ' --prompt "class Queue("'
     return [
         ("next", f"imece sample {run}{prompt}"),
         ("longer", f"imece train --run {run} --steps {2 * session.config.steps}"),
-        ("open", str(path / "report.html")),
+        report,
     ]
 
 
 def _summary(session: Session, val_loss: float | None) -> dict[str, Any]:
-    tokens, prompt = session.prepared.tokens, _prompt(session)
+    tokens = session.prepared.tokens
     summary: dict[str, Any] = {
         "steps": session.done,
         "tokens": session.tokens,
@@ -101,9 +105,9 @@ def _summary(session: Session, val_loss: float | None) -> dict[str, Any]:
         "parameters": session.model.config.parameter_count,
         "best_val_loss": session.best_val_loss,
         "memory": asdict(counted(session.wrapped, session.optimizers)),
-        "sample": {"prompt": prompt, "text": prompt + _sample(session, prompt)},
+        "sample": _sample(session, _prompt(session)),
     }
-    if val_loss is not None:
+    if val_loss is not None and math.isfinite(val_loss):
         held_out = tokens.validation
         bits_a_byte = val_loss / math.log(2) * len(held_out.tokens) / held_out.text_bytes
         summary |= {
@@ -138,6 +142,14 @@ def _rows(summary: dict[str, Any], saved: bool) -> list[tuple[str, str]]:
         rows.append(("", f"without a model it would be {others}{some}"))
     state = Footprint(**summary["memory"])
     rows.append(("", f"state of this rank, counted: {state}"))
+    if summary["sample"] is None:
+        rows.append(
+            (
+                "",
+                "no sample: what the model computes is not finite any more, so its training went wrong; the "
+                "usual cure is a new run with a lower --optimizer.lr",
+            )
+        )
     if not saved:
         rows.append(("", "the last checkpoint is not on the disk: see the warning above"))
     return rows
@@ -152,7 +164,8 @@ def _prompt(session: Session) -> str:
     return session.prepared.tokenizer.decode(part.document(0)[:8].tolist()[:-1]) or " "
 
 
-def _sample(session: Session, prompt: str) -> str:
+def _sample(session: Session, prompt: str) -> dict[str, str] | None:
+    """The prompt, and it with what the model adds; None if the model's numbers are not finite."""
     tokenizer, model = session.prepared.tokenizer, session.model
     ids = [tokenizer.end, *tokenizer.encode(prompt)]  # training puts an end before each document
     generator = torch.Generator(session.mesh.device).manual_seed(_SAMPLE_SEED)
@@ -166,8 +179,11 @@ def _sample(session: Session, prompt: str) -> str:
         stop={tokenizer.end},
     )
     model.eval()
-    with session.precision.autocast():
-        return tokenizer.decode(list(tokens))
+    try:
+        with session.precision.autocast():
+            return {"prompt": prompt, "text": prompt + tokenizer.decode(list(tokens))}
+    except LogitsError:
+        return None
 
 
 def _write(session: Session, summary: dict[str, Any]) -> None:

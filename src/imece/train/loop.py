@@ -38,7 +38,7 @@ class _Together:
     signal: int  # that some rank got, else 0
     newest: float = 0.0  # what Recovery wants to know
     anew: float = 0.0
-    owes_save: bool = False  # a rank had one under way when the generation ended
+    owes_save: bool = False  # a rank does
     drifted: bool = False  # ranks that should hold the same do not
     own: tuple[tuple[float, ...], ...] = ()  # of each rank, its time of the step before, by PHASES
 
@@ -91,11 +91,12 @@ class Loop:
                 self._skipped(index, outcome, record)
             # Before its checkpoint: a run that is killed and goes on from there would never have the record.
             self._tell(record)
-            if last or together.signal or _due(session.done, config.checkpoint.every):
+            ends = last or together.signal > 0
+            if ends or session.owes_save or _due(session.done, config.checkpoint.every):
                 began = time.perf_counter()
-                session.save()
-                self._save_s = time.perf_counter() - began
-                session.clock.lap()  # neither this nor validation is a part of the next step
+                if self._save(ends):
+                    self._save_s = time.perf_counter() - began
+                    session.clock.lap()  # neither this nor validation is a part of the next step
             if together.signal:
                 return together.signal
             if moves_on and not last:
@@ -118,13 +119,27 @@ class Loop:
         )
         owed = self._make_up()
         config = session.config
-        if owed or session.done == config.steps or _due(session.done, config.checkpoint.every):
-            session.save()
+        last = session.done == config.steps
+        if owed or last or _due(session.done, config.checkpoint.every):
+            self._save(last)
+
+    def _save(self, ends: bool) -> bool:
+        """What is due, and whether it was. All ranks call it.
+
+        Not after a skipped step: if many follow, their checkpoints would push out those of before. The next
+        step that is made makes up for it. Where none follows, since the run `ends`, nothing must be lost.
+        """
+        session = self._session
+        if session.skipped_steps and not ends:
+            session.owes_save = True
+            return False
+        session.save()
+        return True
 
     def _make_up(self) -> bool:
         """The figures of a step after which a rank died: of those ranks that have them. All ranks call it.
 
-        Whether a save that was under way came to nothing.
+        Whether a save is still to be made.
         """
         made = self._made
         mine = made if made is not None and made[0] == self._session.done else None
@@ -274,8 +289,10 @@ class Loop:
     def _count_bad(self, outcome: Outcome) -> None:
         session = self._session
         if not outcome.skipped:
-            session.bad_steps = 0
-        elif self._is_bad():
+            session.skipped_steps = session.bad_steps = 0
+            return
+        session.skipped_steps += 1
+        if self._is_bad():
             session.bad_steps += 1
 
     def _is_bad(self) -> bool:
@@ -299,7 +316,7 @@ class Loop:
             self._watching.step(record)
             raise NotFiniteError(
                 f"{most} steps in a row had no finite gradient, the last one was step {session.done}: the "
-                "run ends, its checkpoints stay as they were; the usual cure is a new run with a lower "
+                "run ends, and its checkpoints are of before; the usual cure is a new run with a lower "
                 "--optimizer.lr"
             )
 

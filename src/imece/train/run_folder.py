@@ -21,6 +21,8 @@ from imece.data.tokenizer import Tokenizer, load_tokenizer
 from imece.errors import UserError
 from imece.models.shape import RopeScaling, TransformerConfig
 from imece.models.transformer import Transformer
+from imece.observe.metrics import FILE as FIGURES
+from imece.observe.metrics import read_metrics
 from imece.train.config import TrainConfig, check_same_run, read_toml, to_toml
 from imece.train.run_lock import FILE, RunLock
 from imece.writing import write_whole
@@ -47,6 +49,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def is_open(self) -> bool:
+        """Whether ranks have begun with it: until then it holds only what the next command makes again."""
+        return any(os.path.lexists(path) for path in (self.path / FIGURES, self.checkpoints))
+
     def tokens(self, config: TrainConfig) -> Path:
         """The folder of token files, which runs on the same text may share."""
         folder = config.data.folder
@@ -72,7 +79,8 @@ class RunFolder:
 
         Returns what the config's file held before, None if it was not there. lock: of the folder; it begins
         before anything is changed. UserError if the run is under way in another command, if the folder holds
-        another run, or one of more steps, or files that are no run, or if it cannot be written to.
+        another run, or one of more steps, or one whose checkpoints are gone, or files that are no run, or if
+        it cannot be written to.
         """
         new = not os.path.isdir(self.path)
         try:
@@ -91,6 +99,7 @@ class RunFolder:
             if self.config_file.exists():  # perhaps since a moment ago
                 check_same_run(self.config(), config)
                 self._check_steps(config)
+                self._check_checkpoints()
                 before = self.config_file.read_bytes()
             for leftover in self._leftovers():
                 leftover.unlink(missing_ok=True)
@@ -125,13 +134,14 @@ class RunFolder:
                 if before is not None:
                     write_whole(self.config_file, before, durable=True)
                 else:
-                    self._take_back(config)
-                    if not there:  # else it may be a link, or have permissions that a new one would not
-                        self.path.rmdir()
+                    self.take_back(config, there)
             raise
 
-    def _take_back(self, config: TrainConfig) -> None:
-        """What a run has before its first step, and no file that others have put there meanwhile."""
+    def take_back(self, config: TrainConfig, there: bool) -> None:
+        """What a run has before its first step, and no file that others have put there meanwhile. OSError.
+
+        there: the folder itself stays, as it was there before.
+        """
         lock = self.tokenizer_file.with_name(f".{self.tokenizer_file.name}.lock")
         for path in (self.config_file, self.tokenizer_file, lock, self.path / FILE, *self._leftovers()):
             path.unlink(missing_ok=True)
@@ -142,6 +152,8 @@ class RunFolder:
             if Path(folder).is_relative_to(run):
                 with suppress(OSError):  # it is not there, or holds something else too
                     os.rmdir(folder)
+        if not there:  # else it may be a link, or have permissions that a new one would not
+            self.path.rmdir()
 
     def _leftovers(self) -> set[Path]:
         """Of processes that were killed before the first step."""
@@ -154,6 +166,14 @@ class RunFolder:
             raise UserError(
                 f"{self.path} has {done} step{'s' * (done != 1)} already, more than --steps {config.steps}: "
                 f"at least {done}"
+            )
+
+    def _check_checkpoints(self) -> None:
+        """Their folder is there before the first step: a run that was killed before it saved may go on."""
+        if not os.path.isdir(self.checkpoints) and (records := read_metrics(self.path)):
+            raise UserError(
+                f"{self.path} has figures of {records[-1]['step']} steps, but {self.checkpoints.name}/ is "
+                "gone: put it back; to begin anew, name another folder with --run or remove this one"
             )
 
     def tokenizer(self) -> Tokenizer:

@@ -34,7 +34,7 @@ from imece.train.batch import BatchPlan, plan_batch, shared_among
 from imece.train.beginning import begin_again, new_model
 from imece.train.clock import Clock
 from imece.train.compiling import compile_now
-from imece.train.config import TrainConfig
+from imece.train.config import TrainConfig, check_computed_with, computed_with
 from imece.train.evaluate import windows_read
 from imece.train.optimizer import make_optimizers
 from imece.train.peak import measured_peak
@@ -68,14 +68,15 @@ class Session:
     alarms: deque[str]  # what the saving thread has to say; the loop shows it
     done: int = 0  # optimizer updates so far
     first: int = 0  # of them, before this command
-    bad_steps: int = 0  # of them, the last ones whose gradient was not finite
+    skipped_steps: int = 0  # of them, the last ones, which changed nothing: their gradient was not finite
+    bad_steps: int = 0  # of those, the last ones for which fp16's range alone was not to blame
     counted: int = 0  # of them, those that the next two know of
     seconds: float = 0.0  # spent on them
     tokens: int = 0  # that they read
     compile_s: float = 0.0  # before the first step
     best_val_loss: float | None = None
     val_loss: tuple[int, float | None] = (_NOTHING, None)  # (after so many updates, it): by which one is kept
-    owes_save: bool = False  # one that was under way was given up, as ranks died or came
+    owes_save: bool = False  # one was due after a skipped step, or was given up as ranks died or came
     checkpoints: Checkpoints = field(init=False)  # of one that joins: from `begin` on
     recovery: Recovery | None = None  # None: the launcher does not replace ranks
 
@@ -191,6 +192,7 @@ class Session:
         return {
             "done": self.done,
             "first": self.first,
+            "skipped_steps": self.skipped_steps,
             "bad_steps": self.bad_steps,
             "counted": self.counted,
             "seconds": self.seconds,
@@ -213,7 +215,10 @@ class Session:
         if state["done"] != self.recovery.member.steps:  # else its own may know more of this step
             self.counted, self.seconds, self.tokens = state["counted"], state["seconds"], state["tokens"]
             self.best_val_loss, self.val_loss = state["best_val_loss"], state["val_loss"]
-        self.first, self.bad_steps = state["first"], state["bad_steps"]  # or they would end at other steps
+        # Or they would save and end at other steps.
+        self.first, self.skipped_steps, self.bad_steps = (
+            state[name] for name in ("first", "skipped_steps", "bad_steps")
+        )
         self.step.load_scaler(state["scaler"])
         self.plan = replace(self.plan, micro=state["micro"])  # never more at once than the first ranks had
 
@@ -235,7 +240,7 @@ class Session:
         begin_again(self.training_state, self.optimizers, self.model.config, self.config.seed)
         if (scaler := self.precision.scaler()) is not None:
             self.step.load_scaler(scaler.state_dict())
-        self.done = self.first = self.bad_steps = self.counted = self.tokens = 0
+        self.done = self.first = self.skipped_steps = self.bad_steps = self.counted = self.tokens = 0
         self.seconds, self.best_val_loss, self.val_loss = 0.0, None, (_NOTHING, None)
 
     # Checkpoints.
@@ -252,14 +257,18 @@ class Session:
         return self.checkpoints.finish()
 
     def save(self) -> None:
-        """Begin to save; `finish_save` waits until it is on the disk."""
+        """Begin to save; `finish_save` waits until it is on the disk.
+
+        After a skipped step no older checkpoint goes away for this one: the weights may be spoilt already.
+        """
         step, val_loss = self.val_loss
         with self.recovery.saving() if self.recovery is not None else contextlib.nullcontext():
             # A collective, before the wait: that is not the same on all.
             tensors = self.training_state.tensors()
             self.finish_save()
             metric = val_loss if step == self.done else None
-            self.checkpoints.save(self.done, tensors, self._state(), {}, metric=metric)
+            keep_all = self.skipped_steps > 0
+            self.checkpoints.save(self.done, tensors, self._state(), {}, metric=metric, keep_all=keep_all)
         self.owes_save = False
 
     @property
@@ -283,6 +292,7 @@ class Session:
             "world_size": self.mesh.world_size,
             "strategy": self.strategy,
             "seed": self.config.seed,
+            "computed_with": computed_with(self.config),
             "counters": {"seconds": self.seconds, "tokens": self.tokens},
             "best_val_loss": self.best_val_loss,
             "scaler": self.step.scaler_state,
@@ -325,7 +335,7 @@ class Session:
         self.training_state.load(saved)
         self.step.load_scaler(saved.state["scaler"])
         self.done = self.counted = saved.step
-        self.bad_steps = 0
+        self.skipped_steps = self.bad_steps = 0
         self.best_val_loss, self.val_loss = saved.state["best_val_loss"], (saved.step, saved.metric)
         text, over = self.prepared.tokens.identity, self._metric_over
         then = saved.state.get(METRIC_OVER, over)
@@ -356,6 +366,7 @@ class Session:
         together(mesh, check)
 
     def _check(self, saved: Saved) -> None:
+        check_computed_with(saved.state.get("computed_with", {}), self.config, saved.folder)
         if saved.state["tokenizer_hash"] != self.prepared.tokenizer.hash:
             entries = saved.state["model"]["vocab_size"]
             raise UserError(

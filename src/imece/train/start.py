@@ -42,6 +42,8 @@ from imece.writing import write_whole
 
 Progress = Callable[[str, int, int], None]
 
+_FAR = 4.0  # times as much as was asked for is held out, or that part of it: worth a word
+
 
 def make_ready(config: TrainConfig, progress: Progress | None, lock: RunLock) -> int:
     """All that can be checked and made without ranks; the number of ranks to start.
@@ -134,7 +136,8 @@ def _train(session: Session, stop: Stop, joined: Recovered | None) -> int:
                 keep(path, session.prediction)
         if joined is None:
             watching.header(header(session))
-        if joined is None:
+            for line in notes_on_data(session.prepared, config):
+                watching.note(line)
             ops.barrier(group=mesh.world_group)  # so that all ranks measure their speed at the same time
         loop = Loop(session, watching, stop)
         signal = _run(session, loop, watching, joined)
@@ -213,15 +216,46 @@ def _memory(session: Session) -> str:
 def describe_data(prepared: Prepared, config: TrainConfig) -> str:
     """The text in a line."""
     name = ", ".join(config.data.paths) or "Python standard library"
-    tokens = len(prepared.tokens.train.tokens) + len(prepared.tokens.validation.tokens)
+    tokens = _tokens(prepared)
     skipped = f", {prepared.tokens.skipped} that are not text left out" if prepared.tokens.skipped else ""
     runs = prepared.run_folders
     left_out = f", {runs:,} run folder{'s' * (runs > 1)} left out" if runs else ""
+    files = f"{prepared.files:,} file{'s' * (prepared.files > 1)}, {megabytes(prepared.source_bytes)}"
     return (
-        f"{name}: {prepared.files:,} file{'s' if prepared.files > 1 else ''}, "
-        f"{megabytes(prepared.source_bytes)}, {si(tokens)} tokens "
-        f"({config.data.held_out:.3g} of the documents held out){skipped}{left_out}"
+        f"{name}: {files if prepared.files else 'gone, its tokens as they were made'}, {si(tokens)} tokens "
+        f"({_percent(_held_out(prepared))} of them held out){skipped}{left_out}"
     )
+
+
+def notes_on_data(prepared: Prepared, config: TrainConfig) -> list[str]:
+    """What a person would not expect of it: text that is no text, and a held-out part far from what was asked
+    for, where there are few documents.
+    """
+    tokens, asked, found = prepared.tokens, config.data.held_out, _held_out(prepared)
+    lines = [f"left out: {line}" for line in tokens.skipped_first]
+    if lines and (more := tokens.skipped - len(lines)):
+        lines.append(f"left out: {more:,} more")
+    if not asked / _FAR <= found <= asked * _FAR:
+        documents = tokens.train.documents + tokens.validation.documents
+        lines.append(
+            f"warning: {_percent(found)} of the text is held out for validation, --data.held-out asks for "
+            f"{_percent(asked)}: documents are held out whole, and there are {documents:,}: more or shorter "
+            "ones help"
+        )
+    return lines
+
+
+def _tokens(prepared: Prepared) -> int:
+    return len(prepared.tokens.train.tokens) + len(prepared.tokens.validation.tokens)
+
+
+def _held_out(prepared: Prepared) -> float:
+    """The share of the tokens, which may be far from that of the documents."""
+    return len(prepared.tokens.validation.tokens) / _tokens(prepared)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
 
 
 def _steps(session: Session) -> str:

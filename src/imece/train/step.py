@@ -106,6 +106,7 @@ class Step:
 
     def blame(self, index: int) -> list[str]:
         """Who brought what is not finite into step `index`: a line for each rank, with its documents.
+        Where the weights themselves are not finite, no document is to blame, and they are named.
 
         All ranks call it after a step that was skipped. The step is computed once more, rank by rank: only
         then is a sum known to have been finite on one side. Costs nothing as long as all is well.
@@ -113,9 +114,18 @@ class Step:
         model = self._model
         # autograd.grad asks for the gradients of whole parameters, which may be gone after a unit's forward.
         with model.gathered():
-            found = list(self._not_finite_in(index))
-        every = gather_json(found, model.process_group, model.device, "who brought what is not finite")
-        return [self._describe(rank, *each) for rank, said in enumerate(every) for each in said]
+            spoilt = self._not_finite([each.detach() for each in self._parameters])
+            found = [] if spoilt else list(self._not_finite_in(index))
+        both = [spoilt, found]
+        every = gather_json(both, model.process_group, model.device, "who brought what is not finite")
+        if all(spoilt for spoilt, _ in every):
+            return [f"weights that are not finite since an earlier update: {_names(every[0][0])}"]
+        lines = []
+        for rank, (spoilt, found) in enumerate(every):
+            if spoilt:
+                lines.append(f"rank {rank}: weights that are not finite: {_names(spoilt)}")
+            lines += [self._describe(rank, *each) for each in found]
+        return lines
 
     def _not_finite_in(self, index: int) -> Iterator[tuple[float, list[str], list[int]]]:
         """Of each micro-batch of this rank that brings such: its loss, the parameters, the documents."""
@@ -164,14 +174,14 @@ class Step:
             return length, "" if finite else f"fp16 overflow; the scale is now {self._scaler.get_scale():g}"
         return length, "" if finite else "the gradient is not finite"
 
-    def _not_finite(self, gradients: tuple[Tensor | None, ...]) -> list[str]:
+    def _not_finite(self, tensors: Sequence[Tensor | None]) -> list[str]:
+        """Of one tensor for each parameter, the names of those parameters."""
         names = [name for name, each in self._model.module.named_parameters() if each.requires_grad]
-        pairs = zip(names, gradients, strict=True)
+        pairs = zip(names, tensors, strict=True)
         return [name for name, each in pairs if each is not None and not bool(each.isfinite().all())]
 
     def _describe(self, rank: int, loss: float, bad: list[str], documents: list[int]) -> str:
-        where = f"gradient of {bad[0]}" if bad else "finite gradients"
-        where += f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        where = f"gradient of {_names(bad)}" if bad else "finite gradients"
         return f"rank {rank}: loss {loss:g}, {where}; documents {_listed(documents)}"
 
     def take_over(self, plan: BatchPlan) -> None:
@@ -195,6 +205,10 @@ class Step:
         if self._scaler is not None and state:
             self._scaler.load_state_dict(state)
             forget_stage(self._scaler)
+
+
+def _names(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _listed(numbers: list[int], most: int = 8) -> str:
