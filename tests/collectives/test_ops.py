@@ -437,6 +437,7 @@ def make_mistakes() -> None:
     imece.init()
     x = torch.ones(6)
     half = torch.ones(3, dtype=torch.float64)
+    one = torch.ones(1).expand(6)  # may be sent
     alone = [dist.new_group([rank]) for rank in range(2)]
     foreign: Any = alone[1 - dist.get_rank()]
     mistakes: list[tuple[Callable[[], object], str]] = [
@@ -460,6 +461,12 @@ def make_mistakes() -> None:
         (lambda: ops.all_gather(x, half), "output is torch.float32, but input is torch.float64"),
         (lambda: ops.reduce_scatter(half, x), "input is torch.float32, but output is torch.float64"),
         (lambda: ops.all_reduce(x, group=foreign), "this rank is not in the group"),
+        (lambda: ops.all_reduce(one), r"float32\[6\] is expanded: .* pass its clone"),
+        (lambda: ops.all_reduce(one, schedule="ring"), r"float32\[6\] is expanded"),
+        (lambda: ops.broadcast(one, async_op=True), r"float32\[6\] is expanded"),
+        (lambda: ops.all_gather(one, torch.ones(3)), r"float32\[6\] is expanded"),
+        (lambda: ops.recv(one, 1 - dist.get_rank()), r"float32\[6\] is expanded"),
+        (lambda: ops.exchange([Recv(one, dist.get_rank())]), r"float32\[6\] is expanded"),
     ]  # fmt: skip
     for make, words in mistakes:
         with pytest.raises(ValueError, match=words):

@@ -21,6 +21,7 @@ from imece.collectives.pending import Pending, Task, Waitable, drain, in_backgro
 from imece.collectives.recording import POINT_TO_POINT
 from imece.collectives.reduction import flattened, shares_memory
 from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.collectives.shared_memory.tensors import check_written
 from imece.collectives.waited import waiting
 from imece.errors import UserError
 
@@ -74,12 +75,6 @@ def copy_back(place: torch.Tensor, tensor: torch.Tensor) -> None:
         tensor.detach().copy_(place.view(tensor.shape))
 
 
-def check_rank(what: str, rank: int, group: dist.ProcessGroup) -> None:
-    """ValueError unless the group has such a rank."""
-    if not 0 <= rank < group.size():
-        raise ValueError(f"{what} rank {rank}: the group has ranks 0 to {group.size() - 1}")
-
-
 @dataclass(frozen=True)
 class Call:
     """One call on a group. op: a name of fingerprint.OPS; tensor: the one that must be alike on all ranks."""
@@ -98,7 +93,12 @@ class Call:
         finish: Callable[[], object] | None,
         async_op: bool,
     ) -> Any:
-        """Runs what the backend does by itself. launch starts it, finish puts the result where it belongs."""
+        """Runs what the backend does by itself. launch starts it, finish puts the result where it belongs.
+
+        ValueError if it cannot be written there; so of the two below.
+        """
+        if finish is not None and result is not None:
+            check_written(result)
         with without_gradients(result):
             token = self._enter()
             try:
@@ -129,6 +129,8 @@ class Call:
         *others: dist.ProcessGroup,
     ) -> Any:
         """Runs what we do ourselves, message by message. others: groups that it uses besides its own."""
+        if result is not None:
+            check_written(result)
         token = self._enter()
         try:
             checker = self._checker()
@@ -156,6 +158,7 @@ class Call:
 
     def in_lane(self, run: Callable[[], object], result: torch.Tensor, lane: int) -> Pending:
         """As `scheduled`, asynchronously, beside what is in other lanes. run: uses nothing that they use."""
+        check_written(result)
         token = self._enter()
         try:
             checker = self._checker()

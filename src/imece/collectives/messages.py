@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from imece.collectives.calls import Call, check_rank, copy_back, flat_place, group_or_default
+from imece.collectives.calls import Call, copy_back, flat_place, group_or_default
 from imece.collectives.execute import Message, post
 from imece.collectives.pending import Waitable, without_gradients
 from imece.collectives.reduction import flattened
+from imece.collectives.shared_memory.tensors import check_rank, check_written
 
 Tensor = torch.Tensor
 Group = dist.ProcessGroup
@@ -85,6 +86,7 @@ def exchange(
                 sends.append(Message(flattened(message.tensor), message.dst, message.tag))
         else:
             check_rank("recv from", message.src, group)
+            check_written(message.tensor)
             if message.src != rank:
                 place = flat_place(message.tensor)
                 places.append((place, message.tensor))

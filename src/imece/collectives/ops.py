@@ -4,8 +4,8 @@ Common to all of them. group: a torch ProcessGroup that holds this rank, None fo
 arguments (src, dst) count within the group, and every rank of the group makes the call. op: "sum", "avg",
 "min", "max", "product", or torch's ReduceOp. dtypes: fp64, fp32, fp16, bf16, int64, int32, uint8, bool (of
 bools, sum and max mean "any", the others "all"); averages of integers are exact and truncated toward zero.
-Tensors may have any shape, be empty, and need not be contiguous. label: what the tensor is, for errors and
-the recorder.
+Tensors may have any shape, be empty, and need not be contiguous; those that are written to are not expanded.
+label: what the tensor is, for errors and the recorder.
 
 A synchronous call returns its tensor. With async_op=True the call returns a `Pending`: `wait(timeout_s)`
 gives the tensor, `done()` asks. schedule: None for the backend's own way, a name of schedules.py, or "auto"
@@ -25,7 +25,6 @@ import torch.distributed as dist
 from imece.collectives import auto, hierarchical, native, over_hosts, pending
 from imece.collectives.calls import (
     Call,
-    check_rank,
     copy_back,
     flat_place,
     group_or_default,
@@ -38,6 +37,7 @@ from imece.collectives.pending import Pending
 from imece.collectives.reduction import flattened, landed, op_name, prepared, shares_memory
 from imece.collectives.schedules import SCHEDULES, build, check_name
 from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.collectives.shared_memory.tensors import check_rank
 from imece.collectives.wire import all_reduce_bf16, check_bf16, check_wire, reduce_scatter_bf16
 
 __all__ = [

@@ -118,6 +118,8 @@ def test_nan_reaches_the_result() -> None:
         ("median", torch.float32, "cannot reduce with 'median'"),
         ("band", torch.float32, "works on integers"),
         ("max", torch.complex64, "have no order"),
+        ("sum", torch.uint16, "cannot reduce torch.uint16 with 'sum'"),
+        ("max", torch.float8_e4m3fn, "cannot reduce torch.float8_e4m3fn with 'max'"),
     ],
 )
 def test_what_does_not_exist_is_refused(op: str, dtype: torch.dtype, words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import imece
 from imece.collectives.shared_memory import SharedMemoryGroup, shared_empty
 from imece.errors import CollectiveError
 from tests.ranks import RankResult, run_ranks, start_ranks
@@ -483,6 +485,33 @@ def interrupted(group: Any) -> dict[str, Any]:
     return error_of(lambda: dist.all_reduce(torch.ones(100_000), group=group))
 
 
+def forked(group: Any) -> dict[str, Any]:
+    """Rank 1 forks: the copy's calls, torch's and ours, raise there, and the ranks hear nothing of it."""
+    small, large = torch.full((3,), 100.0), torch.full((100_000,), 100.0)
+    calls = (
+        lambda: dist.all_reduce(small, group=group),
+        lambda: dist.all_reduce(large, group=group, async_op=True).wait(),
+        lambda: dist.send(small, 0, group=group),
+        lambda: imece.all_reduce(small, group=group),
+        lambda: imece.all_reduce(large, group=group),
+    )
+    seen: dict[str, Any] = {}
+    if dist.get_rank() == 1:
+        ours, theirs = os.pipe()
+        child = os.fork()
+        if child == 0:
+            errors = [error_of(call) | {"at": 0.0} for call in calls]
+            group.shutdown()
+            os.write(theirs, json.dumps(errors).encode())
+            os._exit(0)
+        os.close(theirs)
+        with os.fdopen(ours) as end:
+            seen = {"child": child, "errors": json.loads(end.read())}
+        os.waitpid(child, 0)
+    total = torch.ones(3)
+    return seen | error_of(lambda: dist.all_reduce(total, group=group)) | {"total": total.tolist()}
+
+
 def raise_interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
@@ -495,6 +524,7 @@ def other_faults() -> dict[str, dict[str, Any]]:
         "left": leave_in_order,
         "any source": any_source_but_one_left,
         "interrupted": interrupted,
+        "forked": forked,
     }
     seen = {}
     for name, case in cases.items():
@@ -532,6 +562,17 @@ def test_a_rank_that_leaves_in_order_is_named(others_seen: list[dict[str, dict[s
 def test_any_source_goes_on_while_somebody_can_send(others_seen: list[dict[str, dict[str, Any]]]) -> None:
     seen = others_seen[0]["any source"]
     assert seen["received"] == 1.0, seen
+
+
+def test_a_forked_copy_is_no_rank(others_seen: list[dict[str, dict[str, Any]]]) -> None:
+    forked = others_seen[1]["forked"]
+    words = (
+        f"this group cannot be used any more, since: this process (pid {forked['child']}) is a forked copy "
+        f"of rank 1 (pid {others_seen[1]['pid']['text']}), and only that one can make calls on its groups"
+    )
+    assert [(error["kind"], error["text"]) for error in forked["errors"]] == 5 * [("CollectiveError", words)]
+    for seen in others_seen:
+        assert (seen["forked"]["kind"], seen["forked"]["total"]) == ("", [3.0] * 3), seen
 
 
 def test_an_error_that_is_not_ours_names_its_rank(others_seen: list[dict[str, dict[str, Any]]]) -> None:

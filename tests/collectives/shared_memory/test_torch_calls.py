@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 
+import imece
 from imece.collectives.shared_memory import board, reducing, shared_empty
 from imece.collectives.shared_memory.board import RING_PIECE_BYTES, RING_SLOTS
 from imece.collectives.shared_memory.small import EXCHANGED_BYTES, REDUCED_BYTES
@@ -268,6 +269,120 @@ def check_in_place_halves() -> None:
         same(own, total[rank * part : (rank + 1) * part], "reduce_scatter in place", part, place)
         ALL_GATHER(whole, own)
         same(whole, total, "all_gather in place", part, place)
+
+
+def check_overlaps() -> None:
+    """What others still have to read lies where a result is to be written, and not in the own part of it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    gathers, scatters = (ALL_GATHER, imece.all_gather), (REDUCE_SCATTER, imece.reduce_scatter)
+    for part, place in itertools.product((10, 100_003), ("ordinary", "shared")):
+        held = everybody(part * world_size)
+        for gather, at in itertools.product(gathers, {0, part // 2 * (world_size > 1)}):  # a part, no part
+            whole = put(held[rank], place)
+            gather(whole, whole[at : at + part])
+            wanted = torch.cat([each[at : at + part] for each in held])
+            same(whole, wanted, "all_gather of a part of the output", part, place, at)
+        total = reduced("sum", held)[rank * part : (rank + 1) * part]
+        for scatter, other in itertools.product(scatters, (0, (rank + 1) % world_size)):
+            whole = put(held[rank], place)
+            output = whole[other * part : (other + 1) * part]
+            scatter(output, whole)
+            same(output, total, "reduce_scatter into a part of the input", part, place, other)
+        whole = put(held[rank], place)
+        dist.all_to_all_single(whole, whole)
+        wanted = torch.cat([each[rank * part : (rank + 1) * part] for each in held])
+        same(whole, wanted, "all_to_all in place", part, place)
+
+
+def check_lazy_views() -> None:
+    """Views that torch conjugates or negates when they are read: their bytes are not their values.
+
+    torch itself refuses conjugated ones in most of its calls, ours take them.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for numel, place in itertools.product((4, 30_000), ("ordinary", "shared")):
+        held = [torch.complex(-each, each) for each in everybody(numel)]
+
+        def conj(place: str = place, own: Tensor = held[rank]) -> Tensor:
+            view = put(own.conj_physical(), place).conj()
+            assert view.is_conj()
+            return view
+
+        def neg(place: str = place, own: Tensor = held[rank]) -> Tensor:
+            view = torch._neg_view(put(-own.real, place))
+            assert view.is_neg() and view.is_contiguous()
+            return view
+
+        for make, calls, values in (
+            (conj, (imece,), held),
+            (neg, (imece, dist), [each.real for each in held]),
+        ):
+            for call in calls:
+                tensor = make()
+                call.all_reduce(tensor)
+                same(tensor.clone(), reduced("sum", values), "all_reduce", call, make, numel, place)
+                tensor = make()
+                call.broadcast(tensor, world_size - 1)
+                same(tensor.clone(), values[-1], "broadcast", call, make, numel, place)
+                gather = ALL_GATHER if call is dist else imece.all_gather
+                gathered = make().repeat(world_size)
+                gather(gathered, make())
+                same(gathered, torch.cat(values), "all_gather", call, make, numel, place)
+                scatter = REDUCE_SCATTER if call is dist else imece.reduce_scatter
+                tensor = make()
+                scatter(tensor, gathered)
+                same(tensor.clone(), values[rank] * world_size, "reduce_scatter", call, make, numel, place)
+        parts = [torch.zeros(numel) for _ in held]
+        dist.all_gather(parts, neg())
+        same(torch.stack(parts), torch.stack(held).real, "all_gather of a list", numel, place)
+        target = neg()
+        works = [dist.isend(neg(), (rank + 1) % world_size)] if world_size > 1 else []
+        if works:
+            dist.recv(target, (rank - 1) % world_size)
+            assert works[0] is not None and works[0].wait()
+        same(target.clone(), held[(rank - (world_size > 1)) % world_size].real, "a message", numel, place)
+
+
+def check_mistakes() -> None:
+    """Refused before anything is sent, so that the group goes on."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size == 1:
+        return
+    for numel in (4, 30_000):
+        tensor = torch.full((numel,), float(rank))
+        one, few = torch.ones(1).expand(numel), torch.ones(numel).to(torch.uint16)
+        ones = [torch.ones(numel)] * world_size
+        expanded = rf"float32\[{numel}\] is expanded: .* a result cannot be written to it; pass its clone"
+        summed = (
+            "cannot reduce torch.uint16 with 'sum': torch has no such operation on CPUs; convert the tensor"
+        )
+        mistakes: list[tuple[Callable[[], object], str]] = [
+            (lambda: dist.all_reduce(one), expanded),  # noqa: B023
+            (lambda: dist.all_reduce(one, async_op=True), expanded),  # noqa: B023
+            (lambda: imece.all_reduce(one), expanded),  # noqa: B023
+            (lambda: dist.all_to_all([one] * world_size, ones), expanded),  # noqa: B023
+            (lambda: dist.all_reduce(few), summed),  # noqa: B023
+            (lambda: dist.all_reduce(few, async_op=True), summed),  # noqa: B023
+            (lambda: imece.all_reduce(few), summed),  # noqa: B023
+        ]
+        for wrong in (-1, world_size):
+            there = f"rank {wrong}: the group has ranks 0 to {world_size - 1}"
+            mistakes += [
+                (lambda: dist.broadcast(tensor, group_src=wrong), f"broadcast from {there}"),  # noqa: B023
+                (lambda: dist.reduce(tensor, group_dst=wrong), f"reduce to {there}"),  # noqa: B023
+                (lambda: dist.gather(tensor, group_dst=wrong), f"gather to {there}"),  # noqa: B023
+                (lambda: dist.scatter(tensor, group_src=wrong), f"scatter from {there}"),  # noqa: B023
+                (lambda: dist.send(tensor, group_dst=wrong), f"send to {there}"),  # noqa: B023
+                (lambda: dist.isend(tensor, group_dst=wrong), f"send to {there}"),  # noqa: B023
+                (lambda: dist.recv(tensor, group_src=wrong), f"recv from {there}"),  # noqa: B023
+            ]
+            for call, words in mistakes:
+                with pytest.raises(ValueError, match=words):
+                    call()
+            mistakes.clear()
+        same(tensor, torch.full((numel,), float(rank)), "after mistakes", numel)
+        dist.all_reduce(tensor)
+        same(tensor, torch.full((numel,), float(sum(range(world_size)))), "all_reduce after mistakes", numel)
 
 
 def check_coalesced() -> None:
@@ -537,6 +652,9 @@ CHECKS: tuple[Callable[[], None], ...] = (
     check_uneven,
     check_shapes,
     check_in_place_halves,
+    check_overlaps,
+    check_lazy_views,
+    check_mistakes,
     check_coalesced,
     check_async,
     check_messages,

@@ -69,7 +69,8 @@ class Reduction:
 def reduction(op: str, dtype: torch.dtype) -> Reduction:
     """The reduction `op` (sum, avg, product, min, max, band, bor, bxor) over `dtype`.
 
-    Raises ValueError where torch itself has no such operation on that dtype, before anything is sent.
+    Raises ValueError where torch itself has no such operation on that dtype, before anything is sent. Which
+    those are (a sum of uint16, of float8) changes with torch, so it is tried.
     """
     if op not in _BINARY:
         raise ValueError(f"the shm backend cannot reduce with {op!r}; it knows {', '.join(_BINARY)}")
@@ -83,4 +84,13 @@ def reduction(op: str, dtype: torch.dtype) -> Reduction:
         within = torch.float32
     elif op == "avg" and not floating:
         within = torch.int64
-    return Reduction(op, _BINARY[op], dtype, within)
+    how = Reduction(op, _BINARY[op], dtype, within)
+    one, scratch = (torch.zeros(1, dtype=each, device="cpu") for each in (dtype, within))
+    try:
+        how([one, one, one], torch.empty_like(one), scratch, True)
+    except RuntimeError as error:
+        raise ValueError(
+            f"the shm backend cannot reduce {dtype} with {op!r}: torch has no such operation on CPUs; "
+            "convert the tensor first"
+        ) from error
+    return how

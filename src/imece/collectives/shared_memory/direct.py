@@ -20,7 +20,7 @@ from imece.collectives.shared_memory.small import (
     SmallGather,
     SmallReduce,
 )
-from imece.collectives.shared_memory.tensors import nothing, writing
+from imece.collectives.shared_memory.tensors import flattened, nothing, plain, writing
 from imece.collectives.shared_memory.waiting import Steps
 from imece.collectives.waited import here, waiting
 
@@ -39,18 +39,20 @@ class DirectCalls(GroupBase):
         op: all_reduce, reduce, broadcast (input is output), reduce_scatter or all_gather. Both tensors are
         contiguous, on the CPU, of one dtype and of sizes that fit each other; the caller sees to that.
         """
+        small = self._small(op, input.dtype, input.shape, reduce_op, root)
+        if small is None:
+            target, back = flattened(output)
+            source = target if output is input else plain(input).view(-1)
+            fingerprint, steps = self._steps(op, input, source, target, reduce_op, root)
+            noted = self._noted(fingerprint, input.dtype, input.shape, steps, back, label)
+            with waiting:
+                self._runner.run(self._engine.operation(fingerprint, noted))
+            return
         source = input.detach() if input.requires_grad else input
         source = source.view(-1) if source.dim() != 1 else source
         target = source
         if output is not input:
             target = (output.detach() if output.requires_grad else output).view(-1)
-        small = self._small(op, input.dtype, input.shape, reduce_op, root)
-        if small is None:
-            fingerprint, steps = self._steps(op, input, source, target, reduce_op, root)
-            noted = self._noted(fingerprint, input.dtype, input.shape, steps, nothing, label)
-            with waiting:
-                self._runner.run(self._engine.operation(fingerprint, noted))
-            return
         if target.is_inference():  # `with writing()` for every call would take 0.8 of the 8 us, this 0.1
             with writing():
                 self._run_small(small, source, target, label)

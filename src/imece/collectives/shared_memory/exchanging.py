@@ -14,6 +14,7 @@ import torch
 from imece.collectives.shared_memory.engine import Engine
 from imece.collectives.shared_memory.reducing import CHUNK_BYTES, cut, even_rows
 from imece.collectives.shared_memory.small import EXCHANGED_BYTES
+from imece.collectives.shared_memory.tensors import overlap
 from imece.collectives.shared_memory.waiting import Steps
 from imece.errors import MismatchError
 
@@ -47,7 +48,7 @@ def exchange(
 
     largest_bytes: an upper bound of what any publisher offers, the same on all ranks.
     """
-    offered = offered if engine.rank in publishers else None
+    offered = _apart(engine, offered, reads) if offered is not None and engine.rank in publishers else None
     if largest_bytes <= EXCHANGED_BYTES:
         slot = engine.next_slot()
         if offered is not None:
@@ -78,6 +79,8 @@ def spread(
     an even share of the root's. A chunk comes from memory once, for further ranks from the cache.
     """
     everybody, rank = range(engine.world_size), engine.rank
+    if root < 0 and source.data_ptr() != target.data_ptr() + rank * source.numel():
+        source = source.clone() if overlap(source, target) else source  # others write to the target
     engine.enter(fingerprint, target)
     yield from engine.entered(fingerprint)
     places = engine.in_place(everybody)
@@ -101,6 +104,15 @@ def spread(
             copy.copy_(chunk)
     engine.tick()
     yield from engine.everybody(engine.clock)  # till then the others write to this rank's tensor
+
+
+def _apart(engine: Engine, offered: torch.Tensor, reads: Sequence[Read]) -> torch.Tensor:
+    """`offered`, or a copy where a read would write to what others still have to read."""
+    for read in reads:
+        at_home = read.rank == engine.rank and read.target.data_ptr() == offered.data_ptr() + read.start
+        if not at_home and overlap(offered, read.target):
+            return offered.clone()
+    return offered
 
 
 def _own_reads(engine: Engine, offered: torch.Tensor | None, reads: Sequence[Read]) -> list[Read]:

@@ -14,7 +14,17 @@ from imece.collectives.shared_memory import exchanging
 from imece.collectives.shared_memory.direct import DirectCalls
 from imece.collectives.shared_memory.exchanging import Read, as_bytes
 from imece.collectives.shared_memory.messages import Wanted
-from imece.collectives.shared_memory.tensors import flattened, named, nothing, same_size, split_bytes, text
+from imece.collectives.shared_memory.tensors import (
+    check_rank,
+    check_written,
+    flattened,
+    named,
+    nothing,
+    plain,
+    same_size,
+    split_bytes,
+    text,
+)
 from imece.collectives.shared_memory.waiting import Operation
 from imece.collectives.shared_memory.work import ShmWork
 from imece.errors import UserError
@@ -84,6 +94,7 @@ class SharedMemoryGroup(DirectCalls):
         """torch's reduce: in place on the root, the others' tensors stay as they are."""
         if other := self._others.group(tensors[0], self):
             return other.reduce(tensors, opts)
+        check_rank("reduce to", opts.rootRank, self)
         (tensor,) = tensors
         flat, back = flattened(tensor)
         fingerprint, steps = self._steps("reduce", tensor, flat, flat, _op_name(opts), opts.rootRank)
@@ -99,7 +110,7 @@ class SharedMemoryGroup(DirectCalls):
                 f"{text(input)} against {text(output)}"
             )
         flat, back = flattened(output)
-        source = input.detach().contiguous().view(-1)
+        source = plain(input).view(-1)
         fingerprint, steps = self._steps("reduce_scatter", input, source, flat, _op_name(opts))
         return self._collective(fingerprint, steps, input, opts, [output], back)
 
@@ -118,6 +129,7 @@ class SharedMemoryGroup(DirectCalls):
 
     def _reduce_each(self, output: Tensor, parts: list[Tensor], opts: Any) -> dist.Work:
         """Parts of different lengths: one reduce to each rank."""
+        check_written(output)
         works = []
         for root, part in enumerate(parts):
             one = dist.ReduceOptions()
@@ -143,6 +155,7 @@ class SharedMemoryGroup(DirectCalls):
         """torch's broadcast from opts.rootRank, in place."""
         if other := self._others.group(tensors[0], self):
             return other.broadcast(tensors, opts)
+        check_rank("broadcast from", opts.rootRank, self)
         (tensor,) = tensors
         flat, back = flattened(tensor)
         fingerprint, steps = self._steps("broadcast", tensor, flat, flat, root=opts.rootRank)
@@ -158,7 +171,7 @@ class SharedMemoryGroup(DirectCalls):
                 f"{text(output)} against {text(input)}"
             )
         flat, back = flattened(output)
-        source = input.detach().contiguous().view(-1)
+        source = plain(input).view(-1)
         fingerprint, steps = self._steps("all_gather", input, source, flat)
         return self._collective(fingerprint, steps, input, opts, [output], back)
 
@@ -193,6 +206,7 @@ class SharedMemoryGroup(DirectCalls):
         """torch's gather to opts.rootRank."""
         if other := self._others.group(inputs[0], self):
             return other.gather(outputs, inputs, opts)
+        check_rank("gather to", opts.rootRank, self)
         (input,) = inputs
         targets = outputs[0] if opts.rootRank == self.rank() else []
         return self._gather_list(targets, input, "gather", opts.rootRank, opts, [targets])
@@ -201,6 +215,7 @@ class SharedMemoryGroup(DirectCalls):
         """torch's scatter from opts.rootRank."""
         if other := self._others.group(outputs[0], self):
             return other.scatter(outputs, inputs, opts)
+        check_rank("scatter from", opts.rootRank, self)
         (output,) = outputs
         root = opts.rootRank
         flat, back = flattened(output)
@@ -229,7 +244,7 @@ class SharedMemoryGroup(DirectCalls):
             call = named(other, "all_to_all_single", "alltoall_base")
             return call(output, input, output_splits, input_splits, opts)
         flat, back = flattened(output)
-        source = input.detach().contiguous()
+        source = plain(input)
         wanted = split_bytes(output, output_splits, self.size())
         given = split_bytes(source, input_splits, self.size())
         return self._all_to_all(
@@ -242,6 +257,8 @@ class SharedMemoryGroup(DirectCalls):
         """torch's all_to_all of lists of tensors, one a rank."""
         if other := self._others.group(outputs[0], self):
             return other.alltoall(outputs, inputs, opts)
+        for output in outputs:
+            check_written(output)
         given = [part.numel() * part.itemsize for part in inputs]
         wanted = [part.numel() * part.itemsize for part in outputs]
         source = as_bytes(torch.cat([part.detach().reshape(-1) for part in inputs]))
@@ -265,6 +282,7 @@ class SharedMemoryGroup(DirectCalls):
         if other := self._others.group(tensors[0], self):
             _refuse_batch()
             return other.send(tensors, target, tag)
+        check_rank("send to", target, self)
         work = ShmWork(tensors, done=False)
         self._message(self._sending(target, tensors[0], tag), work.finish)
         return work
@@ -274,6 +292,7 @@ class SharedMemoryGroup(DirectCalls):
         if other := self._others.group(tensors[0], self):
             _refuse_batch()
             return other.recv(tensors, source, tag)
+        check_rank("recv from", source, self)
         return self._receive([source], tensors[0], tag)
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -304,7 +323,7 @@ class SharedMemoryGroup(DirectCalls):
         return work
 
     def _sending(self, target: int, tensor: Tensor, tag: int) -> Operation:
-        data = as_bytes(tensor.detach().contiguous())
+        data = as_bytes(plain(tensor))
         fingerprint = pack("send", "", tensor.dtype, tensor.numel())
         shown = pack("send", "", tensor.dtype, tensor.numel(), target)
         steps = self._messages.send(target, data, fingerprint, tag)
@@ -330,7 +349,7 @@ class SharedMemoryGroup(DirectCalls):
                 one()
 
         fingerprint = pack(op, "", input.dtype, input.numel(), root)
-        data = as_bytes(input.detach().contiguous())
+        data = as_bytes(plain(input))
         reads = [Read(rank, 0, as_bytes(flat)) for rank, (flat, _) in enumerate(flats)]
         steps = exchanging.exchange(self._engine, fingerprint, data, reads, self._members, data.numel())
         return self._collective(fingerprint, steps, input, opts, result, back)

@@ -12,6 +12,7 @@ import torch
 
 from imece.collectives.shared_memory.arithmetic import Reduction
 from imece.collectives.shared_memory.engine import Engine
+from imece.collectives.shared_memory.tensors import overlap
 from imece.collectives.shared_memory.waiting import Steps
 
 CHUNK_BYTES = 256 * 1024  # of one tensor; the chunks of all ranks together stay in the cache
@@ -50,9 +51,26 @@ def steps(
     if op == "reduce_scatter":
         length = output.numel()
         rows = [(rank * length, (rank + 1) * length) for rank in everybody]
+        own = tensor.data_ptr() + engine.rank * output.nbytes
+        if output.data_ptr() != own and overlap(output, tensor):
+            return _beside(engine, fingerprint, tensor, rows, how, output)
         return _reduce(engine, fingerprint, tensor, rows, how, output, ())
     rows = even_rows(tensor.numel(), engine.world_size)
     return _reduce(engine, fingerprint, tensor, rows, how, tensor, (root,) if op == "reduce" else everybody)
+
+
+def _beside(
+    engine: Engine,
+    fingerprint: int,
+    tensor: torch.Tensor,
+    rows: Sequence[Row],
+    how: Reduction,
+    output: torch.Tensor,
+) -> Steps:
+    """reduce_scatter where `output` is a part of `tensor` that others read: it is written when they have."""
+    place = torch.empty_like(output)
+    yield from _reduce(engine, fingerprint, tensor, rows, how, place, ())
+    output.copy_(place)
 
 
 def _reduce(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -41,6 +42,7 @@ class Runner:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._error: BaseException | None = None
+        _living.add(self)
 
     # The caller's thread.
 
@@ -120,6 +122,14 @@ class Runner:
             if not isinstance(error, CollectiveError):  # ours name their ranks
                 text = f"CollectiveError: rank {self._board.rank} (pid {os.getpid()}) failed: {text}"
             self._board.write_text(FAILED, 1, text)
+
+    def disown(self) -> None:
+        """In a forked child: every later call raises. The ranks, which did not fail, are told nothing."""
+        board = self._board
+        self._error = self._error or CollectiveError(
+            f"this process (pid {os.getpid()}) is a forked copy of rank {board.rank} "
+            f"(pid {board.peers[board.rank].pid}), and only that one can make calls on its groups"
+        )
 
     # The worker.
 
@@ -259,6 +269,18 @@ class Runner:
             self._collectives.clear()
         for _, finish in left:
             finish(error)
+
+
+_living: weakref.WeakSet[Runner] = weakref.WeakSet()
+
+
+def _disown_after_fork() -> None:
+    """What a child does in memory that it shares with the ranks would be taken for its parent's part."""
+    for runner in _living:
+        runner.disown()
+
+
+os.register_at_fork(after_in_child=_disown_after_fork)
 
 
 def _ended(operation: Operation) -> bool:

@@ -24,12 +24,21 @@ def writing() -> AbstractContextManager[None]:
     return cast(AbstractContextManager[None], torch._C._InferenceMode(True))
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor contiguous, and its bytes its values: those of `z.conj()` and of its `.imag` are not."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
 def flattened(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """The tensor as one contiguous dimension, and what brings the result back if that is a copy."""
+    """The tensor as one contiguous dimension, and what brings the result back if that is a copy.
+
+    ValueError as of `check_written`.
+    """
     tensor = tensor.detach()
-    if tensor.is_contiguous():
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor.view(-1), nothing
-    copy = tensor.contiguous()
+    check_written(tensor)
+    copy = plain(tensor)
 
     def back() -> None:
         tensor.copy_(copy)
@@ -41,6 +50,29 @@ def named(group: dist.ProcessGroup, name: str, older_name: str) -> Callable[...,
     """torch 2.13 renamed a few methods; older versions know the other name only."""
     found: Callable[..., dist.Work] = getattr(group, name, None) or getattr(group, older_name)
     return found
+
+
+def check_rank(what: str, rank: int, group: dist.ProcessGroup) -> None:
+    """ValueError unless the group has such a rank."""
+    if not 0 <= rank < group.size():
+        raise ValueError(f"{what} rank {rank}: the group has ranks 0 to {group.size() - 1}")
+
+
+def check_written(tensor: Tensor) -> None:
+    """ValueError for a tensor that no result can be written to, which torch would say after the exchange."""
+    if not tensor.is_contiguous() and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        raise ValueError(
+            f"{text(tensor)} is expanded: several of its elements are one in memory, and a result cannot be "
+            "written to it; pass its clone()"
+        )
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors have bytes in common."""
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
 
 
 def text(tensor: Tensor) -> str:
