@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -367,6 +368,26 @@ def test_a_reader_of_a_rank_that_writes_itself(monkeypatch: pytest.MonkeyPatch) 
         signals = [number for _ in range(3) for number in crew.wait(time.monotonic() + 0.05)[1]]
         assert signals == [signal.SIGPIPE], "once: a second signal kills the ranks before they have saved"
         print("to nobody", flush=True)
+
+
+def test_a_reader_that_has_gone_ends_the_wait_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `imece launch ... 2> >(less) | head`: nobody waits for less then."""
+    (gone, out), (stalled, err) = os.pipe(), os.pipe()
+    late = threading.Timer(20, lambda: os.read(stalled, 1 << 20))  # or a failure would be a hang
+    late.start()
+    with os.fdopen(out, "w") as stdout, os.fdopen(err, "w") as stderr, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", stdout)
+        patched.setattr(sys, "stderr", stderr)
+        with Crew(None) as crew:
+            os.close(gone)
+            crew.say("y" * 100_000)
+            crew.start(0, 0, ["echo", "x"], os.environ, direct=False)
+            signals: list[int] = []
+            while not signals:
+                signals = crew.wait(time.monotonic() + 1)[1]
+        assert signals == [signal.SIGPIPE] and late.is_alive()
+    late.cancel()
+    os.close(stalled)
 
 
 @pytest.mark.parametrize("closed", [True, False])

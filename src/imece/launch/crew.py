@@ -30,9 +30,7 @@ from imece.membership.where import RECORD, new_record, read_record
 
 _READ_BYTES = 65_536
 _PIPE_READS = 1 + (1 << 20) // _READ_BYTES  # of the largest pipe that a user may make, and of its end
-_DRAIN_S = (
-    1.0  # for output of processes that left the ranks' process groups, and for its reader after a signal
-)
+_DRAIN_S = 1.0  # for output of processes that left the ranks' groups; and for its reader, after a signal
 _MOST_WAITING_BYTES = 4 << 20  # for a reader that does not read; then ranks wait for it, and nobody else does
 _LONGEST_S = 60.0
 _TOGETHER_S = 0.01  # ranks whose ends come within it ended together: one change for the others, not two
@@ -244,7 +242,7 @@ class Crew:
                 assert isinstance(key.fileobj, socket.socket)
                 # The bytes tell of all signals that have a handler in Python.
                 self._signals += [number for number in key.fileobj.recv(64) if number in ENDING]
-                self._was_signalled = self._was_signalled or bool(self._signals)
+        self._was_signalled = self._was_signalled or bool(self._signals)  # a reader of ours that went, too
         self._hold_back()
 
     def _read(self, fd: int) -> bool:

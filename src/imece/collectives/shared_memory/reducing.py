@@ -53,23 +53,16 @@ def steps(
         rows = [(rank * length, (rank + 1) * length) for rank in everybody]
         own = tensor.data_ptr() + engine.rank * output.nbytes
         if output.data_ptr() != own and overlap(output, tensor):
-            return _beside(engine, fingerprint, tensor, rows, how, output)
+            place = torch.empty_like(output)
+            return _then_copied(_reduce(engine, fingerprint, tensor, rows, how, place, ()), place, output)
         return _reduce(engine, fingerprint, tensor, rows, how, output, ())
     rows = even_rows(tensor.numel(), engine.world_size)
     return _reduce(engine, fingerprint, tensor, rows, how, tensor, (root,) if op == "reduce" else everybody)
 
 
-def _beside(
-    engine: Engine,
-    fingerprint: int,
-    tensor: torch.Tensor,
-    rows: Sequence[Row],
-    how: Reduction,
-    output: torch.Tensor,
-) -> Steps:
-    """reduce_scatter where `output` is a part of `tensor` that others read: it is written when they have."""
-    place = torch.empty_like(output)
-    yield from _reduce(engine, fingerprint, tensor, rows, how, place, ())
+def _then_copied(steps: Steps, place: torch.Tensor, output: torch.Tensor) -> Steps:
+    """To an `output` that is a part of what others read until then."""
+    yield from steps
     output.copy_(place)
 
 
