@@ -92,6 +92,9 @@ def open_default_group(world: World, backend: str, store: dist.Store, timeout: t
     if world.member is not None:
         for variable, value in _NCCL_SETTINGS.items():
             os.environ.setdefault(variable, value)
+    # By this count torch names the group, and its keys in the store. It counts before it makes the group, and
+    # only the end of one sets the count back: ranks that failed half-way would never find those that did not.
+    dist.distributed_c10d._world.group_count = 0
     with connections.of_groups():
         dist.init_process_group(
             backend,

@@ -33,6 +33,8 @@ _SHOWN_CHARS = 200
 
 before_closing: list[Callable[[], None]] = []
 """What is done before a mesh destroys its groups."""
+once_arranged: list[Callable[[], None]] = []
+"""What is done once a mesh has its ranks, and again when it has others."""
 ended_last: list[Callable[[], None]] = []
 """What is to go on until all else that this process does at its exit is done."""
 
@@ -93,6 +95,8 @@ class Mesh:
         self._groups: dict[tuple[Partition, int], dist.ProcessGroup] = {(self._whole, 0): _default_group()}
         self._created: list[dist.ProcessGroup] = []
         self._device_mesh: DeviceMesh | None = None
+        for begin in once_arranged:
+            begin()
 
     @property
     def rank(self) -> int:
@@ -290,7 +294,9 @@ def reform(rank: int, world_size: int, store: dist.Store) -> Mesh:
 
     store: of these ranks alone. All of them call it, whatever worlds they come from; nothing is asked of
     those that are gone. What the mesh handed out before (groups, torch's DeviceMesh) is of no use any more.
-    UserError for a mesh that was opened with sizes of axes, or on a process group of somebody else.
+    A rank waits for the others as long as a collective does, and one that joins as long as it takes.
+    UserError for a mesh that was opened with sizes of axes, or on a process group of somebody else, and where
+    others did not come.
     """
     mesh = current()
     asked_axes, _, backend, _, timeout = _opened_with
@@ -303,7 +309,11 @@ def reform(rank: int, world_size: int, store: dist.Store) -> Mesh:
         dist.destroy_process_group()
     world = replace(mesh.world, rank=rank, world_size=world_size, joining=False)
     sizes = check_axes(None, world_size)
-    hosts = meet(store, world, sizes, backend, mesh.device, min(timeout, timedelta(seconds=MEETING_S)))
+    # Others come when their step is over and what they do after it, an evaluation say. One that joins has no
+    # part in that, and sets it no limit: who has gone raises from the store, and for a rank that lives and
+    # never comes the others set one, in their collectives and here.
+    patience = timedelta.max if mesh.world.joining else timeout
+    hosts = meet(store, world, sizes, backend, mesh.device, patience)
     backends = choose_backends(mesh.device, len(hosts) == 1, backend)
     hook = sys.excepthook
     open_default_group(world, backends.world, store, timeout)

@@ -92,6 +92,38 @@ def test_one_that_dies_while_it_joins_changes_no_generation() -> None:
     assert verdict.said.endswith("3 ranks go on, a replacement is starting in 1 s")
 
 
+def test_those_that_never_join_are_tried_less_and_less_often_and_then_no_more() -> None:
+    """A host without memory kills whoever starts. The others go on, with steps finished meanwhile or none."""
+    for steps_meanwhile in (0, 1):
+        run, waits, at = Run(2), [], 10.0
+        verdict = goes_on(run.ends(1))
+        for number in range(10):
+            at = verdict.at_s
+            member = run.generations.start_one(1, at)
+            run.generations.note_steps({0: 5 + number * steps_meanwhile})
+            verdict = goes_on(run.ends(member, at=at))
+            waits.append(verdict.at_s - at)
+        assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60, 0]
+        assert verdict.slots == () and verdict.said == (
+            "imece: rank 1 (pid 111) was killed by signal 9 (SIGKILL), perhaps out of memory, the 10th in a "
+            "row that died before it had joined; 1 rank goes on without a replacement"
+        )
+    member = run.generations.start_one(1, at)  # its host has been away, and has come again
+    assert goes_on(run.ends(member, at=at)).at_s == at + 1
+
+
+def test_one_that_joins_ends_the_row_of_those_that_did_not() -> None:
+    run = Run(2)
+    run.ends(1)
+    for at in (20.0, 30.0):
+        assert goes_on(run.ends(run.generations.start_one(1, at), at=at)).at_s > at
+    run.generations.note_steps({0: 1})
+    joined = run.join(1, 40.0)
+    run.generations.note_steps({0: 2})
+    assert goes_on(run.ends(joined, at=50.0)).at_s == 50.0
+    assert goes_on(run.ends(run.generations.start_one(1, 50.0), at=51.0)).at_s == 52.0
+
+
 def test_leaving_early_is_a_death_and_finishing_is_none() -> None:
     run = Run()
     assert run.ends(3, status=0) is None

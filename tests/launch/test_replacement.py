@@ -224,6 +224,9 @@ while time.monotonic() < end:
 def test_a_crash_loop_ends_with_its_cause(start: Start, tmp_path: Path) -> None:
     text = """
 say("resilient")
+if joins:
+    say("ready")
+    while member not in newest()["members"]: time.sleep(0.01)
 wait_for_all("resilient", 2)
 if slot == 1: os.abort()
 time.sleep(1000)
@@ -235,7 +238,7 @@ time.sleep(1000)
     assert outcome.status == 128 + signal.SIGABRT
     assert "was killed by signal 6 (SIGABRT), the 3rd time in a row" in last_line(outcome)
     assert last_line(outcome).endswith("; the other rank was ended")
-    assert generations(tmp_path) == [[0, 1], [0]]
+    assert generations(tmp_path) == [[0, 1], [0], [0, 2], [0], [0, 3]]
 
 
 def test_finished_steps_are_no_crash_loop(start: Start, tmp_path: Path) -> None:

@@ -88,9 +88,22 @@ def test_on_cpus_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     watched.check()
 
 
-@pytest.mark.parametrize(("members", "lost"), [((0,), ()), ((0, 1), ("why",)), ((0, 1, 2), ())])
+@pytest.mark.parametrize(
+    ("before", "members", "lost", "gone"),
+    [
+        ({0, 1}, (0,), (), True),
+        ({0, 1}, (0, 1), ("why",), True),
+        ({0, 1}, (0, 1, 2), (), False),
+        ({0}, (0,), ("one that was taken in while 0 was in a step, and died",), False),
+    ],
+)
 def test_a_member_aborts_when_others_are_given_up(
-    members: tuple[int, ...], lost: tuple[str, ...], waiting: Waiting, monkeypatch: pytest.MonkeyPatch
+    before: set[int],
+    members: tuple[int, ...],
+    lost: tuple[str, ...],
+    gone: bool,
+    waiting: Waiting,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Or cannot be reached; and not when one is taken in: all come to the border between two steps then."""
     now = [100.0]
@@ -98,12 +111,11 @@ def test_a_member_aborts_when_others_are_given_up(
     monkeypatch.setattr(connections, "cut", lambda: 0)
     roster = SimpleNamespace(generation=lambda number: Generation(number, members, lost))
     own = SimpleNamespace(
-        _newest=1, _at=0, _members={0, 1}, _cut_at=math.inf, _moving=threading.Lock(), aborting=Aborting()
+        _newest=1, _at=0, _members=before, _cut_at=math.inf, _moving=threading.Lock(), aborting=Aborting()
     )
     for _ in range(3):
         Member._cut_off(cast(Member, own), cast(Any, roster))
         now[0] += 0.9
-    gone = len(members) < 3
     assert waiting.ended.wait(10 if gone else 0.05) is gone
     if gone:
         with pytest.raises(PeerLostError):

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 
 from imece.data_parallel.sharded import ShardedDataParallel
+from imece.errors import CollectiveError
 from imece.membership import recovery as recoveries
 from imece.membership.borders import Borders
 from imece.membership.recovery import Recovery
@@ -32,6 +33,7 @@ class Alone:
         made._model, made._sharded = mock.Mock(), True
         made._model.__class__ = ShardedDataParallel  # type: ignore[assignment]
         made._model.sharding.groups.shard.size.return_value = 1
+        made._model.process_group.size.return_value = 1
         made._training_state, made._optimizers, made._borders = mock.Mock(), [], Borders()
         made._state, made._take = lambda: self.state, self.taken.append
         made._fallback, made._patience_s = lambda: fallback, 1.0
@@ -57,3 +59,34 @@ def test_resilient_before_the_launcher_counts_on_it(monkeypatch: pytest.MonkeyPa
     alone = Alone(monkeypatch, fallback=4)
     assert alone.recovery.recover(None, -1).step == 4
     assert alone.recovery.member.steps == 4 and alone.steps_when_resilient == [0]
+
+
+def test_one_that_is_alone_has_no_peer_to_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no copy since it is: back at the last one, all that it has learned alone would be undone."""
+    alone = Alone(monkeypatch, fallback=4)
+    error = RuntimeError("GET s3://data/part-7: Connection reset by peer")
+    with pytest.raises(RuntimeError) as raised:
+        alone.recovery.recover(error, 7)
+    assert raised.value is error
+    alone.recovery.member.move.assert_not_called()  # type: ignore[attr-defined]
+
+
+def test_one_that_is_alone_makes_a_copy_before_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when it did not come to the border: a group that it made there was superseded."""
+    alone = Alone(monkeypatch, fallback=4)
+    alone.recovery.member.steps = 7
+    alone.recovery.recover(CollectiveError("generation 5 is over: a newer one is there"), 7)
+    copied = alone.recovery._copies.exchange.call_args_list  # type: ignore[attr-defined]
+    assert [call.args[0] for call in copied] == [7, 4]
+
+
+def test_state_is_kept_for_as_long_as_copies_may_be_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has finished step 7 asks for new copies, all finish step 8, and then one dies."""
+    alone = Alone(monkeypatch, fallback=4)
+    for step in range(5, 9):
+        alone.state["rate"] = step / 8
+        alone.recovery.finished(step)
+    alone.recovery._copies.recovered.return_value = 6, mock.Mock()  # type: ignore[attr-defined]
+    monkeypatch.setattr("imece.collectives.ops.barrier", mock.Mock())
+    assert alone.recovery._take_over(8) == (6, 2)
+    assert alone.taken == [{"rate": 0.75, "seen": [1]}]

@@ -12,7 +12,7 @@ Pure: ends, readiness, finished steps and times come in, verdicts go out. No pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from imece.launch.processes import Ending, first_cause
@@ -22,6 +22,8 @@ BLAME_S = 1.0  # how long a rank that lost its peer waits for that peer's own en
 _BURST_S = 1.0  # ranks that die within it die of the same thing, if all of them ran before it
 _LOOP = 3  # deaths in a row without a finished step between them
 _BACK_OFF_S = (0.0, 1.0, 2.0)
+_TRIES = 10  # replacements in one slot, in a row, that die before they have joined: about four minutes
+_LONGEST_BACK_OFF_S = 60.0  # before another one of them starts; at first 1 s, then twice as long each time
 _LATE_S = 5.0
 _NAMED = 3  # of those that say the same
 
@@ -102,6 +104,9 @@ class Generations:
         self._counted_s = 0.0  # when the last of them was
         self._steps_then: int | None = None
         self._steps: int | None = None  # finished ones, of the member that is furthest
+        self._never_joined: dict[
+            int, int
+        ] = {}  # by slot, in a row: deaths of members that had not joined yet
         self._to_leave: set[int] = set()  # once those have left that are leaving
         self._said: dict[int, int] = {}  # finished ones, as members that live last said
         self._renewals: tuple[int, int | None] = 0, None  # in a row, and the finished steps as of then
@@ -111,7 +116,7 @@ class Generations:
         members = tuple(self._new_member(slot, now) for slot in self.places)
         self.newest = Generation(self.newest.number + 1, members)
         self.joining, self._newcomers, self.leaving, self.left = [], {}, set(), set()
-        self._to_leave = set()
+        self._to_leave, self._never_joined = set(), {}
         self._finished, self._no_veteran_since = False, None
         self._steps = self._steps_then = None  # they may count anew
         return self.newest
@@ -142,6 +147,8 @@ class Generations:
             return None
         self.joining = [member for member in self.joining if member not in ready]
         self._newcomers |= {member: steps.get(member, 0) for member in ready}
+        for member in ready:
+            self._never_joined.pop(self.slots[member], None)
         self.newest = Generation(self.newest.number + 1, (*self._living(), *ready))
         return self.newest
 
@@ -267,14 +274,22 @@ class Generations:
             if self.stopping:
                 return None
             return self._start_again(now) if self._limits.restart else self._end()
-        if not self.stopping and self._is_loop(now):
+        # One that had not joined holds up nobody's steps: it is no sign that the others are in a loop.
+        joined = [member for member in self._failed if member in self.newest.members]
+        if joined and not self.stopping and self._is_loop(now):
             return self._end(f", the {_LOOP}rd time in a row that ranks died without finishing a step")
         lost, self._failed, self.blame_at = self._failed, {}, None
-        slots = () if self.stopping or self._finished else self._replaced(lost.values())
-        at_s = now + self._back_off_s()
+        start_wait_s, given_up = self._after_not_joining(
+            each.rank for m, each in lost.items() if m not in joined
+        )
+        wait_s = max(self._back_off_s() if joined else 0.0, start_wait_s)
+        again = [ending for ending in lost.values() if ending.rank not in given_up]
+        slots = () if self.stopping or self._finished else self._replaced(again)
+        at_s = now + wait_s
         who = "; ".join(dict.fromkeys(ending.describe() for ending in lost.values()))
-        said = f"imece: {who}; {_ranks(len(living))} on{_replacements(len(slots), at_s - now)}"
-        if not set(lost) & set(self.newest.members):
+        row = f", the {_TRIES}th in a row that died before it had joined" if given_up else ""
+        said = f"imece: {who}{row}; {_ranks(len(living))} on{_replacements(len(slots), wait_s)}"
+        if not joined:
             return GoOn(None, slots, at_s, said)
         gone = dict.fromkeys(lost[member].describe() for member in self.newest.members if member in lost)
         self.newest = self._next(living, tuple(gone))
@@ -334,6 +349,18 @@ class Generations:
         self._steps_then = self._steps
         known = self._steps is not None or self._limits.max_restarts is None
         return known and self._deaths >= _LOOP
+
+    def _after_not_joining(self, slots: Iterable[int]) -> tuple[float, set[int]]:
+        """Members have died there that had not joined: how long to wait now, and which slots stay empty."""
+        wait_s, given_up = 0.0, set()
+        for slot in slots:
+            count = self._never_joined.pop(slot, 0) + 1
+            if count == _TRIES:
+                given_up.add(slot)  # whoever comes there all the same, with its host, begins a new row
+            else:
+                self._never_joined[slot] = count
+                wait_s = max(wait_s, min(2.0 ** (count - 1), _LONGEST_BACK_OFF_S))
+        return wait_s, given_up
 
     def _back_off_s(self) -> float:
         return _BACK_OFF_S[max(0, min(self._deaths, len(_BACK_OFF_S)) - 1)]

@@ -1,4 +1,4 @@
-"""The signals that end a job, as bytes on a socket that a selector can wait for."""
+"""The signals that end a job, as bytes on a socket that a selector can wait for; or as an exception."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import contextlib
 import selectors
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import NoReturn
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -32,6 +34,29 @@ def signals_as_bytes(selector: selectors.BaseSelector) -> Iterator[None]:
             signal.signal(number, handler)
         reader.close()
         writer.close()
+
+
+@contextlib.contextmanager
+def signals_as_exit() -> Iterator[None]:
+    """While open, the first SIGTERM or SIGHUP raises SystemExit(128 + number), as Ctrl-C raises by itself, so
+    that `finally` runs; no later one cuts it short. What this process was started to ignore stays ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+
+    def leave(number: int, _frame: FrameType | None) -> NoReturn:
+        for each in heard:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def hear_all() -> None:

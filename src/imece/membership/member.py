@@ -199,7 +199,8 @@ class Member:
 
 def _has_lost(members: set[int], generation: Generation) -> bool:
     """Whether what `members` have under way may never end, now that there is `generation`."""
-    return bool(generation.lost) or bool(members - set(generation.members))
+    # One alone waits for nobody, though others may have come and gone while it was in a step.
+    return len(members) > 1 and (bool(generation.lost) or bool(members - set(generation.members)))
 
 
 def _connect(where: tuple[str, int]) -> dist.Store:

@@ -107,7 +107,7 @@ class Recovery:
         self._asked = False  # by a rank of this host, for new copies, before the last step
         self._sums = _NO_SUMS  # of this generation, at the last copy
         self._again: int | None = None  # steps to be made again, until the first one of this generation is
-        self._states: dict[str, str] = {}  # by finished steps, the last two: packed, as they were then
+        self._states: dict[str, str] = {}  # by finished steps, the last three: packed, as they were then
         self.without_copies = self._no_copies_at_all
         """Why there are none, the same on all ranks; "" if there are."""
 
@@ -147,7 +147,8 @@ class Recovery:
         if self._again is not None:
             self.member.went_on(self._again)
             self._again = None
-        self._states = {key: each for key, each in self._states.items() if int(key) == step - 1}
+        # Three: copies that a rank could not write are two steps behind until all have exchanged new ones.
+        self._states = {key: each for key, each in self._states.items() if step - 2 <= int(key) < step}
         self.note_state(step)
         if self._block is not None:
             self._block.begin()
@@ -215,7 +216,9 @@ class Recovery:
         """
         began = time.monotonic()
         step = min(step, self.member.steps)  # less by one that `finished` has refused
-        if isinstance(error, MovedOnError) and self._is_alone:
+        if error is not None and self._is_alone:
+            if not isinstance(error, CollectiveError):
+                raise error  # there is no peer to lose, whatever it reads like
             self._exchange(step)  # nobody would have gone on with a copy until now
         lost_steps = 0
         while True:
@@ -268,7 +271,7 @@ class Recovery:
         most = int(furthest_far[0])
         if self._block is None:
             assert isinstance(model, ShardedDataParallel)
-            begin = self._from_copies(notes, most)
+            begin = self._from_copies(notes, furthest)
             model.sync_rest(furthest)
         else:
             begin = most
@@ -288,8 +291,8 @@ class Recovery:
         self._exchange(begin)
         return begin, most - begin
 
-    def _from_copies(self, notes: list[Json], most: int) -> int:
-        """The step that all have from now on. most: the furthest rank's."""
+    def _from_copies(self, notes: list[Json], furthest: int) -> int:
+        """The step that all have from now on. furthest: the rank that has made most."""
         model = self._model
         assert isinstance(model, ShardedDataParallel)
         needs = Needs(model, self._optimizers)
@@ -299,9 +302,10 @@ class Recovery:
         if found is None:
             raise LostStateError(
                 "a rank that is gone held a part of the model, and with it went every copy of it: what was "
-                f"learned until step {most} is lost, but for what a checkpoint has"
+                f"learned until step {notes[furthest]['far'][0]} is lost, but for what a checkpoint has"
             )
         step, pieces = found
+        assert str(step) in notes[furthest]["states"], f"nobody noted what belongs to step {step} besides"
         self._training_state.load(pieces, frozen=False)
         ops.barrier(group=self.member.mesh.world_group)  # nobody lets go of what another still reads
         return step

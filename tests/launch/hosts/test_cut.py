@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from imece.bench.namespaces import ADDRESSES, INTERFACE, Hosts, two_hosts
+from imece.bench.hosts.namespaces import ADDRESSES, INTERFACE, Hosts, two_hosts
 from imece.launch.hosts.network import Network
 from tests.launch.hosts.agents import TOKEN
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from imece.bench.namespaces import reason_against
+from imece.bench.hosts.namespaces import reason_against
 from tests.launch.hosts.switch import Switched, on_a_switch
 from tests.launch.hosts.two import RESILIENT, gone_within, is_whole, went_on
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from imece.bench.namespaces import reason_against, two_hosts
+from imece.bench.hosts.namespaces import reason_against, two_hosts
 from tests.launch.hosts.two import RESILIENT, Pair, gone_within, is_whole, went_on
 
 pytestmark = [

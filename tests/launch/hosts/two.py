@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import psutil
 
-from imece.bench.namespaces import ADDRESSES, INTERFACE, Hosts
+from imece.bench.hosts.namespaces import ADDRESSES, INTERFACE, Hosts
 from imece.launch.left_over import Traces
 
 PORT = 29411
