@@ -10,11 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from imece.bench import hosts, hosts_step, namespaces
-from imece.bench.hosts_rank import WAYS
-from imece.bench.hosts_step import WAYS as WAYS_OF_STEPS
-from imece.bench.hosts_step import StepResults
-from imece.bench.namespaces import HostsUnavailable, existing, reason_against, remove_leftovers, two_hosts
+from imece.bench.hosts import hosts, namespaces
+from imece.bench.hosts import step as hosts_step
+from imece.bench.hosts.namespaces import (
+    HostsUnavailable,
+    existing,
+    reason_against,
+    remove_leftovers,
+    two_hosts,
+)
+from imece.bench.hosts.rank import WAYS
+from imece.bench.hosts.step import WAYS as WAYS_OF_STEPS
+from imece.bench.hosts.step import StepResults
 from imece.cli.main import main
 
 SOURCES = str(Path(namespaces.__file__).parents[2])
@@ -23,7 +30,7 @@ needs_hosts = pytest.mark.skipif(reason_against() is not None, reason=f"two host
 OWNER = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
-from imece.bench.namespaces import two_hosts
+from imece.bench.hosts.namespaces import two_hosts
 with two_hosts() as hosts:
     sleeper = hosts.start("a", ["sleep", "600"], {"PATH": "/usr/bin:/bin"}, sys.stderr.buffer)
     print(hosts.names["a"], hosts.names["b"], sleeper.pid, flush=True)

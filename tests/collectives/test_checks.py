@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import time
@@ -277,13 +278,41 @@ def raises() -> None:
     raise ZeroDivisionError
 
 
-def tell_stories() -> list[str]:
+def go_other_ways() -> list[str]:
+    """The last rank gives another schedule, none, another wire, other parts: the same call otherwise."""
+    odd = dist.get_rank() == WORLD - 1
+    calls: list[Callable[[torch.Tensor, dist.ProcessGroup], object]] = [
+        lambda x, group: imece.all_reduce(x, group=group, schedule="tree" if odd else "ring"),
+        lambda x, group: imece.all_reduce(x, group=group, wire=None if odd else "bf16", async_op=True).wait(),
+        lambda x, group: imece.all_reduce(x, group=group, schedule=None if odd else "ring"),
+        lambda x, group: imece.broadcast(x, group=group, schedule="pipelined_ring", parts=2 + odd),
+    ]
+    said = []
+    for call in calls:
+        tensor = torch.ones(16)
+        with pytest.raises(MismatchError) as caught:
+            call(tensor, dist.new_group(timeout=timedelta(seconds=10)))
+        assert tensor.eq(1).all(), "data moved before the check"
+        said.append(str(caught.value))
+    return said
+
+
+def tell_stories() -> list[Any]:
     find_checkers()
-    return [miss_one(), swap_order()]
+    return [miss_one(), swap_order(), go_other_ways()]
 
 
-def test_missing_rank_swapped_order_and_registry() -> None:
-    missed, swapped = zip(*run_ranks(tell_stories, WORLD, backend="gloo"), strict=True)
+def test_missing_rank_swapped_order_other_ways_and_registry() -> None:
+    missed, swapped, ways = zip(*run_ranks(tell_stories, WORLD, backend="gloo"), strict=True)
+    for first, then, text in zip(
+        ["schedule ring", "wire bf16", "schedule ring", "schedule pipelined_ring, parts 2"],
+        ["schedule tree", *["neither schedule nor wire"] * 2, "schedule pipelined_ring, parts 3"],
+        ways[0],
+        strict=True,
+    ):
+        sides = f"ranks 0, 1 sent float32[16] with {first}, rank 2 float32[16] with {then}."
+        assert f"number 1 differs between ranks: {sides} Do all ranks have the same IMECE_SCHEDULE" in text
+    assert ways[0] == ways[1] == ways[2]
     for text in missed[:-1]:
         assert "all_reduce number 1 (w): not all ranks came in time" in text
         assert "rank 2 is not in it: its last call was broadcast number 1 on group 0 (left" in text
@@ -303,6 +332,7 @@ def call_by_turns() -> int:
         imece.all_reduce(other)
         work.wait()
     assert dist.group.WORLD is not None
+    assert "undefined" not in recorder.attach(os.getpid()).groups, "what checks a call is no call of its own"
     found = checks.checker(dist.group.WORLD)
     return len(found.companions.levels) if found is not None else 0
 

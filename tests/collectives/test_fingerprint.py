@@ -103,6 +103,21 @@ def test_only_the_reduce_op_or_the_root_differs() -> None:
     )
 
 
+def test_only_the_way_differs() -> None:
+    same = fp.pack("broadcast", "", torch.float32, 6, 1)
+    ways = {0: "", 1: "schedule pipelined_ring, parts 3", 2: ""}
+    calls = dict.fromkeys(ways, same)
+    assert fp.explain(3, calls, ways=dict.fromkeys(ways, "wire bf16")) is None
+    assert fp.explain(3, calls, ways=ways) == (
+        "broadcast number 3 differs between ranks: ranks 0, 2 sent float32[6] with neither schedule nor "
+        "wire, rank 1 float32[6] with schedule pipelined_ring, parts 3. Do all ranks have the same "
+        "IMECE_SCHEDULE, and give the same schedule, wire and parts?"
+    )
+    shapes = {0: (2, 3), 1: (3, 2), 2: (2, 3)}
+    text = str(fp.explain(3, calls, shapes=shapes, ways=ways))
+    assert "3, 2] with schedule pipelined_ring, parts 3. Do all ranks run the same forward?" in text
+
+
 def test_rank_words() -> None:
     assert fp.rank_words([2]) == "rank 2"
     assert fp.rank_words([0, 1, 3]) == "ranks 0, 1, 3"

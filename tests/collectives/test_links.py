@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -156,6 +157,18 @@ def test_measured_alike_on_all_ranks() -> None:
     for _, _, link in links["pairs"]:
         assert 1e-6 < link["latency_s"] < 0.5 and 1e6 < link["bytes_per_s"] < 1e12
     assert set(links["native"]) == set(SCHEDULES)
+
+
+def measure_behind_others() -> list[float]:
+    group = dist.new_group(timeout=timedelta(seconds=5))
+    works = [ops.all_reduce(torch.ones(300_000), group=group, async_op=True) for _ in range(6)]
+    chosen = ops.all_reduce(torch.ones(4), group=group, schedule="auto")
+    return [float(sums.mean()) for sums in [*(work.wait() for work in works), chosen]]
+
+
+def test_links_are_measured_behind_what_was_called_before() -> None:
+    """A thread may still have to begin it, and torch's calls on one group must not mix."""
+    assert run_ranks(measure_behind_others, 2, backend="gloo") == [[2.0] * 7] * 2
 
 
 def test_the_pipelined_ring_has_the_parts_of_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import imece
-from imece.collectives import ops, schedules
+from imece.collectives import ops, recording, schedules
 from imece.collectives.execute import run_schedule
 from imece.collectives.ops import Recv, Send
 from imece.collectives.schedules import SCHEDULES, build, cost, sent_elements
@@ -477,17 +479,28 @@ def make_mistakes() -> None:
     assert torch.equal(ops.all_reduce(x), torch.full((6,), 2.0)), "the group still works after mistakes"
 
 
+def last_call() -> recording.Call:
+    """Of this rank, as another process reads it. What checks a call is none."""
+    return recording.attach(os.getpid()).calls[-1]
+
+
 def wait_for_nobody() -> None:
     """Rank 1 stays away; then it leaves."""
+    never_met = dist.new_group([0, 1], timeout=timedelta(seconds=0.3))
     ops.barrier()  # both meet once, so that what follows is about a rank that stays away
     if dist.get_rank() == 1:
         time.sleep(2)
         return
     call = ops.all_reduce(torch.ones(3), async_op=True)
+    assert call is not None and last_call().state == "started"
     start = time.monotonic()
     with pytest.raises(CollectiveTimeoutError, match="all_reduce number 2: not all ranks came in time"):
         call.wait(timeout_s=0.3)
     assert time.monotonic() - start < 1.5
+    assert last_call().state == "failed"
+    late = r"^all_reduce number 1: not all ranks came in time\. .*rank 1 is not in it: its last call was bar"
+    with pytest.raises(CollectiveTimeoutError, match=late):
+        ops.all_reduce(torch.ones(3), group=never_met)
     world = dist.group.WORLD
     assert world is not None
     with pytest.raises(CollectiveTimeoutError, match="exchange with rank 1"):

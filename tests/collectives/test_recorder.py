@@ -14,11 +14,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import imece
+from imece import mesh
 from imece.collectives import recorder
 from imece.collectives.recording import (
     CAPACITY,
@@ -30,7 +33,7 @@ from imece.collectives.recording import (
     ranks_text,
 )
 from imece.errors import UserError
-from tests.ranks import start_ranks
+from tests.ranks import run_ranks, start_ranks
 
 F32 = torch.float32
 S = 1_000_000_000  # ns
@@ -76,6 +79,33 @@ def test_ring_holds_the_last_calls_and_an_old_token_harms_nobody(own: recorder.R
     assert len(found.calls) == CAPACITY
     assert [call.token for call in found.calls] == list(range(2, CAPACITY + 2))
     assert found.calls[-1].token == last and found.calls[-1].state == "entered"
+
+
+def test_a_call_that_goes_on_by_itself_is_waited_for_from_its_wait_on(own: recorder.Recorder) -> None:
+    token = enter(own)
+    own.turn(token, 1)  # it was never handed out: what it waits for it waits for since its beginning
+    began = own.recording().calls[0].start_ns
+    own.turn(token, -1)
+    assert [call.state for call in own.recording().calls] == ["started"]
+    own.turn(token, 1)
+    (waiting,) = own.recording().calls
+    assert waiting.state == "entered" and waiting.start_ns > began
+    own.turn(token, 1)  # a second wait, after one that was given up
+    assert own.recording().calls[0].start_ns == waiting.start_ns
+    own.leave(token)
+    assert own.recording().calls[0].state == "left"
+
+
+def test_nothing_of_another_rank_is_left(own: recorder.Recorder) -> None:
+    enter(own, group="before")
+    under_way = enter(own)
+    own.begin(0, 2, "test")
+    own.leave(under_way)
+    last = enter(own)
+    own.leave(under_way)
+    found = own.recording()
+    assert (found.rank, found.world_size, set(found.groups)) == (0, 2, {"g"})
+    assert [(call.number, call.state) for call in found.calls] == [(1, "entered")] and last > under_way
 
 
 def test_many_groups_long_names_many_dims(own: recorder.Recorder) -> None:
@@ -266,6 +296,35 @@ def test_messages() -> None:
     assert "rank 0 has no recorder" in recorder.explain([receiver])[0]
 
 
+def test_what_was_started_is_not_waited_for() -> None:
+    """On Gloo and NCCL a call ends by itself: only `wait` says that a rank has nothing else to do."""
+    started = [recording(rank, call("all_reduce", 5, -90 - rank)) for rank in (0, 1)]
+    own, other = (each.calls[0] for each in started)
+    began = "all_reduce number 5 on group replicate"
+    yet = f"{began}: ranks 0, 1 started it 10.0 s ago and do not wait for it yet"
+    said = recorder.explain(started)
+    assert said[0].startswith(f"no rank waits in a call. rank 0: it started {began} 10.0 s ago and does not")
+    assert said[1:] == [yet]
+    behind, ahead = ({"replicate": GroupSeen((0, 1), last)} for last in (5, 6))
+    started[1] = replace(recording(1, other, call("barrier", 6, 98)), groups=ahead)
+    started[0] = replace(recording(0, own, state="T"), groups=behind)
+    assert recorder.explain(started) == [
+        "barrier number 6 on group replicate (ranks 0, 1): rank 1 waits since 2.0 s; rank 0 is not in it "
+        f"(pid 100, stopped by a signal): it started {began} 10.0 s ago and does not wait for it yet",
+        yet,
+    ]
+    started[1] = recording(1, call("all_reduce", 5, 97))
+    assert recorder.explain(started)[0].endswith(
+        "rank 1 waits since 3.0 s; rank 0 started it 10.0 s ago and does not wait for it yet (pid 100, "
+        "stopped by a signal)"
+    )
+    receiving = [recording(1, call("recv", 1, -97, peer=0))]
+    assert recorder.explain(receiving)[1:] == [
+        "recv from 0 of float32[4] on group replicate: rank 1 started it 3.0 s ago and does not wait for it "
+        "yet"
+    ]
+
+
 def test_jobs_do_not_mix_and_idle_ranks_are_told() -> None:
     one = recording(0, call("all_reduce", 5, 90), job="a")
     other = recording(1, call("all_reduce", 4, 90, 91), job="b")
@@ -284,6 +343,24 @@ def default_group() -> str:
     """The name of the group of all ranks."""
     assert dist.group.WORLD is not None
     return str(dist.group.WORLD.group_name)
+
+
+def change_places() -> list[Any]:
+    """What is noted of a rank that has become another one, and of its first call then."""
+    rank = imece.init(device="cpu").rank
+    for _ in range(1 + rank):  # as if one of them came from a world of its own
+        recorder.leave(recorder.enter("broadcast", default_group(), F32, (4,)))
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    mesh.reform(1 - rank, 2, dist.PrefixStore("turned", store))
+    imece.all_reduce(torch.ones(4))
+    found = recorder.attach(os.getpid())
+    calls = [f"{call.op} number {call.number} on group {call.group}" for call in found.calls]
+    return [found.rank, calls, found.groups["0"].ranks]
+
+
+def test_a_rank_that_becomes_another_is_noted_as_that() -> None:
+    calls = ["all_reduce number 1 on group 0"]
+    assert run_ranks(change_places, 2, backend=None) == [[1, calls, [0, 1]], [0, calls, [0, 1]]]
 
 
 def hang() -> None:

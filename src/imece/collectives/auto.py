@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from imece import mesh
+from imece.collectives import native
+from imece.collectives.calls import Call
 from imece.collectives.choice import Choice, best_parts, choose
 from imece.collectives.link_types import Links
 from imece.collectives.links import measure
@@ -40,5 +42,8 @@ def links_of(group: dist.ProcessGroup, device: torch.device | str = "cpu") -> Li
     """The measured links of a group. The first call measures them: all ranks of the group make it."""
     links = _links.get(group)
     if links is None:
+        # Behind all that was called before: a thread may not have begun it yet, and would do so in the midst.
+        began = Call("barrier", group, torch.empty(0, device=device), label="to measure links")
+        began.native(lambda: native.barrier(group), None, None, async_op=False)
         links = _links[group] = measure(group, mesh.hosts_in(group), device)
     return links

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from imece import mesh
 from imece.collectives import checks, pending, recorder
-from imece.collectives.companions import companions
 from imece.collectives.pending import Pending, Task, Waitable, drain, in_background, without_gradients
 from imece.collectives.recording import POINT_TO_POINT
 from imece.collectives.reduction import flattened, shares_memory
@@ -85,6 +84,7 @@ class Call:
     reduce_op: str = ""
     root: int = -1  # or the peer of a message
     label: str = ""
+    way: str = ""  # as of fingerprint.explain: of what goes as messages of ours
 
     def native(
         self,
@@ -119,7 +119,7 @@ class Call:
                     recorder.fail(token)
                 raise
             pending = Pending(self.op, result, works if isinstance(works, list) else [works], finish, token)
-            return pending if async_op else pending.wait()
+            return pending.handed_out() if async_op else pending.wait()
 
     def scheduled(
         self,
@@ -133,8 +133,7 @@ class Call:
             check_written(result)
         token = self._enter()
         try:
-            checker = self._checker()
-            check = checker.begin(*self._fingerprint()) if checker is not None else None
+            check = self._begun()
 
             def checked() -> None:
                 if check is not None:
@@ -144,7 +143,7 @@ class Call:
             with without_gradients(result):
                 if async_op:
                     task = in_background(checked, self.group, *others)
-                    return Pending(self.op, result, [task], None, token)
+                    return Pending(self.op, result, [task], None, token).handed_out()
                 with waiting:
                     drain(self.group, *others)
                     checked()
@@ -168,6 +167,7 @@ class Call:
 
             with waiting, without_gradients(result):
                 if checker is None:
+                    self._begun()
                     work: Waitable = launch()
                 else:
                     work = _Checked(checker.call(launch, *self._fingerprint(), meet=True))
@@ -175,7 +175,7 @@ class Call:
             if token is not None:
                 recorder.fail(token)
             raise
-        return Pending(self.op, result, [work], None, token)
+        return Pending(self.op, result, [work], None, token).handed_out()
 
     def _here(self, async_op: bool) -> contextlib.AbstractContextManager[None]:
         """In shared memory a call that waits runs on the thread that makes it."""
@@ -199,16 +199,31 @@ class Call:
             self.op, self.group.group_name, dtype, shape, self.reduce_op, self.root, self.label
         )
 
+    def _begun(self) -> checks.Check | None:
+        """Tells the others of this call; what to wait for before data moves, None if they have all come.
+
+        In shared memory a call without a `way` is made of others, which the group checks by itself; they may
+        be in the background still, and this one is to have its place behind them on all ranks.
+        """
+        checker = self._checker()
+        if checker is not None:
+            return checker.begin(*self._fingerprint())
+        if self.way and isinstance(self.group, SharedMemoryGroup):
+            with waiting:
+                drain(self.group)
+            self.group.agree(*self._fingerprint())
+        return None
+
     def _checker(self) -> checks.Checker | None:
         if self._in_shared_memory or self.op in POINT_TO_POINT or self.group.size() == 1:
             return None
-        return checks.checker(self.group) or checks.guard(self.group, companions(self.group))
+        return checks.checker(self.group) or checks.meet(self.group, f"{self.op} number 1")
 
-    def _fingerprint(self) -> tuple[str, torch.dtype | None, tuple[int, ...], str, int, str]:
+    def _fingerprint(self) -> tuple[str, torch.dtype | None, tuple[int, ...], str, int, str, str]:
         dtype, shape = (
             (self.tensor.dtype, tuple(self.tensor.shape)) if self.tensor is not None else (None, ())
         )
-        return self.op, dtype, shape, self.reduce_op, self.root, self.label
+        return self.op, dtype, shape, self.reduce_op, self.root, self.label, self.way
 
 
 class _Checked:

@@ -15,7 +15,7 @@ gets the same error and can leave (destroy_process_group() would wait for a Gloo
                         "all_reduce", x.dtype, x.shape, "sum", label=name)
     work.wait()
 
-The price is one gathering of 192 bytes a rank (rollcall.py) before each call; of asynchronous calls in a row
+The price is one gathering of 240 bytes a rank (rollcall.py) before each call; of asynchronous calls in a row
 the next check runs while data moves, where a core is free to do so. send and recv are not checked here: one
 more message each way for every message would double their time. A recv whose buffer is too small still ends a
 Gloo process.
@@ -37,16 +37,17 @@ import torch.distributed as dist
 
 from imece.collectives import fingerprint as fp
 from imece.collectives import recorder
-from imece.collectives.companions import Companions
+from imece.collectives.companions import Companions, companions
 from imece.collectives.pending import Waitable, without_gradients
 from imece.collectives.rollcall import RollCall
 from imece.collectives.streams import Place
 from imece.errors import CollectiveError, CollectiveTimeoutError, MismatchError, PeerLostError
 from imece.status import says_timed_out
 
-# What travels: number of the call, fingerprint, six dims + 1 (0: none); and the label, which is not compared.
-_ROW = struct.Struct("=qq6q128s")
-_COMPARED_BYTES = 64
+# What travels: number of the call, fingerprint, six dims + 1 (0: none), way; and the label, which is not
+# compared.
+_ROW = struct.Struct("=qq6q48s128s")
+_COMPARED_BYTES = 64 + 48
 _SHUT_S = 5.0
 
 
@@ -56,6 +57,7 @@ class _Said(NamedTuple):
     number: int
     fingerprint: int
     shape: tuple[int, ...]
+    way: str
     label: str
 
 
@@ -169,14 +171,16 @@ class Checker:
         reduce_op: str = "",
         root: int = -1,
         label: str = "",
+        way: str = "",
     ) -> Check:
         """Sends this rank's fingerprint of its next call; `wait` on it before the data moves.
 
         op, reduce_op: names of fingerprint.py. shape: of the tensor that must be alike on all ranks, so the
-        input. root: rank in the group. label: the parameter or bucket, shown in errors, not compared.
+        input. root: rank in the group. label: the parameter or bucket, shown in errors, not compared. way: as
+        of fingerprint.explain.
         """
         with self._lock:
-            return self._begin(op, dtype, shape, reduce_op, root, label, self.last, inline=True)
+            return self._begin(op, dtype, shape, reduce_op, root, label, way, self.last, inline=True)
 
     def call(
         self,
@@ -187,6 +191,7 @@ class Checker:
         reduce_op: str = "",
         root: int = -1,
         label: str = "",
+        way: str = "",
         *,
         meet: bool = False,
     ) -> CheckedWork:
@@ -198,7 +203,7 @@ class Checker:
         ahead then leave theirs to those that are behind, and all the hosts begin to send sooner.
         """
         with self._lock:
-            check = self._begin(op, dtype, shape, reduce_op, root, label, None, inline=meet)
+            check = self._begin(op, dtype, shape, reduce_op, root, label, way, None, inline=meet)
             work = CheckedWork(check, launch)
             self.last = work
             if not meet:
@@ -224,6 +229,7 @@ class Checker:
         reduce_op: str,
         root: int,
         label: str,
+        way: str,
         before: CheckedWork | None,
         inline: bool,
     ) -> Check:
@@ -239,7 +245,7 @@ class Checker:
         fingerprint = fp.pack(op, reduce_op, dtype, numel, root)
         row = bytearray(_ROW.size)
         _ROW.pack_into(
-            row, 0, self._number, fingerprint, *dims, *(0,) * (6 - len(dims)), label.encode()[:128]
+            row, 0, self._number, fingerprint, *dims, *(0,) * (6 - len(dims)), way.encode(), label.encode()
         )
         what = f"{op} number {self._number}" + (f" ({label})" if label else "")
         if inline and self._behind is not None and len(self.companions.levels) > 1:
@@ -265,6 +271,18 @@ def guard(group: dist.ProcessGroup, companions: Companions) -> Checker:
     release(group)
     _checkers[group.group_name] = made = Checker(group, companions)
     return made
+
+
+def meet(group: dist.ProcessGroup, what: str) -> Checker:
+    """`guard` with new companions, in the group's first call, which is `what`. CollectiveTimeoutError if not
+    all ranks make it.
+    """
+    try:
+        return guard(group, companions(group))
+    except RuntimeError as error:
+        if isinstance(error, CollectiveTimeoutError) or says_timed_out(str(error)):
+            raise _timeout(what) from error
+        raise
 
 
 def checker(group: dist.ProcessGroup) -> Checker | None:
@@ -322,9 +340,13 @@ def _deadline(timeout_s: float | None) -> float | None:
 
 
 def _unpack(raw: bytes) -> _Said:
-    number, fingerprint, *dims, label = _ROW.unpack(raw)
+    number, fingerprint, *dims, way, label = _ROW.unpack(raw)
     shape = tuple(dim - 1 for dim in dims if dim > 0)
-    return _Said(number, fingerprint, shape, label.split(b"\0", 1)[0].decode("utf-8", "replace"))
+    return _Said(number, fingerprint, shape, _text(way), _text(label))
+
+
+def _text(raw: bytes) -> str:
+    return raw.split(b"\0", 1)[0].decode("utf-8", "replace")
 
 
 def _explain(said: dict[int, _Said]) -> str:
@@ -334,6 +356,7 @@ def _explain(said: dict[int, _Said]) -> str:
         {rank: row.fingerprint for rank, row in said.items()},
         {rank: row.label for rank, row in said.items()},
         {rank: row.shape for rank, row in said.items()},
+        {rank: row.way for rank, row in said.items()},
     )
     if message is not None:
         return message

@@ -45,8 +45,8 @@ def companions(group: dist.ProcessGroup) -> Companions:
 
     def make(creator: Any, name: str, members: tuple[int, ...]) -> Any:
         made = creator(dist.PrefixStore(name, store), members.index(me), len(members), timeout)
-        if isinstance(made, SharedMemoryGroup):  # its calls are recorded under its name
-            made._set_group_name(f"{group.group_name} {name}")
+        if isinstance(made, SharedMemoryGroup):
+            made.recorded = False  # the call that is checked is recorded, and to wait in both is to wait once
         return made
 
     on_hosts = hosts_in(group) or ()

@@ -92,11 +92,17 @@ def describe_tensor(fingerprint: int) -> str:
     return _tensor(unpack(fingerprint), None)
 
 
-def mismatch_message(seq: int, by_rank: Mapping[int, str], op: str = "", verb: str = "called") -> str:
+def mismatch_message(
+    seq: int,
+    by_rank: Mapping[int, str],
+    op: str = "",
+    verb: str = "called",
+    asked: str = "run the same forward",
+) -> str:
     """The sentence for a mismatch of call number `seq` of a group.
 
     by_rank: what each rank did, in words; ranks with equal words are named together. `op` is the operation if
-    all ranks agree on it.
+    all ranks agree on it. asked: what the ranks should do, and perhaps do not.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank in sorted(by_rank):
@@ -106,7 +112,7 @@ def mismatch_message(seq: int, by_rank: Mapping[int, str], op: str = "", verb: s
     who = "both" if len(by_rank) == 2 else "all"
     return (
         f"{op or 'collective'} number {seq} differs between ranks: {', '.join(parts)}. "
-        f"Do {who} ranks run the same forward?"
+        f"Do {who} ranks {asked}?"
     )
 
 
@@ -115,26 +121,39 @@ def explain(
     fingerprints: Mapping[int, int],
     labels: Mapping[int, str] | None = None,
     shapes: Mapping[int, tuple[int, ...]] | None = None,
+    ways: Mapping[int, str] | None = None,
 ) -> str | None:
     """None if all ranks did the same, else the mismatch in words: only what differs, and the labels.
 
-    fingerprints, labels, shapes: by rank in the group. Ranks agree if their fingerprints and (where given)
-    their shapes are equal; labels are shown and never compared.
+    fingerprints, labels, shapes, ways: by rank in the group. Ranks agree if their fingerprints and (where
+    given) their shapes and ways are equal; labels are shown and never compared. A way is "schedule ring" or
+    "wire bf16", say, and "" the backend's own.
     """
-    shapes = shapes or {}
-    if len(set(fingerprints.values())) <= 1 and len(set(shapes.values())) <= 1:
+    shapes, ways = shapes or {}, ways or {}
+    same_call = len(set(fingerprints.values())) <= 1 and len(set(shapes.values())) <= 1
+    same_way = len(set(ways.values())) <= 1
+    if same_call and same_way:
         return None
     fields = {rank: unpack(value) for rank, value in fingerprints.items()}
     same_op = len({f.op for f in fields.values()}) == 1
-    same_way = same_op and len({(f.reduce_op, f.root) for f in fields.values()}) == 1
+    same_but_tensor = same_op and len({(f.reduce_op, f.root) for f in fields.values()}) == 1
     words: dict[int, str] = {}
     for rank, field in fields.items():
         shape = shapes.get(rank)
-        text = _tensor(field, shape) if same_way else _describe(field, shape)
+        text = _tensor(field, shape) if same_but_tensor else _describe(field, shape)
+        if not same_way:
+            text += f" with {ways.get(rank) or 'neither schedule nor wire'}"
         label = (labels or {}).get(rank, "")
         words[rank] = f"{text} ({label})" if label else text
     op = next(iter(fields.values())).op if same_op else ""
-    return mismatch_message(seq, words, op=op, verb="sent" if same_way else "called")
+    asked = "have the same IMECE_SCHEDULE, and give the same schedule, wire and parts"
+    return mismatch_message(
+        seq,
+        words,
+        op=op,
+        verb="sent" if same_but_tensor else "called",
+        asked=asked if same_call else "run the same forward",
+    )
 
 
 def rank_words(ranks: list[int]) -> str:

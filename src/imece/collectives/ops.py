@@ -3,7 +3,8 @@
 Common to all of them. group: a torch ProcessGroup that holds this rank, None for all ranks; ranks in
 arguments (src, dst) count within the group, and every rank of the group makes the call. op: "sum", "avg",
 "min", "max", "product", or torch's ReduceOp. dtypes: fp64, fp32, fp16, bf16, int64, int32, uint8, bool (of
-bools, sum and max mean "any", the others "all"); averages of integers are exact and truncated toward zero.
+bools, sum and max mean "any", the others "all"); averages of integers are those of their sum in int64, which
+is exact but where it overflows, truncated toward zero.
 Tensors may have any shape, be empty, and need not be contiguous; those that are written to are not expanded.
 label: what the tensor is, for errors and the recorder.
 
@@ -87,10 +88,10 @@ def all_reduce(
         group.run_now("all_reduce", tensor, tensor, op, label=label)
         return tensor
     group, name = group_or_default(group), op_name(op)
-    call = Call("all_reduce", group, tensor, name, label=label)
     if wire is not None:
         _check_wire(tensor, name, schedule, wire)
     schedule = _chosen("all_reduce", schedule, tensor, group)
+    call = Call("all_reduce", group, tensor, name, label=label, way=_way(schedule, wire))
     hosts = over_hosts.hosts_of(group) if schedule == "hierarchical" else None
     if hosts is not None:
         return over_hosts.start(
@@ -143,10 +144,10 @@ def reduce_scatter(
     if wire is None and _runs_now(group, async_op, schedule, input, output):
         group.run_now("reduce_scatter", input, output, name, label=label)
         return output
-    call = Call("reduce_scatter", group, input, name, label=label)
     if wire is not None:
         _check_wire(input, name, schedule, wire)
     schedule = _chosen("reduce_scatter", schedule, input, group)
+    call = Call("reduce_scatter", group, input, name, label=label, way=_way(schedule, wire))
     hosts = over_hosts.hosts_of(group) if schedule == "hierarchical" else None
     if hosts is not None:
         return over_hosts.start(
@@ -204,8 +205,8 @@ def all_gather(
     if _runs_now(group, async_op, schedule, input, output):
         group.run_now("all_gather", input, output, label=label)
         return output
-    call = Call("all_gather", group, input, label=label)
     schedule = _chosen("all_gather", schedule, output, group)
+    call = Call("all_gather", group, input, label=label, way=_way(schedule))
     hosts = over_hosts.hosts_of(group) if schedule == "hierarchical" else None
     if hosts is not None:
         return over_hosts.start(
@@ -251,15 +252,15 @@ def broadcast(
     if _runs_now(group, async_op, schedule, tensor):
         group.run_now("broadcast", tensor, tensor, root=src, label=label)
         return tensor
-    call = Call("broadcast", group, tensor, root=src, label=label)
     schedule = _chosen("broadcast", schedule, tensor, group)
+    cut = parts if parts is not None else auto.parts_of(tensor.nbytes, group)
+    way = _way(schedule, parts=cut if schedule == "pipelined_ring" else None)
+    call = Call("broadcast", group, tensor, root=src, label=label, way=way)
     flat = flattened(tensor)
     if schedule is None:
         return call.native(
             lambda: native.broadcast(flat, src, group), tensor, lambda: copy_back(flat, tensor), async_op
         )
-
-    cut = parts if parts is not None else auto.parts_of(tensor.nbytes, group)
 
     def run() -> None:
         steps = build("broadcast", schedule, group.rank(), group.size(), flat.numel(), root=src, parts=cut)
@@ -289,8 +290,8 @@ def reduce(
     if _runs_now(group, async_op, schedule, tensor):
         group.run_now("reduce", tensor, tensor, name, dst, label)
         return tensor
-    call = Call("reduce", group, tensor, name, dst, label)
     schedule = _chosen("reduce", schedule, tensor, group)
+    call = Call("reduce", group, tensor, name, dst, label, way=_way(schedule))
     world_size, here = group.size(), group.rank() == dst
     flat, base, back = _ready(tensor, name, group, native=schedule is None)
     if (
@@ -381,6 +382,16 @@ def _chosen(op: str, schedule: str | None, tensor: Tensor, group: Group) -> str 
     if schedule is not None:
         check_name(op, schedule)
     return schedule
+
+
+def _way(schedule: str | None, wire: str | None = None, parts: int | None = None) -> str:
+    """What all ranks must do alike besides the call itself, in words; "" for the backend's own way."""
+    if wire is not None and schedule != "hierarchical":  # it has its own schedule
+        return f"wire {wire}"
+    words = [f"schedule {schedule}"] if schedule is not None else []
+    words += [f"wire {wire}"] if wire is not None else []
+    words += [f"parts {parts}"] if parts is not None else []
+    return ", ".join(words)
 
 
 def _check_sizes(op: str, long: str, whole: Tensor, short: str, part: Tensor, world_size: int) -> None:

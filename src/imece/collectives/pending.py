@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -72,12 +72,20 @@ class Pending:
         self._finish = finish
         self._mode = without_gradients()
 
+    def handed_out(self) -> Self:
+        """The call goes on by itself: for others this rank waits for it from its `wait` on."""
+        if self._token is not None:
+            recorder.hand_out(self._token)
+        return self
+
     def wait(self, timeout_s: float | None = None) -> torch.Tensor | None:
         """The call's tensor, complete (None for barrier and exchange). A second call returns it at once.
 
         timeout_s: for each message of the call; None means the group's own. CollectiveTimeoutError when it is
         over: then the group cannot be used any more. PeerLostError if a connection was lost.
         """
+        if self._token is not None:
+            recorder.wait(self._token)
         try:
             with self._mode:
                 with waiting:

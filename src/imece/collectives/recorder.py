@@ -29,13 +29,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from imece import mesh
 from imece.collectives import fingerprint as fp
 from imece.collectives import recording as ring
 from imece.collectives.recording import Recording, attach, find
 from imece.collectives.who_waits import explain
 
 __all__ = [
-    "Recorder", "Recording", "attach", "dump", "enter", "explain", "fail", "find", "install_signal", "leave",
+    "Recorder", "Recording", "attach", "dump", "enter", "explain", "fail", "find", "hand_out",
+    "install_signal", "leave", "wait",
 ]  # fmt: skip
 
 _MASK = ring.CAPACITY - 1
@@ -60,6 +62,11 @@ class Recorder:
         self._map = mmap.mmap(self._fd, ring.TOTAL_BYTES)
         self._words = memoryview(self._map).cast("q")
         self._tokens = itertools.count(1)
+        self.begin(rank, world_size, job)
+
+    def begin(self, rank: int, world_size: int, job: str) -> None:
+        """Nothing is noted yet of this rank. To `leave` a call that was noted before does nothing."""
+        self._map[ring.GROUPS_AT :] = bytes(ring.TOTAL_BYTES - ring.GROUPS_AT)
         self._bodies: dict[_Key, tuple[bytes, Iterator[int], int]] = {}
         self._rows: dict[str, int] = {}
         self._numbers: dict[int, Iterator[int]] = {}
@@ -88,6 +95,12 @@ class Recorder:
         # A call that outlived 1,024 later ones has lost its slot to one of them.
         if self._words[word] == token:
             self._words[word + 3] = sign * _now()
+
+    def turn(self, token: int, sign: int) -> None:
+        """From now on the call goes on by itself (sign -1), or the rank waits in it again (sign 1)."""
+        word = (_RING_AT + (token & _MASK) * _RECORD_BYTES) >> 3
+        if self._words[word] == token and self._words[word + 2] * sign < 0:
+            self._words[word + 2] = sign * _now()
 
     def recording(self) -> Recording:
         recording = ring.read(self._map, "R")
@@ -155,6 +168,16 @@ def fail(token: int) -> None:
     (_recorder or _create()).leave(token, -1)
 
 
+def hand_out(token: int) -> None:
+    """Notes that the call goes on by itself: this rank does not wait for it before `wait`."""
+    (_recorder or _create()).turn(token, -1)
+
+
+def wait(token: int) -> None:
+    """Notes that this rank waits from now on for a call, if that was handed out."""
+    (_recorder or _create()).turn(token, 1)
+
+
 def dump(file: TextIO | None = None, last: int = 16) -> None:
     """Prints this rank's last calls, newest last, to `file` (standard error)."""
     recording = (_recorder or _create()).recording()
@@ -193,12 +216,24 @@ def _ranks_of(group_name: str) -> bytes:
 
 def _create() -> Recorder:
     global _recorder
-    if dist.is_available() and dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-    else:
-        rank, world_size = _number("RANK", -1), _number("WORLD_SIZE", 0)
-    _recorder = Recorder(rank, world_size, _job())
+    _recorder = Recorder(*_place())
     return _recorder
+
+
+def _begin_again() -> None:
+    """torch gives new groups the names of old ones: what this rank was and did in those is not to count."""
+    if _recorder is not None:
+        _recorder.begin(*_place())
+
+
+mesh.once_arranged.append(_begin_again)
+
+
+def _place() -> tuple[int, int, str]:
+    """(rank, world_size, job), as far as this process knows."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size(), _job()
+    return _number("RANK", -1), _number("WORLD_SIZE", 0), _job()
 
 
 def _job() -> str:

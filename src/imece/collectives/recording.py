@@ -26,13 +26,13 @@ from imece.collectives import fingerprint as fp
 from imece.errors import UserError
 
 MEMFD_NAME = "imece-recorder"
-MAGIC, VERSION = b"imecerec", 1
+MAGIC, VERSION = b"imecerec", 2
 HEADER = struct.Struct("=8sIIiiIIq64s64s")
 GROUPS_AT, GROUP_BYTES, MAX_GROUPS = 4096, 256, 64
 GROUP = struct.Struct("=qq64s176s")  # number of the last collective, of the last point-to-point; name, ranks
 RING_AT, CAPACITY, RECORD_BYTES = GROUPS_AT + GROUP_BYTES * MAX_GROUPS, 1024, 128
 TOTAL_BYTES = RING_AT + CAPACITY * RECORD_BYTES
-RECORD = struct.Struct("@qqqq88sq")  # token, number in the group, start ns, end ns (< 0: failed), body, token
+RECORD = struct.Struct("@qqqq88sq")  # token, number in the group, start ns, end ns, body, token
 BODY = struct.Struct("=BBBBBxh6q32s")  # op, reduce op, dtype, dims, group row, peer, 6 x (dim + 1), label
 POINT_TO_POINT = frozenset({"send", "recv", "exchange"})
 
@@ -50,12 +50,14 @@ class Call:
     shape: tuple[int, ...]  # dims beyond the sixth are multiplied into the sixth
     peer: int  # rank in the group: root, or the other side; -1 if none
     label: str
-    start_ns: int
-    end_ns: int  # 0 while the call is open
+    start_ns: int  # < 0: since then it goes on by itself, and the rank does not wait for it yet
+    end_ns: int  # 0 while the call is open, < 0: it failed
 
     @property
     def state(self) -> str:
-        return "entered" if self.end_ns == 0 else "left" if self.end_ns > 0 else "failed"
+        if self.end_ns == 0:
+            return "entered" if self.start_ns > 0 else "started"
+        return "left" if self.end_ns > 0 else "failed"
 
     @property
     def what(self) -> str:
@@ -91,8 +93,8 @@ class Recording:
     groups: dict[str, GroupSeen]
 
     def age_s(self, call: Call) -> float:
-        """Seconds since the call began (open) or ended."""
-        return max(0, self.read_at_ns - (abs(call.end_ns) or call.start_ns)) / 1e9
+        """Seconds since the call ended; of an open one, since the rank waits in it or has started it."""
+        return max(0, self.read_at_ns - (abs(call.end_ns) or abs(call.start_ns))) / 1e9
 
     @property
     def open_calls(self) -> tuple[Call, ...]:

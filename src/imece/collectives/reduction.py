@@ -47,9 +47,9 @@ def prepared(tensor: torch.Tensor, op: str, world_size: int) -> tuple[torch.Tens
     """(buffer, op): what to reduce, flat and contiguous, and with which of sum, min, max, product.
 
     The buffer shares memory with a contiguous tensor wherever it can. An average is a sum here, of int64 for
-    integers (exact), of quotients for fp16 (a sum of gradients passes its 65,504 easily). bool travels as
-    uint8: some backends would add True and True to 2, which is no bool. Sum and max mean "any", the others
-    "all".
+    integers (exact but where it overflows), of quotients for fp16 (a sum of gradients passes its 65,504
+    easily). bool travels as uint8: some backends would add True and True to 2, which is no bool. Sum and max
+    mean "any", the others "all".
     """
     flat = flattened(tensor)
     if tensor.dtype == torch.bool:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from imece.collectives.shared_memory import segment
 from imece.collectives.shared_memory.board import JOINED, Board, words_of
 from imece.collectives.shared_memory.segment import Segment
-from imece.errors import CollectiveError
+from imece.errors import CollectiveError, CollectiveTimeoutError
 from imece.world import host_id
 
 
@@ -102,6 +102,13 @@ def test_a_board_that_comes_to_nothing_leaves_nothing_open(
     for each in others:
         each.close()
     assert left == before
+
+
+def test_one_that_does_not_come_in_time_is_named() -> None:
+    with pytest.raises(CollectiveTimeoutError) as late:
+        Board(dist.HashStore(), 0, 2, timedelta(seconds=0.1))
+    where = "see what it does with `imece doctor --attach`"
+    assert str(late.value) == f"rank 1 of 2 did not join the group within 0 s: {where}"
 
 
 def test_two_threads_look_who_is_dead() -> None:

@@ -292,6 +292,25 @@ def in_turn(*calls: Call) -> Call:
     return call
 
 
+def ours(op: str = "sum", **way: Any) -> Call:
+    """imece's all_reduce, which knows other ways than torch's."""
+
+    def call(rank: int, group: Any) -> None:
+        tensor = torch.ones(4)
+        try:
+            found = imece.all_reduce(tensor, op, group=group, **way)
+            if isinstance(found, imece.Pending):
+                found.wait()
+        finally:
+            assert tensor.eq(1).all(), "data moved before the check"
+
+    return call
+
+
+def ours_from(root: int, **way: Any) -> Call:
+    return lambda rank, group: imece.broadcast(torch.ones(4), root, group=group, **way)
+
+
 def splits(given: list[int], taken: list[int]) -> Call:
     def call(rank: int, group: Any) -> None:
         source, target = torch.ones(sum(given)), torch.ones(sum(taken))
@@ -366,6 +385,31 @@ DISAGREEMENTS: dict[str, tuple[Call, Call, str]] = {
     # The first has failed before the second is called.
     "async, slowly": (
         waited((7,), 0.05), waited((8,), 0.05), "ranks 0, 2 sent float32[8], rank 1 float32[7]",
+    ),
+    "reduction of a schedule": (
+        ours("max", schedule="ring"), ours(schedule="ring"),
+        "ranks 0, 2 called all_reduce(sum) of float32[4], rank 1 all_reduce(max) of float32[4]",
+    ),
+    "reduction in bf16": (
+        ours("avg", wire="bf16", async_op=True), ours(wire="bf16", async_op=True),
+        "ranks 0, 2 called all_reduce(sum) of float32[4], rank 1 all_reduce(avg) of float32[4]",
+    ),
+    "root of a schedule": (
+        ours_from(1, schedule="tree"), ours_from(0, schedule="tree"),
+        "ranks 0, 2 called broadcast from 0 of float32[4], rank 1 broadcast from 1 of float32[4]",
+    ),
+    "schedule": (
+        ours(schedule="ring"), ours(schedule="tree"),
+        "ranks 0, 2 sent float32[4] with schedule tree, rank 1 float32[4] with schedule ring. Do all ranks "
+        "have the same IMECE_SCHEDULE, and give the same schedule, wire and parts?",
+    ),
+    "wire": (
+        ours(wire="bf16"), reduce_of((4,)),
+        "ranks 0, 2 sent float32[4] with neither schedule nor wire, rank 1 float32[4] with wire bf16",
+    ),
+    "parts": (
+        ours_from(0, schedule="pipelined_ring", parts=3), ours_from(0, schedule="pipelined_ring"),
+        "4] with schedule pipelined_ring, parts 8, rank 1 float32[4] with schedule pipelined_ring, parts 3",
     ),
     "splits": (
         splits([1, 1, 1], [1, 1, 1]), splits([1, 2, 1], [1, 1, 1]),

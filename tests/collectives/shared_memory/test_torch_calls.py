@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.distributed import _functional_collectives as functional
 import imece
 from imece.collectives.shared_memory import board, reducing, shared_empty
 from imece.collectives.shared_memory.board import RING_PIECE_BYTES, RING_SLOTS
+from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.shared_memory.small import EXCHANGED_BYTES, REDUCED_BYTES
 from tests.ranks import run_ranks
 
@@ -678,6 +680,20 @@ def run_checks(small_slots: bool) -> int:
     del anchor
     dist.destroy_process_group()
     return len(CHECKS)
+
+
+def test_nothing_with_a_stride_is_sent_and_a_message_is_known_by_its_tag() -> None:
+    alone = SharedMemoryGroup(dist.HashStore(), 0, 1, timedelta(seconds=10))
+    nothing = torch.zeros(4)[0:0:2]  # contiguous, of stride 2, which a view as bytes does not take
+    with alone.inline():
+        alone.send([nothing], 0, 7)
+        alone.recv([torch.empty(0)], 0, 7)
+        alone.allgather([[torch.empty(0)]], [nothing])
+        alone.all_to_all_single(torch.empty(0), nothing, [], [])
+    receiving, _ = alone._receiving([0], torch.ones(3), 516816897)
+    assert str(receiving) == "recv from 0 of float32[3], tag 516816897"
+    assert str(alone._sending(0, torch.ones(3), 7)).endswith("float32[3], tag 7")
+    alone.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_the_time_for_which_all_were_stopped_is_not_waited(monkeypatch: pytest.M
         bell=lambda: 0, sleep=sleep, dead=list,
     )  # fmt: skip
     steps: Any = iter(())
-    barrier = Operation(steps, pack("barrier", "", None, 0), lambda: 3, lambda: [1])
+    barrier = Operation(steps, pack("barrier", "", None, 0), lambda: "number 3", lambda: [1])
     patience = Patience(board, 60.0, hot=False)
     while now[0] < 1030:
         patience.wait([barrier])

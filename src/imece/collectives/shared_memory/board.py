@@ -38,7 +38,8 @@ import torch.distributed as dist
 
 from imece.collectives.shared_memory import arena, futex, segment
 from imece.collectives.shared_memory.segment import Segment
-from imece.errors import CollectiveError, UserError
+from imece.errors import CollectiveError, CollectiveTimeoutError, UserError
+from imece.status import says_timed_out
 from imece.world import host_id
 
 CLOCK, SLEEPERS, FAILED, CLOSED, FREED, DETAIL, JOINED = range(7)
@@ -261,7 +262,7 @@ class Board:
 def _meet(store: dist.Store, own: Segment, rank: int, world_size: int, timeout: timedelta) -> list[Peer]:
     """Everybody introduces itself through the store, as JSON.
 
-    Raises UserError where the ranks are not on one host, CollectiveError where one does not come.
+    Raises UserError where the ranks are not on one host, CollectiveTimeoutError where one does not come.
     """
     me: dict[str, int | str] = {"pid": os.getpid(), "fd": own.fd, "serial": own.serial, "host": host_id()}
     me["cores"] = len(os.sched_getaffinity(0))
@@ -295,7 +296,8 @@ def _get(store: dist.Store, key: str, timeout: timedelta, who: str) -> bytes:
     try:
         store.wait([key], timeout)
     except (dist.DistStoreError, RuntimeError) as error:
-        raise CollectiveError(
-            f"{who} did not join the group within {time.monotonic() - started:.0f} s: {error}"
-        ) from None
+        said = f"{who} did not join the group within {time.monotonic() - started:.0f} s"
+        if says_timed_out(str(error)):  # and names a key, which tells nobody anything
+            raise CollectiveTimeoutError(f"{said}: see what it does with `imece doctor --attach`") from None
+        raise CollectiveError(f"{said}: {error}") from None
     return bytes(store.get(key))

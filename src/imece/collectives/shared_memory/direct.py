@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -78,6 +78,24 @@ class DirectCalls(GroupBase):
             self._runner.run(self._engine.operation(fingerprint, noted))
         return [each.view(tensor.dtype) for each in found] or None
 
+    def agree(
+        self,
+        op: str,
+        dtype: torch.dtype | None,
+        shape: tuple[int, ...],
+        reduce_op: str,
+        root: int,
+        label: str,
+        way: str,
+    ) -> None:
+        """Over when all ranks are known to make this call, which then goes its own `way`, as messages."""
+        key = (op, dtype, shape, reduce_op, root, way)
+        small = self._smalls.get(key)
+        if small is None:
+            small = Small(self._engine, op, dtype, shape, reduce_op, root, way)
+            self._keep(key, small)
+        self._run_small(small, None, None, label)
+
     def barrier_now(self) -> None:
         """Nobody goes on before everybody is here."""
         self._run_small(self._barrier, None, None)
@@ -130,7 +148,10 @@ class DirectCalls(GroupBase):
                 else:
                     kind = SmallBroadcast if op == "broadcast" else SmallGather
                     made = kind(self._engine, op, dtype, shape, root=root)
+        self._keep(key, made)
+        return made
+
+    def _keep(self, key: Hashable, made: Small | None) -> None:
         if len(self._smalls) >= _KEPT:
             self._smalls.clear()
         self._smalls[key] = made
-        return made

@@ -11,6 +11,7 @@ collective, and all ranks take the same one because they decide from what all ha
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -53,6 +54,7 @@ class Engine:
         self.clock = 0
         self.shape: tuple[int, ...] = ()  # of the tensor under way, for messages
         self.label = ""
+        self.way = ""  # as of fingerprint.explain
         self._others = [board.words[other] for other in board.others]
         self._piece = 0
         self._freed = 0
@@ -65,7 +67,7 @@ class Engine:
 
     def operation(self, fingerprint: int, steps: Steps) -> Operation:
         """`steps` of a collective, ready to be driven."""
-        return Operation(steps, fingerprint, lambda: self.number, self.missing)
+        return Operation(steps, fingerprint, lambda: f"number {self.number}", self.missing)
 
     # One step.
 
@@ -89,9 +91,10 @@ class Engine:
             self.board.announce_freed()
         self.tick()
 
-    def shape_word(self, fingerprint: int, shape: Sequence[int]) -> int:
-        """The shape in one word, 0 where ranks may differ in it. Tuples of ints hash alike everywhere."""
-        return hash(tuple(shape)) if fingerprint >> 59 in _SAME_SHAPE else 0
+    def shape_word(self, fingerprint: int, shape: Sequence[int], way: str = "") -> int:
+        """Shape and way in one word, 0 where ranks may differ in it. Tuples of ints hash alike everywhere."""
+        word = hash(tuple(shape)) if fingerprint >> 59 in _SAME_SHAPE else 0
+        return hash((word, zlib.crc32(way.encode()))) if way else word
 
     def tick(self) -> None:
         self.clock += 1
@@ -133,7 +136,7 @@ class Engine:
 
     def _differ(self, at: int) -> Steps:
         """The ranks are in different collectives: exchange the details, raise MismatchError on every rank."""
-        own = f"{'x'.join(map(str, self.shape))}|{self.label}"
+        own = f"{'x'.join(map(str, self.shape))}|{self.way}|{self.label}"
         self.board.write_text(DETAIL, self.number, own)
         for other in self.board.others:
             while self.board.words[other][DETAIL] < self.number:
@@ -141,11 +144,13 @@ class Engine:
         everybody = range(self.world_size)
         texts = {rank: own if rank == self.rank else self.board.read_text(rank, DETAIL) for rank in everybody}
         shapes = {rank: _shape(text.partition("|")[0]) for rank, text in texts.items()}
+        rest = {rank: text.partition("|")[2].partition("|") for rank, text in texts.items()}
         message = explain(
             self.number,
             {rank: self.board.words[rank][at] for rank in everybody},
-            {rank: text.partition("|")[2] for rank, text in texts.items()},
+            {rank: label for rank, (_, _, label) in rest.items()},
             shapes,
+            {rank: way for rank, (way, _, _) in rest.items()},
         )
         raise MismatchError(message or f"collective number {self.number} differs between ranks")
 

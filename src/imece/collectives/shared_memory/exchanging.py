@@ -31,8 +31,8 @@ class Read:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as uint8[nbytes], sharing its memory."""
     flat = tensor.view(-1)
-    if flat.numel() == 1:  # contiguous whatever its stride, which viewing it as bytes does not accept
-        flat = flat.as_strided((1,), (1,))
+    if flat.numel() <= 1:  # contiguous whatever its stride, which viewing it as bytes does not accept
+        flat = flat.as_strided((flat.numel(),), (1,))
     return flat.view(torch.uint8)
 
 

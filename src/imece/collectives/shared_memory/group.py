@@ -328,7 +328,7 @@ class SharedMemoryGroup(DirectCalls):
         shown = pack("send", "", tensor.dtype, tensor.numel(), target)
         steps = self._messages.send(target, data, fingerprint, tag)
         steps = self._noted(shown, tensor.dtype, tuple(tensor.shape), steps, nothing)
-        return Operation(steps, fingerprint, lambda: tag, lambda: [target])
+        return Operation(steps, fingerprint, lambda: f"tag {tag}", lambda: [target])
 
     def _receiving(self, sources: list[int], tensor: Tensor, tag: int) -> tuple[Operation, Wanted]:
         flat, back = flattened(tensor)
@@ -336,7 +336,7 @@ class SharedMemoryGroup(DirectCalls):
         steps = self._messages.receive(sources, wanted)
         shown = pack("recv", "", tensor.dtype, tensor.numel(), sources[0] if len(sources) == 1 else -1)
         steps = self._noted(shown, tensor.dtype, tuple(tensor.shape), steps, back)
-        return Operation(steps, shown, lambda: tag, lambda: self._messages.awaited(sources)), wanted
+        return Operation(steps, shown, lambda: f"tag {tag}", lambda: self._messages.awaited(sources)), wanted
 
     def _gather_list(
         self, targets: list[Tensor], input: Tensor, op: str, root: int, opts: Any, result: Any

@@ -42,6 +42,7 @@ class GroupBase(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub lacks this form
         self._name = self._desc = "undefined"
+        self.recorded = True
         self._timeout = timeout
         self._board = Board(store, rank, size, timeout)
         self._engine = Engine(self._board)
@@ -183,15 +184,19 @@ class GroupBase(dist.ProcessGroup):
         """`steps`, noted in the recorder and for errors from the moment it is their turn, and then `back`."""
         fields = _fields(fingerprint)
         if fields.op not in ("send", "recv"):  # messages run beside a collective, whose note this is
-            self._engine.shape, self._engine.label = shape, label
-        token = recorder.enter(fields.op, self._name, dtype, shape, fields.reduce_op, fields.root, label)
+            self._engine.shape, self._engine.label, self._engine.way = shape, label, ""
+        token: int | None = None
+        if self.recorded:
+            token = recorder.enter(fields.op, self._name, dtype, shape, fields.reduce_op, fields.root, label)
         try:
             yield from steps
         except BaseException:
-            recorder.fail(token)
+            if token is not None:
+                recorder.fail(token)
             raise
         back()
-        recorder.leave(token)
+        if token is not None:
+            recorder.leave(token)
 
     def _all_of(self, works: Sequence[dist.Work], result: Any) -> dist.Work:
         """One handle for several operations, which run in order: the last one's end is the end of all."""

@@ -35,26 +35,27 @@ class Small:
         shape: Sequence[int] = (),
         reduce_op: str = "",
         root: int = -1,
+        way: str = "",
     ) -> None:
-        """dtype, shape: of the tensor that this rank sends."""
+        """dtype, shape: of the tensor that this rank sends; or that travels another `way`, and not here."""
         numel = 1 if dtype is not None else 0
         for dim in shape:
             numel *= dim
         self.engine, self.op, self.dtype, self.shape = engine, op, dtype, tuple(shape)
-        self.reduce_op, self.root, self.numel = reduce_op, root, numel
+        self.reduce_op, self.root, self.numel, self.way = reduce_op, root, numel, way
         self.fingerprint = pack(op, reduce_op, dtype, numel, root)
-        self.shape_word = engine.shape_word(self.fingerprint, self.shape)
+        self.shape_word = engine.shape_word(self.fingerprint, self.shape, way)
         self.slot = 0
         nbytes = numel * dtype.itemsize if dtype is not None else 0
         self.sent: list[list[Tensor]] = [
-            [each[:nbytes].view(dtype) for each in ranks] if dtype is not None else []
+            [each[:nbytes].view(dtype) for each in ranks] if dtype is not None and not way else []
             for ranks in engine.board.slots
         ]  # [slot][rank], each [numel]
 
     def begin(self, source: Tensor | None, label: str = "") -> None:
         """Send `source`, [numel], and announce the call."""
         engine = self.engine
-        engine.shape, engine.label = self.shape, label
+        engine.shape, engine.label, engine.way = self.shape, label, self.way
         self.slot = slot = engine.next_slot()
         if source is not None:
             self.sent[slot][engine.rank].copy_(source)

@@ -33,11 +33,11 @@ class Operation:
 
     steps: Steps
     fingerprint: int
-    number: Callable[[], int]  # of the collective in its group; of the message in its channel
+    which: Callable[[], str]  # the collective's number in its group; the message's tag
     missing: Callable[[], Sequence[int]]  # ranks it waits for now
 
     def __str__(self) -> str:
-        return f"{describe(self.fingerprint)}, number {self.number()}"
+        return f"{describe(self.fingerprint)}, {self.which()}"
 
 
 class Patience:
