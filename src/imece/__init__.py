@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from imece.collectives.shared_memory import shared_empty
     from imece.data.sampler import DistributedSampler
     from imece.data_parallel.batch_norm import SyncBatchNorm, convert_sync_batchnorm
-    from imece.data_parallel.cast import MixedPrecision
     from imece.data_parallel.compiled import compile_blocks
     from imece.data_parallel.grad_scaler import GradScaler
     from imece.data_parallel.parallelize import parallelize
     from imece.data_parallel.replicate import DistributedDataParallel
+    from imece.data_parallel.sharding.cast import MixedPrecision
     from imece.launch.spawn import spawn
     from imece.membership.steps import steps
     from imece.mesh import Mesh, init
@@ -52,7 +52,7 @@ _HOMES = {
     "collectives.shared_memory": ["shared_empty"],
     "data.sampler": ["DistributedSampler"],
     "data_parallel.batch_norm": ["SyncBatchNorm", "convert_sync_batchnorm"],
-    "data_parallel.cast": ["MixedPrecision"],
+    "data_parallel.sharding.cast": ["MixedPrecision"],
     "data_parallel.compiled": ["compile_blocks"],
     "data_parallel.grad_scaler": ["GradScaler"],
     "data_parallel.parallelize": ["parallelize"],

@@ -22,8 +22,8 @@ from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
 from imece.membership.copies import Copies
 from tests.checkpoint.test_training_state import differences
-from tests.data_parallel import test_block_wise as libraries
-from tests.data_parallel.test_block_wise import Wide, interpreted, loss_of
+from tests.data_parallel.sharding import test_block_wise as libraries
+from tests.data_parallel.sharding.test_block_wise import Wide, interpreted, loss_of
 from tests.ranks import run_ranks
 
 STRATEGIES = ("replicate", "zero1", "zero2", "zero3")

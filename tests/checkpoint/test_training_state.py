@@ -53,7 +53,8 @@ def parallel(strategy: str, seed: int) -> tuple[DistributedDataParallel, list[Op
     torch.manual_seed(seed)
     model = Model()
     rest = [each for each in model.parameters() if each is not model.inner.weight]
-    optimizers: list[Optimizer] = [Muon([model.inner.weight], lr=0.1), AdamW(rest, lr=0.1)]
+    lr = 0.1 * seed  # whoever loads has another one, and goes on with that of the checkpoint
+    optimizers: list[Optimizer] = [Muon([model.inner.weight], lr=lr), AdamW(rest, lr=lr)]
     wrapped, _ = imece.parallelize(model, optimizers, strategy)
     return wrapped, optimizers
 

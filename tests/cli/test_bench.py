@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,14 @@ import psutil
 import pytest
 import torch
 
-from imece.bench import collectives, ddp, report, targets
-from imece.bench.collectives import Result
-from imece.bench.contenders import OPS, Contender, numel_of
+from imece.bench import report, targets
+from imece.bench.collectives import collectives
+from imece.bench.collectives.collectives import Result
+from imece.bench.collectives.contenders import OPS, Contender, numel_of
+from imece.bench.collectives.limit import CHUNKS_BYTES, Limit
 from imece.bench.crew import Crew, CrewError
-from imece.bench.limit import CHUNKS_BYTES, Limit
+from imece.bench.ddp import ddp
+from imece.cli.bench import BENCHMARKS
 from imece.cli.main import main
 from imece.errors import UserError
 
@@ -130,9 +135,14 @@ def test_sizes_are_read_as_people_write_them() -> None:
         (["collectives", "--ops", "allreduce"], "is not one of all_reduce"),
         (["collectives", "--against", "nccl"], "is not one of gloo, mpich"),
         (["collectives", "--rounds", "0"], "at least 1"),
+        (["collectives", "--ops", ","], "--ops ',' names none: name at least one of all_reduce, "),
+        (["collectives", "--plot", "tl"], "--plot tl: name a file that ends in .png or .svg or .pdf"),
+        (["step", "--plot", "out.xyz"], "--plot out.xyz: name a file that ends in .png"),
         (["collectives", "--no-shared", "--no-ordinary", "--against", ""], "nothing to measure"),
         (["collectives", "--json", "/proc/nowhere/x.json"], "cannot write /proc/nowhere/x.json"),
         (["hosts", "--rate", "fast"], "is not a rate like 1gbit"),
+        (["hosts", "--rate", "0gbit"], "'0gbit' is not a rate like 1gbit"),
+        (["hosts", "--rate", "0.0mbit"], "'0.0mbit' is not a rate like 1gbit"),
         (["ddp", "--ranks", "0"], "from 2 to 64 ranks"),
     ],
 )
@@ -143,6 +153,60 @@ def test_a_mistake_is_one_line_and_status_2(
     captured = capsys.readouterr()
     assert captured.err.startswith("imece: ") and captured.err.count("\n") == 1
     assert said in captured.err
+
+
+def test_an_interface_that_is_not_there_is_told_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch")
+    assert main(["bench", "ddp", "--quick"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(
+        "imece: GLOO_SOCKET_IFNAME=nosuch names no interface: unset it, or use one of"
+    )
+    assert captured.err.count("\n") == 1 and not captured.out
+
+
+def test_where_no_library_is_left_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    here: dict[str, Any] = {collectives.LIMIT: None}
+    monkeypatch.setattr(collectives, "_crews", lambda *_: here)
+    said: list[str] = []
+    plan = collectives.Plan((2,), ("broadcast",), (1024,), ("mpich", "deepspeed"), 1)
+    told = (
+        r"^nothing to measure: no library of mpich, deepspeed is here that knows broadcast: name another in "
+    )
+    for _ in range(2):
+        with pytest.raises(UserError, match=told):
+            collectives.run(plan, said.append)
+        here["deepspeed"] = None  # which knows all_reduce only
+    assert not said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_it_leaves_no_files(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def measure(plan: Any, say: Callable[[str], None]) -> None:
+        with tempfile.TemporaryDirectory(dir=tmp_path):
+            try:
+                os.kill(os.getpid(), number)
+            finally:
+                os.kill(os.getpid(), number)  # somebody is impatient while it clears up
+
+    heard: list[int] = []
+    both = (signal.SIGTERM, signal.SIGHUP)
+    before = {each: signal.signal(each, lambda number, _: heard.append(number)) for each in both}
+    monkeypatch.setitem(BENCHMARKS, "save", replace(BENCHMARKS["save"], run=measure))
+    try:
+        with pytest.raises(SystemExit) as ending:
+            main(["bench", "save"])
+        assert ending.value.code == 128 + number
+        assert not os.listdir(tmp_path) and not heard
+        os.kill(os.getpid(), number)
+        assert heard == [number], "handlers are as they were"
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def test_a_quick_run_measures_every_library_in_every_round(
@@ -169,12 +233,14 @@ def test_a_quick_run_measures_every_library_in_every_round(
 
 def test_ranks_that_wait_for_an_order_take_no_processor_time() -> None:
     if collectives.missing("mpich"):
-        crew = Crew.of_ranks("torch", "imece.bench.rank", 2, extra=[{"IMECE_BENCH_RANK": "torch"}] * 2)
+        crew = Crew.of_ranks(
+            "torch", "imece.bench.collectives.rank", 2, extra=[{"IMECE_BENCH_RANK": "torch"}] * 2
+        )
         library = "gloo"
     else:  # MPICH's waits spin, so it is the one that could disturb the others
         mpiexec = collectives._mpiexec()
         assert mpiexec is not None
-        crew, library = Crew.of_mpi("mpich", "imece.bench.rank", 2, mpiexec), "mpich"
+        crew, library = Crew.of_mpi("mpich", "imece.bench.collectives.rank", 2, mpiexec), "mpich"
     with crew:
         answers = crew.ask("prepare", library=library, op="all_reduce", size_bytes=4096, calls=3)
         assert all(answer["right"] for answer in answers)

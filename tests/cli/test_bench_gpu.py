@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from imece.bench.gpu import Plan, Results, lines
-from imece.bench.gpu_targets import BARE, COMPILED, FLAT, FOREACH, FUSED, GPU, OURS, TORCH
-from imece.bench.gpu_ways import Timed, _syncs
+from imece.bench.gpu.gpu import Plan, Results, lines
+from imece.bench.gpu.targets import BARE, COMPILED, FLAT, FOREACH, FUSED, GPU, OURS, TORCH
+from imece.bench.gpu.ways import Timed, _syncs
 from imece.bench.targets import lines as judged
 from imece.cli.main import main
 

@@ -9,9 +9,9 @@ import pytest
 
 from imece.bench import memory, targets
 from imece.bench.memory import Plan, Results, Row
-from imece.bench.step import Memory
-from imece.bench.step import Plan as StepPlan
-from imece.bench.step import Results as StepResults
+from imece.bench.step.step import Memory
+from imece.bench.step.step import Plan as StepPlan
+from imece.bench.step.step import Results as StepResults
 from imece.cli.main import main
 
 ONE = {"parameters": 40, "gradients": 40, "optimizer": 20, "communication": 0, "host": 0}
@@ -83,6 +83,12 @@ def test_the_targets_of_strategies() -> None:
             ["memory", "--strategies", "zero1", "--offload", "parameters"],
             "--offload parameters cannot be with",
         ),
+        (
+            ["memory", "--bf16", "--strategies", "replicate"],
+            "--bf16 cannot be with --strategies replicate: name one of",
+        ),
+        (["memory", "--models", ""], "--models '' names none: name at least one of 10.9M, 29.5M, 97M"),
+        (["memory", "--strategies", ""], "--strategies '' names none"),
         (["step", "--strategy", "zero9"], "zero9"),
         (["memory", "--plot", "/dev/null/all.png"], "/dev/null"),
     ],

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import imece
-from imece.bench import recovery, recovery_targets
-from imece.bench.recovery_rank import SEQUENCES, SHAPE, Text
-from imece.bench.recovery_record import Kills, Plan, Results
-from imece.bench.recovery_runs import TorchKill, kill_under_torchrun
+from imece.bench.recovery import recovery
+from imece.bench.recovery import targets as recovery_targets
+from imece.bench.recovery.rank import SEQUENCES, SHAPE, Text
+from imece.bench.recovery.record import Kills, Plan, Results
+from imece.bench.recovery.runs import TorchKill, kill_under_torchrun
 from imece.cli.main import main
 
 
@@ -111,7 +112,7 @@ def test_what_is_measured_is_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(package.parent)
 
     def asks(results: Results, folder: Path, say: Callable[[str], None]) -> None:
-        text = "import imece.bench.recovery_targets as asked, theirs; print(asked.__file__)"
+        text = "import imece.bench.recovery.targets as asked, theirs; print(asked.__file__)"
         said = subprocess.run([sys.executable, "-c", text], check=True, capture_output=True, text=True).stdout
         found.append(Path(said.strip()))
         assert found[0].is_file()
@@ -120,7 +121,7 @@ def test_what_is_measured_is_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     before = dict(os.environ)
     recovery.run(Plan(parts=("kills",)), print)
     (copy,) = found
-    assert copy.parts[-3:] == ("imece", "bench", "recovery_targets.py") and package not in copy.parents
+    assert copy.parts[-4:] == ("imece", "bench", "recovery", "targets.py") and package not in copy.parents
     assert not copy.exists() and dict(os.environ) == before, "nothing of it is left"
 
 
@@ -135,7 +136,7 @@ def test_what_is_measured_is_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (["--steps", "1"], "--steps 1: at least 2"),
         (["--every-s", "0"], "--every-s 0: more than 0"),
         (["--strategies", "zero9"], "zero9"),
-        (["--strategies", ","], "nothing to measure"),
+        (["--strategies", ","], "--strategies ',' names none: name at least one of replicate"),
         (["--parts", "kill"], "kill"),
         (["--json", "/dev/null/all.json"], "/dev/null"),
     ],

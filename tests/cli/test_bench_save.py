@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from imece.bench import save
-from imece.bench.save import FIXED_BYTES, Plan, Results, Row
+from imece.bench.save import save
+from imece.bench.save.save import FIXED_BYTES, Plan, Results, Row
 from imece.cli.main import main
 
 SHARE = 10**8
@@ -63,6 +63,7 @@ def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--ranks", "3"], "--ranks 3: an even number from 2 to 64"),
         (["--rounds", "0"], "--rounds 0: at least 1"),
         (["--strategies", "zero9"], "zero9"),
+        (["--strategies", ""], "--strategies '' names none: name at least one of replicate, "),
         (["--model", "7B"], "7B"),
         (["--folder", "/dev/null/below"], "--folder /dev/null/below: no folder that can be written to"),
         (["--json", "/dev/null/all.json"], "/dev/null"),

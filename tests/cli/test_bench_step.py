@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from imece.bench import parameter_cost, step, targets
+from imece.bench import targets
 from imece.bench.reference_model import REFERENCE, batch, new_decoder
-from imece.bench.step import Memory, Plan, Results
-from imece.bench.step_rank import Rank
-from imece.bench.step_ways import ALONE, OURS, STRATEGY_WAYS, WAYS, missing
+from imece.bench.step import parameter_cost, step
+from imece.bench.step.rank import Rank
+from imece.bench.step.step import Memory, Plan, Results
+from imece.bench.step.ways import ALONE, OURS, STRATEGY_WAYS, WAYS, missing
 from imece.bench.targets import StepTarget
 from imece.cli.main import main
-from imece.data_parallel.trace import BucketTrace, StepTrace
+from imece.data_parallel.reducing.trace import BucketTrace, StepTrace
 
 GLOO, SHM, VIEW = "torch-gloo", "torch-shm", "torch-gloo-view"
 

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from imece.bench import resident, targets, train
-from imece.bench.train import Results, Save
-from imece.bench.train_contenders import QUICK, Plan, batch_of
-from imece.bench.train_targets import ALONE, ONE_RANK, OURS, PLAIN, SAME_LOSS, TRAIN, WAYS
+from imece.bench import resident, targets
+from imece.bench.train import train
+from imece.bench.train.contenders import QUICK, Plan, batch_of
+from imece.bench.train.targets import ALONE, ONE_RANK, OURS, PLAIN, SAME_LOSS, TRAIN, WAYS
+from imece.bench.train.train import Results, Save
 from imece.cli.main import main
 
 BF16 = replace(QUICK, compute=replace(QUICK.compute, dtype="bf16"))

@@ -28,7 +28,7 @@ from imece.plan.check import PLAN_FILE
 from imece.plan.hardware import find_cluster, find_gpu
 from imece.plan.models.by_name import find_model
 from imece.plan.setup import Parallel, Recipe, Setup
-from tests.data_parallel.test_offload import late
+from tests.data_parallel.sharding.test_offload import late
 from tests.plan.test_check import CONTENT
 from tests.plan.test_here import FIGURES, without_home
 from tests.ranks import run_ranks

@@ -24,7 +24,8 @@ from imece.cli.options import option_names
 from imece.data.prepare import prepare
 from imece.errors import UserError
 from imece.train import start
-from imece.train.config import TrainConfig, read_toml, to_toml
+from imece.train.config import TrainConfig
+from imece.train.config_file import read_toml, to_toml
 from imece.train.run_folder import RunFolder
 from imece.train.run_lock import HELD
 from tests.train.small import options, write_text
@@ -97,6 +98,27 @@ def test_help_explains_every_option(
         assert len(re.findall(r"[a-z]{2,}", described[name])) >= 3, f"{name} is not explained"
     for name in ("--model", "--data", "--ranks", "--steps", "--run", "--strategy"):
         assert name in names
+
+
+@pytest.mark.parametrize(
+    "command, words",
+    [
+        ("train", "What each rank holds"),
+        ("train", "On GPUs, what lies in the host's memory"),
+        ("train", "A rank is called slow"),
+        ("launch", "How many times in all a dead rank"),
+        ("plan", "none: bf16, or fp16"),
+    ],
+)
+def test_a_wide_screen_has_each_option_on_a_line(
+    command: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the source breaks its lines."""
+    monkeypatch.setenv("COLUMNS", "2000")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if words in each)
+    assert "(default: " in line
 
 
 def test_the_printed_config_is_a_whole_one(

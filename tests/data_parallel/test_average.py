@@ -193,6 +193,59 @@ def several_losses(group: dist.ProcessGroup) -> None:
         same(model, alone, f"step {step}")
 
 
+class Failing(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: torch.Tensor) -> Any:
+        raise MemoryError
+
+
+def lost_in_backward(group: dist.ProcessGroup) -> None:
+    """A backward that raises does not count, before it has reached the model or after, reduced or not."""
+    model = wrap(group)
+    for step, (behind, local) in enumerate([(True, False), (False, False), (True, True), (False, True)]):
+        parts = [part(2 + at, 10 * step + at) for at in range(group.size())]
+        alone = whole(model.module, parts)
+        x, y = parts[dist.get_rank()]
+        with model.no_sync() if local else contextlib.nullcontext():
+            logits = model(Failing.apply(x.clone().requires_grad_()) if behind else x)  # type: ignore[no-untyped-call]
+            loss = functional.cross_entropy(logits if behind else Failing.apply(logits), y)  # type: ignore[no-untyped-call]
+            with pytest.raises(MemoryError):
+                model.weigh(loss, 100).backward()
+        if step % 2:  # of no tokens, and it has said so
+            with pytest.raises(MemoryError):
+                model.weigh(functional.cross_entropy(Failing.apply(model(x)), y), 0).backward()  # type: ignore[no-untyped-call]
+            model.zero_grad()
+            model.weigh(model(x).sum() * float("nan"), 1).backward()
+            assert all(each.grad.isnan().all() for each in model.module.first.parameters())  # type: ignore[union-attr]
+        model.zero_grad()
+        bring(model, (x, y))
+        same(model, alone, f"behind: {behind}, local: {local}")
+
+
+def counted_by_autograd_grad(group: dist.ProcessGroup) -> None:
+    """Gradients that are asked for write no .grad and do not count: nor is a number asked for."""
+    model = wrap(group)
+    for step in range(3):
+        parts = [part(2 + at, 10 * step + at) for at in range(group.size())]
+        alone = whole(model.module, parts)
+        x, y = parts[dist.get_rank()]
+        model.zero_grad()
+        asked = x.clone().requires_grad_()
+        torch.autograd.grad(model(asked).sum(), asked)
+        for local in (True, False):
+            with model.no_sync() if local else contextlib.nullcontext():
+                loss = model.weigh(functional.cross_entropy(model(asked), y), 50)
+                torch.autograd.grad(loss, asked)
+        bring(model, (x, y))
+        same(model, alone, f"step {step}")
+
+
 def zeroed_in_place(group: dist.ProcessGroup) -> None:
     """What a sharded model's zero_grad throws away does not count, whether to None or to zeros."""
     model: Any
@@ -344,6 +397,8 @@ CHECKS: dict[str, Check] = {
     "fractions": fractions,
     **{f"nothing to predict, {way}": nothing_to_predict(way) for way in WAYS},
     "several losses": several_losses,
+    "lost in backward": lost_in_backward,
+    "counted by autograd.grad": counted_by_autograd_grad,
     "zeroed in place": zeroed_in_place,
     "zeroed after the forward": zeroed_after_the_forward,
     "unused here": unused_here,

@@ -183,7 +183,7 @@ def refuses() -> None:
     layer = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(CHANNELS)))
     one = torch.randn(1 if rank == 1 else 0, CHANNELS)
     with pytest.raises(
-        ValueError, match=f"rank {rank}: 0: expected more than 1 value per channel .*got 1 ov"
+        ValueError, match=f"rank {rank}: SyncBatchNorm 0: expected more than 1 value per channel .*got 1 ov"
     ):
         layer(one)
     layer(one[:0])  # no sample anywhere: nothing moves, nobody fails

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import imece
-from imece.data_parallel.buckets import Bucket
 from imece.data_parallel.footprint import counted, expected, optimizer_tensors, predict
+from imece.data_parallel.reducing.buckets import Bucket
 from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.strategy import STRATEGIES, find_strategy

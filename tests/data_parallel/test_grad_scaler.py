@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from imece import GradScaler, parallelize
 from tests.data_parallel.checks import Check, Job, jobs, passed
+from tests.data_parallel.sharding.test_units import adamw, mesh_of
 from tests.data_parallel.test_sharded_options import WAYS, Way, two_layers
-from tests.data_parallel.test_units import adamw, mesh_of
 
 
 def spoil(optimizer: torch.optim.Optimizer) -> None:

@@ -23,11 +23,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from imece import MixedPrecision, parallelize
 from imece.bench.reference_model import Block, Decoder, batch
 from imece.collectives.shared_memory.arena import ARENAS
-from imece.data_parallel.buckets import Bucket
 from imece.data_parallel.optimizer import is_element_wise, parameters_of
+from imece.data_parallel.reducing.buckets import Bucket
 from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharded import ShardedDataParallel
-from imece.data_parallel.trained import refuse_tied_by_data
+from imece.data_parallel.sharding.trained import refuse_tied_by_data
 from imece.errors import MismatchError
 from tests.data_parallel.checks import Check, Job, jobs, passed, slow
 from tests.data_parallel.test_parity import (
@@ -518,16 +518,22 @@ def half(reduce: torch.dtype | None) -> Check:
 
 
 def loaded_into_masters(group: dist.ProcessGroup) -> None:
-    """What load_state_dict brings is what the next step begins from."""
+    """What load_state_dict brings is what the next step begins from, with all its bits."""
     case = Case(dtype=torch.float32, make=momentum, precision=MixedPrecision(param=torch.bfloat16))
     for strategy in STRATEGIES[1:]:
         model, optimizer = case.wrapped(strategy, group)
-        changed = {name: each + 1 for name, each in state_of(model).items()}
+        alone = {f"module.{name}": each for name, each in state_of(case.start()[0]).items()}
+        assert first_difference([state_of(model)], [alone]) is None, strategy
+        changed = {name: each + 2**-20 for name, each in alone.items()}  # in bf16 most of it is the same
         model.load_state_dict(changed)
         plain(model, 0, group.rank()).backward()
         optimizer.param_groups[0]["lr"] = 0.0
         optimizer.step()
-        assert first_difference([state_of(model)], [changed]) is None, strategy
+        state = state_of(model)
+        assert first_difference([state], [changed]) is None, strategy
+        assert {each.dtype for each in state.values()} == {torch.float32}
+        model.load_state_dict({name: each.bfloat16() for name, each in state.items()})
+        assert first_difference([state_of(model)], [changed]) is None, "masters lost bits to their roundings"
 
 
 # Memory.

@@ -21,8 +21,8 @@ import imece
 from imece.data_parallel import auto
 from imece.data_parallel.auto import Given, _would_fit, footprint_of
 from imece.data_parallel.footprint import expected
-from imece.data_parallel.gathering import GatherOptions
 from imece.data_parallel.sharded import ShardedDataParallel
+from imece.data_parallel.sharding.gathering import GatherOptions
 from imece.data_parallel.strategy import STRATEGIES
 from imece.footprint import Footprint
 from imece.mesh import Mesh

@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 from imece import DistributedDataParallel
 from imece.bench.reference_model import Block, Decoder, Shape, batch
 from imece.collectives.pending import Pending
-from imece.data_parallel.buckets import Bucket
 from imece.data_parallel.reducer import Reducer
+from imece.data_parallel.reducing.buckets import Bucket
 from tests.data_parallel.checks import Check, Job, jobs, passed, slow
 
 SHAPE = Shape(vocabulary=32, width=16, layers=2, heads=2, length=8)

@@ -26,8 +26,8 @@ from imece.bench.reference_model import Decoder, Shape, batch
 from imece.checkpoint import TrainingState
 from imece.checkpoint.deal import Slice
 from imece.collectives import common, companions
-from imece.data_parallel import stores
 from imece.data_parallel.batch_norm import SyncBatchNorm
+from imece.data_parallel.sharding import stores
 from imece.errors import PeerLostError
 from imece.membership.pieces import Pieces
 from imece.mesh import Mesh, reform

@@ -12,19 +12,21 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.checkpoint import checkpoint
 
-from imece import DistributedDataParallel, parallelize
+from imece import DistributedDataParallel, convert_sync_batchnorm, parallelize
 from imece.collectives import ops
 from imece.collectives.shared_memory.arena import ARENAS
 from imece.collectives.shared_memory.group import SharedMemoryGroup
@@ -171,6 +173,18 @@ def rebuilt_once_in_the_order_of_arrival(group: dist.ProcessGroup) -> None:
         assert laid() == after
 
 
+def static_graph_in_the_order_of_arrival(group: dist.ProcessGroup) -> None:
+    """The first backward of a static graph learns how often each gradient comes: the last time counts."""
+    laid = []
+    for static in (False, True):
+        model = wrap(double(Branches()), group, bucket_cap_mb=SMALL_MB, static_graph=static)
+        for step in range(2):
+            train_step(model, group, step, [0, 2, 1, 3])
+        laid.append([slot.name for bucket in model.reducer.buckets for slot in bucket.slots])
+    assert laid[0] == laid[1]
+    assert [name.removeprefix("layers.")[0] for name in laid[1]] == list("33112200")
+
+
 def order_after_two_backwards(group: dist.ProcessGroup) -> None:
     """The first order is that of one backward, though two have passed before the next forward."""
     model = wrap(double(Branches()), group)
@@ -228,6 +242,11 @@ class Fused(Branches):
         return x
 
 
+def fail_if_blown(_: torch.Tensor) -> None:
+    if Fuse.blown:
+        raise Broken
+
+
 @contextlib.contextmanager
 def blown() -> Iterator[None]:
     Fuse.blown = True
@@ -274,6 +293,25 @@ def a_step_after_a_failed_backward(group: dist.ProcessGroup) -> None:
                         model(own_input(step)).sum().backward()
                 else:
                     train_step(model, group, step)
+
+
+def a_failed_backward_again(group: dist.ProcessGroup) -> None:
+    """Its graph goes through once more, without a forward between: as if it had not been tried."""
+    for cap, module in ((25, Branches()), (25, Fused()), (SMALL_MB, Fused())):  # fails before all, or within
+        model = wrap(double(module), group, bucket_cap_mb=cap)
+        for step in range(3):
+            x = own_input(step)
+            expected = mean_over(group, model.module, total, x)
+            model.zero_grad()
+            output = model(x)
+            if not isinstance(module, Fused):
+                output.register_hook(fail_if_blown)
+            loss = output.sum()
+            with blown():
+                loss.backward(retain_graph=True)
+            model.zero_grad()
+            loss.backward()
+            same(gradients(model), expected)
 
 
 def no_sync_after_a_failed_backward(group: dist.ProcessGroup) -> None:
@@ -452,11 +490,19 @@ class Record:
     words: str = "of no tensor"
 
 
+class Shown:
+    """An object of somebody's own."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
     "a list": (lambda x: [1, x], lambda output: output[1]),
     "a dict in a tuple": (lambda x: (None, {"loss": x}), lambda output: output[1]["loss"]),
     "a named tuple": (lambda x: Pair(x.detach(), [x]), lambda output: output.second[0]),
     "a dataclass in a dict": (lambda x: {"all": Record([x])}, lambda output: output["all"].loss[0]),
+    "an object in one": (lambda x: Shown([Shown(x)]), lambda output: output.value[0].value),
     "one of two": (lambda x: (x * 2, x), lambda output: output[1]),
 }
 
@@ -479,6 +525,12 @@ def outputs_of_all_kinds(group: dist.ProcessGroup) -> None:
             assert type(output) is type(model.module(own_input())), name
             take(output).sum().backward()
             same(gradients(model), expected)
+        # Each of two backwards must begin, which it does when it comes through an output that was seen.
+        first, second = model(own_input(1)), model(own_input(1))
+        model.zero_grad()
+        take(first).sum().backward()
+        take(second).sum().backward()
+        same(gradients(model), plus(expected, expected))
 
 
 class Opaque:
@@ -525,6 +577,54 @@ def outputs_and_parameters_together(group: dist.ProcessGroup) -> None:
         model.zero_grad()
         loss(model).backward()
         same(gradients(model), expected)
+
+
+def autograd_grad_on_one_rank(group: dist.ProcessGroup) -> None:
+    """Of inputs, outputs or parameters, for a picture or a log: it sends nothing, so others need not know."""
+    model = wrap(double(Branches()), group)
+    for step in range(4):
+        train_step(model, group, step)
+        if step and dist.get_rank() == 0:
+            x = own_input().requires_grad_()
+            hidden = x * 2
+            output = model(hidden)
+            for wanted in (x, hidden, output, list(model.parameters()), model.module.layers[1].weight):
+                torch.autograd.grad(output.sum(), wanted, retain_graph=True)
+
+
+def a_penalty_sends_as_much_as_a_loss(group: dist.ProcessGroup) -> None:
+    model = wrap(double(Branches()), group)
+    sent: list[int] = []
+    reduce = ops.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return reduce(tensor, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "all_reduce", all_reduce)
+        x = own_input().requires_grad_()
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        assert not sent
+        (output.sum() + slope.square().sum()).backward()
+    assert sent == [bucket.flat.nbytes for bucket in model.reducer.buckets] + [len(model.reducer.slots)]
+
+
+def some_parameters_alone(group: dist.ProcessGroup) -> None:
+    """backward(inputs=...) is a backward, of the nearest parameter or of others."""
+    for at in (0, 3):
+        model = wrap(double(Branches()), group)
+        for step in range(3):
+            wanted = model.module.layers[at].weight
+            expected = mean_over(group, model.module, total, own_input(step))[f"layers.{at}.weight"]
+            model.zero_grad()
+            output = model(own_input(step))
+            with model.no_sync():
+                model(own_input(step))  # so that the output alone says that this is to be reduced
+            output.sum().backward(inputs=[wanted])
+            found = {name: each for name, each in gradients(model).items() if each is not None}
+            same(found, {f"layers.{at}.weight": expected})
 
 
 def gradients_by_autograd_grad(group: dist.ProcessGroup) -> None:
@@ -615,6 +715,22 @@ def gradients_with_other_memory(group: dist.ProcessGroup) -> None:
     model.float()
     with pytest.raises(RuntimeError, match=r"layers\.\d\.\w+ was float64 on cpu .* is float32 on cpu now"):
         model(own_input().float()).sum().backward()
+
+
+def gradients_that_are_other_objects(group: dist.ProcessGroup) -> None:
+    """In the same memory: they stay, and are added to, when buckets are laid anew and after that."""
+    for when in range(3):
+        model = wrap(double(Branches()), group, bucket_cap_mb=SMALL_MB)
+        before: Gradients = {}
+        for step in range(4):
+            picked = [0, 1] if step == 2 else None  # others are unused on all ranks
+            added = mean_over(group, model.module, total, own_input(step), picked)
+            total(model, own_input(step), picked).backward()
+            before = plus(before, added) if before else added
+            same(gradients(model), before)
+            if step == when:
+                for each in model.parameters():
+                    each.grad = each.grad.detach()
 
 
 def a_step_after_a_failed_end(group: dist.ProcessGroup) -> None:
@@ -898,20 +1014,23 @@ def compiled_as_a_whole(group: dist.ProcessGroup) -> None:
 
 
 def complex_parameters(group: dist.ProcessGroup) -> None:
-    """As with torch's class."""
-    model = wrap(nn.Linear(3, 2, dtype=torch.complex128), group)
-    for step in range(2):
-        x = own_input(step).to(torch.complex128) * (1 + 2j)
-        alone = copy.deepcopy(model.module)
-        alone.zero_grad()
-        alone(x).abs().sum().backward()
-        model.zero_grad()
-        model(x).abs().sum().backward()
-        for name, parameter in alone.named_parameters():
-            assert parameter.grad is not None
-            parts = torch.view_as_real(parameter.grad).clone()
-            dist.all_reduce(parts, group=group)
-            same({name: gradients(model)[name]}, {name: torch.view_as_complex(parts / group.size())})
+    """As with torch's class. The future of torch's hook gives real numbers, two for one."""
+    for hook in (None, default_hooks.allreduce_hook):
+        model = wrap(nn.Linear(3, 2, dtype=torch.complex128), group)
+        if hook is not None:
+            model.register_comm_hook(group, hook)
+        for step in range(2):
+            x = own_input(step).to(torch.complex128) * (1 + 2j)
+            alone = copy.deepcopy(model.module)
+            alone.zero_grad()
+            alone(x).abs().sum().backward()
+            model.zero_grad()
+            model(x).abs().sum().backward()
+            for name, parameter in alone.named_parameters():
+                assert parameter.grad is not None
+                parts = torch.view_as_real(parameter.grad).clone()
+                dist.all_reduce(parts, group=group)
+                same({name: gradients(model)[name]}, {name: torch.view_as_complex(parts / group.size())})
 
 
 def a_group_of_one(group: dist.ProcessGroup) -> None:
@@ -1026,6 +1145,20 @@ def names_are_torchs(group: dist.ProcessGroup) -> None:
         assert torch.equal(one, other)
     for step in range(2):
         train_step(ours, group, step)
+    public = {name for name in dir(theirs) if not name.startswith("_")}
+    nothing_like_them = {"broadcast_bucket_size", "logger", "use_side_stream_for_tensor_copies"}
+    assert public - set(dir(ours)) == nothing_like_them, "docs/ddp.md names them"
+    for call in ("scatter", "to_kwargs"):
+        assert getattr(ours, call)(("a",), {"k": 1}, [0] if call == "scatter" else 0) == (
+            (("a",),), ({"k": 1},),
+        )  # fmt: skip
+    assert ours.gather([{"k": None}], 0) == {"k": None}
+    ours._remove_autograd_hooks()
+    own = copy.deepcopy(ours.module)
+    for each in (own, ours):
+        each.zero_grad()
+        each(own_input()).sum().backward()
+    same(gradients(ours), gradients(own))
 
 
 def saved_and_loaded(model: Any) -> Any:
@@ -1126,6 +1259,11 @@ def refused_with_the_reason(group: dist.ProcessGroup) -> None:
             assert re.search(words, str(error)), f"{name}: {error}"
         else:
             raise AssertionError(f"{name} is not refused")
+    late = nn.Embedding(3, 2)
+    model = wrap(late, group)
+    late.sparse = True  # as in a call of functional.embedding, which nobody sees before
+    with pytest.raises(RuntimeError, match=r"parameter weight got a sparse gradient, .*: use sparse=False"):
+        model(torch.tensor([0])).sum().backward()
     line = mesh_of((dist.get_world_size(),))
     with pytest.raises(RuntimeError, match="both process_group and device_mesh"):
         wrap(Branches(), group, device_mesh=line)
@@ -1153,6 +1291,21 @@ def optimizers_in_backward(group: dist.ProcessGroup) -> None:
             model(own_input(step), [0, 2]).sum().backward()
             same(dict(inner.named_parameters()), dict(stepped.named_parameters()))
             assert all(each is None for each in gradients(model).values())
+    for before in (True, False):
+        inner = Branches()
+        if before:
+            _apply_optimizer_in_backward(torch.optim.SGD, inner.parameters(), {"lr": 0.5})
+        with pytest.raises(ValueError) as caught:
+            sharded, _ = parallelize(inner, torch.optim.SGD(inner.parameters()), "zero1", group)
+            assert not before
+            _apply_optimizer_in_backward(torch.optim.SGD, inner.parameters(), {"lr": 0.5})
+            sharded(own_input(0).float(), [0])
+        name = next(name for name, _ in inner.named_parameters())
+        assert str(caught.value) == (
+            f"parameter {name} has an optimizer that steps in backward (_apply_optimizer_in_backward), and "
+            f"its gradient goes to ranks' parts: give imece.parallelize an optimizer in its place, or take "
+            f"strategy='replicate'"
+        )
 
 
 def hooks_on_buffers(group: dist.ProcessGroup) -> None:
@@ -1235,16 +1388,63 @@ def overlapped_or_not(group: dist.ProcessGroup) -> None:
         torch.set_num_threads(before)
 
 
+class Forked(nn.Module):
+    """A batch norm, and behind it a branch that not all ranks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.head, self.branch = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, forks: bool) -> torch.Tensor:
+        x = self.norm(self.body(x))
+        return self.head(x) + self.branch(x) if forks else self.head(x)  # type: ignore[no-any-return]
+
+
+def beside_a_synchronised_batch_norm(group: dist.ProcessGroup) -> None:
+    """Its own sum must not meet a bucket: on a rank with an unused parameter that leaves later than it."""
+    ranks = range(group.size())
+    beside = dist.new_group(timeout=timedelta(seconds=10))
+    for norms, early in ((group, False), (beside, True)):
+        module = convert_sync_batchnorm(double(Forked()), norms)
+        model = wrap(module, group, bucket_cap_mb=SMALL_MB, overlap=True)
+        model.record_trace()
+        one: Any = double(Forked())
+        one.load_state_dict(module.state_dict())
+        for step in range(3):
+            xs = [torch.randn(4, 3, generator=torch.Generator().manual_seed(rank)).double() for rank in ranks]
+            model.zero_grad()
+            model(xs[group.rank()], forks=step == 0 or group.rank() == 0).square().sum().backward()
+            left_early = [
+                each.launched_s < model.last_trace.backward_end_s for each in model.last_trace.buckets
+            ]
+            assert any(left_early) == early or (step and group.rank()), left_early
+            one.zero_grad()
+            x = one.norm(one.body(torch.cat(xs)))
+            forked = torch.arange(len(x)).view(-1, 1) < (4 if step else len(x))
+            y = one.head(x) + one.branch(x) * forked
+            (y.square().sum() / group.size()).backward()
+            same(gradients(model), gradients(one))
+    dist.destroy_process_group(beside)
+    copied = copy.deepcopy(DistributedDataParallel(convert_sync_batchnorm(Forked())))
+    assert list(copied.reducer._line.crossing) == [copied.module], "the first one is gone"
+    static = DistributedDataParallel(convert_sync_batchnorm(Forked()), static_graph=True)
+    assert static.module not in static.reducer._line.crossing, "all ranks use the same"
+
+
 CHECKS: dict[str, Check] = {
+    "beside a synchronised batch norm": beside_a_synchronised_batch_norm,
     "overlapped or not": overlapped_or_not,
     "optimizers in backward": optimizers_in_backward,
     "hooks on buffers": hooks_on_buffers,
     "gradients are views": gradients_are_views,
     "rebuilt once": rebuilt_once_in_the_order_of_arrival,
     "order after two backwards": order_after_two_backwards,
+    "order of a static graph": static_graph_in_the_order_of_arrival,
     "no_sync ends with its body": no_sync_ends_with_its_body,
     "no_sync stays local": no_sync_stays_local,
     "a failed backward": a_step_after_a_failed_backward,
+    "a failed backward again": a_failed_backward_again,
     "no_sync after a failed backward": no_sync_after_a_failed_backward,
     "a second gradient": a_second_gradient_is_refused,
     "a static graph that changes": a_static_graph_that_changes,
@@ -1259,10 +1459,14 @@ CHECKS: dict[str, Check] = {
     "hidden outputs": hidden_outputs,
     "outputs and parameters": outputs_and_parameters_together,
     "autograd.grad": gradients_by_autograd_grad,
+    "autograd.grad on one rank": autograd_grad_on_one_rank,
+    "a penalty": a_penalty_sends_as_much_as_a_loss,
+    "some parameters alone": some_parameters_alone,
     "an output changed in place": an_output_changed_in_place,
     "a loss of gradients": a_loss_of_gradients_alone,
     "of two forwards": of_two_forwards_each_as_it_was,
     "gradients with other memory": gradients_with_other_memory,
+    "gradients that are other objects": gradients_that_are_other_objects,
     "a failed end": a_step_after_a_failed_end,
     "evaluation": evaluation_is_local,
     "checkpointed from outside": checkpointed_from_outside,
@@ -1289,7 +1493,7 @@ CHECKS: dict[str, Check] = {
 
 # Where the order of collectives matters.
 ON_GLOO = [
-    "overlapped or not",
+    "beside a synchronised batch norm", "overlapped or not",
     "gradients are views", "rebuilt once", "order after two backwards", "no_sync stays local",
     "a failed backward", "no_sync after a failed backward", "unused everywhere", "used by some rank",
     "hooks' answers", "a rank that uses nothing", "two models, one backward", "of two models",

@@ -6,6 +6,7 @@ And what is said of loops that would not train.
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from imece.data_parallel import norm
 from imece.data_parallel.norm import squared_norm
 from imece.data_parallel.sharded import ShardedDataParallel
 from tests.data_parallel.checks import Check, Job, jobs, passed
-from tests.data_parallel.test_units import (
+from tests.data_parallel.sharding.test_units import (
     LAYERS,
     Small,
     adamw,
@@ -481,6 +482,15 @@ def written_in_common(group: dist.ProcessGroup) -> None:
     with model.join():
         pass
     step()
+    state = {name: each.clone() for name, each in model.state_dict().items()}
+    dist.barrier(group)
+    model(torch.ones(2, 16)).mean().backward()
+    with pytest.raises(RuntimeError) as caught, model.gathered(write=True):
+        optimizer.step()
+    assert str(caught.value) == (
+        "an optimizer's step inside of gathered(write=True): what is there would take its place"
+    )
+    assert all(torch.equal(each, state[name]) for name, each in model.state_dict().items())
     dist.barrier(group)
     with torch.no_grad():
         inner[1].weight.mul_(0.5)
@@ -490,6 +500,27 @@ def written_in_common(group: dist.ProcessGroup) -> None:
         "parameter 1.weight was written into, and the ranks of this host have its memory in common, so that "
         "each of them changed what the others had written: do it inside of `with model.gathered(write=True):`"
     )
+
+
+def read_in_a_closure(group: dist.ProcessGroup) -> None:
+    """What it reads when all gradients are there no rank has stepped yet, and all of it the next one sees."""
+    model, optimizer = wrap(two_layers(), group, gather=False)
+    before = model.module[1].weight.detach().clone()
+
+    def closure() -> torch.Tensor:
+        model(torch.ones(2, 16)).mean().backward()
+        if group.rank() == 1:
+            time.sleep(0.05)
+        seen: torch.Tensor = model.module[1].weight.detach().clone()
+        return seen
+
+    for given, named in (((closure,), {}), ((), {"closure": closure})):
+        optimizer.zero_grad()
+        assert torch.equal(optimizer.step(*given, **named), before)
+        dist.barrier(group)
+        assert not torch.equal(model.module[1].weight, before)
+        before = model.module[1].weight.detach().clone()
+        dist.barrier(group)
 
 
 def written_beside_masters(group: dist.ProcessGroup) -> None:
@@ -525,6 +556,7 @@ CHECKS: dict[str, Check] = {
     "late groups": late_groups,
     "old gradients": old_gradients,
     "written in common": written_in_common,
+    "read in a closure": read_in_a_closure,
     "written beside masters": written_beside_masters,
     "hooked": hooked,
     "hook of many calls": hook_of_many_calls,
@@ -545,7 +577,11 @@ JOBS = [
     *jobs(__name__, ["rounds once", "sends half"], (3, "gloo")),
     *jobs(__name__, ["hooked", "hook of many calls", "averaged weights"], (2, "gloo")),
     *jobs(__name__, ["late groups", "old gradients", "frozen in bf16"], (2, "gloo")),
-    *jobs(__name__, ["averaged weights", "written in common", "written beside masters"], (2, "shm")),
+    *jobs(
+        __name__,
+        ["averaged weights", "written in common", "written beside masters", "read in a closure"],
+        (2, "shm"),
+    ),
     *jobs(__name__, ["hybrid wire", "hybrid models"], (4, "gloo")),
 ]
 

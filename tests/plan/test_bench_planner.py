@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from imece.bench import planner, planner_page, planner_plot
+from imece.bench.planner import page as planner_page
+from imece.bench.planner import planner
+from imece.bench.planner import plot as planner_plot
 from imece.cli.bench import run
 from imece.cli.bench_planner import PlannerOptions
 from imece.errors import UserError

@@ -87,7 +87,7 @@ def test_the_formulae_of_deepspeed_and_megatron() -> None:
 def test_of_our_engine_it_is_what_the_engine_lays(
     shape: Shape, ranks: int, strategy: Strategy, gathers: bool
 ) -> None:
-    """Within 2 %: the engine's own items, in the arguments of data_parallel/trained.py."""
+    """Within 2 %: the engine's own items, in the arguments of data_parallel/sharding/trained.py."""
     with torch.device("meta"):
         module = Decoder(shape)
     units = {f"blocks.{at}.": at + 1 for at in range(shape.layers)}

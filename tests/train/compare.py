@@ -42,7 +42,7 @@ def assert_same_run(run: Path, other: Path) -> None:
     assert exact(run) == exact(other)
     one, two = last(run), last(other)
     assert one.step == two.step and one.names() == two.names()
-    assert {name.split("/")[0] for name in one.names()} == {"model", "optimizer", "made_by"}
+    assert {name.split("/")[0] for name in one.names()} == {"model", "optimizer", "made_by", "numbers"}
     for name in one.names():
         assert torch.equal(one.tensor(name), two.tensor(name)), name
     for name in ("val_loss", "sample", "steps", "tokens", "best_val_loss"):

@@ -14,7 +14,6 @@ from imece.cli.options import parse
 from imece.errors import UserError
 from imece.models.presets import PRESETS
 from imece.train.config import (
-    MAY_CHANGE,
     BatchSection,
     CheckpointSection,
     ComputeSection,
@@ -25,12 +24,11 @@ from imece.train.config import (
     TrainConfig,
     ValidateSection,
     WatchSection,
-    check_same_run,
     flat,
-    read_toml,
-    to_toml,
 )
+from imece.train.config_file import read_toml, to_toml
 from imece.train.run_folder import RunFolder
+from imece.train.same_run import MAY_CHANGE, check_same_run
 
 WORDS = st.text(st.characters(codec="utf-8"), max_size=12)  # control characters too
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)

@@ -20,9 +20,10 @@ from imece.errors import UserError
 from imece.membership.recovery import MovedOnError
 from imece.train import session as sessions
 from imece.train.batch import BatchPlan
-from imece.train.config import CheckpointSection, TrainConfig, ValidateSection, computed_with
+from imece.train.config import CheckpointSection, TrainConfig, ValidateSection
 from imece.train.loop import Loop, _Together
 from imece.train.precision import Precision
+from imece.train.same_run import computed_with
 from imece.train.session import Session, _first_ranks
 from imece.train.step import Outcome, Step
 

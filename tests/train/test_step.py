@@ -16,6 +16,7 @@ from torch import Tensor
 
 import imece
 from imece.checkpoint import Slice, TrainingState
+from imece.checkpoint.training_state import NUMBERS
 from imece.data.batches import Batches
 from imece.data.tokens import Part
 from imece.models.presets import PRESETS
@@ -77,7 +78,7 @@ class Bench:
         """Copies of parameters and of all that the optimizers keep."""
         state = TrainingState(self.wrapped, self.optimizers).tensors()
         own = {name: each.tensor if isinstance(each, Slice) else each for name, each in state.items()}
-        return {name: each.detach().clone() for name, each in own.items()}
+        return {name: each.detach().clone() for name, each in own.items() if not name.startswith(NUMBERS)}
 
     def whole_batch(self, index: int) -> tuple[float, list[Tensor]]:
         """Loss and gradient by one process: the mean over all tokens of the step."""

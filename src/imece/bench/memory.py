@@ -10,10 +10,10 @@ from typing import Any
 from imece.bench import machine
 from imece.bench.crew import Crew
 from imece.bench.reference_model import MODELS
-from imece.bench.step_ways import STRATEGIES
+from imece.bench.step.ways import STRATEGIES
 from imece.footprint import Offload
 
-MODULE = "imece.bench.step_rank"
+MODULE = "imece.bench.step.rank"
 CATEGORIES = ("parameters", "gradients", "optimizer", "communication", "host")
 _COLORS = ("#0b5394", "#6fa8dc", "#b45f06", "#999999", "#6aa84f")
 CLOSE = 0.05  # counted and predicted differ by no more

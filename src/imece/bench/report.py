@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from imece.errors import UserError
 
+PICTURES = (".png", ".svg", ".pdf")
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "k": 2**10, "mib": 2**20, "m": 2**20, "gib": 2**30, "g": 2**30}
 
 
@@ -50,12 +52,16 @@ def read_sizes(text: str) -> list[int]:
     return sorted(sizes)
 
 
-def read_choices(text: str, allowed: tuple[str, ...], what: str) -> list[str]:
-    """ "a,b" -> ["a", "b"]. Raises UserError for a word that is not in `allowed`, which it names."""
+def read_choices(text: str, allowed: tuple[str, ...], what: str, *, or_none: bool = False) -> list[str]:
+    """ "a,b" -> ["a", "b"]. Raises UserError for a word that is not in `allowed`, which it names, and for no
+    word but with or_none.
+    """
     chosen = [word.strip() for word in text.split(",") if word.strip()]
     for word in chosen:
         if word not in allowed:
             raise UserError(f"{what} {word!r} is not one of {', '.join(allowed)}")
+    if not chosen and not or_none:
+        raise UserError(f"{what} {text!r} names none: name at least one of {', '.join(allowed)}")
     return list(dict.fromkeys(chosen))
 
 
@@ -66,6 +72,12 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+def check_ending(option: str, path: Path | None, endings: Sequence[str]) -> None:
+    """UserError for a folder, or another ending: a picture's format is that of its name."""
+    if path is not None and (os.path.isdir(path) or path.suffix.lower() not in endings):
+        raise UserError(f"{option} {path}: name a file that ends in {' or '.join(endings)}")
 
 
 def check_writable(path: Path | None) -> None:

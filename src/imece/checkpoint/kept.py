@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from imece.data_parallel.block_wise import elements_per, join
+from imece.data_parallel.sharding.block_wise import elements_per, join
 
 _NUMBERS = {
     "bool": (bool, torch.bool),

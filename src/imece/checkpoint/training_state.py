@@ -3,6 +3,7 @@
     model/NAME             a parameter, in the dtype in which it is updated; a buffer of the model's state
     optimizer/NAME/KEY     what its optimizer keeps of it: exp_avg, momentum_buffer, step, ... (kept.py)
     made_by/NAME/CLASSES   which optimizer that was: a name without elements
+    numbers/AT             of each optimizer's groups, what schedulers change: learning rates, momenta, betas
 
 A rank hands in what it holds: whole tensors that all ranks have alike, of which `deal` gives it a share to
 write; or slices that it alone owns. So nothing is gathered, and whoever loads asks for the elements it owns.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -26,13 +28,15 @@ from imece.checkpoint.load import Source
 from imece.checkpoint.manifest import DTYPE_NAMES, DTYPES
 from imece.checkpoint.weights import MODEL, buffers_of, check_shapes, fill, shaped, together
 from imece.collectives.texts import gather_json
-from imece.data_parallel.parts import Part
+from imece.data_parallel.optimizer import numbers_of, set_numbers
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel
+from imece.data_parallel.sharding.parts import Part
 from imece.errors import UserError
 
 OPTIMIZER = "optimizer/"
 MADE_BY = "made_by/"
+NUMBERS = "numbers/"
 
 
 class TrainingState:
@@ -47,7 +51,7 @@ class TrainingState:
     def tensors(self) -> dict[str, Tensor | Slice]:
         """All of it, as this rank has it. All ranks call it, after as many steps."""
         if isinstance(self._model, ShardedDataParallel):
-            return self._slices(self._model) | self._buffers()
+            return self._slices(self._model) | self._buffers() | self._numbers()
         found: dict[str, Tensor | Slice] = {
             MODEL + name: parameter.detach() for parameter, name in self._names.items()
         }
@@ -56,7 +60,7 @@ class TrainingState:
             for key, entry in entries.items():
                 found[_key(self._names[parameter], key)] = entry.tensor
             found |= _made_by(self._names[parameter], kept.made_by if entries else "")
-        return found | self._buffers()
+        return found | self._buffers() | self._numbers()
 
     def own(self) -> dict[str, Tensor | Slice]:
         """What of `tensors()` lies on this rank, without asking another: to be copied after each step.
@@ -157,6 +161,30 @@ class TrainingState:
                 kept.put(stepped, found)
             except ValueError as error:
                 raise UserError(f"{saved.folder}: {name} had another optimizer: {error}") from error
+        self._take_numbers(saved)
+
+    def _numbers(self) -> dict[str, Tensor | Slice]:
+        return {
+            f"{NUMBERS}{at}": torch.tensor(numbers, dtype=torch.float64)
+            for at, (each, _) in enumerate(self._optimizers)
+            if (numbers := numbers_of(each))
+        }
+
+    def _take_numbers(self, saved: Source) -> None:
+        """A scheduler goes on from them. Other groups than before keep their own, with a warning."""
+        names = {name for name in saved.names() if name.startswith(NUMBERS)}
+        for name, mine in self._numbers().items():
+            if name not in names:  # of before there was this, or of memory, where `imece.steps` has them
+                continue
+            if saved.shape(name) == tuple(mine.shape):
+                optimizer, _ = self._optimizers[int(name.removeprefix(NUMBERS))]
+                set_numbers(optimizer, saved.tensor(name).tolist())
+            else:
+                warnings.warn(
+                    f"{saved.folder}: optimizer {name.removeprefix(NUMBERS)} had other parameter groups: its "
+                    "learning rates and what else schedulers change stay as they are now",
+                    stacklevel=4,
+                )
 
     def _slices(self, model: ShardedDataParallel) -> dict[str, Tensor | Slice]:
         sharding = model.sharding

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from imece.bench import (
-    collectives,
-    ddp,
-    gpu,
-    gpu_targets,
-    hosts,
-    machine,
-    memory,
-    parameter_cost,
-    planner,
-    planner_page,
-    planner_plot,
-    plot,
-    recovery,
-    recovery_targets,
-    report,
-    save,
-    step,
-    targets,
-    train,
-    train_targets,
-)
-from imece.bench.namespaces import HostsUnavailable
+import psutil
+
+from imece.bench import machine, memory, report, targets
+from imece.bench.collectives import collectives, plot
+from imece.bench.ddp import ddp
+from imece.bench.gpu import gpu
+from imece.bench.gpu import targets as gpu_targets
+from imece.bench.hosts import hosts
+from imece.bench.hosts.namespaces import HostsUnavailable
+from imece.bench.planner import page as planner_page
+from imece.bench.planner import planner
+from imece.bench.planner import plot as planner_plot
+from imece.bench.recovery import recovery
+from imece.bench.recovery import targets as recovery_targets
+from imece.bench.save import save
+from imece.bench.step import parameter_cost, step
+from imece.bench.train import targets as train_targets
+from imece.bench.train import train
 from imece.cli.bench_gpu import GpuOptions
 from imece.cli.bench_options import (
     CollectivesOptions,
@@ -42,8 +38,10 @@ from imece.cli.bench_options import (
 from imece.cli.bench_planner import PlannerOptions
 from imece.cli.bench_recovery import RecoveryOptions
 from imece.cli.bench_save import SaveOptions
+from imece.cli.doctor import interface
 from imece.cli.options import nearest, parse
 from imece.errors import UserError
+from imece.launch.signals import signals_as_exit
 
 _IDLE = ", on an idle machine with two cores"
 
@@ -93,12 +91,17 @@ def _measure(bench: Benchmark, options: Any) -> int:
     plan = options.plan()
     if isinstance(plan, parameter_cost.Plan):
         bench = _PARAMETERS
+    report.check_ending("--plot", getattr(options, "plot", None), report.PICTURES)
     for name in ("json", "plot", "trace", "page"):
         report.check_writable(getattr(options, name, None))
     if bench.measures:
+        for wrong in interface(os.environ, "GLOO_SOCKET_IFNAME", sorted(psutil.net_if_addrs())):
+            if wrong.status == "warn":
+                raise UserError(wrong.text)
         print(machine.describe())
     try:
-        results = bench.run(plan, _say)
+        with signals_as_exit():
+            results = bench.run(plan, _say)
     except HostsUnavailable as error:
         print(f"skipped: {error}")
         return 0

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from imece.bench import gpu, report
-from imece.bench.gpu import PARTS
+from imece.bench import report
+from imece.bench.gpu import gpu
+from imece.bench.gpu.gpu import PARTS
 from imece.errors import UserError
 
 

@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from imece.bench import collectives, ddp, hosts, memory, parameter_cost, report, step, train_contenders
-from imece.bench.contenders import LIBRARIES, OPS
+from imece.bench import memory, report
+from imece.bench.collectives import collectives
+from imece.bench.collectives.contenders import LIBRARIES, OPS
+from imece.bench.ddp import ddp
+from imece.bench.hosts import hosts
 from imece.bench.reference_model import MODELS, REFERENCE
-from imece.bench.step_ways import STRATEGIES, STRATEGY_WAYS, WAYS
-from imece.bench.train_targets import WAYS as TRAIN_WAYS
+from imece.bench.step import parameter_cost, step
+from imece.bench.step.ways import STRATEGIES, STRATEGY_WAYS, WAYS
+from imece.bench.train import contenders as train_contenders
+from imece.bench.train.targets import WAYS as TRAIN_WAYS
 from imece.errors import UserError
 from imece.footprint import Offload
 from imece.train.config import TrainConfig
@@ -50,12 +55,12 @@ class CollectivesOptions:
         if any(not 2 <= count <= 64 for count in ranks):
             raise UserError(f"--ranks {self.ranks}: from 2 to 64 ranks can be measured")
         _at_least_one(self.rounds, "--rounds")
-        against = report.read_choices(self.against, LIBRARIES[2:], "--against")
+        against = report.read_choices(self.against, LIBRARIES[2:], "--against", or_none=True)
         ours = [name for name, wanted in zip(LIBRARIES, (self.shared, self.ordinary), strict=False) if wanted]
         chosen = tuple(ours + against)
         ops = tuple(report.read_choices(self.ops, OPS, "--ops"))
-        if not chosen or not ops:
-            raise UserError("nothing to measure: name at least one operation and one library")
+        if not chosen:
+            raise UserError("nothing to measure: name at least one library")
         sizes = tuple(report.read_sizes(self.sizes))
         if self.quick:
             default = self.sizes == CollectivesOptions.sizes
@@ -83,7 +88,7 @@ class HostsOptions:
 
     def plan(self) -> hosts.Plan:
         """What to measure; UserError for what cannot be."""
-        if re.fullmatch(r"[0-9]+(\.[0-9]+)?[kmg]?bit", self.rate) is None:
+        if re.fullmatch(r"(?=.*[1-9])[0-9]+(\.[0-9]+)?[kmg]?bit", self.rate) is None:
             raise UserError(f"--rate {self.rate!r} is not a rate like 1gbit or 100mbit")
         _at_least_one(self.rounds, "--rounds")
         size = report.read_size(self.size) // 4 * 4
@@ -125,10 +130,10 @@ class StepOptions:
     """Tokens of one rank in one step: a list."""
     ways: str = ",".join(WAYS)
     """Which ways of training; those that are not installed are left out, and no-sync is always there."""
+    #: Measure instead imece's strategies beside torch's: a list of replicate, zero1, zero2, zero3,
+    #: zero3-gather (as between hosts), torch-zero1 (ZeroRedundancyOptimizer), fully-shard, deepspeed-zero3;
+    #: or all.
     strategy: str = ""
-    """Measure instead imece's strategies beside torch's: a list of replicate, zero1, zero2, zero3,
-    zero3-gather (as between hosts), torch-zero1 (ZeroRedundancyOptimizer), fully-shard, deepspeed-zero3; or
-    all."""
     ranks: int = 2
     """Number of ranks."""
     rounds: int = 7
@@ -162,7 +167,7 @@ class StepOptions:
                 raise UserError(
                     f"--tokens {count}: more than {REFERENCE.length} must be a multiple of {REFERENCE.length}"
                 )
-        ways = step.wanted(report.read_choices(self.ways, WAYS, "--ways"))
+        ways = step.wanted(report.read_choices(self.ways, WAYS, "--ways", or_none=True))
         if self.strategy:
             every = self.strategy == "all"
             chosen = ",".join(STRATEGY_WAYS) if every else self.strategy
@@ -178,7 +183,7 @@ class MemoryOptions:
     strategies: str = ",".join(STRATEGIES)
     """Which strategies; zero3-gather is zero3 as it is between hosts."""
     models: str = ",".join(MODELS)
-    """Which models: a list of 10.9M, 97M."""
+    """Which models: a list of 10.9M, 29.5M, 97M."""
     ranks: str = "2,4"
     """Numbers of ranks: a list."""
     bf16: bool = False
@@ -204,7 +209,9 @@ class MemoryOptions:
             models, ranks = models[:1], ranks[:1]
         plan = memory.Plan(strategies, models, ranks, self.bf16, self.offload)
         if not any(map(plan.can_be, strategies)):
-            raise UserError(f"--offload {self.offload} cannot be with --strategies {self.strategies}")
+            given = "--bf16" if self.offload is None else f"--offload {self.offload}"
+            can = ", ".join(filter(plan.can_be, STRATEGIES))
+            raise UserError(f"{given} cannot be with --strategies {self.strategies}: name one of {can}")
         return plan
 
 
@@ -233,7 +240,7 @@ class TrainOptions:
             raise UserError(
                 f"--ranks {self.ranks}: they cannot share the {config.batch.sequences} sequences of a step"
             )
-        ways = tuple(report.read_choices(self.ways, TRAIN_WAYS, "--ways"))
+        ways = tuple(report.read_choices(self.ways, TRAIN_WAYS, "--ways", or_none=True))
         rounds, steps = (min(self.rounds, 2), 1) if self.quick else (self.rounds, self.steps)
         return train_contenders.Plan(ways, self.ranks, rounds, steps, config)
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imece.bench import report
-from imece.bench.recovery_rank import SEQUENCES
-from imece.bench.recovery_record import PARTS, STRATEGIES, Plan
+from imece.bench.recovery.rank import SEQUENCES
+from imece.bench.recovery.record import PARTS, STRATEGIES, Plan
 from imece.errors import UserError
 
 
@@ -42,8 +42,6 @@ class RecoveryOptions:
         """What to measure; UserError for what cannot be."""
         strategies = tuple(report.read_choices(self.strategies, STRATEGIES, "--strategies"))
         parts = tuple(report.read_choices(self.parts, PARTS, "--parts"))
-        if not strategies or not parts:
-            raise UserError("nothing to measure: name at least one strategy and one part")
         if not 2 <= self.ranks <= SEQUENCES:
             raise UserError(f"--ranks {self.ranks}: from 2 to {SEQUENCES}, the sequences of a step")
         for name, count in (

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from imece.bench import report, save
-from imece.bench.save import STRATEGIES
+from imece.bench import report
+from imece.bench.save import save
+from imece.bench.save.save import STRATEGIES
 from imece.errors import UserError
 
 

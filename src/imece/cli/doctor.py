@@ -22,6 +22,7 @@ from imece.cli.options import parse
 from imece.collectives import recording, who_waits
 from imece.collectives.shared_memory import segment
 from imece.errors import UserError
+from imece.launch.signals import signals_as_exit
 from imece.world import LOOPBACK, read_world
 
 Status = Literal["ok", "warn", "fail", "link"]
@@ -65,10 +66,11 @@ def run(argv: Sequence[str]) -> int:
         return _attach(options.attach, options.json)
     found: list[Finding] = []
     links: dict[str, Any] = {}
-    for finding in (*host_findings(os.environ), *rank_findings(options.ranks, os.environ, links)):
-        found.append(finding)
-        if not options.json:
-            print(f"{finding.status:<5} {finding.text}", flush=True)
+    with signals_as_exit():
+        for finding in (*host_findings(os.environ), *rank_findings(options.ranks, os.environ, links)):
+            found.append(finding)
+            if not options.json:
+                print(f"{finding.status:<5} {finding.text}", flush=True)
     if options.json:
         said = [asdict(finding) for finding in found]
         print(json.dumps({"machine": machine.facts(), "findings": said, "links": links}, indent=1))

@@ -40,9 +40,9 @@ class SlurmOptions:
 
     nodes: int | None = None
     """How many nodes. None: one, or all of an allocation."""
+    #: How many ranks on each node (--ranks is the same). None: one for each GPU, or each of an allocation's
+    #: tasks.
     ranks_per_node: int | None = None
-    """How many ranks on each node (--ranks is the same). None: one for each GPU, or each of an allocation's
-    tasks."""
     cpus_per_rank: int | None = None
     """None: 4, or an equal part of an allocation's node."""
     gpus_per_node: str | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -41,7 +40,6 @@ DESCRIPTION = (
 _DEFAULT_TOKENS = 2**20  # of a step, where nobody says how many
 _DEFAULT_SEQ = 4096  # tokens, likewise, where the model has positions for so many
 _FULL_HOST = 8
-_PICTURES = (".png", ".svg", ".pdf")
 _WIDTH = 110  # columns, where the output is no terminal
 _LISTED = 50  # plans of the ranking in JSON, at least
 
@@ -80,9 +78,9 @@ def run(argv: Sequence[str]) -> int:
 
 def _check_files(options: PlanOptions) -> None:
     """Before anything is computed. UserError for what cannot be a picture or a page, or cannot be written."""
-    for name, path, endings in (("plot", options.plot, _PICTURES), ("html", options.html, (".html", ".htm"))):
-        if path is not None and (os.path.isdir(path) or path.suffix.lower() not in endings):
-            raise UserError(f"--{name} {path}: name a file that ends in {' or '.join(endings)}")
+    report.check_ending("--plot", options.plot, report.PICTURES)
+    report.check_ending("--html", options.html, (".html", ".htm"))
+    for path in (options.plot, options.html):
         report.check_writable(path)
 
 

@@ -76,12 +76,12 @@ class PlanOptions:
     """lora: train thin matrices beside the frozen model; qlora: and keep the model in 4 bits."""
     adapter_rank: int = 16
     """Of LoRA's matrices."""
+    #: In the host's memory. optimizer: masters, summed gradients and its state; parameters: each rank's part
+    #: of the parameters too.
     offload: Offload | None = None
-    """In the host's memory. optimizer: masters, summed gradients and its state; parameters: each rank's part
-    of the parameters too."""
+    #: none: bf16, or fp16 where a GPU has no bf16. Both have fp32 masters, 16 bytes a parameter with AdamW;
+    #: autocast: fp32 weights, products in bf16, as imece train does it; fp32; bf16-pure: no masters.
     precision: PrecisionName | None = None
-    """none: bf16, or fp16 where a GPU has no bf16. Both have fp32 masters, 16 bytes a parameter with AdamW;
-    autocast: fp32 weights, products in bf16, as imece train does it; fp32; bf16-pure: no masters."""
     attention: Literal["flash", "plain"] = "flash"
     """plain keeps all scores for backward."""
     compile: bool = False

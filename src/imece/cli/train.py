@@ -18,7 +18,8 @@ from imece.errors import UserError
 from imece.launch.local import launch
 from imece.observe.display import Display
 from imece.observe.run_files import as_argument
-from imece.train.config import TrainConfig, read_toml, to_toml
+from imece.train.config import TrainConfig
+from imece.train.config_file import read_toml, to_toml
 from imece.train.drift import DriftError
 from imece.train.loop import NotFiniteError
 from imece.train.run_folder import RunFolder

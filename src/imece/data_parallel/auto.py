@@ -24,17 +24,17 @@ from imece.collectives.shared_memory.segment import available_bytes
 from imece.collectives.texts import gather_texts
 from imece.data_parallel import arguments
 from imece.data_parallel.arguments import MIB
-from imece.data_parallel.block_wise import block_of
-from imece.data_parallel.cast import MixedPrecision
 from imece.data_parallel.footprint import filling, gathered, optimizer_tensors, predict
-from imece.data_parallel.gathering import GatherOptions
-from imece.data_parallel.meta import is_meta
-from imece.data_parallel.offload import can_offload, pinned_bytes
 from imece.data_parallel.optimizer import is_element_wise, kinds_of
+from imece.data_parallel.reducing.way import best_schedule, default_cap_bytes, most_under_way, units_at_once
+from imece.data_parallel.sharding.block_wise import block_of
+from imece.data_parallel.sharding.cast import MixedPrecision
+from imece.data_parallel.sharding.gathering import GatherOptions
+from imece.data_parallel.sharding.meta import is_meta
+from imece.data_parallel.sharding.offload import can_offload, pinned_bytes
+from imece.data_parallel.sharding.trained import Trained
+from imece.data_parallel.sharding.units import find_units
 from imece.data_parallel.strategy import STRATEGIES, ShardGroups, Strategy, choose_strategy
-from imece.data_parallel.trained import Trained
-from imece.data_parallel.units import find_units
-from imece.data_parallel.way import best_schedule, default_cap_bytes, most_under_way, units_at_once
 from imece.footprint import OFFLOADS, Footprint
 from imece.footprint import Offload as Hosted
 from imece.mesh import Mesh

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from imece.collectives import ops
 from imece.collectives.calls import host_device
 from imece.collectives.pending import Pending
+from imece.data_parallel.reducing import task
 
 Over = Literal["ranks", "samples", "tokens"]
 OVER: tuple[Over, ...] = ("ranks", "samples", "tokens")
@@ -36,9 +37,9 @@ class Average:
         self.present_only = False  # under join: ranks that have ended do not count
         self._group, self._device = group, host_device(group, device)
         self._world_size = group.size()
-        self._weights: dict[int, float] = {}  # of each backward since the last synchronisation, by its task
+        self._ended: list[float] = []  # weights of all losses since the last synchronisation
+        self._under_way: weakref.WeakValueDictionary[int, _Weights] = weakref.WeakValueDictionary()  # by task
         self._losses: weakref.WeakSet[Any] = weakref.WeakSet()  # _Weighed, whose graphs somebody has
-        self._nothing = False  # whether a loss over no samples or tokens is among those of this backward
         self._agreeing: Pending | None = None
         self._factor: float | None = None
 
@@ -59,30 +60,37 @@ class Average:
 
     def came(self, loss: Any) -> None:
         """The gradient of a `_Weighed`."""
-        self._count(loss)
-        self._nothing = self._nothing or not loss.count
+        weights = self._of_this_backward()
+        weights.nothing = weights.nothing or not loss.count
+        if task.writes(loss.next_functions):
+            self._count(loss)
 
     def _count(self, loss: Any) -> None:
         """Once in each backward."""
-        task = _task()
-        if loss.counted_in != task:
-            loss.counted_in = task
-            self._weights[task] = self._weights.get(task, 0.0) + loss.count
+        now = task.current()
+        if loss.counted_in != now:
+            loss.counted_in = now
+            self._of_this_backward().counts.append(loss.count)
+
+    def _of_this_backward(self) -> _Weights:
+        now = task.current()
+        weights = self._under_way.get(now)
+        if weights is None:
+            weights = self._under_way[now] = _Weights(self._ended)
+            task.at_end(weights)
+        return weights
 
     def cleaned(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """What comes to an output of the model, if it is to be something else.
 
         The gradient of a loss over nothing is 0, but the mean over nothing has made it 0 / 0.
         """
-        return gradient.nan_to_num(0.0, 0.0, 0.0) if self._nothing else None
-
-    def end(self) -> None:
-        """A backward is over."""
-        self._nothing = False
+        nothing = any(each.nothing for each in self._under_way.values())
+        return gradient.nan_to_num(0.0, 0.0, 0.0) if nothing else None
 
     def forget(self) -> None:
         """What was counted before this backward, if in one: those gradients were thrown away."""
-        self._weights = {task: weight for task, weight in self._weights.items() if task == _task()}
+        self._ended.clear()
 
     @property
     def agrees(self) -> bool:
@@ -95,17 +103,19 @@ class Average:
         if not self.agrees:
             self._factor = 1.0 / self._world_size
             return
-        if _task() != _NO_TASK:  # of several losses, some may come after the model's first gradient
+        if task.current() != task.NO_TASK:  # of several losses, some may come after the first gradient
             for loss in list(self._losses):
                 if torch._C._will_engine_execute_node(loss):
                     self._count(loss)
-        weight = float(present) if self.over == "ranks" else sum(self._weights.values())
-        forgot = float(present and self.over != "ranks" and not self._weights)
+        counted = [self._ended, *(each.counts for each in self._under_way.values())]
+        weight = float(present) if self.over == "ranks" else sum(map(sum, counted))
+        forgot = float(present and self.over != "ranks" and not any(counted))
         total = torch.tensor([weight, forgot], dtype=torch.float64, device=self._device)
         self._agreeing = cast(
             Pending, ops.all_reduce(total, group=self._group, async_op=True, label=f"number of {self.over}")
         )
-        self._weights.clear()
+        for counts in counted:
+            counts.clear()
 
     def give_up(self) -> None:
         """Nobody will ask for what is being agreed on."""
@@ -130,23 +140,29 @@ class Average:
         return self._factor
 
 
+class _Weights:
+    """Of the losses of one backward. It goes with one that raises, whose gradients are no part of a mean."""
+
+    def __init__(self, ended: list[float]) -> None:
+        self.counts: list[float] = []
+        self.nothing = False  # whether one over no samples or tokens is among them
+        self._ended = ended
+
+    def __call__(self) -> None:
+        """The backward is over."""
+        self._ended += self.counts
+        self.counts, self.nothing = [], False
+
+
 class _Weighed(torch.autograd.Function):
     """(loss, average, count) -> loss. Its node in the graph says when the gradient of the loss comes."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, average: Average, count: float) -> torch.Tensor:
-        ctx.average, ctx.count, ctx.counted_in = average, count, _NO_TASK
+        ctx.average, ctx.count, ctx.counted_in = average, count, task.NO_TASK
         return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         ctx.average.came(ctx)
         return gradients[0], None, None
-
-
-_NO_TASK = -1
-
-
-def _task() -> int:
-    """The number of the backward that this is inside of."""
-    return torch._C._current_graph_task_id()

@@ -68,7 +68,7 @@ class SyncBatchNorm(_BatchNorm):
     def _synchronised(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
         self._check_input_dim(input)
         run: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = _Normalised.apply
-        output, *moments = run(input, self.weight, self.bias, self.eps, group, self._name or "SyncBatchNorm")
+        output, *moments = run(input, self.weight, self.bias, self.eps, group, self._label)
         if self.track_running_stats:
             self._track(_Moments(*moments))
         return output
@@ -112,9 +112,12 @@ class SyncBatchNorm(_BatchNorm):
             wanted, got = "a floating-point input", f"{input.dtype}"
         if wanted:
             raise ValueError(
-                f"{_rank()}SyncBatchNorm{f' {self._name}' if self._name else ''} expected {wanted}, "
-                f"got {got} (input of shape {list(input.shape)})"
+                f"{_rank()}{self._label} expected {wanted}, got {got} (input of shape {list(input.shape)})"
             )
+
+    @property
+    def _label(self) -> str:
+        return f"SyncBatchNorm {self._name}".rstrip()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         """The copy meets in the same group: a group cannot be copied."""
@@ -123,6 +126,15 @@ class SyncBatchNorm(_BatchNorm):
         memo[id(self.process_group)] = self.process_group
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
+
+
+def meet_in(module: torch.nn.Module, group: dist.ProcessGroup) -> bool:
+    """Whether synchronised batch norms in `module`, ours or torch's, make their calls on `group`."""
+    return any(
+        isinstance(each, SyncBatchNorm | torch.nn.SyncBatchNorm)
+        and (each.process_group if each.process_group is not None else dist.group.WORLD) is group
+        for each in module.modules()
+    )
 
 
 def convert_sync_batchnorm(

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from imece.data_parallel.coming import settle
-from imece.data_parallel.units import Wanted, find_units
+from imece.data_parallel.sharding.coming import settle
+from imece.data_parallel.sharding.units import Wanted, find_units
 
 
 def compile_blocks(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from imece.data_parallel.stepped import SteppedParts
+from imece.data_parallel.sharding.stepped import SteppedParts
 
 
 def forget_stage(scaler: torch.amp.GradScaler) -> None:

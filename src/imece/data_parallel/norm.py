@@ -8,6 +8,7 @@ import torch
 
 # Elements whose fp64 copies are there at a time: what a core's cache holds, or enough to keep a GPU busy.
 _PIECE_ON_CPU, _PIECE_ON_GPU = 2**18, 2**24
+_STEPS = 2.0**40  # to which an fp64 norm is rounded, of a power of two
 
 
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -16,6 +17,18 @@ def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(norms).square().sum().to(device)  # of parts in the host's memory it is made there
+
+
+def norm_from(squares: torch.Tensor, *, wide: bool) -> torch.Tensor:
+    """The root of the sum of all squares: fp32, or wide, fp64.
+
+    To fewer bits than the sum has: its last ones depend on who holds which part.
+    """
+    norm = squares.sqrt()
+    if not wide:
+        return norm.float()
+    mantissa, exponent = torch.frexp(norm)
+    return torch.ldexp((mantissa * _STEPS).round() / _STEPS, exponent)
 
 
 def _norm(tensor: torch.Tensor) -> torch.Tensor:

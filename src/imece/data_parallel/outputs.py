@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
+
+_OBJECTS_DEEP = 2  # an output that knows its trainer is not to be searched down to every line of the data
 
 
 def when_gradient_comes(output: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
@@ -21,8 +25,9 @@ def when_gradient_comes(output: torch.Tensor, hook: Callable[[torch.Tensor], tor
         base.register_hook(hook)
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor | None]:
-    """All tensors in an output, of lists, tuples, mappings and dataclasses, however nested.
+def tensors_in(value: Any, objects_deep: int = _OBJECTS_DEEP) -> Iterator[torch.Tensor | None]:
+    """All tensors in an output, of lists, tuples, mappings and dataclasses, however nested, and of attributes
+    of other objects: so many deep.
 
     None for an object that may hold some where nobody can see them, and for a tensor inside of torch.func's
     transforms: gradients that come to it are those of the transform, which writes no `.grad`.
@@ -31,12 +36,14 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor | None]:
         yield None if torch._C._functorch.is_functorch_wrapped_tensor(value) else value
     elif isinstance(value, Mapping):
         for each in value.values():
-            yield from tensors_in(each)
+            yield from tensors_in(each, objects_deep)
     elif isinstance(value, list | tuple | set):
         for each in value:
-            yield from tensors_in(each)
+            yield from tensors_in(each, objects_deep)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for member in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, member.name, None))
+            yield from tensors_in(getattr(value, member.name, None), objects_deep)
     elif value is not None and not isinstance(value, bool | int | float | complex | str | bytes):
         yield None
+        if objects_deep and not isinstance(value, nn.Module | type | types.ModuleType):
+            yield from tensors_in(getattr(value, "__dict__", None), objects_deep - 1)

@@ -14,14 +14,15 @@ from imece import mesh as meshes
 from imece.data_parallel.arguments import check_way
 from imece.data_parallel.auto import Given, choose
 from imece.data_parallel.average import Over
-from imece.data_parallel.cast import MixedPrecision
-from imece.data_parallel.gathering import GatherOptions
-from imece.data_parallel.meta import Init, is_meta
-from imece.data_parallel.offload import Offload, check_steps_on_host, check_strategy, offload_of
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel, ShardOptions
+from imece.data_parallel.sharding.cast import MixedPrecision
+from imece.data_parallel.sharding.gathering import GatherOptions
+from imece.data_parallel.sharding.meta import Init, is_meta
+from imece.data_parallel.sharding.offload import Offload, check_steps_on_host, check_strategy, offload_of
+from imece.data_parallel.sharding.torch_calls import refuse_gathered
+from imece.data_parallel.sharding.units import Wanted
 from imece.data_parallel.strategy import ShardGroups, Strategy, find_strategy
-from imece.data_parallel.units import Wanted
 from imece.device import home_among
 from imece.footprint import OFFLOADS
 from imece.mesh import Mesh
@@ -95,8 +96,10 @@ def parallelize(
     left for what forward keeps; activation_bytes: how much that is on a rank at most, if you know.
 
     ValueError: an unknown strategy, one that cannot be on this mesh, an optimizer that cannot be sharded or
-    offloaded, offload of a model that is on the CPU; "auto" where nothing fits, with what would.
+    offloaded, offload of a model that is on the CPU, a model that another wrapped one gathers by unit; "auto"
+    where nothing fits, with what would.
     """
+    refuse_gathered(model)
     arranged = mesh if mesh is not None else meshes.current()
     named = find_strategy(strategy) if strategy.lower() != "auto" else None
     made = optimizer if isinstance(optimizer, Optimizer | Sequence) else optimizer(model.parameters())

@@ -8,10 +8,12 @@ The words:
     touched   it did so in a backward before, that was not synchronised (no_sync)
 
 A backward is synchronised if it comes through an output of a forward that was prepared for it, or if it is
-the first one after such a forward and comes through none (a loss of the model's gradients, say). `begin` runs
-when the first gradient reaches such an output, `finish` when that backward is over: parameters that have not
-fired then are unused here, and whether any rank used them is told by one more small collective. Nobody walks
-the graph, and nobody has to say beforehand that parameters will stay unused.
+the first one after such a forward and comes through none (a loss of the model's gradients, say). That of
+torch.autograd.grad(), which writes no `.grad`, is nobody's business. `begin` runs when the first gradient
+reaches such an output, `finish` when that backward is over: parameters that have not fired then are unused
+here, and whether any rank used them is told by one more small collective. Nobody walks the graph, and nobody
+has to say beforehand that parameters will stay unused. Of a backward that raises all is dropped, at the next
+forward or when its graph runs once more.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,20 +30,18 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from imece.collectives.pending import Pending
-from imece.data_parallel import in_backward, refusals
-from imece.data_parallel.arrivals import Arrivals
 from imece.data_parallel.average import Average
-from imece.data_parallel.buckets import Bucket, Gradients, Slot
-from imece.data_parallel.comm_hook import CommHook, take_result
-from imece.data_parallel.finite import Finite
-from imece.data_parallel.home import Home
-from imece.data_parallel.line import Line
-from imece.data_parallel.sharing import Sharing
-from imece.data_parallel.trace import BucketTrace
-from imece.data_parallel.used import Used
-from imece.data_parallel.watch import Watch
-
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+from imece.data_parallel.reducing import in_backward, refusals, task
+from imece.data_parallel.reducing.arrivals import Arrivals
+from imece.data_parallel.reducing.buckets import Bucket, Gradients, Slot
+from imece.data_parallel.reducing.comm_hook import CommHook, take_result
+from imece.data_parallel.reducing.finite import Finite
+from imece.data_parallel.reducing.home import Home
+from imece.data_parallel.reducing.line import Line
+from imece.data_parallel.reducing.sharing import Sharing
+from imece.data_parallel.reducing.trace import BucketTrace
+from imece.data_parallel.reducing.used import Used
+from imece.data_parallel.reducing.watch import Watch
 
 
 class Reducer:
@@ -73,6 +74,7 @@ class Reducer:
         self.armed = False  # the latest forward was prepared: the first gradient begins, of outputs or not
         self._local = False  # this backward comes through an output of a forward in no_sync
         self._syncing = False
+        self._end: Callable[[], partial[None] | None] = lambda: None  # of that backward, unless it has raised
         self._graphed = False
         self._left: Collection[int] = ()  # parameters that another model reduces in this backward
         self._careful = False  # gradients are not simply put into buckets, as some are left or noted
@@ -134,9 +136,12 @@ class Reducer:
         if self.watch is not None:
             self.watch.forward()
 
-    def on_output_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """A hook on the outputs of a prepared forward."""
-        self.begin()
+    def on_output_gradient(self, behind: task.Edges, gradient: torch.Tensor) -> torch.Tensor | None:
+        """A hook on an output of a prepared forward; behind: where its gradient goes on."""
+        if self._closed:
+            raise RuntimeError("this backward is of a forward before regroup(): run that forward again")
+        if (not self._syncing or self._end() is None) and task.writes(behind):
+            self.begin()
         return self.average.cleaned(gradient)
 
     def on_local_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -145,23 +150,21 @@ class Reducer:
             return None
         if not self._local:
             self._local = True
-            _queue_callback(self._end_local)
+            task.at_end(self._end_local)
         return self.average.cleaned(gradient)
 
     def _end_local(self) -> None:
         self._local = False
-        if not self._syncing and not self._closed:
-            self.average.end()
 
     def begin(self) -> None:
-        """The first gradient has come to an output of a prepared forward."""
+        """The first gradient of a backward that is to be synchronised has come."""
         if self._syncing:
-            return
-        if self._closed:
-            raise RuntimeError("this backward is of a forward before regroup(): run that forward again")
+            self._recover()  # that backward has raised
+        if not self._handles:
+            return  # somebody took the hooks away: gradients are this rank's own
         left = self.sharing.taken()
         self._syncing = True
-        _queue_callback(self.finish)
+        self._end = task.at_end(partial(self.finish))
         self._come_last()
         self.start(left=left)
 
@@ -209,7 +212,7 @@ class Reducer:
     def _leave(self, slot: Slot) -> None:
         """To another model, which reduces it in this backward: zeros go in its place."""
         slot.bucket.pending -= 1
-        if slot.parameter.grad is slot.view:
+        if slot.holds(slot.parameter.grad):
             slot.parameter.grad = slot.view.detach().clone()
         slot.view.zero_()
 
@@ -219,7 +222,7 @@ class Reducer:
             grad = slot.parameter.grad
             if grad is None or self._touched[slot.index]:
                 continue
-            if grad is slot.view or self.sharing.has_reduced(slot.index, grad):
+            if slot.holds(grad) or self.sharing.has_reduced(slot.index, grad):
                 slot.older, slot.parameter.grad = grad.clone(), None
 
     # Backward.
@@ -242,6 +245,8 @@ class Reducer:
             if grad is None:
                 return  # an undefined gradient came: as if nothing had
             slot = reducer.gradients.slots[index]
+            if grad.layout is not torch.strided:
+                raise refusals.sparse(slot)
             fired = reducer._fired[index] = reducer._fired[index] + 1
             if (reducer._careful or fired != slot.uses) and not reducer._complete(slot):
                 return
@@ -275,13 +280,11 @@ class Reducer:
             self._fired[slot.index] = 0
             return False
         fired = self._fired[slot.index]
-        if self._learning or fired < slot.uses:
-            return False
-        if fired > slot.uses:
+        if fired > slot.uses and not self._learning:
             raise refusals.changed(slot, fired) if self.static_graph else refusals.second(slot)
         if self._arrivals.noting:
             self._arrivals.came(slot)
-        return True
+        return fired == slot.uses and not self._learning
 
     def _put(self, grad: torch.Tensor | None, slot: Slot) -> None:
         """slot.view = grad * scale, 0 without a gradient; grad may be the view itself."""
@@ -304,7 +307,8 @@ class Reducer:
 
     def let_go(self) -> None:
         """All buckets that are ready, in order: the same order on every rank."""
-        early = (self.overlap or self.gradients.borrows) and not self.gradients.gathers
+        overlap = self.overlap and not self._line.crossing
+        early = (overlap or self.gradients.borrows) and not self.gradients.gathers
         if not (early or self._ending):
             return
         if not self._line.is_first(self):
@@ -374,11 +378,9 @@ class Reducer:
             return
         lost = self._left and any(other in self.sharing.others() for other in ahead)
         self._line.pass_over(ahead)  # they would have ended by now: their backward has raised
-        comes_later = not any(self._fired)  # autograd.grad() came this way, and a loss of what it gave will
         with torch.no_grad():
             newly_unused = self._finish()
-        self._syncing, self.armed = False, self.armed and comes_later
-        self.average.end()
+        self._syncing = self.armed = False
         if lost:
             raise refusals.lost(self.slots[min(self._left)])
         if newly_unused and self.when_newly_unused is not None and (tell := self.when_newly_unused()):
@@ -386,10 +388,12 @@ class Reducer:
 
     def _finish_after(self, node: torch.autograd.graph.Node) -> None:
         """This backward ran inside of `node`, as re-entrant checkpoints do: the one around it goes on."""
+        end = self._end()
+        assert end is not None
 
         def follow(*_gradients: Any) -> None:
             handle.remove()
-            _queue_callback(self.finish)
+            task.at_end(end)
 
         handle = node.register_hook(follow)
 
@@ -435,15 +439,13 @@ class Reducer:
             grad = parameter.grad
             if self._learning:
                 slot.uses = fired
-                if fired and self._arrivals.noting:
-                    self._arrivals.was_there(slot)
             elif self.static_graph and fired != slot.uses:
                 raise refusals.changed(slot, fired)
             used = bool(fired) or (bool(self._touched[slot.index]) and grad is not None)
             if not used:
                 absent.append(slot)
-                if grad is slot.view:
-                    slot.kept = grad.clone()
+                if slot.holds(grad):
+                    slot.kept = slot.view.clone()
             if not slot.bucket.attached:
                 self._attach(slot.bucket)
             self._put(grad, slot)
@@ -479,7 +481,7 @@ class Reducer:
 
     def recover(self) -> None:
         """Before a forward: if the last backward raised, buckets that had left end, and all starts anew."""
-        if torch._C._current_graph_task_id() != -1:
+        if task.current() != task.NO_TASK:
             return  # a checkpoint that holds this model runs it again in backward
         self._line.clear()
         self._forget_what_was_dropped()
@@ -491,7 +493,6 @@ class Reducer:
         if not self._syncing:
             return
         self._syncing = self.armed = False
-        self.average.end()
         self._arrivals.again()
         self._fired[:] = self._zeros
         for slot in self.slots:

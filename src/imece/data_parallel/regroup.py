@@ -21,11 +21,11 @@ from torch.distributed.algorithms.join import _JoinConfig
 
 from imece.collectives import checks
 from imece.collectives.shared_memory.group import SharedMemoryGroup
-from imece.data_parallel import freed
-from imece.data_parallel.comm_hook import CommHook
-from imece.data_parallel.freed import FreedParameter
+from imece.data_parallel.reducing.comm_hook import CommHook
+from imece.data_parallel.reducing.watch import Watch
 from imece.data_parallel.same import check_same_shapes
-from imece.data_parallel.watch import Watch
+from imece.data_parallel.sharding import freed
+from imece.data_parallel.sharding.freed import FreedParameter
 
 if TYPE_CHECKING:
     from imece.data_parallel.replicate import DistributedDataParallel
@@ -46,13 +46,14 @@ class Kept:
     def of(cls, model: DistributedDataParallel) -> Kept:
         reducer, group = model.reducer, model.process_group
         state = reducer.hook.state if reducer.hook is not None else None
+        buffer_hook = model._buffer_sync.hook
         others = [state, *model.module.modules()]
         return cls(
             [(slot.name, slot.parameter) for slot in reducer.slots],
             reducer.watch,
             reducer.hook,
             state is group,
-            model._buffer_hook is not None and model._buffer_hook[1] is group,
+            buffer_hook is not None and buffer_hook.state is group,
             [each for each in others if getattr(each, "process_group", None) is group],
         )
 
@@ -62,9 +63,8 @@ class Kept:
             each.process_group = group
         if self.hook is not None and self.group_is_state:
             self.hook.state = group
-        if self.buffer_hook_too and model._buffer_hook is not None:
-            hook, _, location = model._buffer_hook
-            model._buffer_hook = hook, group, location
+        if self.buffer_hook_too and model._buffer_sync.hook is not None:
+            model._buffer_sync.hook.state = group
 
 
 def leave(model: DistributedDataParallel) -> None:

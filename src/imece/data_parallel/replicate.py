@@ -6,48 +6,45 @@ import contextlib
 import copy
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.utils import _to_kwargs
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from imece.collectives.calls import group_or_default
-from imece.data_parallel import arguments, in_backward, refusals
+from imece.data_parallel import arguments
 from imece.data_parallel.arguments import MIB
 from imece.data_parallel.average import Average, Over
-from imece.data_parallel.comm_hook import CommHook, Hook
-from imece.data_parallel.finite import Finite
+from imece.data_parallel.batch_norm import meet_in
+from imece.data_parallel.buffers import BufferSync
 from imece.data_parallel.joining import DDPJoinHook, agree, common_rank
-from imece.data_parallel.norm import squared_norm
+from imece.data_parallel.norm import norm_from, squared_norm
 from imece.data_parallel.outputs import tensors_in, when_gradient_comes
-from imece.data_parallel.parts import Part
 from imece.data_parallel.reducer import Reducer
+from imece.data_parallel.reducing import in_backward, refusals, task
+from imece.data_parallel.reducing.comm_hook import CommHook, Hook
+from imece.data_parallel.reducing.finite import Finite
+from imece.data_parallel.reducing.line import Line
+from imece.data_parallel.reducing.trace import StepTrace
+from imece.data_parallel.reducing.watch import Watch
+from imece.data_parallel.reducing.way import Way, best_schedule, default_cap_bytes, has_spare_core
+from imece.data_parallel.reducing.whole import Caps, WholeGradients
 from imece.data_parallel.regroup import Kept, leave, regroup, wanting_gradients
 from imece.data_parallel.same import check_drift, check_same_shapes, sync_from
-from imece.data_parallel.trace import StepTrace
-from imece.data_parallel.watch import Watch
-from imece.data_parallel.way import Way, best_schedule, default_cap_bytes, has_spare_core
-from imece.data_parallel.whole import Caps, WholeGradients
+from imece.data_parallel.sharding.parts import Part
+from imece.data_parallel.torch_names import TorchNames
 from imece.mesh import Mesh
 
 FIRST_BUCKET_BYTES = MIB
-_NORM_STEPS = 2.0**40  # to which the norm of fp64 gradients is rounded, of a power of two
-BufferHook = Callable[[Any, dict[str, torch.Tensor]], list[torch.futures.Future[Any]] | None]
-_BUILTIN_HOOKS = {
-    dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-    dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-}
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(nn.Module, TorchNames, Joinable):
     """One model on every rank, trained as one: after backward each .grad is the mean over all ranks.
 
     Takes torch.nn.parallel.DistributedDataParallel's arguments, in its order, and has its methods. What is
@@ -93,7 +90,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         `weigh`, and the gradient is that of one process on all of them.
         wire, schedule: as for imece.all_reduce; by default "hierarchical" between the CPUs of several hosts.
         overlap: whether a bucket leaves while backward goes on. By default it does, but not between ranks of
-        one host whose threads fill its cores: there it would take from backward more than it hides.
+        one host whose threads fill its cores: there it would take from backward more than it hides. Never
+        with synchronised batch norms that meet in the same group, but on GPUs; docs/ddp.md says why.
         drift_check_every: compare all ranks' parameters, bit for bit, every so many synchronised forwards.
         check_finite: after each backward `nonfinite` says which ranks brought NaN or Inf in which parameters.
 
@@ -139,15 +137,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._over: Over = average
         self._check_finite = check_finite
         self._kept: Kept | None = None  # between leaving one group and joining another
-        self._buffer_hook: tuple[BufferHook, Any, _BufferCommHookLocation] | None = None
+        self._buffer_sync = BufferSync(module, self.parameters_to_ignore)
         self._synchronised = 0  # forwards whose backward is synchronised
         if init_sync:
             check_same_shapes(self._alike(), self.process_group, self.device)
-            states = [
-                each for name, each in module.named_parameters() if name not in self.parameters_to_ignore
-            ]
-            sync_from(0, states + (self._buffers_of_module() if sync_buffers_now else []),
-                      self.process_group, "the model at construction")  # fmt: skip
+            states = self.states(buffers=sync_buffers_now)
+            sync_from(0, states, self.process_group, "the model at construction")
         self._make_reducer(named)
 
     # Training.
@@ -211,7 +206,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         The same for every strategy, and to the same bits. A norm that is not finite changes nothing.
         """
         norm = self.gradient_norm()
-        self.shorten(norm, max_norm)
+        if max_norm < (length := float(norm)) < math.inf:
+            self.scale_gradients(max_norm / length)
         return norm
 
     def gradient_norm(self, only: Collection[int] | None = None) -> torch.Tensor:
@@ -219,13 +215,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         only: of some parameters, by their numbers; by default of all.
         """
-        return self._rounded(squared_norm(self._gradients(only), self.device).sqrt())
-
-    def shorten(self, norm: torch.Tensor, max_norm: float, only: Collection[int] | None = None) -> None:
-        """Multiply the gradient, or that of `only` these parameters, so that its norm, now `norm`, is at most
-        `max_norm`."""
-        if max_norm < (length := float(norm)) < math.inf:
-            self.scale_gradients(max_norm / length, only)
+        return self._norm_of(squared_norm(self._gradients(only), self.device))
 
     def scale_gradients(self, factor: float, only: Collection[int] | None = None) -> None:
         """Multiply the gradient, or that of `only` these parameters, by a number."""
@@ -239,12 +229,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             if slot.parameter.grad is not None and (only is None or slot.index in only)
         ]
 
-    def _rounded(self, norm: torch.Tensor) -> torch.Tensor:
-        """To fewer bits than its sum has: the last ones depend on who holds which part."""
-        if not any(slot.parameter.dtype.to_real() is torch.float64 for slot in self.reducer.slots):
-            return norm.float()
-        mantissa, exponent = torch.frexp(norm)
-        return torch.ldexp((mantissa * _NORM_STEPS).round() / _NORM_STEPS, exponent)
+    def _norm_of(self, squares: torch.Tensor) -> torch.Tensor:
+        """From the sum of all squares."""
+        wide = any(slot.parameter.dtype.to_real() is torch.float64 for slot in self.reducer.slots)
+        return norm_from(squares, wide=wide)
 
     # What is otherwise where parameters are sharded, so that one script does for every strategy.
 
@@ -335,8 +323,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._before_forward_of_all()
         if not self.device_ids:
             return inputs, kwargs
-        device = torch.device(self.device_type, self.device_ids[0])
-        moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, False)
+        moved, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
         return moved[0], moved_kwargs[0]
 
     def _before_forward_of_all(self) -> None:
@@ -350,7 +337,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.reducer.stepping = in_backward.take_over(each for _, each in self._named_parameters())
             self.reducer.when_newly_unused = weakref.WeakMethod(self._refuse_newcomers)
         self._tell_joined()
-        if self.will_sync_module_buffers() and not self._buffer_hook_runs_after_forward():
+        if self.will_sync_module_buffers() and not self._buffer_sync.after_forward:
             self._sync_buffers(joining)
         if joining:
             agree(self, synchronise)
@@ -385,17 +372,17 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @torch._disable_dynamo(recursive=True)
     def _after_forward(self, output: Any) -> Any:
-        if self.will_sync_module_buffers() and self._buffer_hook_runs_after_forward():
+        if self.will_sync_module_buffers() and self._buffer_sync.after_forward:
             with temporarily_clear_interpreter_stack():
                 self._sync_buffers(self._join_config.enable)
         synchronise = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = synchronise
         if torch.is_grad_enabled():
             reducer = self.reducer
-            hook = reducer.on_output_gradient if synchronise else reducer.on_local_gradient
             for tensor in tensors_in(output):
                 if tensor is not None and tensor.grad_fn is not None:
-                    when_gradient_comes(tensor, hook)
+                    prepared = partial(reducer.on_output_gradient, task.behind(tensor))
+                    when_gradient_comes(tensor, prepared if synchronise else reducer.on_local_gradient)
             reducer.armed = synchronise
         return output
 
@@ -412,57 +399,18 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward broadcasts buffers."""
-        return (
-            self.require_forward_param_sync and self.forward_sync_buffers and bool(self._buffers_of_module())
-        )
-
-    def _register_buffer_comm_hook(
-        self,
-        state: Any,
-        hook: BufferHook,
-        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
-    ) -> None:
-        """torch's private way to keep buffers alike by something else than a broadcast from rank 0."""
-        if not callable(hook):
-            raise TypeError(f"a hook on buffers is a function (state, {{name: buffer}}), not {hook!r}")
-        self._buffer_hook = hook, state, comm_hook_location
-
-    def _default_broadcast_coalesced(
-        self, bufs: list[torch.Tensor] | None = None, bucket_size: int | None = None,
-        authoritative_rank: int = 0,
-    ) -> None:  # fmt: skip
-        """What such a hook may call to do what happens without one; they all travel as one message."""
-        sync_from(
-            authoritative_rank, self._buffers_of_module() if bufs is None else bufs, self.process_group,
-            "buffers",
-        )  # fmt: skip
-
-    def _buffer_hook_runs_after_forward(self) -> bool:
-        return self._buffer_hook is not None and self._buffer_hook[2] is _BufferCommHookLocation.POST_FORWARD
+        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self._buffer_sync.named)
 
     def _sync_buffers(self, joining: bool, *, present: bool = True) -> None:
         root = common_rank(self, present) if joining else 0
-        if self._buffer_hook is not None:
-            hook, state, _ = self._buffer_hook
-            self.reducer.awaited += hook(state, self._named_buffers()) or []
-            return
-        buffers = self._buffers_of_module()
-        with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-            sync_from(root, buffers, self.process_group, "buffers")
+        self.reducer.awaited += self._buffer_sync.sync(root, self.process_group)
 
     def states(self, *, buffers: bool) -> list[torch.Tensor]:
         """All parameters, and all buffers if wanted, but for those to ignore."""
         found: list[torch.Tensor] = [
             each for name, each in self.module.named_parameters() if name not in self.parameters_to_ignore
         ]
-        return found + self._buffers_of_module() if buffers else found
-
-    def _buffers_of_module(self) -> list[torch.Tensor]:
-        return list(self._named_buffers().values())
-
-    def _named_buffers(self) -> dict[str, torch.Tensor]:
-        named = self.module.named_buffers()
-        return {name: each for name, each in named if name not in self.parameters_to_ignore}
+        return found + self._buffer_sync.tensors if buffers else found
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch's Join."""
@@ -492,6 +440,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             wire,
             has_spare_core(self.process_group, self.device) if overlap is None else overlap,
         )
+        # A GPU's buckets are worth more early, where nobody has said that ranks use other parameters.
+        may_cross = self.device_type == "cpu" or self.find_unused_parameters
+        if may_cross and not self.static_graph and meet_in(self.module, self.process_group):
+            Line.of(self.process_group).crossing.add(self.module)
         caps, single, self._choose_cap = arguments.bucket_caps(*self._asked_caps)
         self.bucket_bytes_cap = max(caps, default=default_cap_bytes(self._way.schedule))
         self.bucket_bytes_cap_list = [] if single else caps
@@ -528,34 +480,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             finite=Finite(self.process_group) if self._check_finite else None,
         )
 
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Sequence[str]) -> None:
-        """torch's private way, which other libraries use, to leave parameters and buffers to their rank."""
-        module._ddp_params_and_buffers_to_ignore = list(names)  # type: ignore[assignment]
-        for name, parameter in module.named_parameters():
-            if name in names:
-                parameter._ddp_ignored = True  # type: ignore[attr-defined]
-        for name, buffer in module.named_buffers():
-            if name in names:
-                buffer._ddp_ignored = True  # type: ignore[attr-defined]
-
-    @staticmethod
-    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
-        """torch's private way to ask which parameters are not left to their rank."""
-        for name, parameter in module.named_parameters():
-            if not hasattr(parameter, "_ddp_ignored"):
-                yield (name, parameter) if named_params else parameter
-
-    def _set_static_graph(self) -> None:
-        self.static_graph = self.reducer.static_graph = True
-        self.reducer._learning = True
-
-    def _register_builtin_comm_hook(self, kind: dist.BuiltinCommHookType) -> None:
-        self.register_comm_hook(self.process_group, _BUILTIN_HOOKS[kind])
-
-    def _remove_autograd_hooks(self) -> None:
-        self.reducer.detach()
-
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: not the group, which must be the default one, nor what belongs to it."""
         if self.process_group is not dist.group.WORLD:
@@ -567,6 +491,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = group_or_default(None)
+        self._choose_way()
         named = self._named_parameters()
         with wanting_gradients(named):
             self._make_reducer(named)

@@ -5,10 +5,11 @@
     gradients sharded (zero2, zero3)         a bucket borrows memory when its first gradient comes, is summed
                                              as soon as it is full, and gives the memory back; shards are kept
     parameters whole (zero1, zero2)          each rank steps its shard, and an all-gather in place brings the
-                                             others'; over a network while the next forward begins (coming.py)
+                                             others'; over a network while the next forward begins
+                                             (sharding/coming.py)
     parameters sharded (zero3)               in memory that the ranks of a host have in common, one copy for
                                              all of them: each steps its shard where it lies, and nothing
-                                             moves. Elsewhere gathering.py does it by unit
+                                             moves. Elsewhere sharding/gathering.py does it by unit
 
 Since a sum over ranks runs in the order of ranks, whoever computes it, all of these give the same bits.
 """
@@ -25,12 +26,12 @@ from imece.collectives import native, ops
 from imece.collectives.calls import Call, in_shared_memory
 from imece.collectives.pending import Pending, wait_for
 from imece.collectives.shared_memory import shared_empty
-from imece.data_parallel.buckets import Bucket, Gradients, Slot
-from imece.data_parallel.coming import Coming
-from imece.data_parallel.offload import Direct, Lane
-from imece.data_parallel.stores import Division, Store, make_stores
-from imece.data_parallel.trained import Trained
-from imece.data_parallel.way import most_under_way
+from imece.data_parallel.reducing.buckets import Bucket, Gradients, Slot
+from imece.data_parallel.reducing.way import most_under_way
+from imece.data_parallel.sharding.coming import Coming
+from imece.data_parallel.sharding.offload import Direct, Lane
+from imece.data_parallel.sharding.stores import Division, Store, make_stores
+from imece.data_parallel.sharding.trained import Trained
 
 _COMMON = (
     "and the ranks of this host have its memory in common, so that each of them changed what the others had "
@@ -84,6 +85,7 @@ class Sharding(Gradients):
         self._mixed: set[int] = set()  # optimizers: a backward did
         self._has_warned = False
         self._summed: set[int] = set()  # parameters that some rank may have a gradient of: what a step writes
+        self.has_private = False  # parameters: this rank a copy of those in common memory, which is to stay
         self._guarded = self._not_to_write()
         self._versions: list[int] = []  # of those
         self.note_versions()
@@ -245,18 +247,22 @@ class Sharding(Gradients):
         return self.offload.empty(store.master.numel(), store.master.dtype)
 
     def finish(self, absent: Sequence[Slot], used_anywhere: Sequence[int]) -> None:
-        """As of Gradients: parts have them, but for those of parameters that no rank used."""
+        """As of Gradients: parts have them, but frozen ones, and those of parameters that no rank used."""
         self.lane.wait()  # whoever clips or steps reads them, and no stream holds back the host
         unused = {slot.index for slot in absent if not used_anywhere[slot.index]}
-        self._mixed |= {self.trained.kinds[at] for at in self._stepped_with - unused}
+        frozen = {part.index for part in self.parts if not part.parameter.requires_grad}  # by their groups
+        self._mixed |= {self.trained.kinds[at] for at in self._stepped_with - unused - frozen}
         self._summed |= {slot.index for slot in self.slots} - unused
         for store in self.stores:
             assert store.gradient is not None
+            for part in store.parts:
+                if part.index in frozen:
+                    part.of(store.gradient).zero_()
             if store.older is not None:
                 store.gradient.add_(store.older)
                 store.older = None
             for part in store.parts:
-                if part.index not in unused:
+                if part.index not in unused and part.index not in frozen:
                     part.parameter.grad = part.of(store.gradient)
 
     # A step.
@@ -269,7 +275,14 @@ class Sharding(Gradients):
         self.lane.wait()
 
     def before_step(self, kinds: Collection[int]) -> None:
-        """The optimizers of these numbers step next. Nobody may write what others still read."""
+        """The optimizers of these numbers step next. Nobody may write what others still read.
+
+        RuntimeError inside of `gathered`, where what is stepped would be lost.
+        """
+        if self.has_private:
+            raise RuntimeError(
+                "an optimizer's step inside of gathered(write=True): what is there would take its place"
+            )
         self.settle(kinds)
         self.check_views()
         if self.gathering is not None:
@@ -317,6 +330,19 @@ class Sharding(Gradients):
             modules = {module for each in store.members for module in self._owners.get(id(each), ())}
             store.coming = Coming(store.members, modules, work)
 
+    @property
+    def stores_to_copy(self) -> list[Store]:
+        """Those whose parameters are in no state dict as they are."""
+        return [store for store in self.stores if self.gathers or store.has_more_bits]
+
+    def gather_masters(self, store: Store) -> torch.Tensor:
+        """Of all ranks, [numel], where parameters lie."""
+        own = store.master.to(store.parameters.device)
+        whole = own.new_empty(store.plan.numel)
+        schedule, label = self._way.schedule, f"masters of {store.label}"
+        ops.all_gather(whole, own, group=self.groups.shard, schedule=schedule, label=label)
+        return whole
+
     def check_views(self) -> None:
         """RuntimeError that names a parameter which no longer lies where its bucket is."""
         for store in self.stores:
@@ -325,7 +351,7 @@ class Sharding(Gradients):
     def _not_to_write(self) -> list[tuple[str, torch.Tensor, str]]:
         """(name, parameter, what becomes of what a rank writes into it), of those where that is lost."""
         if self.gathering is not None:
-            return []  # they are freed, and say so by themselves
+            return []  # they are freed, and say so by themselves; or gathered, see Gathering
         common = self.common_parameters and self.size > 1
         return [
             (item.name, parameter, _COMMON if common else _FROM_MASTER)
@@ -336,6 +362,8 @@ class Sharding(Gradients):
     def note_versions(self) -> None:
         """What has been written into parameters until now was meant to be."""
         self._versions = [_version(parameter) for _, parameter, _ in self._guarded]
+        if self.gathering is not None:
+            self.gathering.note_versions()
 
     def check_parts(self) -> None:
         """RuntimeError that names a parameter whose part was written into outside of a step."""

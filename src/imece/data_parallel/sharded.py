@@ -15,29 +15,30 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.optim import Optimizer
 
 from imece.collectives import ops
-from imece.data_parallel import torch_calls
 from imece.data_parallel.average import Average, Over
-from imece.data_parallel.cast import MixedPrecision, cast_buffers, cast_frozen
 from imece.data_parallel.compiled import waits_before_compiled
-from imece.data_parallel.gathered import fill_state, gathered
-from imece.data_parallel.gathering import Gathering, GatherOptions
 from imece.data_parallel.joining import ShardedJoinHook, Turn, next_turn
-from imece.data_parallel.meta import Filling, Init
 from imece.data_parallel.norm import squared_norm
-from imece.data_parallel.offload import Offload
 from imece.data_parallel.optimizer import numbers_of, set_numbers, who_steps
-from imece.data_parallel.parts import Part
 from imece.data_parallel.reducer import Reducer
+from imece.data_parallel.reducing import in_backward
+from imece.data_parallel.reducing.way import default_cap_bytes
 from imece.data_parallel.regroup import regroup
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.same import check_same_optimizers, check_same_shapes, sync_from
 from imece.data_parallel.shard import Sharding
-from imece.data_parallel.stepped import SteppedParts
-from imece.data_parallel.stores import Division
+from imece.data_parallel.sharding import torch_calls
+from imece.data_parallel.sharding.cast import MixedPrecision, cast_buffers, cast_frozen
+from imece.data_parallel.sharding.gathered import fill_state, gathered, loading
+from imece.data_parallel.sharding.gathering import Gathering, GatherOptions
+from imece.data_parallel.sharding.meta import Filling, Init
+from imece.data_parallel.sharding.offload import Offload
+from imece.data_parallel.sharding.parts import Part
+from imece.data_parallel.sharding.stepped import SteppedParts
+from imece.data_parallel.sharding.stores import Division
+from imece.data_parallel.sharding.trained import Trained, refuse_tied_by_data
+from imece.data_parallel.sharding.units import Unit, find_units, owners_of
 from imece.data_parallel.strategy import ShardGroups, Strategy
-from imece.data_parallel.trained import Trained, refuse_tied_by_data
-from imece.data_parallel.units import Unit, find_units, owners_of
-from imece.data_parallel.way import default_cap_bytes
 from imece.mesh import Mesh
 
 
@@ -85,6 +86,7 @@ class ShardedDataParallel(DistributedDataParallel):
     def _make_reducer(self, named: list[tuple[str, torch.Tensor]]) -> None:
         self._check_divisible(self._groups)
         if self._dtypes is None:
+            in_backward.refuse(named)
             torch_calls.refuse_shared(self.module, named)
             refuse_tied_by_data(named)
             self._options.precision.check(named)
@@ -168,6 +170,8 @@ class ShardedDataParallel(DistributedDataParallel):
     @torch._disable_dynamo(recursive=True)
     def _begin_forward(self, is_compiling: bool) -> None:
         self._is_compiled = is_compiling
+        if not self._synchronised:
+            in_backward.refuse(self._named_parameters())
         if self._kept is None:  # else there are none, between leave() and regroup()
             self.sharding.check_parts()
 
@@ -247,20 +251,22 @@ class ShardedDataParallel(DistributedDataParallel):
             yield
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Whole tensors, on every rank; all ranks call it. Of gathered parameters they are copies."""
-        gathering = self.sharding.gathering
-        if gathering is None:
+        """Whole tensors, on every rank, in the dtype that is updated; all ranks call it.
+
+        Of parameters that are gathered, or have fewer bits than their masters, they are copies.
+        """
+        if not self.sharding.stores_to_copy:
             return super().state_dict(*args, **kwargs)
         state = super().state_dict(*args, **kwargs | {"keep_vars": True})
-        fill_state(gathering, state)
+        fill_state(self.sharding, state)
         for key, value in state.items():
             if isinstance(value, nn.Parameter) and not kwargs.get("keep_vars"):
                 state[key] = value.detach()
         return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Every rank loads the same; all ranks call it."""
-        with self.gathered(write=True):
+        """Every rank loads the same, masters with all bits; all ranks call it."""
+        with self.gathered(write=True), loading(self.sharding):
             return super().load_state_dict(*args, **kwargs)
 
     def check_parameters(self) -> None:
@@ -284,11 +290,14 @@ class ShardedDataParallel(DistributedDataParallel):
         RuntimeError inside of `join` for `only` some parameters: ranks that have ended take all.
         """
         if only is not None and self._join_config.enable:
-            raise RuntimeError("clipping some parameters of a sharded model inside of join(): clip all")
+            raise RuntimeError(
+                "clipping some parameters of a sharded model inside of join(): clip all of them, by "
+                "model.clip_grad_norm_"
+            )
         self._tell_joined(Turn.NORM)
         squares = squared_norm(self._gradients(only), self.device)
         ops.all_reduce(squares, group=self.sharding.groups.shard, label="norm of the gradient")
-        return self._rounded(squares.sqrt())
+        return self._norm_of(squares)
 
     def scale_gradients(self, factor: float, only: Collection[int] | None = None) -> None:
         """Multiply the gradient, or that of `only` these parameters, by a number."""

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from imece.collectives.shared_memory.cgroup import allowed_bytes
-from imece.data_parallel.offload import can_offload
+from imece.data_parallel.sharding.offload import can_offload
 from imece.data_parallel.strategy import choose_strategy, find_strategy
 from imece.errors import UserError
 from imece.footprint import Footprint

@@ -23,8 +23,10 @@ from imece.models.shape import RopeScaling, TransformerConfig
 from imece.models.transformer import Transformer
 from imece.observe.metrics import FILE as FIGURES
 from imece.observe.metrics import read_metrics
-from imece.train.config import TrainConfig, check_same_run, read_toml, to_toml
+from imece.train.config import TrainConfig
+from imece.train.config_file import read_toml, to_toml
 from imece.train.run_lock import FILE, RunLock
+from imece.train.same_run import check_same_run
 from imece.writing import write_whole
 
 Which = Literal["best", "last"]

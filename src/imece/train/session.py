@@ -34,13 +34,14 @@ from imece.train.batch import BatchPlan, plan_batch, shared_among
 from imece.train.beginning import begin_again, new_model
 from imece.train.clock import Clock
 from imece.train.compiling import compile_now
-from imece.train.config import TrainConfig, check_computed_with, computed_with
+from imece.train.config import TrainConfig
 from imece.train.evaluate import windows_read
 from imece.train.optimizer import make_optimizers
 from imece.train.peak import measured_peak
 from imece.train.precision import Precision, choose_precision
 from imece.train.prediction import Machine, Prediction, choose, chosen_before, machine_of, predict
 from imece.train.run_folder import RunFolder, shape_as_json
+from imece.train.same_run import check_computed_with, computed_with
 from imece.train.step import Step
 
 _NOTHING = -1  # steps that a rank has finished which has just been started

@@ -15,7 +15,7 @@ from imece.collectives.texts import gather_texts
 from imece.data.batches import Batches
 from imece.data.prepare import Prepared, prepare
 from imece.data_parallel.footprint import expected
-from imece.data_parallel.offload import check_strategy
+from imece.data_parallel.sharding.offload import check_strategy
 from imece.data_parallel.strategy import find_strategy
 from imece.device import usable_gpus
 from imece.errors import UserError

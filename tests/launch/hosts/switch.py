@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from imece.bench import namespaces
-from imece.bench.namespaces import INTERFACE, Hosts
+from imece.bench.hosts import namespaces
+from imece.bench.hosts.namespaces import INTERFACE, Hosts
+from imece.launch.signals import signals_as_exit
 from tests.launch.hosts.two import Launchers
 
 _SWITCH, _BRIDGE = "s", "switch"
@@ -44,7 +45,7 @@ def on_a_switch(count: int, folder: Path, *words: str | Path) -> Iterator[Switch
     addresses = {name: f"10.116.0.{number}" for number, name in enumerate(names, 1)}
     switch = f"{prefix}-{_SWITCH}"
     hosts = Hosts(names, rate="")
-    with namespaces._ending_on_sigterm():
+    with signals_as_exit():
         try:
             _make(hosts, switch, addresses)
             yield Switched(hosts, switch, addresses, folder, *words)

@@ -265,7 +265,7 @@ def _strategies(question: Question, tensor: int, ranks: int) -> Iterator[tuple[S
 
 
 def _can_offload(question: Question, strategy: Strategy, ranks: int) -> bool:
-    """As data_parallel/offload.py has it. On one GPU there is no other way to keep what is stepped whole."""
+    """As data_parallel/sharding/offload.py has it: one GPU has no other way to keep what is stepped whole."""
     if question.offload == "parameters":
         return DIVIDED[strategy].parameters
     return question.offload is None or DIVIDED[strategy].optimizer or ranks == 1

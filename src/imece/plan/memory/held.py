@@ -16,7 +16,7 @@ from imece.plan.memory.frameworks import Framework
 from imece.plan.models.model import Model
 from imece.plan.setup import Parallel, Recipe
 
-_ALIGN_BYTES = 128  # of a shard, as data_parallel/parts.py has it
+_ALIGN_BYTES = 128  # of a shard, as data_parallel/sharding/parts.py has it
 _MOST_LAID = 4000  # items; laying more takes long, and what they are padded with is nothing
 
 
@@ -146,7 +146,7 @@ def _laid(
     units_at_once: int,
     grown_units: int,
 ) -> Sizes:
-    """From layout.py, with the arguments that data_parallel/trained.py gives it."""
+    """From layout.py, with the arguments that data_parallel/sharding/trained.py gives it."""
     divides = DIVIDED[strategy]
     shards = shards if divides.optimizer else 1
     laid = layout.build(

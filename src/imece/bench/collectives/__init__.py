@@ -1,0 +1,1 @@
+"""Collectives beside other libraries."""

@@ -1,0 +1,260 @@
+"""`imece bench collectives`: the same operations by imece and by others, in alternating rounds.
+
+The ranks of every library are alive at once, each library's in its own turn; between turns they are
+blocked in read() (see crew.py). A round times every library once, starting with another one each time,
+so that whatever the machine does besides hits all of them alike.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from imece.bench import machine
+from imece.bench.collectives.contenders import LIBRARIES, numel_of
+from imece.bench.collectives.limit import CHUNKS_BYTES
+from imece.bench.crew import Crew, CrewError
+from imece.bench.report import size_text
+from imece.bench.targets import Target
+from imece.errors import UserError
+
+LIMIT = "limit"
+_MODULE = "imece.bench.collectives.rank"
+_ONLY_ALL_REDUCE = ("deepspeed",)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    ranks: tuple[int, ...]
+    ops: tuple[str, ...]
+    sizes: tuple[int, ...]  # bytes
+    libraries: tuple[str, ...]  # of contenders.LIBRARIES
+    rounds: int
+    least_s: float = 0.020
+    """A round repeats the operation until it takes at least this long."""
+
+
+@dataclass
+class Result:
+    """One library at one operation and size."""
+
+    ranks: int
+    op: str
+    size_bytes: int
+    library: str
+    right: bool
+    repeat: int
+    seconds: list[float] = field(default_factory=list)
+    """One figure a round: the slowest rank's time for one call."""
+
+    @property
+    def median_s(self) -> float:
+        """Over the rounds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def algorithm_gbps(self) -> float:
+        """Bytes by time, in 1e9 bytes a second."""
+        return self.size_bytes / self.median_s / 1e9
+
+    @property
+    def bus_gbps(self) -> float:
+        """Bytes that each rank's link must carry, by time: nccl-tests' bus bandwidth."""
+        return self.algorithm_gbps * bus_factor(self.op, self.ranks)
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures and what follows from them."""
+        derived = {"median_s": self.median_s, "algbw_GBps": self.algorithm_gbps, "busbw_GBps": self.bus_gbps}
+        return asdict(self) | derived
+
+
+def bus_factor(op: str, ranks: int) -> float:
+    """nccl-tests' factor from algorithm to bus bandwidth."""
+    return {
+        "all_reduce": 2 * (ranks - 1) / ranks,
+        "reduce_scatter": (ranks - 1) / ranks,
+        "all_gather": (ranks - 1) / ranks,
+        "broadcast": 1.0,
+    }[op]
+
+
+def missing(library: str) -> str | None:
+    """Why `library` cannot be measured here; None if it can."""
+    if library == "mpich":
+        if importlib.util.find_spec("mpi4py") is None:
+            return "mpi4py is not installed (pip install mpi4py mpich)"
+        if _mpiexec() is None:
+            return "no mpiexec found (pip install mpich)"
+    if library == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        return "deepspeed is not installed"
+    return None
+
+
+def run(plan: Plan, say: Callable[[str], None]) -> list[Result]:
+    """Measure everything in `plan`, printing the table line by line through `say`.
+
+    Raises CrewError if a rank of imece's or Gloo's fails; another library that fails is told and left out.
+    UserError if nothing is left.
+    """
+    results: list[Result] = []
+    for ranks in plan.ranks:
+        with ExitStack() as stack:
+            crews = _crews(plan, ranks, stack, say)
+            ops = [op for op in plan.ops if _libraries(crews, op)]
+            if not ops:
+                raise UserError(
+                    f"nothing to measure: no library of {', '.join(plan.libraries)} is here that knows "
+                    f"{', '.join(plan.ops)}: name another in --against, or install it"
+                )
+            for op in ops:
+                say("")
+                say(f"{op}, float32{', sum' if 'reduce' in op else ''}, {ranks} ranks, 1 thread a rank, "
+                    f"medians of {plan.rounds} alternating rounds")  # fmt: skip
+                say(HEADER)
+                for size in plan.sizes:
+                    found = _measure(plan, crews, ranks, op, size)
+                    results += found
+                    for line in table_lines(found):
+                        say(line)
+    return results
+
+
+HEADER = (
+    f"{'size':>10}  {'library':<14}{'time us':>12}{'algbw GB/s':>12}{'busbw GB/s':>12}"
+    f"{'x gloo':>9}{'x mpich':>9}{'of limit':>10}"
+)
+
+
+def table_lines(results: Sequence[Result]) -> Iterator[str]:
+    """The lines of one size: `results` are one operation's at one size."""
+    times = {result.library: result.median_s for result in results}
+    for at, result in enumerate(results):
+        ours = result.library.startswith("shm")
+        gloo, mpich = (
+            f"{times[other] / result.median_s:.2f}" if ours and other in times else ""
+            for other in ("gloo", "mpich")
+        )
+        share = f"{times[LIMIT] / result.median_s:.0%}" if result.library == "shm" and LIMIT in times else ""
+        yield (
+            f"{size_text(result.size_bytes) if at == 0 else '':>10}  {result.library:<14}"
+            f"{result.median_s * 1e6:>12.1f}{result.algorithm_gbps:>12.3f}{result.bus_gbps:>12.3f}"
+            f"{gloo:>9}{mpich:>9}{share:>10}{'' if result.right else '  WRONG RESULT'}"
+        ).rstrip()
+
+
+def ratio_in(results: Sequence[Result]) -> Callable[[Target], float | None]:
+    """How many times as fast as the target's other library ours was; None if one was not measured."""
+    times = {(r.ranks, r.op, r.size_bytes, r.library): r.median_s for r in results}
+
+    def ratio(target: Target) -> float | None:
+        key = (target.ranks, target.op, target.size_bytes)
+        ours, other = times.get((*key, target.library)), times.get((*key, target.against))
+        return None if ours is None or other is None else other / ours
+
+    return ratio
+
+
+def as_json(plan: Plan, results: Sequence[Result], targets: Sequence[Target]) -> dict[str, Any]:
+    """Everything, with the machine."""
+    ratio = ratio_in(results)
+    return {
+        "benchmark": "collectives",
+        "machine": machine.facts(),
+        "plan": asdict(plan),
+        "results": [result.as_json() for result in results],
+        "targets": [asdict(target) | {"text": target.text, "measured": ratio(target)} for target in targets],
+    }
+
+
+def _mpiexec() -> str | None:
+    """The mpiexec that was installed beside this Python, or the one on the path."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
+
+
+def _crews(plan: Plan, ranks: int, stack: ExitStack, say: Callable[[str], None]) -> dict[str, Crew]:
+    """The crew that holds each library; libraries that cannot start are told and left out."""
+    crews: dict[str, Crew] = {}
+    torch_crew = stack.enter_context(
+        Crew.of_ranks("torch", _MODULE, ranks, extra=[{"IMECE_BENCH_RANK": "torch"}] * ranks)
+    )
+    for library in plan.libraries:
+        reason = missing(library)
+        try:
+            if reason is not None:
+                say(f"{library} is left out: {reason}")
+            elif library == "mpich":
+                mpiexec = _mpiexec()
+                assert mpiexec is not None
+                crews[library] = stack.enter_context(Crew.of_mpi("mpich", _MODULE, ranks, mpiexec))
+            elif library == "deepspeed":
+                # LOCAL_SIZE is how DeepSpeed knows that all ranks share a host.
+                extra = {"IMECE_BENCH_RANK": "deepspeed", "LOCAL_SIZE": str(ranks)}
+                crews[library] = stack.enter_context(
+                    Crew.of_ranks(library, _MODULE, ranks, extra=[extra] * ranks)
+                )
+            else:
+                crews[library] = torch_crew
+        except CrewError as error:
+            say(f"{library} is left out: {str(error).splitlines()[-1]}")
+    crews[LIMIT] = torch_crew
+    return crews
+
+
+def _libraries(crews: dict[str, Crew], op: str) -> list[str]:
+    """Those that are here and know the operation."""
+    knows = [each for each in LIBRARIES if op == "all_reduce" or each not in _ONLY_ALL_REDUCE]
+    return [each for each in knows if each in crews]
+
+
+def _measure(plan: Plan, crews: dict[str, Crew], ranks: int, op: str, size_bytes: int) -> list[Result]:
+    """All libraries at one operation and size."""
+    calls = 3 if size_bytes <= 2**20 else 1
+    nbytes = 4 * numel_of(size_bytes, ranks)
+    results: list[Result] = []
+    chunk = 0
+    libraries = _libraries(crews, op)
+    for library in (*libraries, LIMIT) if "shm" in libraries else libraries:
+        crew = crews[library]
+        if library == LIMIT:
+            once, chunk = _prepare_limit(crew, op, size_bytes, calls)
+            right = True
+        else:
+            answers = crew.ask("prepare", library=library, op=op, size_bytes=size_bytes, calls=calls)
+            once = max(answer["once_s"] for answer in answers)
+            right = all(answer["right"] for answer in answers)
+        repeat = max(1, min(100_000, round(plan.least_s / once + 0.5)))
+        results.append(Result(ranks, op, nbytes, library, right, repeat))
+    for turn in range(plan.rounds):
+        start = turn % len(results)
+        for result in results[start:] + results[:start]:
+            crew = crews[result.library]
+            if result.library == LIMIT:
+                answers = crew.ask("measure_limit", chunk=chunk, repeat=result.repeat)
+            else:
+                answers = crew.ask("measure", library=result.library, repeat=result.repeat)
+            result.seconds.append(max(answer["seconds"] for answer in answers))
+    for result in results:
+        if result.library == LIMIT:
+            crews[LIMIT].ask("release_limit")
+        else:
+            crews[result.library].ask("release", library=result.library)
+    return results
+
+
+def _prepare_limit(crew: Crew, op: str, size_bytes: int, calls: int) -> tuple[float, int]:
+    """Seconds of one pass with the fastest chunk size, and that size's number."""
+    offers = [answer["offer"] for answer in crew.ask("offer_limit", op=op, size_bytes=size_bytes)]
+    answers = crew.ask("prepare_limit", offers=offers, calls=calls)
+    slowest = [max(answer["once_s"][at] for answer in answers) for at in range(len(CHUNKS_BYTES))]
+    best = min(range(len(slowest)), key=slowest.__getitem__)
+    return slowest[best], best

@@ -1,0 +1,129 @@
+"""One rank of `imece bench collectives`: prepares and times what the crew orders."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from imece.bench import crew
+from imece.bench.collectives.contenders import Contender, DeepSpeed, Imece, Mpich, TorchGroup
+from imece.bench.collectives.limit import CHUNKS_BYTES, Limit
+from imece.collectives.shared_memory import shared_empty
+
+KIND = "IMECE_BENCH_RANK"  # which libraries this rank holds: "torch", "mpich" or "deepspeed"
+
+
+class Rank:
+    """The orders of a rank. Every answer is a dict that JSON can carry."""
+
+    def __init__(self, contenders: dict[str, Contender]) -> None:
+        self._contenders = contenders
+        first = next(iter(contenders.values()))
+        self._fence = first.barrier
+        self.rank = first.rank
+        self._limit = Limit(first.rank, first.world_size)
+        self._work: dict[int, Callable[[], None]] = {}  # the limit's, by chunk size
+        self._chunk_bytes = CHUNKS_BYTES[0]
+
+    def prepare(self, library: str, op: str, size_bytes: int, calls: int) -> dict[str, Any]:
+        """Check the result once and find out from `calls` calls how long one takes, warmed up."""
+        contender = self._contenders[library]
+        right = contender.prepare(op, size_bytes)
+        return {"right": right, "once_s": _estimate(contender.call, contender.barrier, calls)}
+
+    def measure(self, library: str, repeat: int) -> dict[str, Any]:
+        """Seconds that one of `repeat` calls takes, after a barrier."""
+        contender = self._contenders[library]
+        contender.call()
+        contender.barrier()
+        return {"seconds": _time(contender.call, repeat)}
+
+    def release(self, library: str) -> dict[str, Any]:
+        """Free the buffers of `library`."""
+        self._contenders[library].release()
+        return {}
+
+    def offer_limit(self, op: str, size_bytes: int) -> dict[str, Any]:
+        """Allocate the tensor on which the limit is measured."""
+        self._work.clear()
+        fd, serial = self._limit.offer(op, size_bytes)
+        return {"offer": [os.getpid(), fd, serial]}
+
+    def prepare_limit(self, offers: list[tuple[int, int, int]], calls: int) -> dict[str, Any]:
+        """Map all ranks' tensors; seconds of one pass for each chunk size."""
+        self._limit.attach(offers)
+        self._work = {chunk: self._limit.bind(chunk) for chunk in CHUNKS_BYTES}
+        return {"once_s": [_estimate(work, self._fence, calls) for work in self._work.values()]}
+
+    def measure_limit(self, chunk: int, repeat: int) -> dict[str, Any]:
+        """Seconds that one of `repeat` passes with chunk size number `chunk` takes."""
+        work = self._work[CHUNKS_BYTES[chunk]]
+        work()
+        self._fence()
+        return {"seconds": _time(work, repeat)}
+
+    def release_limit(self) -> dict[str, Any]:
+        """Free the limit's tensors."""
+        self._work.clear()
+        self._limit.release()
+        return {}
+
+
+def _time(call: Callable[[], Any], repeat: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(repeat):
+        call()
+    return (time.perf_counter() - begin) / repeat
+
+
+def _estimate(call: Callable[[], Any], barrier: Callable[[], None], calls: int) -> float:
+    """Seconds of one call after a warm-up of as many."""
+    for _ in range(calls):
+        call()
+    barrier()
+    return _time(call, calls)
+
+
+def _contenders(kind: str) -> dict[str, Contender]:
+    torch.set_num_threads(1)
+    if kind == "mpich":
+        return {"mpich": Mpich()}
+    if kind == "deepspeed":
+        return {"deepspeed": DeepSpeed()}
+    dist.init_process_group("gloo")
+    gloo = dist.group.WORLD
+    assert gloo is not None
+    shm = dist.new_group(backend="shm")
+    return {
+        "shm": Imece(shm, shared_empty),
+        "shm ordinary": Imece(shm),
+        "gloo": TorchGroup(gloo),
+    }
+
+
+def main() -> None:
+    """Entry of `python -m imece.bench.collectives.rank`, which only a crew starts."""
+    crew.end_with_crew()
+    contenders = _contenders(os.environ.get(KIND, "mpich"))
+    rank = Rank(contenders)
+    handlers = {
+        name: getattr(rank, name)
+        for name in (
+            "prepare", "measure", "release", "offer_limit", "prepare_limit", "measure_limit", "release_limit"
+        )
+    }  # fmt: skip
+
+    def leave() -> None:
+        for contender in contenders.values():
+            contender.close()
+
+    crew.serve(handlers, rank.rank, leave)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""torch's own wrappers on two backends."""

@@ -1,0 +1,93 @@
+"""`imece bench ddp`: torch's own DistributedDataParallel (or fully_shard) on shm beside Gloo."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from imece.bench import machine
+from imece.bench.crew import Crew
+from imece.bench.ddp.rank import BACKENDS, WRAP
+
+_MODULE = "imece.bench.ddp.rank"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    ranks: int = 2
+    rounds: int = 7
+    steps: int = 4
+    """Training steps of a round."""
+    wrap: str = "ddp"
+    """"ddp" or "fully_shard"."""
+
+
+@dataclass
+class Results:
+    """Seconds of one step in each round: the slowest rank's."""
+
+    plan: Plan
+    parameters: int
+    tokens: int
+    """Of one rank in one step."""
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    """Rank 0's at the end of each round."""
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast shm is as Gloo."""
+        return statistics.median(self.seconds["gloo"]) / statistics.median(self.seconds["shm"])
+
+    @property
+    def same_losses(self) -> bool:
+        """Whether both backends trained the same model: equal losses up to rounding."""
+        pairs = zip(self.losses["shm"], self.losses["gloo"], strict=True)
+        return all(abs(ours - other) <= 1e-3 * abs(other) for ours, other in pairs)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with the machine."""
+        return asdict(self) | {"benchmark": "ddp", "machine": machine.facts(), "ratio": self.ratio}
+
+
+def run(plan: Plan, say: Callable[[str], None]) -> Results:
+    """Measure and print."""
+    extra = [{WRAP: plan.wrap}] * plan.ranks
+    with Crew.of_ranks(plan.wrap, _MODULE, plan.ranks, extra=extra) as crew:
+        facts = crew.ask("describe")[0]
+        results = Results(plan, facts["parameters"], facts["tokens"])
+        results.seconds = {backend: [] for backend in BACKENDS}
+        results.losses = {backend: [] for backend in BACKENDS}
+        for backend in BACKENDS:  # the first steps build buckets and optimizer states
+            crew.ask("measure", backend=backend, steps=2)
+        for turn in range(plan.rounds):
+            for backend in BACKENDS if turn % 2 == 0 else BACKENDS[::-1]:
+                answers = crew.ask("measure", backend=backend, steps=plan.steps)
+                results.seconds[backend].append(max(answer["seconds"] for answer in answers))
+                results.losses[backend].append(answers[0]["loss"])
+    for line in lines(results):
+        say(line)
+    return results
+
+
+def lines(results: Results) -> list[str]:
+    """The result in three lines and a verdict."""
+    plan, size = results.plan, results.parameters / 1e6
+    name = {"ddp": "DistributedDataParallel", "fully_shard": "fully_shard"}[plan.wrap]
+    shown = [
+        f"torch's {name}, a decoder of {size:.1f}M parameters, {results.tokens} tokens a rank, "
+        f"{plan.ranks} ranks, 1 thread a rank, medians of {plan.rounds} alternating rounds",
+        *(
+            f"  {backend:<6}{statistics.median(results.seconds[backend]) * 1e3:>9.1f} ms/step   "
+            f"last loss {results.losses[backend][-1]:.4f}"
+            for backend in BACKENDS
+        ),
+        f"  {'met   ' if results.ratio > 1 else 'MISSED'}  shm faster than gloo: {results.ratio:.3f} x",
+    ]
+    if not results.same_losses:
+        shown.append("  WRONG: the two backends did not train the same model")
+    return shown

@@ -1,0 +1,1 @@
+"""One GPU: what imece costs there."""

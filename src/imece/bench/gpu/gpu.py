@@ -1,0 +1,190 @@
+"""`imece bench gpu`: what imece costs on one GPU, beside the bare model and torch's own wrapper."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from imece.bench import machine
+from imece.bench.gpu.loop import loops_own
+from imece.bench.gpu.targets import COMPILED, GPU, OPTIMIZERS, OURS, WAYS, GpuTarget
+from imece.bench.gpu.ways import Rank, Timed
+from imece.launch.spawn import spawn
+from imece.models.presets import preset
+from imece.train.peak import flops_per_token, measured_peak
+
+PARTS = ("wrapper", "compile", "loop", "optimizer")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    device: str = "cuda"
+    model: str = "1.3b"
+    """A preset of models/presets.py, in bf16."""
+    parts: tuple[str, ...] = PARTS
+    sequences: int = 4
+    """Of a step."""
+    rounds: int = 5
+    steps: int = 5
+    """Of a round."""
+
+
+@dataclass
+class Results:
+    """Of one rank on one device."""
+
+    plan: Plan
+    device: str = ""
+    """Its name."""
+    parameters: int = 0
+    tokens: int = 0
+    """Of a step."""
+    flops: float = 0.0
+    """Of a step, as flops_per_token counts them."""
+    peak_rate: float = 0.0
+    """Operations a second in products of large bf16 matrices."""
+    ways: dict[str, list[Timed]] = field(default_factory=dict)
+    """Way -> a figure for each round."""
+    optimizers: dict[str, list[float]] = field(default_factory=dict)
+    """Seconds of a step of the optimizer alone, for each round."""
+    loop: float | None = None
+    """Share of a step that is the loop's own."""
+
+    def time(self, way: str, than: str) -> float:
+        """How many times the time of `than`: median of the rounds' ratios."""
+        pairs = zip(self.ways[way], self.ways[than], strict=True)
+        return statistics.median(ours.seconds / theirs.seconds for ours, theirs in pairs)
+
+    def rate(self, way: str) -> float:
+        """The share of the matrix rate that its median step reaches."""
+        return self.flops / statistics.median(each.seconds for each in self.ways[way]) / self.peak_rate
+
+    def found(self, target: GpuTarget) -> float | None:
+        """The figure that the target is about; None if this run did not measure it."""
+        way, against = target.way, target.against
+        if target.what == "overhead":
+            return self.loop
+        if target.what == "optimizer":
+            if way not in self.optimizers:
+                return None
+            pairs = zip(self.optimizers[way], self.optimizers[against], strict=True)
+            return statistics.median(ours / theirs for ours, theirs in pairs)
+        if way not in self.ways:
+            return None
+        if target.what == "rate":
+            return self.rate(way)
+        if target.what == "time":
+            return self.time(way, against)
+        if target.what == "syncs":
+            counts = [each.syncs for each in self.ways[way] if each.syncs is not None]
+            return max(counts, default=None)
+        ours, theirs = _peak(self.ways[way]), _peak(self.ways[against])
+        return ours / theirs if ours is not None and theirs is not None else None
+
+    @property
+    def odd_ones(self) -> list[str]:
+        """The ways that did not train the same model as most: equal losses up to rounding."""
+        losses = {way: timed[-1].loss for way, timed in self.ways.items()}
+        numbers = [loss for loss in losses.values() if not math.isnan(loss)]  # no order has nan in it
+        middle = statistics.median_low(numbers) if numbers else 0.0
+        return [way for way, loss in losses.items() if not abs(loss - middle) <= 1e-2 * abs(middle)]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with the machine."""
+        return asdict(self) | {
+            "benchmark": "gpu",
+            "machine": machine.facts(),
+            "targets": [asdict(t) | {"text": t.text, "measured": self.found(t)} for t in GPU],
+        }
+
+
+def run(plan: Plan, say: Callable[[str], None]) -> Results:
+    """Measure in a process of its own, which prints as it goes; then the tables."""
+    (told,) = spawn(_measure, (asdict(plan),), 1)
+    results = Results(
+        plan, **{key: value for key, value in told.items() if key != "ways"},
+        ways={way: [Timed(**each) for each in timed] for way, timed in told["ways"].items()},
+    )  # fmt: skip
+    for line in lines(results):
+        say(line)
+    for way in results.odd_ones:
+        say(f"  WRONG: {way} did not train the same model as the others")
+    return results
+
+
+def _measure(asked: dict[str, Any]) -> dict[str, Any]:
+    plan = Plan(**asked)
+    shape = preset(plan.model)
+    rank = Rank(plan.device, shape, plan.sequences)
+    tokens = plan.sequences * shape.max_seq
+    ways: dict[str, list[Timed]] = {}
+    optimizers: dict[str, list[float]] = {}
+    for turn in range(plan.rounds):
+        print(f"round {turn + 1} of {plan.rounds}", flush=True)
+        if "wrapper" in plan.parts:
+            for way in _turned(WAYS, turn):
+                timed = rank.train(way, plan.steps, count_syncs=way == OURS)
+                ways.setdefault(way, []).append(timed)
+        if "compile" in plan.parts:
+            ways.setdefault(COMPILED, []).append(rank.train(COMPILED, plan.steps))
+        if "optimizer" in plan.parts:
+            for way in _turned(OPTIMIZERS, turn):
+                optimizers.setdefault(way, []).append(rank.step_alone(way, plan.steps))
+    loop = None
+    if "loop" in plan.parts:
+        print("imece train", flush=True)
+        loop = loops_own(rank.mesh, plan.model, plan.sequences, plan.rounds * plan.steps)
+    return {
+        "device": torch.cuda.get_device_name(rank.device) if rank.on_gpu else machine.cpu_model(),
+        "parameters": shape.parameter_count,
+        "tokens": tokens,
+        "flops": flops_per_token(shape) * tokens,
+        "peak_rate": measured_peak(rank.device, torch.bfloat16),
+        "ways": {way: [asdict(each) for each in timed] for way, timed in ways.items()},
+        "optimizers": optimizers,
+        "loop": loop,
+    }
+
+
+def _turned(ways: tuple[str, ...], turn: int) -> list[str]:
+    """Another one first in each round."""
+    first = turn % len(ways)
+    return [*ways[first:], *ways[:first]]
+
+
+def _peak(timed: list[Timed]) -> int | None:
+    return max((each.peak_bytes for each in timed if each.peak_bytes is not None), default=None)
+
+
+def lines(results: Results) -> list[str]:
+    """The tables."""
+    plan = results.plan
+    shown = [
+        "",
+        f"{results.device}: {plan.model}, {results.parameters / 1e6:.1f}M parameters in bf16, "
+        f"{plan.sequences} sequences, {results.tokens:,} tokens a step",
+        f"medians of {plan.rounds} alternating rounds of {plan.steps} step{'s' * (plan.steps != 1)}; large "
+        f"matrix products: {results.peak_rate / 1e12:.1f} Tflop/s",
+    ]
+    if results.ways:
+        heads = f"{'ms/step':>10}{'tokens/s':>11}{'of products':>13}{'peak GB':>9}{'syncs':>7}"
+        shown.append(f"  {'':<18}{heads}")
+    for way, timed in results.ways.items():
+        seconds = statistics.median(each.seconds for each in timed)
+        peak, syncs = _peak(timed), timed[-1].syncs
+        shown.append(
+            f"  {way:<18}{seconds * 1e3:>10.2f}{results.tokens / seconds:>11,.0f}{results.rate(way):>13.1%}"
+            f"{'-' if peak is None else f'{peak / 1e9:.2f}':>9}{'-' if syncs is None else f'{syncs:.1f}':>7}"
+        )
+    for way, rounds in results.optimizers.items():
+        shown.append(f"  AdamW {way:<12}{statistics.median(rounds) * 1e3:>10.3f}")
+    if results.loop is not None:
+        shown.append(f"  imece train: {results.loop:.2%} of a step is the loop's own")
+    return shown

@@ -1,0 +1,1 @@
+"""Two hosts on one machine, and a slow cable between them."""

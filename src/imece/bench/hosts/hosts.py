@@ -1,0 +1,199 @@
+"""`imece bench hosts`: two emulated hosts and a slow cable, where the schedule decides.
+
+Between two hosts an all-reduce of M bytes must move at least M bytes each way. Gloo's ring and ours, over
+2 ranks a host, move 1.5 M; the hierarchical schedule moves M, and half of that in bf16.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from imece.bench import machine
+from imece.bench.crew import Crew
+from imece.bench.hosts import namespaces, tcp
+from imece.bench.hosts import step as hosts_step
+from imece.bench.hosts.namespaces import ADDRESSES, Hosts, two_hosts
+from imece.bench.hosts.rank import WAYS
+from imece.bench.hosts.step import StepResults
+from imece.bench.report import size_text
+from imece.bench.targets import HOSTS, Target
+
+_MODULE = "imece.bench.hosts.rank"
+PARTS = (1, 2, 4, 8, 16, 32)
+_TCP_BYTES = 48 * 2**20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    size_bytes: int = 16 * 2**20
+    rounds: int = 5
+    rate: str = "1gbit"
+    parts: tuple[int, ...] = PARTS
+    steps: bool = True
+    """Time training steps too."""
+
+
+@dataclass
+class Results:
+    """Seconds of each round: the slowest rank's."""
+
+    plan: Plan
+    tcp_mbps: dict[str, float]
+    """Plain TCP in each direction."""
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    right: dict[str, bool] = field(default_factory=dict)
+    check_s: list[float] = field(default_factory=list)
+    """What goes before each call on Gloo: all ranks tell each other what they are about to do."""
+    link_s: list[float] = field(default_factory=list)
+    """The whole message from one host to the other, by Gloo."""
+    steps: StepResults | None = None
+    broadcast_s: dict[int, list[float]] = field(default_factory=dict)
+    """Of the pipelined ring, by number of parts."""
+
+    def ratio(self, target: Target) -> float | None:
+        """How many times as fast as the other way; None if this run measured another size."""
+        if target.size_bytes != self.plan.size_bytes or self.plan.rate != "1gbit":
+            return None
+        return statistics.median(self.seconds[target.against]) / statistics.median(
+            self.seconds[target.library]
+        )
+
+    def model_s(self, parts: int) -> float:
+        """A pipelined ring over K = 3 ranks in S parts: (K-2+S) * M/(S*B)."""
+        return (3 - 2 + parts) / parts * statistics.median(self.link_s)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with the machine."""
+        return asdict(self) | {
+            "benchmark": "hosts",
+            "machine": machine.facts(),
+            "broadcast_model_s": {parts: self.model_s(parts) for parts in self.broadcast_s},
+            "targets": [asdict(t) | {"text": t.text, "measured": self.ratio(t)} for t in HOSTS],
+        }
+
+
+def run(plan: Plan, say: Callable[[str], None]) -> Results:
+    """Measure, printing as it goes. Raises HostsUnavailable where two hosts cannot be made."""
+    with two_hosts(plan.rate) as hosts:
+        results = Results(plan, {"a to b": plain_tcp(hosts, "a", "b"), "b to a": plain_tcp(hosts, "b", "a")})
+        speeds = ", ".join(f"{way} {mbps:.0f}" for way, mbps in results.tcp_mbps.items())
+        say(f"two hosts (network namespaces), a cable of {plan.rate}; plain TCP moves {speeds} Mbit/s")
+        with _crew(hosts, "aabb") as crew:
+            _all_reduce(crew, results)
+        for line in all_reduce_lines(results):
+            say(line)
+        with _crew(hosts, "aba") as crew:
+            _broadcast(crew, results)
+        for line in broadcast_lines(results):
+            say(line)
+        if plan.steps:
+            with _crew(hosts, "aabb") as crew:
+                results.steps = hosts_step.measure(crew, plan.rounds)
+            cable = min(results.tcp_mbps.values()) * 1e6 / 8
+            for line in hosts_step.lines(results.steps, cable):
+                say(line)
+    return results
+
+
+def plain_tcp(hosts: Hosts, source: str, target: str, nbytes: int = _TCP_BYTES) -> float:
+    """Megabits a second of one plain TCP transfer. Raises CalledProcessError if it fails."""
+    sending: list[BaseException] = []
+
+    def send() -> None:
+        try:
+            hosts.run(source, [sys.executable, tcp.__file__, "send", ADDRESSES[target], str(nbytes)])
+        except Exception as error:  # noqa: BLE001 - raised below, in the caller's thread
+            sending.append(error)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        received = hosts.run(target, [sys.executable, tcp.__file__, "receive", ADDRESSES[target]])
+    finally:
+        thread.join()
+    if sending:
+        raise sending[0]
+    return float(received)
+
+
+def all_reduce_lines(results: Results) -> list[str]:
+    """The table of all-reduces."""
+    plan, gloo = results.plan, statistics.median(results.seconds["gloo"])
+    lines = [
+        "",
+        f"all_reduce, float32, sum, {size_text(plan.size_bytes)}, 2 ranks on each host, 1 thread a rank, "
+        f"medians of {plan.rounds} alternating rounds",
+        f"  {'':<20}{'time ms':>10}{'algbw MB/s':>12}{'busbw MB/s':>12}{'x gloo':>8}",
+    ]
+    for way, rounds in results.seconds.items():
+        seconds = statistics.median(rounds)
+        algorithm = plan.size_bytes / seconds / 1e6
+        lines.append(
+            f"  {way:<20}{seconds * 1e3:>10.1f}{algorithm:>12.1f}{algorithm * 1.5:>12.1f}"
+            f"{gloo / seconds:>8.2f}{'' if results.right[way] else '  WRONG RESULT'}"
+        )
+    check = statistics.median(results.check_s)
+    lines.append(f"  of which the check before each of imece's calls takes {check * 1e3:.1f} ms")
+    return lines
+
+
+def broadcast_lines(results: Results) -> list[str]:
+    """The pipelined ring beside its model."""
+    plan, size = results.plan, size_text(results.plan.size_bytes)
+    bandwidth = plan.size_bytes / statistics.median(results.link_s)
+    lines = [
+        "",
+        f"pipelined ring broadcast of {size} over 3 ranks on hosts a, b, a, in S parts; "
+        f"model (K-2+S) * M/(S*B), B = {bandwidth / 1e6:.1f} MB/s by one Gloo send",
+        f"  {'S':>4}{'time ms':>10}{'model ms':>10}{'time/model':>12}",
+    ]
+    for parts, rounds in results.broadcast_s.items():
+        seconds, model = statistics.median(rounds), results.model_s(parts)
+        lines.append(f"  {parts:>4}{seconds * 1e3:>10.1f}{model * 1e3:>10.1f}{seconds / model:>12.2f}")
+    return lines
+
+
+def _crew(hosts: Hosts, places: str) -> Crew:
+    """A rank on each host that `places` names, in the order of ranks."""
+    extra = [
+        {"LOCAL_RANK": str(places[:rank].count(host)), "LOCAL_WORLD_SIZE": str(places.count(host))}
+        for rank, host in enumerate(places)
+    ]
+    return Crew.of_ranks(
+        "hosts", _MODULE, len(places), extra=extra, starts=[hosts.starter(host) for host in places],
+        master_addr=namespaces.ADDRESSES["a"],
+    )  # fmt: skip
+
+
+def _all_reduce(crew: Crew, results: Results) -> None:
+    answers = crew.ask("prepare", size_bytes=results.plan.size_bytes)
+    results.right = {way: all(answer["right"][way] for answer in answers) for way in WAYS}
+    results.seconds = {way: [] for way in WAYS}
+    for turn in range(results.plan.rounds):
+        for at in range(len(WAYS)):
+            way = WAYS[(turn + at) % len(WAYS)]
+            results.seconds[way].append(_slowest(crew.ask("measure", way=way)))
+        results.check_s.append(_slowest(crew.ask("check")))
+
+
+def _broadcast(crew: Crew, results: Results) -> None:
+    crew.ask("prepare", size_bytes=results.plan.size_bytes)
+    results.broadcast_s = {parts: [] for parts in results.plan.parts}
+    results.right["broadcast"] = True
+    for _ in range(results.plan.rounds):
+        results.link_s.append(_slowest(crew.ask("link")))
+        for parts in results.plan.parts:
+            answers = crew.ask("broadcast", parts=parts)
+            results.broadcast_s[parts].append(_slowest(answers))
+            results.right["broadcast"] &= all(answer["right"] for answer in answers)
+
+
+def _slowest(answers: list[dict[str, Any]]) -> float:
+    return max(float(answer["seconds"]) for answer in answers)

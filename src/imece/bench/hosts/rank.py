@@ -1,0 +1,115 @@
+"""One rank of `imece bench hosts`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import imece
+from imece.bench import crew
+from imece.bench.hosts import step as hosts_step
+from imece.collectives import checks, ops
+
+WAYS = ("gloo", "ring", "hierarchical fp32", "hierarchical bf16")
+_PATTERN = 251
+_ORDERS = ("prepare", "measure", "broadcast", "check", "link", "train")
+
+
+class Rank:
+    """The orders of a rank."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._mesh = imece.init(device="cpu")
+        self._tensor = torch.empty(0)  # fp32[numel]
+        self._models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
+        self._steps: dict[str, int] = {}  # by way, so that all of them see the same batches
+
+    def prepare(self, size_bytes: int) -> dict[str, Any]:
+        """Allocate; tell which ways give the right sum, after one warm-up of each."""
+        self._tensor = imece.shared_empty(size_bytes // 4)
+        pattern = (torch.arange(size_bytes // 4) % _PATTERN).to(torch.float32)
+        ranks = self._mesh.world_size
+        expected = pattern * ranks + ranks * (ranks - 1) / 2
+        right = {}
+        for way in WAYS:
+            self._tensor.copy_(pattern).add_(self._mesh.rank)
+            self._all_reduce(way)()
+            allowed = 0.02 if way.endswith("bf16") else 0.0  # bf16 keeps 8 bits
+            right[way] = torch.allclose(self._tensor, expected, rtol=allowed, atol=0.0)
+        self._tensor.zero_()
+        return {"right": right, "hosts": [list(ranks) for ranks in self._mesh.hosts]}
+
+    def measure(self, way: str) -> dict[str, Any]:
+        """Seconds of one all-reduce after a barrier."""
+        return self._timed(self._all_reduce(way))
+
+    def broadcast(self, parts: int) -> dict[str, Any]:
+        """Seconds of a pipelined ring broadcast from rank 0 after a barrier."""
+        self._tensor.fill_(float(self._mesh.rank == 0))
+        answer = self._timed(lambda: ops.broadcast(self._tensor, 0, schedule="pipelined_ring", parts=parts))
+        return answer | {"right": bool((self._tensor == 1).all())}
+
+    def train(self, way: str, tokens: int, steps: int) -> dict[str, Any]:
+        """Of one of `steps` training steps after a barrier: seconds, and bytes sent; and the last loss."""
+        if way not in self._models:
+            self._models[way] = hosts_step.build(way)
+        first = self._steps.get(way, 0)
+        self._steps[way] = first + steps
+        ranks = self._mesh.world_size
+        seeds = [at * ranks + self._mesh.rank for at in range(first, first + steps)]
+        dist.barrier()
+        sent, begin = hosts_step.sent_bytes(), time.perf_counter()
+        loss = hosts_step.train(*self._models[way], tokens, seeds)
+        seconds = (time.perf_counter() - begin) / steps
+        dist.barrier()
+        return {"seconds": seconds, "loss": loss, "sent_bytes": (hosts_step.sent_bytes() - sent) / steps}
+
+    def check(self) -> dict[str, Any]:
+        """Seconds that the check takes that goes before each call."""
+        checker = checks.checker(self._mesh.world_group)
+        assert checker is not None, "prepare makes calls, and the first one makes the checker"
+        tensor = self._tensor
+        return self._timed(lambda: checker.begin("all_reduce", tensor.dtype, tensor.shape, "sum").wait())
+
+    def link(self) -> dict[str, Any]:
+        """Seconds that the tensor takes from rank 0 to rank 1, as rank 1 sees it."""
+        dist.barrier()
+        begin = time.perf_counter()
+        if self._mesh.rank == 0:
+            dist.send(self._tensor, 1)
+        elif self._mesh.rank == 1:
+            dist.recv(self._tensor, 0)
+        seconds = time.perf_counter() - begin
+        return {"seconds": seconds if self._mesh.rank == 1 else 0.0}
+
+    def _all_reduce(self, way: str) -> Callable[[], Any]:
+        tensor = self._tensor
+        return {
+            "gloo": lambda: dist.all_reduce(tensor),
+            "ring": lambda: ops.all_reduce(tensor, schedule="ring"),
+            "hierarchical fp32": lambda: ops.all_reduce(tensor, schedule="hierarchical"),
+            "hierarchical bf16": lambda: ops.all_reduce(tensor, schedule="hierarchical", wire="bf16"),
+        }[way]
+
+    def _timed(self, call: Callable[[], Any]) -> dict[str, Any]:
+        dist.barrier()
+        begin = time.perf_counter()
+        call()
+        return {"seconds": time.perf_counter() - begin}
+
+
+def main() -> None:
+    """Entry of `python -m imece.bench.hosts.rank`, which only a crew starts."""
+    crew.end_with_crew()
+    rank = Rank()
+    crew.serve({name: getattr(rank, name) for name in _ORDERS})
+
+
+if __name__ == "__main__":
+    main()

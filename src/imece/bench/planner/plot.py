@@ -1,0 +1,68 @@
+"""The plot of `imece bench planner`: predicted against measured, a panel for each table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from imece.bench.planner.planner import Table
+from imece.plan.accuracy import statistics as accuracy
+from imece.plan.accuracy.statistics import Row
+
+_STYLES: dict[bool, dict[str, Any]] = {  # by whether a row was held out
+    False: {"color": "#b45f06", "marker": "o", "label": "fitted on"},
+    True: {"color": "#0b5394", "marker": "^", "label": "held out"},
+}
+_COLUMNS = 3
+
+
+def draw(tables: Sequence[Table], path: Path) -> None:
+    """Write a PNG. Tables of fewer than five rows are left out: a picture shows no more than a line does."""
+    from matplotlib.figure import Figure
+
+    shown = [table for table in tables if len(table.rows) >= 5]
+    rows = -(-len(shown) // _COLUMNS)
+    figure = Figure(figsize=(4.2 * _COLUMNS, 0.9 + 3.7 * rows), layout="constrained")
+    grid = figure.subplots(rows, _COLUMNS, squeeze=False)
+    for axes in list(grid.flat)[len(shown) :]:
+        axes.set_visible(False)
+    for axes, table in zip(grid.flat, shown, strict=False):
+        _panel(axes, table)
+    named: dict[str, Any] = {}
+    for axes in grid.flat:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            named[label] = handle
+    figure.legend(
+        list(named.values()), list(named), loc="outside lower center", ncols=4, fontsize=9, frameon=False
+    )
+    figure.suptitle("The planner beside published measurements", fontsize=12)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=75)
+
+
+def _panel(axes: Any, table: Table) -> None:
+    from matplotlib.ticker import NullFormatter
+
+    numbers = [number for row in table.rows for number in (row.measured, row.predicted) if number > 0]
+    low, high = min(numbers) / 2, max(numbers) * 2
+    axes.plot([low, high], [low, high], color="#444444", linewidth=1.0, label="exact")
+    near = {"color": "#cccccc", "alpha": 0.5, "linewidth": 0, "label": "within 20 %"}
+    axes.fill_between([low, high], [low * 0.8, high * 0.8], [low * 1.2, high * 1.2], **near)
+    for held_out, style in _STYLES.items():
+        of: list[Row] = [row for row in table.rows if row.held_out == held_out]
+        at = [row.measured for row in of], [row.predicted for row in of]
+        if of:
+            axes.scatter(*at, s=9, alpha=0.7, linewidth=0, **style)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(low, high)
+    axes.set_ylim(low, high)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_formatter(NullFormatter())
+    axes.grid(True, which="major", alpha=0.3)
+    found = accuracy.summary(table.rows, 0)
+    axes.set_title(f"{table.name}: {found.rows} rows, median error {found.median:.1%}", fontsize=9)
+    axes.set_xlabel(f"measured, {table.unit}", fontsize=8)
+    axes.set_ylabel(f"predicted, {table.unit}", fontsize=8)
+    axes.tick_params(labelsize=7)

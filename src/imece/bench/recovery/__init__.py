@@ -1,0 +1,1 @@
+"""Ranks that die, and what is lost."""

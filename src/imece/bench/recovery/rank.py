@@ -1,0 +1,181 @@
+"""A rank of `imece bench recovery`: a small GPT that learns the standard library's bytes, in `imece.steps`.
+
+train    so many steps; rank 0 leaves times and the parameters in a folder
+cost     steps with and without what recovery needs, of the same model, by turns
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import sysconfig
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+import imece
+from imece.bench.reference_model import Shape, new_decoder, optimizer_of
+from imece.collectives import ops
+from imece.data.batches import rows
+from imece.membership.recovery import Recovered
+
+SHAPE = Shape(vocabulary=256, width=192, layers=4, heads=3, length=64)
+"""1.8M parameters over bytes."""
+SEQUENCES = 12
+"""Of the global batch: 4, 3 and 2 ranks share them evenly."""
+BEGAN, ENDED = "began.json", "ended.json"
+PARAMETERS = "parameters.safetensors"
+COST = "cost.json"
+_TEXT_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a rank is to do."""
+
+    folder: str
+    strategy: str = "replicate"
+    steps: int = 200
+    compare: int = 200
+    """The parameters are left behind after so many of them."""
+    rounds: int = 0
+    """Measure the cost instead: so many rounds of `steps` steps each way."""
+    pause_s: float = 0.0
+    """Added to each step: for tests, whose steps are too short to be hit."""
+    members: int = 0
+    """If it is to end sooner: when so many ranks, those that replace others counted too, have come in;"""
+    after: int = 0
+    """and so many steps later."""
+
+
+class Text:
+    """Real bytes, the same for all ranks."""
+
+    def __init__(self) -> None:
+        read, found = 0, []
+        for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+            found.append(path.read_bytes())
+            read += len(found[-1])
+            if read >= _TEXT_BYTES:
+                break
+        self._bytes = torch.frombuffer(bytearray(b"".join(found)), dtype=torch.uint8)
+
+    def batch(self, step: int, rank: int, world_size: int) -> torch.Tensor:
+        """int64[sequences, length + 1]: this rank's part of the step's."""
+        first, last = rows(SEQUENCES, rank, world_size)
+        starts = np.random.default_rng(step).integers(len(self._bytes) - SHAPE.length - 1, size=SEQUENCES)
+        picked = [self._bytes[begin : begin + SHAPE.length + 1] for begin in starts[first:last].tolist()]
+        return torch.stack(picked).long()
+
+
+def train_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, world_size: int
+) -> None:
+    """One update whose gradient is the mean over the global batch, however unevenly it is shared out."""
+    loss = model(tokens) * (len(tokens) * world_size / SEQUENCES)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _train(task: Task, mesh: imece.Mesh) -> None:
+    made = new_decoder(SHAPE)
+    # AdamW amplifies rounding: the same batches in three parts instead of four in every other 20 steps, in
+    # one process, end 8e-3 apart after 200 steps; with this optimizer 3e-6.
+    plain = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9, fused=True)
+    model, optimizer = imece.parallelize(made, plain, task.strategy)
+    text, folder, last = Text(), Path(task.folder), task.steps
+
+    def recovered(found: Recovered) -> None:  # all ranks of a generation are told the same
+        nonlocal last
+        if task.members and max(found.generation.members) + 1 >= task.members:
+            last = max(found.step, task.compare) + task.after
+
+    # Once more than asked for: what follows the last step is not protected, and no fault should come there.
+    for step in imece.steps(task.steps + 1, model, optimizer, recovered=recovered):
+        with step:
+            if step.index == 1 and mesh.rank == 0 and not (folder / BEGAN).exists():
+                _write(folder / BEGAN, {"time_s": time.monotonic()})
+            if step.index == task.compare:
+                tensors = {name: value.detach().cpu() for name, value in model.state_dict().items()}
+                if mesh.rank == 0:
+                    _save(tensors, folder / PARAMETERS)
+            if step.index == last and mesh.rank == 0:
+                _write(folder / ENDED, {"time_s": time.monotonic()})
+            train_step(model, optimizer, text.batch(step.index, mesh.rank, mesh.world_size), mesh.world_size)
+            time.sleep(task.pause_s)
+        if step.index == last:
+            break
+
+
+def _measure_cost(task: Task, mesh: imece.Mesh) -> None:
+    """The same tensors both ways, so that no other memory is slower or faster by chance."""
+    made = new_decoder(SHAPE)
+    model, optimizer = imece.parallelize(made, optimizer_of(made), task.strategy)
+    resilient = imece.steps(sys.maxsize, model, optimizer)
+    tokens = Text().batch(0, mesh.rank, mesh.world_size)
+
+    def go(protected: bool) -> float:
+        ops.barrier(group=mesh.world_group)
+        began = time.perf_counter()
+        for _ in range(task.steps):
+            if protected:
+                with next(resilient):
+                    train_step(model, optimizer, tokens, mesh.world_size)
+            else:
+                train_step(model, optimizer, tokens, mesh.world_size)
+        ops.barrier(group=mesh.world_group)
+        return (time.perf_counter() - began) / task.steps
+
+    for protected in (True, False):  # the first steps build buckets, states and copies
+        go(protected)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for turn in range(task.rounds):
+        for protected in (True, False) if turn % 2 else (False, True):
+            seconds[protected].append(go(protected))
+    if mesh.rank == 0:
+        pairs = zip(seconds[True], seconds[False], strict=True)
+        cost = statistics.median(ours / plain for ours, plain in pairs) - 1
+        _write(
+            Path(task.folder) / COST, {"cost": cost, "resilient_s": seconds[True], "plain_s": seconds[False]}
+        )
+    ops.barrier(group=mesh.world_group)
+
+
+def _write(path: Path, content: dict[str, object]) -> None:
+    new = path.with_suffix(f".{os.getpid()}")
+    new.write_text(json.dumps(content))
+    new.replace(path)
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Whole or not at all: this rank may be killed at any moment. Tied weights are written once."""
+    held: dict[int, str] = {}
+    for name, value in tensors.items():
+        held.setdefault(value.data_ptr(), name)
+    new = path.with_suffix(f".{os.getpid()}")
+    save_file({name: tensors[name].contiguous() for name in held.values()}, new)
+    new.replace(path)
+
+
+def as_argument(task: Task) -> str:
+    """For the command line of `python -m imece.bench.recovery.rank`."""
+    return json.dumps(asdict(task))
+
+
+def main() -> None:
+    """Entry of `python -m imece.bench.recovery.rank TASK`, which `imece launch` starts."""
+    torch.set_num_threads(1)
+    task = Task(**json.loads(sys.argv[1]))
+    mesh = imece.init(device="cpu")
+    (_measure_cost if task.rounds else _train)(task, mesh)
+
+
+if __name__ == "__main__":
+    main()

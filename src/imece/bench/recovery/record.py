@@ -1,0 +1,90 @@
+"""What `imece bench recovery` is asked to measure, and what it has found."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from imece.bench import machine
+from imece.bench.recovery.runs import TorchKill
+
+STRATEGIES = ("replicate", "zero1", "zero2", "zero3")
+PARTS = ("kills", "cost", "torchrun", "start")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    strategies: tuple[str, ...] = STRATEGIES
+    parts: tuple[str, ...] = PARTS
+    ranks: int = 4
+    kills: int = 5
+    every_s: float = 8.0
+    steps: int = 200
+    """After which parameters are compared; the run goes on until a while after the last kill."""
+    cost_rounds: int = 15
+    cost_steps: int = 10
+    torchrun_runs: int = 3
+    checkpoint_every: int = 10
+    """Steps, under torchrun."""
+    seed: int = 0
+    pause_s: float = 0.0
+    """Added to each step: for tests."""
+
+
+@dataclass
+class Kills:
+    """What one strategy went through."""
+
+    strategy: str
+    step_s: float
+    """Undisturbed."""
+    drill: dict[str, Any]
+    """The figures of `imece drill`."""
+    goodput: float | None
+    """Steps a second while there were kills, by those undisturbed."""
+    difference: float | None
+    """Of the parameters to the undisturbed run's: the norm of the difference by the norm. None if the run did
+    not come to its end."""
+
+    @property
+    def steps(self) -> int:
+        """Finished ones, when there was somebody to say so."""
+        return self.drill["seen"][-1][1] if self.drill["seen"] else 0
+
+    @property
+    def kills_compared(self) -> int:
+        """How many came before the parameters were compared."""
+        return sum((fault["step"] or 0) < self.compared for fault in self.drill["faults"])
+
+    compared: int = 200
+
+
+@dataclass
+class Results:
+    """All figures; what was not measured is empty."""
+
+    plan: Plan
+    kills: dict[str, Kills] = field(default_factory=dict)
+    cost: dict[str, dict[str, Any]] = field(default_factory=dict)
+    torchrun: dict[str, list[TorchKill]] = field(default_factory=dict)
+    start: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def all_survived(self) -> bool:
+        """Whether every kill fired and was survived, and every run came to its end, leaving nothing."""
+        return all(each.drill["passed"] and each.difference is not None for each in self.kills.values())
+
+    @property
+    def slower_start(self) -> float | None:
+        """How many times torchrun's time ours is: median of the rounds' ratios."""
+        if not self.start:
+            return None
+        ours, others = self.start.values()
+        return statistics.median(mine / other for mine, other in zip(ours, others, strict=True))
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with the machine."""
+        return asdict(self) | {"benchmark": "recovery", "machine": machine.facts()}

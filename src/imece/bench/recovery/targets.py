@@ -1,0 +1,80 @@
+"""What was promised of recovery, beside what was measured."""
+
+from __future__ import annotations
+
+import statistics
+
+from imece.bench.recovery.record import Kills, Results
+from imece.bench.targets import verdict
+
+MEDIAN_S, WORST_S = 1.0, 2.0
+AGAIN_STEPS = 1  # of a kill
+APART = 1e-5
+COMPARED_STEPS = 200  # at least
+GOODPUT, EVERY_S = 0.80, 15.0
+COST_STRATEGIES = {"replicate": 0.01, "zero1": 0.05, "zero3": 0.05}
+"""What being ready may add to a step."""
+
+
+def judged(results: Results) -> list[str]:
+    """One line a promise: met, missed, or not measured in this run."""
+    shown = [line for found in results.kills.values() for line in _of_kills(found, results.plan.every_s)]
+    for strategy, bound in COST_STRATEGIES.items():
+        text = f"{strategy}: being ready adds at most {bound:.0%} to a step"
+        found = results.cost.get(strategy)
+        shown.append(
+            verdict(None, text)
+            if found is None
+            else verdict(found["cost"] <= bound, text, f"{found['cost']:+.2%}")
+        )
+    shown.append(_beside_torchrun(results))
+    slower = results.slower_start
+    text = "start of 2 ranks to the first step: at most torchrun's time"
+    shown.append(
+        verdict(None, text) if slower is None else verdict(slower <= 1.0, text, f"{slower:.2f} x its time")
+    )
+    return shown
+
+
+def _of_kills(found: Kills, every_s: float) -> list[str]:
+    figures, name = found.drill, found.strategy
+    count, recovered = len(figures["faults"]), figures["median_s"] is not None
+    shown = [
+        verdict(figures["passed"], f"{name}: every kill survived, nothing left behind",
+                f"{figures['survived']} of {count}"),
+        verdict(recovered and figures["median_s"] <= MEDIAN_S and figures["worst_s"] <= WORST_S,
+                f"{name}: recovery in {MEDIAN_S:g} s in the median, {WORST_S:g} s at worst",
+                f"{figures['median_s']:.2f} s, {figures['worst_s']:.2f} s" if recovered else "none"),
+        verdict(all(fault["again"] <= AGAIN_STEPS for fault in figures["faults"]),
+                f"{name}: at most {AGAIN_STEPS} step made again for a kill",
+                f"{figures['again']} for {count}"),
+    ]  # fmt: skip
+    text = f"{name}: parameters after {found.compared} steps at most {APART:g} apart"
+    if found.difference is not None and found.kills_compared and found.compared >= COMPARED_STEPS:
+        shown.append(verdict(found.difference <= APART, text, f"{found.difference:.1e}"))
+    else:
+        shown.append(verdict(None, text))
+    if found.goodput is not None:
+        met = (
+            found.goodput >= GOODPUT if every_s >= EVERY_S else None
+        )  # nothing was promised for more of them
+        text = f"{name}: goodput at least {GOODPUT:.0%} with a kill every {EVERY_S:g} s"
+        shown.append(verdict(met, text, f"{found.goodput:.0%} with one every {every_s:g} s"))
+    return shown
+
+
+def _beside_torchrun(results: Results) -> str:
+    text = "recovery faster than torchrun's where it recovers"
+    ours = [seconds for found in results.kills.values() for seconds in recoveries(found)]
+    theirs = [
+        kill.recovery_s for runs in results.torchrun.values() for kill in runs if kill.recovery_s is not None
+    ]
+    if not ours or not theirs:
+        return verdict(None, text)
+    ratio = statistics.median(theirs) / statistics.median(ours)
+    return verdict(ratio > 1, text, f"{ratio:.3g} x")
+
+
+def recoveries(found: Kills) -> list[float]:
+    """Seconds of each that was survived."""
+    return [fault["recovery_s"] for fault in found.drill["faults"] if fault["recovery_s"] is not None]

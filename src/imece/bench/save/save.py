@@ -1,0 +1,189 @@
+"""`imece bench save`: what a checkpoint in the background costs training: time, bytes written, memory."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from imece.bench import machine
+from imece.bench.crew import Crew
+from imece.bench.targets import verdict
+from imece.data_parallel.strategy import STRATEGIES as BY_NAME
+
+MODULE = "imece.bench.save.rank"
+STRATEGIES = tuple(BY_NAME)
+DELAY_STEPS = 1.0  # a save holds training up for at most so many
+FIXED_BYTES = 16 * 2**20  # that a rank may write and hold besides its part of the state
+_WARM_UP = 2
+_LONGEST = 100  # steps beside one save
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    strategies: tuple[str, ...] = STRATEGIES
+    model: str = "97M"
+    ranks: int = 4
+    tokens: int = 128
+    rounds: int = 5
+    steps: int = 3
+    """Undisturbed ones of a round; those beside a save are as many as it takes."""
+    folder: Path | None = None
+    """Where checkpoints are written; None: where temporary files are."""
+
+
+@dataclass
+class Row:
+    """One strategy. Bytes: of the rank with most."""
+
+    strategy: str
+    parameters: int
+    """Of the model."""
+    state_bytes: int
+    """Of the whole checkpoint."""
+    share_bytes: int
+    """A rank's part of it."""
+    written_bytes: int
+    grown_bytes: int | None
+    """How much more was resident during a save; None where the kernel does not tell."""
+    step_s: list[float] = field(default_factory=list)
+    """Of each round: the median of undisturbed ones."""
+    copy_s: list[float] = field(default_factory=list)
+    """In which training stood still."""
+    save_s: list[float] = field(default_factory=list)
+    """From the beginning of a save to the end of the step in which it was on the disk."""
+    delays: list[float] = field(default_factory=list)
+    """By how many undisturbed steps training came later."""
+
+    @property
+    def delay(self) -> float:
+        return statistics.median(self.delays)
+
+
+@dataclass
+class Results:
+    """All rows, in the order of measurement."""
+
+    plan: Plan
+    rows: list[Row] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with the machine."""
+        plan = asdict(self.plan) | {"folder": self.plan.folder and str(self.plan.folder)}
+        rows = [asdict(row) | {"delay": row.delay} for row in self.rows]
+        return {"benchmark": "save", "machine": machine.facts(), "plan": plan, "rows": rows}
+
+
+def run(plan: Plan, say: Callable[[str], None]) -> Results:
+    """Measure, printing as it goes: each strategy in ranks of its own."""
+    results = Results(plan)
+    for strategy in plan.strategies:
+        with (
+            tempfile.TemporaryDirectory(prefix="imece-bench-save-", dir=plan.folder) as folder,
+            Crew.of_ranks(
+                f"saves of {strategy}", MODULE, plan.ranks, extra=_hosts(strategy, plan.ranks)
+            ) as crew,
+        ):
+            results.rows.append(_measure(crew, strategy, plan, folder))
+        if strategy == plan.strategies[0]:
+            for line in _heads(results):
+                say(line)
+        say(_line(results.rows[-1]))
+    return results
+
+
+def judged(results: Results) -> list[str]:
+    """What was asked for beside what was measured."""
+    shown = []
+    for row in results.rows:
+        low, high = min(row.delays), max(row.delays)
+        shown.append(
+            verdict(
+                row.delay <= DELAY_STEPS,
+                f"{row.strategy}: a save holds training up for at most {DELAY_STEPS:g} step",
+                f"{row.delay:.2f} ({low:.2f} to {high:.2f})",
+            )
+        )
+        for what, nbytes in (("writes", row.written_bytes), ("holds", row.grown_bytes)):
+            more = None if nbytes is None else (nbytes - row.share_bytes) / 2**20
+            shown.append(
+                verdict(
+                    None if more is None else more <= FIXED_BYTES / 2**20,
+                    f"{row.strategy}: a rank {what} at most its share and {FIXED_BYTES >> 20} MiB",
+                    "" if more is None else f"{more:+.2f} MiB",
+                )
+            )
+    return shown
+
+
+def _measure(crew: Crew, strategy: str, plan: Plan, folder: str) -> Row:
+    built = crew.ask("build", strategy=strategy, model=plan.model, tokens=plan.tokens, folder=folder)
+    for _ in range(_WARM_UP):
+        crew.ask("step")
+    first = crew.ask("memory")
+    written = [int(answer["written_bytes"]) for answer in first]
+    grown = [answer["grown_bytes"] for answer in first]
+    row = Row(
+        strategy, int(built[0]["parameters"]), sum(written), -(-sum(written) // plan.ranks), max(written),
+        None if None in grown else max(grown),
+    )  # fmt: skip
+    for _ in range(plan.rounds):
+        typical = statistics.median(_slowest(crew.ask("step")) for _ in range(plan.steps))
+        copying = _slowest(crew.ask("save"))
+        beside: list[float] = []
+        saving = True
+        while saving and len(beside) < _LONGEST:
+            answers = crew.ask("step")
+            beside.append(_slowest(answers))
+            saving = any(answer["saving"] for answer in answers)
+        crew.ask("finish")
+        row.step_s.append(typical)
+        row.copy_s.append(copying)
+        row.save_s.append(copying + sum(beside))
+        row.delays.append((copying + sum(beside)) / typical - len(beside))
+    return row
+
+
+def _hosts(strategy: str, ranks: int) -> list[dict[str, str]] | None:
+    """For hybrid strategies the ranks are as if on two hosts."""
+    if not BY_NAME[strategy].hybrid:
+        return None
+    per_host = ranks // 2
+    return [
+        {
+            "IMECE_HOST": f"host{rank // per_host}", "GROUP_RANK": str(rank // per_host),
+            "LOCAL_RANK": str(rank % per_host), "LOCAL_WORLD_SIZE": str(per_host),
+        }
+        for rank in range(ranks)
+    ]  # fmt: skip
+
+
+def _slowest(answers: Sequence[dict[str, Any]]) -> float:
+    return max(float(answer["seconds"]) for answer in answers)
+
+
+def _heads(results: Results) -> list[str]:
+    plan, row = results.plan, results.rows[0]
+    return [
+        "",
+        f"saves of a GPT of {row.parameters / 1e6:.1f}M parameters, AdamW, {plan.ranks} ranks, "
+        f"{plan.tokens} tokens a rank, 1 thread a rank,",
+        f"medians of {plan.rounds} rounds; MB of the rank with most; share: of the checkpoint's "
+        f"{row.state_bytes / 1e6:.0f} MB a rank's part",
+        f"  {'':<14}{'ms/step':>9}{'copy ms':>9}{'on disk s':>11}{'later by steps':>16}"
+        f"{'share':>9}{'written':>9}{'resident':>10}",
+    ]
+
+
+def _line(row: Row) -> str:
+    step, copying, saving = (statistics.median(each) for each in (row.step_s, row.copy_s, row.save_s))
+    grown = "" if row.grown_bytes is None else f"{row.grown_bytes / 1e6:.1f}"
+    return (
+        f"  {row.strategy:<14}{step * 1e3:>9.0f}{copying * 1e3:>9.0f}{saving:>11.2f}{row.delay:>+16.2f}"
+        f"{row.share_bytes / 1e6:>9.1f}{row.written_bytes / 1e6:>9.1f}{grown:>10}"
+    )

@@ -1,0 +1,129 @@
+"""`imece bench step --parameters`: what a wrapper costs backward for each parameter, however small it is."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from imece.bench import machine
+from imece.bench.crew import Crew
+from imece.bench.step.step import MODULE
+from imece.bench.step.ways import ALONE, OURS
+from imece.bench.targets import PARAMETER_COST_US, PARAMETER_GROWTH, verdict
+
+_WAYS = (ALONE, OURS, "torch-shm")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    parameters: tuple[int, ...] = (1_000, 10_000)
+    """Numbers of parameters, ascending; each has 8 elements."""
+    ranks: int = 2
+    rounds: int = 7
+
+
+@dataclass
+class Results:
+    """Seconds of one backward in each round: the larger of the ranks' figures."""
+
+    plan: Plan
+    seconds: dict[int, dict[str, list[float]]] = field(default_factory=dict)
+    """Number of parameters -> way -> a figure for each round."""
+    processor_s: dict[int, dict[str, list[float]]] = field(default_factory=dict)
+    """The same in processor time of the thread that runs backward: without waiting for other ranks, and
+    without other programs' time on a busy machine."""
+
+    def cost_us(self, parameters: int, way: str) -> float:
+        """Microseconds of processor time that `way` adds for each parameter: median of the differences."""
+        return self._added_us(self.processor_s[parameters], parameters, way)
+
+    def wall_us(self, parameters: int, way: str) -> float:
+        """The same by the clock."""
+        return self._added_us(self.seconds[parameters], parameters, way)
+
+    def _added_us(self, rounds: dict[str, list[float]], parameters: int, way: str) -> float:
+        pairs = zip(rounds[way], rounds[ALONE], strict=True)
+        return statistics.median(ours - alone for ours, alone in pairs) / parameters * 1e6
+
+    @property
+    def growth(self) -> float:
+        """How many times as much a parameter costs among most as among fewest: 1 if the cost is linear."""
+        fewest, most = self.plan.parameters[0], self.plan.parameters[-1]
+        return self.cost_us(most, OURS) / max(1e-3, self.cost_us(fewest, OURS))
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with the machine."""
+        costs = {n: {way: self.cost_us(n, way) for way in _WAYS[1:]} for n in self.seconds}
+        return asdict(self) | {
+            "benchmark": "step --parameters",
+            "machine": machine.facts(),
+            "cost_us": costs,
+        }
+
+
+def run(plan: Plan, say: Callable[[str], None]) -> Results:
+    """Measure and print."""
+    results = Results(plan)
+    with Crew.of_ranks("parameters", MODULE, plan.ranks) as crew:
+        for parameters in plan.parameters:
+            for way in _WAYS:
+                crew.ask("chain", way=way, parameters=parameters)
+                crew.ask("backward", way=way)  # the first one makes buckets
+            seconds = results.seconds[parameters] = {way: [] for way in _WAYS}
+            processor = results.processor_s[parameters] = {way: [] for way in _WAYS}
+            for turn in range(plan.rounds):
+                for way in _WAYS if turn % 2 == 0 else _WAYS[::-1]:
+                    answers = crew.ask("backward", way=way)
+                    seconds[way].append(max(answer["seconds"] for answer in answers))
+                    processor[way].append(max(answer["processor"] for answer in answers))
+    for line in lines(results):
+        say(line)
+    return results
+
+
+def lines(results: Results) -> list[str]:
+    """The table."""
+    plan = results.plan
+    shown = [
+        f"backward of a model of many parameters of 8 elements on shm, {plan.ranks} ranks, 1 thread a rank, "
+        f"medians of {plan.rounds} alternating rounds",
+        f"  {'parameters':>10}  {'':<12}{'backward ms':>12}{'added us a parameter':>22}"
+        f"{'of processor time':>19}",
+    ]
+    for parameters, rounds in results.seconds.items():
+        for way in _WAYS:
+            added, cost = (
+                "" if way == ALONE else f"{figure(parameters, way):.2f}"
+                for figure in (results.wall_us, results.cost_us)
+            )
+            number = f"{parameters:,}" if way == ALONE else ""
+            median = statistics.median(rounds[way]) * 1e3
+            shown.append(f"  {number:>10}  {way:<12}{median:>12.2f}{added:>22}{cost:>19}")
+    return shown
+
+
+def judged(results: Results) -> list[str]:
+    """What was promised beside what was measured."""
+    shown = [
+        verdict(
+            cost <= PARAMETER_COST_US,
+            f"{parameters:,} parameters: at most {PARAMETER_COST_US:g} us of processor time each",
+            f"{cost:.2f} us",
+        )
+        for parameters in results.plan.parameters
+        for cost in [results.cost_us(parameters, OURS)]
+    ]
+    if len(results.plan.parameters) > 1:
+        fewest, most = results.plan.parameters[0], results.plan.parameters[-1]
+        shown.append(
+            verdict(
+                results.growth <= PARAMETER_GROWTH,
+                f"linear: a parameter of {most:,} costs at most {PARAMETER_GROWTH:g} x one of {fewest:,}",
+                f"{results.growth:.2f} x",
+            )
+        )
+    return shown

@@ -1,0 +1,170 @@
+"""One rank of `imece bench step`: the same model in every way of training, in one process."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import imece
+from imece.bench import crew
+from imece.bench.reference_model import MODELS, REFERENCE, batch
+from imece.bench.step.ways import Builder, Way
+from imece.data_parallel import footprint
+from imece.data_parallel.sharding.cast import MixedPrecision
+
+_BACKWARDS = 3  # of a round, in the measure of what a parameter costs
+
+
+class Rank:
+    """The orders of a rank."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        self._builder = Builder()
+        self._ways: dict[str, Way] = {}
+        self._chains: dict[str, nn.Module] = {}
+        self._steps: dict[str, int] = {}
+
+    def build(self, way: str) -> dict[str, Any]:
+        """Make it; what went wrong, in a line, if it cannot be made."""
+        try:
+            self._ways[way] = self._builder.build(way)
+        except Exception as error:  # noqa: BLE001 - told to the person, while the other ways go on
+            return {"refused": " ".join(f"{type(error).__name__}: {error}".split())}
+        self._steps[way] = 0
+        return {"parameters": sum(p.numel() for p in self._ways[way].model.parameters())}
+
+    def measure(self, way: str, tokens: int, steps: int) -> dict[str, Any]:
+        """Seconds of one of `steps` training steps after a barrier, and the last loss."""
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            loss = self._forward(way, tokens)
+            self._finish(way, loss)
+        return {"seconds": (time.perf_counter() - begin) / steps, "loss": float(loss.detach())}
+
+    def trace(self, way: str, tokens: int, steps: int) -> dict[str, Any]:
+        """What `steps` steps of `way`, which is one of imece's, did with their time."""
+        model: Any = self._ways[way].model
+        model.record_trace(True)
+        dist.barrier()
+        traces = []
+        for _ in range(steps):
+            self._finish(way, self._forward(way, tokens))
+            traces.append(asdict(model.last_trace))
+        model.record_trace(False)
+        return {"traces": traces}
+
+    def memory(self, way: str, tokens: int) -> dict[str, Any]:
+        """Bytes after 3 steps: the most that was resident so far; and after a backward what lies in memory
+        that ranks share, and all that is resident, where a page counts by halves if two ranks have it."""
+        for _ in range(2):
+            self._finish(way, self._forward(way, tokens))
+        loss = self._forward(way, tokens)
+        self._ways[way].backward(loss)
+        shared, parts = _bytes("status", "RssShmem"), _bytes("smaps_rollup", "Pss")
+        self._update(way)
+        return {"peak_bytes": _bytes("status", "VmHWM"), "shared_bytes": shared, "parts_bytes": parts}
+
+    def footprint(
+        self, way: str, model: str, bf16: bool, offload: str | None, tokens: int, steps: int
+    ) -> dict[str, Any]:
+        """Bytes by category of a model of its own in one strategy, after `steps` steps, and as predicted."""
+        shape = MODELS[model]
+        precision = MixedPrecision(torch.bfloat16, torch.bfloat16) if bf16 else None
+        made = self._builder.build_strategy(way, shape, precision, offload)
+        wrapped, optimizers = made.model, [made.optimizer]
+        assert isinstance(wrapped, imece.DistributedDataParallel)
+        parameters = sum(each.numel() for each in wrapped.parameters())
+        predicted = footprint.expected(wrapped, optimizers)
+        assert predicted is not None
+        for step in range(steps):
+            wrapped(batch(shape, tokens, step * dist.get_world_size() + dist.get_rank())).backward()
+            if step + 1 < steps:
+                made.optimizer.step()
+                made.optimizer.zero_grad()
+        counted = footprint.counted(wrapped, optimizers)
+        return {
+            "parameters": parameters, "predicted": asdict(predicted), "counted": asdict(counted),
+            "peak_bytes": _bytes("status", "VmHWM"),
+        }  # fmt: skip
+
+    def chain(self, way: str, parameters: int) -> dict[str, Any]:
+        """Make a model of so many parameters of 8 elements each, in place of the one before."""
+        self._chains[way] = self._builder.wrap(way, Chain(parameters))
+        return {}
+
+    def backward(self, way: str) -> dict[str, Any]:
+        """Seconds of one backward of the chain, after a barrier, and its thread's processor time of them."""
+        model, seconds, processor = self._chains[way], 0.0, 0.0
+        for _ in range(_BACKWARDS):
+            loss = model(torch.ones(Chain.NUMEL)).sum()
+            dist.barrier()
+            begin, processor_begin = time.perf_counter(), time.thread_time()
+            loss.backward()
+            processor += time.thread_time() - processor_begin
+            seconds += time.perf_counter() - begin
+            model.zero_grad()
+        return {"seconds": seconds / _BACKWARDS, "processor": processor / _BACKWARDS}
+
+    def _forward(self, way: str, tokens: int) -> torch.Tensor:
+        seed = self._steps[way] * dist.get_world_size() + dist.get_rank()
+        loss: torch.Tensor = self._ways[way].model(batch(REFERENCE, tokens, seed))
+        return loss
+
+    def _finish(self, way: str, loss: torch.Tensor) -> None:
+        self._ways[way].backward(loss)
+        self._update(way)
+
+    def _update(self, way: str) -> None:
+        optimizer = self._ways[way].optimizer
+        optimizer.step()
+        optimizer.zero_grad()
+        self._steps[way] += 1
+
+
+class Chain(nn.Module):
+    """Products with many small parameters, one after the other: backward does next to nothing for each."""
+
+    NUMEL = 8
+
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList(torch.ones(self.NUMEL) for _ in range(parameters))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [NUMEL], and so is the result."""
+        for factor in self.factors:
+            x = x * factor
+        return x
+
+
+def _bytes(file: str, name: str) -> int:
+    """A figure that the kernel tells about this process; 0 where it does not (no /proc)."""
+    try:
+        text = Path(f"/proc/{os.getpid()}/{file}").read_text()
+    except OSError:
+        return 0
+    found = re.search(rf"^{name}:\s*(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def main() -> None:
+    """Entry of `python -m imece.bench.step.rank`, which only a crew starts."""
+    crew.end_with_crew()
+    rank = Rank()
+    orders = ("build", "measure", "trace", "memory", "footprint", "chain", "backward")
+    crew.serve({name: getattr(rank, name) for name in orders})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""`imece bench step`: what synchronisation adds to a training step, in every way of training."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from imece.bench import machine, report
+from imece.bench.crew import Crew
+from imece.bench.step.ways import ALONE, OURS, OVERLAPPED, PACKAGES, missing
+from imece.bench.targets import STEP, STRATEGY, StepTarget
+from imece.data_parallel.reducing.trace import BucketTrace, StepTrace
+from imece.observe import timeline
+
+MODULE = "imece.bench.step.rank"
+_GLOO, _REPLICATE = "torch-gloo", "replicate"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    ways: tuple[str, ...]
+    """Of step_ways.WAYS; ALONE is among them."""
+    tokens: tuple[int, ...] = (128, 512)
+    """Of one rank in one step."""
+    ranks: int = 2
+    rounds: int = 7
+    steps: int = 4
+    """Training steps of a round."""
+    memory: bool = False
+    """Measure memory too: each way in ranks of its own."""
+
+    @property
+    def targets(self) -> tuple[StepTarget, ...]:
+        """Those of strategies if any is measured, else those of DistributedDataParallel."""
+        return STRATEGY if self.base == _REPLICATE else STEP
+
+    @property
+    def base(self) -> str:
+        """The way with which the table compares the others."""
+        return _REPLICATE if _REPLICATE in self.ways else _GLOO
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank: the largest over the ranks."""
+
+    peak_bytes: int
+    """The most that was ever resident; memory that ranks share counts for each."""
+    shared_bytes: int
+    """In memory that ranks share, after a backward; another rank's part counts once this one touched it."""
+    parts_bytes: int
+    """Resident after a backward; memory that two ranks share counts by halves."""
+
+
+@dataclass
+class Results:
+    """Seconds of one step in each round: the slowest rank's."""
+
+    plan: Plan
+    parameters: int = 0
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Way -> why it was not measured."""
+    seconds: dict[int, dict[str, list[float]]] = field(default_factory=dict)
+    """Tokens -> way -> a figure for each round."""
+    losses: dict[str, float] = field(default_factory=dict)
+    """Rank 0's after the last round."""
+    traces: dict[str, dict[int, list[StepTrace]]] = field(default_factory=dict)
+    """"128" or "128-overlap" -> rank -> the steps that imece traced."""
+    memory: dict[int, dict[str, Memory]] = field(default_factory=dict)
+    """Tokens -> way -> what it took."""
+
+    def added_s(self, tokens: int, way: str) -> float:
+        """Seconds that `way` adds to a step without synchronisation: median of the rounds' differences."""
+        rounds = self.seconds[tokens]
+        return statistics.median(ours - alone for ours, alone in zip(rounds[way], rounds[ALONE], strict=True))
+
+    def speed(self, tokens: int, way: str, than: str) -> float:
+        """How many times as fast as `than`: median of the rounds' ratios."""
+        rounds = self.seconds[tokens]
+        return statistics.median(other / ours for ours, other in zip(rounds[way], rounds[than], strict=True))
+
+    def share(self, tokens: int, way: str, of: str) -> float:
+        """What `way` adds to a step, as a part of what `of` adds."""
+        ours, theirs = self.added_s(tokens, way), self.added_s(tokens, of)
+        if theirs <= 0:  # noise: the other's cannot be told from nothing
+            return 0.0 if ours <= theirs else float("inf")
+        return ours / theirs
+
+    def found(self, target: StepTarget) -> float | None:
+        """The figure that the target is about; None if this run did not measure it."""
+        way, against = target.way, target.against
+        if target.what in ("memory", "peak"):
+            memory = self.memory.get(target.tokens, {})
+            if way not in memory or against not in memory:
+                return None
+            ours, theirs = memory[way], memory[against]
+            if target.what == "peak":
+                return ours.peak_bytes / max(1, theirs.peak_bytes)
+            return ours.parts_bytes / max(1, theirs.parts_bytes)
+        rounds = self.seconds.get(target.tokens, {})
+        if not rounds.get(way) or not rounds.get(against):
+            return None
+        if target.what == "time":
+            return 1 / self.speed(target.tokens, way, against)
+        figure = self.share if target.what == "added" else self.speed
+        return figure(target.tokens, way, against)
+
+    @property
+    def odd_ones(self) -> list[str]:
+        """The synchronising ways that did not train the same model as most: equal losses up to rounding."""
+        losses = {way: loss for way, loss in self.losses.items() if way != ALONE}
+        middle = statistics.median_low(losses.values()) if losses else 0.0
+        return [way for way, loss in losses.items() if not abs(loss - middle) <= 1e-3 * abs(middle)]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with the machine."""
+        return asdict(self) | {
+            "benchmark": "step",
+            "machine": machine.facts() | {name: machine.version(name) for name in PACKAGES.values()},
+            "targets": [asdict(t) | {"text": t.text, "measured": self.found(t)} for t in self.plan.targets],
+        }
+
+
+def run(plan: Plan, say: Callable[[str], None]) -> Results:
+    """Measure, printing as it goes."""
+    results = Results(plan)
+    for way in plan.ways:
+        why = missing(way)
+        if why is not None:
+            results.left_out[way] = why
+    with Crew.of_ranks("step", MODULE, plan.ranks) as crew:
+        _build(crew, results)
+        for tokens in plan.tokens:
+            _measure(crew, results, tokens)
+            for line in lines(results, tokens):
+                say(line)
+        for way in (OURS, OVERLAPPED):  # after all rounds: traced steps are steps of one way more
+            for tokens in plan.tokens if way in results.losses else ():
+                _trace(crew, results, way, tokens)
+    for way, why in results.left_out.items():
+        say(f"  {way} is left out: {why}")
+    for way in results.odd_ones:
+        say(f"  WRONG: {way} did not train the same model as the others")
+    for name, traces in results.traces.items():
+        number, _, overlap = name.partition("-")
+        say(
+            f"\none step of {OVERLAPPED if overlap else OURS} with {number} tokens a rank, as rank 0 saw it; "
+            "times in ms from the start of forward"
+        )
+        for line in timeline.table(typical(traces)[0][0]):
+            say(f"  {line}")
+    if plan.memory:
+        _memory(results)
+        for line in memory_lines(results):
+            say(line)
+    return results
+
+
+def lines(results: Results, tokens: int) -> list[str]:
+    """The table of one number of tokens."""
+    plan, rounds = results.plan, results.seconds[tokens]
+    base = plan.base
+    compared = "of gloo" if base == _GLOO else "x replicate"
+    shown = [
+        "",
+        f"a GPT of {results.parameters / 1e6:.1f}M parameters, {tokens} tokens a rank, {plan.ranks} ranks, "
+        f"1 thread a rank, medians of {plan.rounds} alternating rounds of "
+        f"{plan.steps} step{'s' * (plan.steps != 1)}",
+        f"  {'':<16}{'ms/step':>9}{'added ms':>10}{compared:>13}{'tokens/s':>10}{'x no-sync':>11}",
+    ]
+    for way in rounds:
+        seconds = statistics.median(rounds[way])
+        line = f"  {way:<16}{seconds * 1e3:>9.1f}"
+        if way == ALONE:
+            line += f"{'':>10}{'':>13}{plan.ranks * tokens / seconds:>10.0f}"
+        else:
+            share = ""
+            if base in rounds and base == _GLOO:
+                share = f"{results.share(tokens, way, base):.0%}"
+            elif base in rounds:
+                share = f"{results.speed(tokens, way, base):.3f}"
+            line += (
+                f"{results.added_s(tokens, way) * 1e3:>10.2f}{share:>13}"
+                f"{plan.ranks * tokens / seconds:>10.0f}{results.speed(tokens, way, ALONE):>11.3f}"
+            )
+        shown.append(line)
+    return shown
+
+
+def memory_lines(results: Results) -> list[str]:
+    """The table of memory."""
+    shown = [
+        "",
+        "resident memory of a rank, MiB, each way in ranks of its own: the peak; and after a backward what",
+        "lies in memory that ranks share, and all with that memory divided among them",
+        f"  {'tokens':<8}{'':<16}{'peak':>9}{'shared':>9}{'divided':>9}",
+    ]
+    for tokens, ways in results.memory.items():
+        for way, memory in ways.items():
+            figures = (memory.peak_bytes, memory.shared_bytes, memory.parts_bytes)
+            columns = "".join(f"{figure / 2**20:>9.1f}" for figure in figures)
+            shown.append(f"  {tokens:<8}{way:<16}{columns}")
+    return shown
+
+
+def write_timelines(
+    results: Results, trace: Path | None, plot: Path | None, say: Callable[[str], None]
+) -> None:
+    """Write the traced steps for Perfetto to `trace` and a picture to `plot`.
+
+    If several were traced, each gets files of its own: trace.json -> trace-128-overlap.json.
+    """
+    if not results.traces and (trace or plot):
+        say(f"no timeline: {OURS} was not measured")
+    for name, traces in results.traces.items():
+        tokens, _, overlap = name.partition("-")
+        if trace is not None:
+            file = _for_trace(trace, name, results)
+            report.write_json(file, timeline.chrome_trace(traces))
+            say(f"trace    {file} (open it at ui.perfetto.dev)")
+        if plot is not None:
+            file = _for_trace(plot, name, results)
+            title = (
+                f"One step of imece.DistributedDataParallel{' (overlap=True)' if overlap else ''}: a GPT of "
+                f"{results.parameters / 1e6:.1f}M parameters, {tokens} tokens a rank\n{machine.describe()}"
+            )
+            timeline.draw(typical(traces), file, title)
+            say(f"plot     {file}")
+
+
+def typical(traces: dict[int, list[StepTrace]]) -> dict[int, list[StepTrace]]:
+    """Of each rank one step, the same one: the one of median length, as the slowest rank sees it."""
+    lengths = [
+        max(step.end_s - step.forward_start_s for step in together)
+        for together in zip(*traces.values(), strict=True)
+    ]
+    chosen = lengths.index(statistics.median_low(lengths))
+    return {rank: [steps[chosen]] for rank, steps in traces.items()}
+
+
+def _build(crew: Crew, results: Results) -> None:
+    """Every way that can be built, each with its first steps, which make buckets and optimizer states."""
+    for way in results.plan.ways:
+        if way in results.left_out:
+            continue
+        answers = crew.ask("build", way=way)
+        refused = [answer["refused"] for answer in answers if "refused" in answer]
+        if refused:
+            results.left_out[way] = refused[0]
+            continue
+        # DeepSpeed's parameters have no elements between forwards.
+        results.parameters = max(results.parameters, answers[0]["parameters"])
+        results.losses[way] = float("nan")
+
+
+def _measure(crew: Crew, results: Results, tokens: int) -> None:
+    plan, ways = results.plan, list(results.losses)
+    results.seconds[tokens] = {way: [] for way in ways}
+    for way in ways:
+        crew.ask("measure", way=way, tokens=tokens, steps=2)
+    for turn in range(plan.rounds):
+        first = turn % len(ways)
+        for way in ways[first:] + ways[:first]:
+            answers = crew.ask("measure", way=way, tokens=tokens, steps=plan.steps)
+            results.seconds[tokens][way].append(max(answer["seconds"] for answer in answers))
+            results.losses[way] = answers[0]["loss"]
+
+
+def _trace(crew: Crew, results: Results, way: str, tokens: int) -> None:
+    answers = crew.ask("trace", way=way, tokens=tokens, steps=max(3, results.plan.steps))
+    results.traces[f"{tokens}-overlap" if way == OVERLAPPED else f"{tokens}"] = {
+        rank: [step_trace(facts) for facts in answer["traces"]] for rank, answer in enumerate(answers)
+    }
+
+
+def step_trace(facts: dict[str, Any]) -> StepTrace:
+    """The opposite of dataclasses.asdict."""
+    return StepTrace(**facts | {"buckets": [BucketTrace(**bucket) for bucket in facts["buckets"]]})
+
+
+def _memory(results: Results) -> None:
+    """Sizes ascending, since a process remembers its peak."""
+    plan = results.plan
+    for way in results.losses:
+        with Crew.of_ranks(f"memory of {way}", MODULE, plan.ranks) as crew:
+            crew.ask("build", way=way)
+            for tokens in sorted(plan.tokens):
+                answers = crew.ask("memory", way=way, tokens=tokens)
+                largest = {name: max(answer[name] for answer in answers) for name in answers[0]}
+                results.memory.setdefault(tokens, {})[way] = Memory(**largest)
+
+
+def _for_trace(path: Path, name: str, results: Results) -> Path:
+    return path.with_stem(f"{path.stem}-{name}") if len(results.traces) > 1 else path
+
+
+def wanted(ways: Sequence[str]) -> tuple[str, ...]:
+    """`ways` with the one that all are compared with, first."""
+    return (ALONE, *(way for way in ways if way != ALONE))

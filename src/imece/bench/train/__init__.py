@@ -1,0 +1,1 @@
+"""`imece train` beside a plain loop."""

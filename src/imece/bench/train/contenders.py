@@ -1,0 +1,149 @@
+"""The ways of training that `imece bench train` compares: their processes, configs and run folders."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from imece.bench.crew import Crew
+from imece.bench.train.targets import ALONE, COMPILED, ONE_RANK, OURS, PLAIN, SAME_LOSS
+from imece.data.prepare import prepare
+from imece.train.batch import BatchPlan, plan_batch
+from imece.train.config import (
+    BatchSection,
+    CheckpointSection,
+    DataSection,
+    Dtype,
+    ModelSection,
+    OptimizerSection,
+    TrainConfig,
+    ValidateSection,
+)
+from imece.train.precision import choose_precision
+from imece.train.run_folder import RunFolder
+
+_OURS_MODULE, _PLAIN_MODULE = "imece.bench.train.rank", "imece.bench.train.plain"
+_NEVER_DONE = 10**6  # steps of a run: its last one would validate and save
+
+# A tiny model on a few bytes of text: to see that everything works. It learns fast from the first step on, so
+# that a loop which does something else is seen soon.
+QUICK = TrainConfig(
+    model=ModelSection(preset="tiny"),
+    data=DataSection(paths=(str(Path(json.__file__).parent),), tokenizer="bytes"),
+    batch=BatchSection(sequences=4),
+    optimizer=OptimizerSection(warmup=0),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    ways: tuple[str, ...]
+    """Of train_targets.WAYS; the default is put before them."""
+    ranks: int = 2
+    rounds: int = 5
+    steps: int = 4
+    """Steps of a round."""
+    config: TrainConfig = field(default_factory=TrainConfig)
+    """Model, text, batch and optimizer; what else it says is not measured."""
+
+    def __post_init__(self) -> None:
+        others = tuple(way for way in self.ways if way != self.default)
+        object.__setattr__(self, "ways", (self.default, *others))
+
+    @property
+    def default(self) -> str:
+        """The way that `imece train` goes here when nothing else is asked for."""
+        return OURS[choose_precision(self.config.compute.dtype, torch.device("cpu")).name]
+
+
+class Contender:
+    """A way of training, and the crews that go on with it when ordered to, all at the same time."""
+
+    def __init__(self, way: str, crews: Sequence[Crew], folder: Path) -> None:
+        self.way, self._crews, self._folder = way, crews, folder
+
+    def open(self) -> dict[str, Any]:
+        """Begin; the first rank's answer."""
+        return self.ask("open", folder=str(self._folder))[0]
+
+    def ask(self, do: str, **details: Any) -> list[dict[str, Any]]:
+        """The answers of all ranks."""
+        with ThreadPoolExecutor(len(self._crews)) as threads:
+            asked = [threads.submit(crew.ask, do, way=self.way, **details) for crew in self._crews]
+            return [answer for each in asked for answer in each.result()]
+
+
+def with_text(config: TrainConfig, folder: Path, say: Callable[[str], None]) -> TrainConfig:
+    """The config with its text made into tokens, once for all."""
+    tokenizer, tokens = folder / "tokenizer.json", folder / "tokens"
+    prepared = prepare(config.data.source(), tokenizer, tokens)
+    name = ", ".join(config.data.paths) or "Python standard library"
+    say(
+        f"text     {name}: {prepared.source_bytes / 1e6:.1f} MB, {len(prepared.tokens.train.tokens):,} tokens"
+    )
+    data = dataclasses.replace(config.data, tokenizer=str(tokenizer), folder=str(tokens))
+    return dataclasses.replace(config, data=data)
+
+
+def start_all(
+    plan: Plan, config: TrainConfig, folder: Path, crews: contextlib.ExitStack
+) -> dict[str, Contender]:
+    """All ways of the plan, by name; `crews` ends their processes. config: the plan's, with its text ready.
+
+    Ways that are alike share processes, for only one of them works at a time; a plain loop has its own.
+    """
+
+    # Empty: what was compiled before is no help.
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
+
+    def start(name: str, module: str, ranks: int) -> Crew:
+        return crews.enter_context(Crew.of_ranks(name, module, ranks, extra=[cache] * ranks))
+
+    ours = {*OURS.values(), *COMPILED.values()}
+    started: dict[str, list[Crew]] = {}
+    contenders = {}
+    for way in plan.ways:
+        kind = "alone" if way in (ONE_RANK, ALONE) else "ours" if way in ours else "plain"
+        if kind not in started and kind == "alone":
+            started[kind] = [start(f"{kind} {rank}", _OURS_MODULE, 1) for rank in range(plan.ranks)]
+        elif kind not in started:
+            module = _OURS_MODULE if kind == "ours" else _PLAIN_MODULE
+            started[kind] = [start(kind, module, plan.ranks)]
+        run_folder = folder / way
+        RunFolder(run_folder).begin(_config_of(way, plan, config, run_folder))
+        contenders[way] = Contender(way, started[kind][: 1 if way == ONE_RANK else None], run_folder)
+    return contenders
+
+
+def batch_of(config: TrainConfig, ranks: int) -> BatchPlan:
+    """UserError if so many ranks cannot share the batch."""
+    return plan_batch(config.batch, config.model.shape(config.data.vocab_size).max_seq, ranks)
+
+
+def _config_of(way: str, plan: Plan, config: TrainConfig, run_folder: Path) -> TrainConfig:
+    computed: tuple[Dtype, ...] = ("bf16", "fp32")
+    dtypes = {names[dtype]: dtype for names in (OURS, COMPILED, PLAIN, SAME_LOSS) for dtype in computed}
+    dtype = dtypes[way if way in dtypes else plan.default]
+    batch = config.batch
+    if way == ALONE:  # each of them does what one of the ranks does together with others
+        share = batch_of(config, plan.ranks).sequences // plan.ranks
+        batch = dataclasses.replace(batch, sequences=share, tokens=0)
+    return dataclasses.replace(
+        config,
+        run=str(run_folder),
+        steps=_NEVER_DONE,
+        batch=batch,
+        compute=dataclasses.replace(config.compute, dtype=dtype, compile=way in COMPILED.values()),
+        validate=ValidateSection(every=0),
+        checkpoint=CheckpointSection(every=0),
+    )

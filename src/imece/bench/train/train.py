@@ -1,0 +1,189 @@
+"""`imece bench train`: the tokens a second of `imece train`, beside a plain loop and the machine's limit."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from imece.bench import machine
+from imece.bench.train.contenders import Contender, Plan, batch_of, start_all, with_text
+from imece.bench.train.targets import ALONE, DEFAULT, ONE_RANK, PLAIN, TRAIN, TrainTarget
+
+_WARM_UP = 3  # steps that build buckets and optimizer states
+
+
+@dataclass
+class Save:
+    """What saves did to the training around them, and what one took of memory."""
+
+    delays: list[float] = field(default_factory=list)
+    """Steps by which each held training up."""
+    outlasted: int = 0
+    """Saves that were still under way when the steps measured were over: their delay is too small."""
+    grown_bytes: int | None = None
+    """How much more was resident during the first save, on the rank with the most copies."""
+    written_bytes: int = 0
+    """What that rank wrote."""
+
+
+@dataclass
+class Results:
+    """Seconds of one step in each round: the slowest rank's."""
+
+    plan: Plan
+    parameters: int = 0
+    batch: str = ""
+    """The arithmetic of the global batch."""
+    tokens: int = 0
+    """Of a step, of all ranks together: the same in every way."""
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """Way -> a figure for each round."""
+    losses: dict[str, float] = field(default_factory=dict)
+    """Way -> the last step's mean loss over the ranks."""
+    compile_s: dict[str, float] = field(default_factory=dict)
+    """Of the ways that compile, before the first step: nothing was compiled before."""
+    phases: list[dict[str, float]] = field(default_factory=list)
+    """Of each step of the default: seconds by name, as rank 0's records have them."""
+    save: Save = field(default_factory=Save)
+
+    def speed(self, way: str, than: str) -> float:
+        """How many times the tokens/s of `than`: median of the rounds' ratios."""
+        pairs = zip(self.seconds[way], self.seconds[than], strict=True)
+        return statistics.median(theirs / ours for ours, theirs in pairs)
+
+    def tokens_per_s(self, way: str) -> float:
+        """Median of the rounds."""
+        return self.tokens / statistics.median(self.seconds[way])
+
+    @property
+    def overhead(self) -> float:
+        """The loop's own share of the default's step: the median step's."""
+        return statistics.median((step["data_s"] + step["other_s"]) / step["step_s"] for step in self.phases)
+
+    def found(self, target: TrainTarget) -> float | None:
+        """The figure that the target is about; None if this run did not measure it."""
+        if target.what in ("speed", "limit"):
+            way = self.plan.default if target.way == DEFAULT else target.way
+            measured = self.seconds.get(way) and self.seconds.get(target.against)
+            return self.speed(way, target.against) if measured else None
+        if target.what == "overhead":
+            return self.overhead if self.phases else None
+        if target.what == "delay":
+            return statistics.median(self.save.delays) if self.save.delays else None
+        grown = self.save.grown_bytes
+        return None if grown is None else grown / self.save.written_bytes
+
+    @property
+    def odd_ones(self) -> list[str]:
+        """The ways that did not train the same model as most: equal losses up to rounding."""
+        losses = {way: loss for way, loss in self.losses.items() if way != ALONE}
+        middle = statistics.median_low(losses.values()) if losses else 0.0
+        return [way for way, loss in losses.items() if not abs(loss - middle) <= 5e-3 * abs(middle)]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with the machine."""
+        return asdict(self) | {
+            "benchmark": "train",
+            "default": self.plan.default,
+            "machine": machine.facts(),
+            "tokens_per_s": {way: self.tokens_per_s(way) for way in self.seconds},
+            "targets": [asdict(t) | {"text": t.text, "measured": self.found(t)} for t in TRAIN],
+        }
+
+
+def run(plan: Plan, say: Callable[[str], None]) -> Results:
+    """Measure, printing as it goes."""
+    results = Results(plan)
+    with tempfile.TemporaryDirectory(prefix="imece-bench-") as name, contextlib.ExitStack() as crews:
+        config = with_text(plan.config, Path(name), say)
+        results.tokens = batch_of(config, plan.ranks).tokens
+        contenders = start_all(plan, config, Path(name), crews)
+        for way, contender in contenders.items():
+            opened = contender.open()
+            if opened.get("compile_s"):
+                results.compile_s[way] = opened["compile_s"]
+            if way == plan.default:
+                results.parameters, results.batch = opened["parameters"], opened["batch"]
+            results.seconds[way] = []
+            contender.ask("measure", steps=_WARM_UP)
+        for turn in range(plan.rounds):
+            first = turn % len(contenders)
+            for way in [*contenders, *contenders][first : first + len(contenders)]:
+                _measure(contenders[way], results)
+        _measure_saves(contenders[plan.default], results)
+    for line in lines(results):
+        say(line)
+    for way in results.odd_ones:
+        say(f"  WRONG: {way} did not train the same model as the others")
+    return results
+
+
+def lines(results: Results) -> list[str]:
+    """The tables."""
+    plan, seconds = results.plan, results.seconds
+    against = [way for way in (PLAIN["fp32"], PLAIN["bf16"], ALONE) if way in seconds]
+    shown = [
+        "",
+        f"{plan.config.model.preset}, {results.parameters / 1e6:.1f}M parameters, {results.batch}",
+        f"1 thread a rank, medians of {plan.rounds} alternating rounds of {plan.steps} "
+        f"step{'s' * (plan.steps != 1)}; {plan.default} is what imece train does by default",
+        f"  {'':<21}{'ms/step':>9}{'tokens/s':>10}" + "".join(f"{'x ' + way:>14}" for way in against),
+    ]
+    for way, rounds in seconds.items():
+        ratios = "".join(f"{results.speed(way, than):>14.3f}" for than in against)
+        milliseconds = statistics.median(rounds) * 1e3
+        shown.append(f"  {way:<21}{milliseconds:>9.1f}{results.tokens_per_s(way):>10.0f}{ratios}")
+    if ONE_RANK in seconds:
+        text = f"from 1 to {plan.ranks} ranks {results.speed(plan.default, ONE_RANK):.3f} x"
+        if ALONE in seconds:
+            text += f", of {results.speed(ALONE, ONE_RANK):.3f} x that the machine gives"
+        shown.append(f"  {text}")
+    if results.phases:
+        middle = {
+            name.removesuffix("_s"): statistics.median(step[name] for step in results.phases) * 1e3
+            for name in results.phases[0]
+        }
+        parts = ", ".join(f"{name} {milliseconds:.2f}" for name, milliseconds in middle.items())
+        shown.append(f"  medians of {plan.default} in ms: {parts}")
+    shown += [f"  {way}: {each:.0f} s of compiling before" for way, each in results.compile_s.items()]
+    if results.save.delays:
+        shown.append(f"  {_save_line(results.save)}")
+    return shown
+
+
+def _save_line(save: Save) -> str:
+    text = f"{len(save.delays)} saves held it up by {min(save.delays):+.2f} to {max(save.delays):+.2f} steps"
+    if save.outlasted:
+        text += f", of which {save.outlasted} went on after the steps measured"
+    if save.grown_bytes is None:
+        return text
+    return f"{text}; {save.grown_bytes / 1e6:.1f} MB more resident to write {save.written_bytes / 1e6:.1f} MB"
+
+
+def _measure(contender: Contender, results: Results) -> None:
+    answers = contender.ask("measure", steps=results.plan.steps)
+    results.seconds[contender.way].append(max(answer["seconds"] for answer in answers))
+    results.losses[contender.way] = statistics.fmean(answer["loss"] for answer in answers)
+    if contender.way == results.plan.default:
+        results.phases += answers[0]["phases"]
+
+
+def _measure_saves(contender: Contender, results: Results) -> None:
+    """The memory of the first one, then the delays of some, each beside steps without."""
+    save, plan = results.save, results.plan
+    taken = contender.ask("save")
+    if all(answer["grown_bytes"] is not None for answer in taken):
+        worst = max(taken, key=lambda answer: float(answer["grown_bytes"] / answer["written_bytes"]))
+        save.grown_bytes, save.written_bytes = worst["grown_bytes"], worst["written_bytes"]
+    for _ in range(plan.rounds):
+        without = contender.ask("measure", steps=plan.steps)
+        around = contender.ask("measure_save", steps=plan.steps)
+        typical = statistics.median(step["step_s"] for answer in without for step in answer["phases"])
+        longest = max(sum(answer["steps_s"]) for answer in around)
+        save.delays.append(longest / typical - plan.steps)
+        save.outlasted += not all(answer["whole"] for answer in around)

@@ -1,0 +1,62 @@
+"""A module's buffers, such as a batch norm's statistics: one rank's for all, or what a hook makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+from imece.data_parallel.same import sync_from
+
+Hook = Callable[[Any, dict[str, torch.Tensor]], list[torch.futures.Future[Any]] | None]
+
+
+@dataclass
+class BufferHook:
+    """torch's private way to keep buffers alike by something else than a broadcast from rank 0."""
+
+    call: Hook
+    state: Any
+    location: _BufferCommHookLocation
+
+    def __post_init__(self) -> None:
+        if not callable(self.call):
+            raise TypeError(f"a hook on buffers is a function (state, {{name: buffer}}), not {self.call!r}")
+
+
+class BufferSync:
+    """Keeps the buffers of `module` alike on all ranks, but those of `ignored` names."""
+
+    def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
+        self._module = module
+        self._ignored = ignored
+        self.hook: BufferHook | None = None
+
+    @property
+    def named(self) -> dict[str, torch.Tensor]:
+        """As they are now: a module may get others."""
+        return {name: each for name, each in self._module.named_buffers() if name not in self._ignored}
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The same without their names."""
+        return list(self.named.values())
+
+    @property
+    def after_forward(self) -> bool:
+        """Whether a hook wants them after forward instead of before."""
+        return self.hook is not None and self.hook.location is _BufferCommHookLocation.POST_FORWARD
+
+    def sync(self, root: int, group: dist.ProcessGroup) -> list[torch.futures.Future[Any]]:
+        """All get those of `root`, a rank of `group`; with a hook, what it has begun is returned."""
+        if self.hook is not None:
+            return self.hook.call(self.hook.state, self.named) or []
+        tensors = self.tensors
+        with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+            sync_from(root, tensors, group, "buffers")
+        return []

@@ -1,0 +1,34 @@
+"""Which rank brought a NaN or an Inf: after the sum it is on all of them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from imece.collectives.texts import gather_texts
+from imece.data_parallel.reducing.buckets import Bucket
+
+
+class Finite:
+    """Looks at each bucket before it leaves; what to do about a finding is left to the training loop."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._found: list[str] = []
+        self.brought: dict[int, list[str]] = {}
+        """After a backward: parameters whose gradient was not finite, by the rank that brought it."""
+
+    def look(self, bucket: Bucket) -> None:
+        """Before the sum: one pass over the bucket, and over its parameters only if something is wrong."""
+        if not bool(torch.isfinite(bucket.buffer.sum())):
+            names = (slot.name for slot in bucket.slots if not bool(torch.isfinite(slot.view).all()))
+            self._found += names
+
+    def judge(self, buckets: list[Bucket]) -> None:
+        """After the sum: equal on all ranks, so all of them ask each other, or none."""
+        found, self._found, self.brought = self._found, [], {}
+        if all(bool(torch.isfinite(bucket.buffer.sum())) for bucket in buckets):
+            return
+        label = "ranks with a gradient that is not finite"
+        texts = gather_texts(found, self._group, buckets[0].flat.device, label)
+        self.brought = {rank: names for rank, names in enumerate(texts) if names}

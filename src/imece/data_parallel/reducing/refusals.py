@@ -1,0 +1,62 @@
+"""What a backward may not do: the errors of the reducer, each with what to do instead."""
+
+from __future__ import annotations
+
+from imece.data_parallel.reducing.buckets import Slot
+
+
+def second(slot: Slot) -> RuntimeError:
+    """One more gradient after the parameter's bucket has left."""
+    return RuntimeError(
+        f"parameter {slot.name} got a second gradient in one backward, after its first was on its way: "
+        f"it is used by several checkpointed blocks. Pass use_reentrant=False to checkpoint(), or "
+        f"static_graph=True to DistributedDataParallel"
+    )
+
+
+def late(slot: Slot) -> RuntimeError:
+    """A gradient of a unit of which all that will come was thought to be there."""
+    return RuntimeError(
+        f"parameter {slot.name} got a gradient after its unit was over: backward did not go in the "
+        f"opposite order of forward. Use another strategy, or larger units"
+    )
+
+
+def sparse(slot: Slot) -> RuntimeError:
+    """A gradient of a functional embedding, say, which nobody sees before it comes."""
+    return RuntimeError(
+        f"parameter {slot.name} got a sparse gradient, which does not fit into a flat bucket: "
+        f"use sparse=False"
+    )
+
+
+def changed(slot: Slot, fired: int) -> RuntimeError:
+    """Another number of gradients than in the first backward, which was said to be like all."""
+    return RuntimeError(
+        f"static_graph=True, but parameter {slot.name} got {fired} gradients in this backward and "
+        f"{slot.uses} in the first. Leave static_graph away: unused parameters need no flag"
+    )
+
+
+def shared(slot: Slot) -> RuntimeError:
+    """A parameter of two models of which each would leave another gradient."""
+    return RuntimeError(
+        f"parameter {slot.name} is in two wrapped models that one backward goes through, and they are not "
+        f"averaged alike, over the same ranks: wrap one module that has both"
+    )
+
+
+def lost(slot: Slot) -> RuntimeError:
+    """A parameter that was left to a model which never came to the end of its backward."""
+    return RuntimeError(
+        f"parameter {slot.name} is in two wrapped models, and the backward of the other one has raised: run "
+        f"the forwards of both again"
+    )
+
+
+def newcomer(name: str) -> RuntimeError:
+    """A parameter that came into a wrapped model."""
+    return RuntimeError(
+        f"parameter {name} came after the model was wrapped, and no other rank sees its gradient: wrap the "
+        f"model again, with a new optimizer, or put the name into model.parameters_to_ignore"
+    )

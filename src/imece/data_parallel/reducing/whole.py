@@ -1,0 +1,205 @@
+"""Gradients that are whole on every rank: `.grad` are views of one piece of memory that layout.py cuts up.
+
+When the order of parameters changes the same memory is cut anew, so a rebuild needs no second one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from imece import layout
+from imece.collectives import ops
+from imece.collectives.auto import links_of
+from imece.collectives.calls import host_device
+from imece.collectives.pending import Pending
+from imece.collectives.shared_memory import shared_empty
+from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.data_parallel.reducing.buckets import Bucket, Gradients, Slot, label_of
+from imece.data_parallel.reducing.cap import cap_over
+
+_ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Caps:
+    """What buckets hold before they are closed."""
+
+    cap_bytes: int | Sequence[int]
+    first_bytes: int | None
+    """Of the first one; None: as the others."""
+    choose: bool = False
+    """cap_bytes is for the first backward only; after that it is what cap.py finds."""
+
+
+class WholeGradients(Gradients):
+    """All gradients on every rank, summed by all-reduce in place."""
+
+    is_whole = True
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.Tensor]],
+        group: dist.ProcessGroup,
+        caps: Caps,
+        *,
+        schedule: str | None,
+        wire: str | None,
+    ) -> None:
+        """named: in registration order, the same on all ranks. schedule, wire: as for ops.all_reduce."""
+        self._items = [
+            layout.Item(name, tuple(each.shape), _dtype(each), each.itemsize, str(each.device))
+            for name, each in named
+        ]
+        self._parameters = [parameter for _, parameter in named]
+        self._group, self._schedule, self._wire, self._caps = group, schedule, wire, caps
+        self.cap_bytes = caps.cap_bytes
+        # Ranks of this host reduce in place, so that memory on the CPU is to be shared.
+        self._shared = isinstance(group, SharedMemoryGroup) or schedule == "hierarchical"
+        self._memory: dict[torch.device, torch.Tensor] = {}  # uint8
+        self.all = []
+        self.slots = []
+        self._lay(None)
+
+    def reduce(self, bucket: Bucket, async_op: bool) -> Pending | None:
+        """As of Gradients."""
+        work = ops.all_reduce(
+            bucket.flat, group=self._group, async_op=async_op, schedule=self._schedule, wire=self._wire,
+            label=bucket.label,
+        )  # fmt: skip
+        return work if isinstance(work, Pending) else None
+
+    def start(self) -> None:
+        """As of Gradients. `grad.data = ...`, and so `model.to(...)`, takes a view out of its bucket.
+
+        RuntimeError: a parameter has another dtype or device than when it was wrapped.
+        """
+        for slot, address in zip(self.slots, self._addresses, strict=True):
+            if slot.view.data_ptr() != address:
+                self._view_again(slot)
+
+    def _view_again(self, slot: Slot) -> None:
+        flat, parameter = self._flats[slot.index], slot.parameter
+        if parameter.dtype != flat.dtype or parameter.device != flat.device:
+            raise RuntimeError(
+                f"parameter {slot.name} was {_dtype(flat)} on {flat.device} when the model was wrapped, and "
+                f"is {_dtype(parameter)} on {parameter.device} now: change it before, or wrap the model again"
+            )
+        slot.view = _view(flat, parameter)  # what is in .grad is copied into it as any other gradient
+
+    def finish(self, absent: Sequence[Slot], used_anywhere: Sequence[int]) -> None:
+        """As of Gradients: what this rank did not use has another's gradient, or what was there before."""
+        for slot in absent:
+            if used_anywhere[slot.index]:
+                slot.parameter.grad = slot.view
+            elif slot.kept is not None:
+                slot.view.copy_(slot.kept)
+            slot.kept = None
+        for slot in self.slots:
+            if slot.older is not None:
+                _add(slot, slot.older)
+                slot.older = None
+
+    def rebuild(self, came: Sequence[int], arrivals: Sequence[tuple[int, float]], overlap: bool) -> None:
+        """As of Gradients: in the order of rank 0; what did not come goes last."""
+        seen = set(came)
+        order = [*came, *(at for at in reversed(range(len(self.slots))) if at not in seen)]
+        cap, device = 0, self.all[0].flat.device
+        if self._caps.choose:
+            links = links_of(self._group, device)
+            cap = cap_over(links, self._schedule or "native", arrivals, self._caps.first_bytes, overlap)
+        agreed = torch.tensor([cap, *order], dtype=torch.int64, device=host_device(self._group, device))
+        ops.broadcast(agreed, 0, group=self._group, label="order of gradients")
+        cap, *order = agreed.tolist()
+        if cap:
+            self.cap_bytes = cap
+        with torch.no_grad():
+            self._lay(order)
+
+    def let_go(self) -> None:
+        """As of Gradients."""
+        self._memory.clear()
+        self._flats.clear()
+        del self._group
+
+    def _lay(self, order: Sequence[int] | None) -> None:
+        """Buckets and views for this order of parameters. Gradients that lie in old views move over."""
+        self.layout = layout.build(
+            self._items, cap_bytes=self.cap_bytes, first_bytes=self._caps.first_bytes, order=order,
+            align_bytes=_ALIGN_BYTES,
+        )  # fmt: skip
+        here = {memory.untyped_storage().data_ptr() for memory in self._all_memory().values()}
+        moving = [
+            (slot, grad.clone())
+            for slot in self.slots
+            if (grad := slot.parameter.grad) is not None and grad.untyped_storage().data_ptr() in here
+        ]
+        free = {device: memory.zero_() for device, memory in self._memory.items()}
+        before, self.all = self.slots, []
+        flats: dict[int, torch.Tensor] = {}
+        slots: dict[int, Slot] = {}
+        for plan in self.layout.buckets:
+            device = self._parameters[plan.places[0].item].device
+            taken = -(-plan.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+            flat = free[device][: plan.nbytes].view(self._parameters[plan.places[0].item].dtype)
+            free[device] = free[device][taken:]
+            label = label_of([self._items[place.item].name for place in plan.places])
+            bucket = Bucket(plan.index, flat, plan.used_numel, label)
+            for place in plan.places:
+                parameter = self._parameters[place.item]
+                flats[place.item] = flat[place.start : place.stop]
+                view = _view(flats[place.item], parameter)
+                if before:
+                    slot = before[place.item]
+                    slot.bucket, slot.view = bucket, view
+                else:
+                    slot = Slot(place.item, self._items[place.item].name, parameter, bucket, view)
+                slots[place.item] = slot
+                bucket.slots.append(slot)
+            self.all.append(bucket)
+        self.slots = [slots[index] for index in range(len(self._items))]
+        self._flats = [flats[index] for index in range(len(self._items))]  # what each has of its bucket
+        self._addresses = [slot.view.data_ptr() for slot in self.slots]
+        for slot, grad in moving:
+            slot.view.copy_(grad)
+            slot.parameter.grad = slot.view
+
+    def _all_memory(self) -> dict[torch.device, torch.Tensor]:
+        """Enough for any layout of these parameters: each of them might end a bucket, and be padded."""
+        if not self._memory:
+            sizes: dict[torch.device, int] = {}
+            for parameter in self._parameters:
+                padded = parameter.nbytes + 2 * _ALIGN_BYTES
+                sizes[parameter.device] = sizes.get(parameter.device, 0) + padded
+            for device, nbytes in sizes.items():
+                if self._shared and device.type == "cpu":
+                    self._memory[device] = shared_empty((nbytes,), torch.uint8)
+                else:
+                    self._memory[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return self._memory
+
+
+def _view(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """`flat`, [numel], shaped and strided as the parameter if that leaves no gaps."""
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return flat.view(parameter.shape)
+        expected *= size
+    return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+
+
+def _add(slot: Slot, older: torch.Tensor) -> None:
+    """A gradient that was there before this backward."""
+    if slot.holds(slot.parameter.grad):
+        slot.view.add_(older)
+    else:  # nobody used the parameter in it
+        slot.view.copy_(older)
+        slot.parameter.grad = slot.view
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

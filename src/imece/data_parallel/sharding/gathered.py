@@ -1,0 +1,135 @@
+"""All of a sharded model for a while: to look at it, to write into it, to take and load a state dict."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from imece.collectives import ops
+from imece.data_parallel.shard import Sharding
+from imece.data_parallel.sharding.freed import FreedParameter
+from imece.data_parallel.sharding.parts import move_into
+
+
+@contextlib.contextmanager
+def gathered(sharding: Sharding, write: bool) -> Iterator[None]:
+    """Parameters are whole inside, on every rank. write: what all ranks write into them stays."""
+    inside: contextlib.AbstractContextManager[None]
+    sharding.settle()
+    if sharding.gathering is not None:
+        inside = sharding.gathering.gathered()
+    else:
+        inside = _private(sharding) if write and sharding.common_parameters else contextlib.nullcontext()
+    with inside:
+        yield
+        if write:
+            with torch.no_grad():
+                _take_over(sharding)
+            sharding.note_versions()
+
+
+def fill_state(sharding: Sharding, state: dict[str, Any]) -> None:
+    """Copies of masters in place of parameters that are gathered or have fewer bits than these.
+
+    No more than one bucket is there besides the copies. What was written into a parameter that is there now,
+    and is not in its master yet, counts.
+    """
+    keys: dict[int, list[str]] = defaultdict(list)
+    for key, value in state.items():
+        keys[id(value)].append(key)
+    sharding.settle()
+    for store in sharding.stores_to_copy:
+        whole = sharding.gather_masters(store)
+        for place, parameter in zip(store.plan.places, store.members, strict=True):
+            if id(parameter) not in keys:
+                continue
+            copy = whole[place.start : place.stop].view(parameter.shape)
+            is_there = not isinstance(parameter, FreedParameter)
+            copy = _rounding_to(parameter.detach(), copy) if is_there else copy.clone()
+            state.update(dict.fromkeys(keys[id(parameter)], copy))
+
+
+@contextlib.contextmanager
+def loading(sharding: Sharding) -> Iterator[None]:
+    """What is copied into parameters that have fewer bits than their masters goes into these as it is."""
+    stores = [store for store in sharding.stores if store.has_more_bits]
+    copied = _Copied([parameter for store in stores for parameter in store.members])
+    with copied:
+        yield
+    with torch.no_grad():
+        for store in stores:
+            for part in store.parts:
+                if (source := copied.by_id.get(id(sharding.slots[part.index].parameter))) is not None:
+                    own = part.of(store.master)
+                    own.copy_(source.reshape(-1)[part.start : part.stop].view(own.shape))
+
+
+class _Copied(TorchFunctionMode):
+    """Sees what is copied into parameters, whatever modules do with a state dict before that."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._dtypes = {id(each): each.dtype for each in parameters}
+        self.by_id: dict[int, torch.Tensor] = {}  # not what has a parameter's own dtype: masters know better
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func == torch.Tensor.copy_ and len(args) > 1:
+            into, source = args[:2]
+            if source.dtype != self._dtypes.get(id(into), source.dtype):
+                self.by_id[id(into)] = source
+        return func(*args, **(kwargs or {}))
+
+
+def _take_over(sharding: Sharding) -> None:
+    """This rank's part of what was written goes where it stays."""
+    sharding.check_views()
+    sharding.lane.wait()
+    for store in sharding.stores:
+        start, stop = store.plan.shard(sharding.rank)
+        new = store.parameters[start:stop].to(store.master.device)
+        if store.has_more_bits:
+            store.master.copy_(_rounding_to(new, store.master))
+        elif store.own is not store.master:
+            store.master.copy_(new)
+        if sharding.gathering is not None:
+            store.own.copy_(new)
+
+
+def _rounding_to(parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """A new tensor: of each element the master's bits, unless it was written in the parameter."""
+    written = master.to(parameter.dtype) != parameter
+    return torch.where(written, parameter.to(master.dtype), master)
+
+
+@contextlib.contextmanager
+def _private(sharding: Sharding) -> Iterator[None]:
+    """Ranks with parameters in common write into a copy each, as `add_` by all of them must count once."""
+    common = [store.parameters for store in sharding.stores]
+    for store in sharding.stores:
+        store.parameters = store.parameters.clone()
+        move_into(store.parameters, store.plan, store.members, copy=False)
+    ops.barrier(group=sharding.groups.shard)  # all have copied
+    sharding.has_private = True
+    try:
+        yield
+        for store, memory in zip(sharding.stores, common, strict=True):
+            start, stop = store.plan.shard(sharding.rank)
+            memory[start:stop].copy_(store.parameters[start:stop])
+    finally:
+        sharding.has_private = False
+        for store, memory in zip(sharding.stores, common, strict=True):
+            store.parameters = memory
+            move_into(memory, store.plan, store.members, copy=False)
+        sharding.note_versions()
+    ops.barrier(group=sharding.groups.shard)  # all have written

@@ -1,0 +1,290 @@
+"""When units are gathered and freed: around their forward, around their backward, ahead of both.
+
+    forward    a unit is gathered before it runs, and those that ran after it last time are started; it is
+               freed when it has run. The root stays until backward is over
+    backward   the first gradient that reaches an output of a unit gathers it again, and starts those that ran
+               before it. It is freed when all of its gradients have left; at the end of backward all are
+    step       nothing is gathered after it
+
+All ranks must run the same units in the same order, as their gathers are collectives. A checkpoint runs a
+unit's forward inside of backward: then it is gathered there, and nothing of it is freed by that forward.
+
+Which parameters of a unit have gradients may differ between ranks, and so, when its buckets are full. They
+leave when the unit is over, which all ranks know alike: autograd goes back in the opposite order of forward,
+so a gradient that comes to an output of one unit says that all that was entered after it was left is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils.hooks import RemovableHandle
+
+from imece.data_parallel.outputs import tensors_in, when_gradient_comes
+from imece.data_parallel.reducing.way import units_at_once
+from imece.data_parallel.sharding.units import State, Unit, Wanted
+from imece.data_parallel.strategy import Strategy
+
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+
+@dataclass(frozen=True)
+class GatherOptions:
+    """How parameters of which each rank keeps a part are gathered."""
+
+    units: Wanted = None
+    """None: found by themselves; classes of modules; or elements that a unit has at least."""
+    reshard_after_forward: bool = True
+    """False: what forward gathered stays for backward; more memory, one gather less."""
+    in_flight: int | None = None
+    """Units that are there at a time in forward, those that come included; at least 1. None: see way.py."""
+    always: bool = False
+    """Also where the ranks have memory in common, in which nothing needs to be gathered."""
+
+    def __post_init__(self) -> None:
+        if self.in_flight is not None and self.in_flight < 1:
+            raise ValueError(f"gathers_in_flight is {self.in_flight}; it must be at least 1")
+
+    def wanted(self, strategy: Strategy, in_common: bool) -> bool:
+        """Whether parameters come unit by unit; else those that are shared out lie in common memory."""
+        return strategy.parameters and (self.always or not in_common)
+
+
+class Gathering:
+    """The hooks on the modules of all units, and who is gathered."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        group: dist.ProcessGroup,
+        options: GatherOptions,
+        schedule: str | None = None,
+    ) -> None:
+        """units: the root first; their buckets are added after this. schedule: as for ops.all_gather."""
+        self.units, self._group, self.options, self._schedule = list(units), group, options, schedule
+        self.in_flight = options.in_flight or units_at_once(schedule)
+        self._ahead = self.in_flight - 1
+        self._order: list[Unit] = []  # in which units ran in the last forward that came to its end
+        self._path: list[Unit] = []  # in this one
+        self._held = 0  # `gathered` contexts
+        self.most_bytes = 0  # of units that were there at a time
+        self._ending = False  # this backward will free all when it is over
+        self._clock = 0  # units entered and left
+        self._training = False  # in a forward of the root with gradients
+        self._came: list[tuple[Unit, int]] = []  # calls whose gradients came in this backward
+        self.when_over: Callable[[set[int]], None] | None = None  # told the numbers of units
+        self._handles: list[RemovableHandle] = []
+
+    def hook(self) -> None:
+        """From now on modules gather and free."""
+        for unit in self.units:
+            if not unit.flats and unit.number:
+                continue
+            self._handles += [
+                unit.module.register_forward_pre_hook(self._entering(unit), prepend=True),
+                unit.module.register_forward_hook(self._leaving(unit)),
+            ]
+
+    def let_go(self) -> None:
+        """Of the modules and of all memory, whatever is under way; parameters stay as they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.when_over = None
+        del self._group
+        for unit in self.units:
+            unit.let_go()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this is inside of `gathered`."""
+        return bool(self._held)
+
+    # Forward.
+
+    def _entering(self, unit: Unit) -> Callable[..., None]:
+        @torch._disable_dynamo(recursive=True)
+        def enter(module: Any, _inputs: Any) -> None:
+            if module is not unit.module:
+                return  # a copy, which has its own parameters
+            if _in_backward():
+                unit.entered = max(unit.calls, default=0)  # a checkpoint runs this one again
+                self._gather(unit, unit.earlier)
+                return
+            self._clock += 1
+            unit.entered = self._clock
+            if unit.number == 0:
+                self._recover()
+                self._path, self._training = [], torch.is_grad_enabled()
+                self._gather(unit, self._order[: self._ahead], at_end=False)
+                return
+            unit.earlier = tuple(self._path[::-1][: self._ahead])
+            self._path.append(unit)
+            at = len(self._path)
+            expected = self._order[at - 1 : at] == [unit]
+            self._gather(unit, self._order[at : at + self._ahead] if expected else (), at_end=False)
+
+        return enter
+
+    def _leaving(self, unit: Unit) -> Callable[..., None]:
+        @torch._disable_dynamo(recursive=True)
+        def leave(module: Any, _inputs: Any, output: Any) -> None:
+            if module is not unit.module:
+                return
+            if unit.number == 0 and not _in_backward():
+                unit.earlier = tuple(self._path[::-1][: self._ahead])
+                self._order = self._path
+            if not _in_backward():
+                self._clock += 1
+                # A re-entrant checkpoint runs it without gradients at first.
+                if self._training or torch.is_grad_enabled():
+                    unit.calls[unit.entered] = self._clock
+            comes = torch.is_grad_enabled() and self._await_backward(unit, output)
+            if _in_backward():
+                return
+            if unit.number == 0:
+                if not self._training:
+                    torch.clear_autocast_cache()  # as _end does
+                self._training = False
+                self._free(each for each in self.units if each.state is State.COMING)  # it did not run
+            stays = comes and (unit.number == 0 or not self.options.reshard_after_forward)
+            if not (stays or unit.pinned):
+                self._free([unit])
+
+        return leave
+
+    def _await_backward(self, unit: Unit, output: Any) -> bool:
+        """Whether a backward may come through this output, which will gather the unit."""
+        earlier, entered, left = unit.earlier, unit.entered, unit.calls.get(unit.entered)
+        comes = False
+
+        def on_gradient(_gradient: torch.Tensor) -> None:
+            if torch.is_grad_enabled() and not self._held:
+                raise RuntimeError(
+                    f"a backward with create_graph=True came to {unit}, which is freed before the backward "
+                    f"of its result: run the forward and both of them inside of `with model.gathered():`"
+                )
+            self._came.append((unit, entered))
+            if left is not None and self.when_over is not None:
+                self.when_over({each.number for each in self.units if min(each.calls, default=0) > left})
+            self._gather(unit, earlier)
+
+        for tensor in tensors_in(output):
+            if tensor is None:
+                unit.pinned = True
+            elif tensor.grad_fn is not None:
+                when_gradient_comes(tensor, on_gradient)
+                comes = True
+        return comes
+
+    # Backward.
+
+    def begin(self) -> None:
+        """A backward that is to be synchronised begins."""
+        for unit in self.units:
+            unit.left = 0
+
+    def bucket_left(self, number: int) -> None:
+        """All gradients of a bucket of this unit are in it, and it is on its way."""
+        unit = self.units[number]
+        unit.left += 1
+        if unit.left == len(unit.flats):
+            self._free([unit])
+
+    def settle(self) -> None:
+        """Nothing is under way when this returns.
+
+        A gather ahead leaves when all ranks are known to make it: a hook's collective, which does not wait
+        for that, would be before it on one rank and after it on another.
+        """
+        for unit in self.units:
+            unit.settle()
+
+    def _end(self) -> None:
+        for unit, entered in self._came:
+            unit.calls.pop(entered, None)
+        # The next forward inside of the same autocast would go on with casts of this one, whose gradients
+        # come as those of this one would: when the units that they are in are over.
+        torch.clear_autocast_cache()
+        self._free_all()
+
+    def _recover(self) -> None:
+        """The last backward may have raised."""
+        if self._ending:
+            self._free_all()
+
+    def _free_all(self) -> None:
+        self._ending = False
+        self._came.clear()
+        for unit in self.units:
+            unit.pinned = False
+        self._free(self.units)
+
+    # What is there.
+
+    def _gather(self, unit: Unit, then: Iterable[Unit], *, at_end: bool = True) -> None:
+        """at_end: inside of a backward, which frees it when it is over."""
+        if at_end and not self._ending:
+            self._ending = True
+            _queue_callback(self._end)
+        with temporarily_clear_interpreter_stack():  # torch.func's transforms let nobody write into units
+            unit.gather(self._group, self._schedule)
+            for each in then:
+                each.start(self._group, self._schedule)
+        self.most_bytes = max(self.most_bytes, sum(each.nbytes for each in self.units if each.is_there))
+
+    def _free(self, units: Iterable[Unit]) -> None:
+        """RuntimeError, when all are freed, that names a parameter into which was written what is lost."""
+        if self._held:
+            return
+        lost = [(name, unit) for unit in units if (name := unit.free()) is not None]
+        for name, unit in lost:
+            raise RuntimeError(
+                f"parameter {name} was written into, which is lost as {unit} is freed: do it inside of `with "
+                f"model.gathered(write=True):`"
+            )
+
+    def note_versions(self) -> None:
+        """What has been written into parameters that are there is not lost, or is to be."""
+        for unit in self.units:
+            if unit.state is State.GATHERED:
+                for flat in unit.flats:
+                    flat.note_versions()
+
+    def before_step(self) -> None:
+        """Nothing of what is about to change stays gathered."""
+        if self._held:
+            raise RuntimeError("an optimizer's step inside of gathered(): what is gathered would not change")
+        for unit in self.units:
+            unit.calls.clear()
+        self._free_all()
+
+    @contextlib.contextmanager
+    def gathered(self, units: Sequence[Unit] | None = None) -> Iterator[None]:
+        """These units, by default all, are there inside; nothing is freed.
+
+        RuntimeError that names a parameter which was written into, but for `note_versions` after that.
+        """
+        if _in_backward():
+            raise RuntimeError("gathered() inside of backward")
+        self._held += 1
+        try:
+            for unit in units or self.units:
+                unit.gather(self._group, self._schedule)
+            yield
+        except BaseException:
+            self.note_versions()  # or freeing would raise in the place of what was raised
+            raise
+        finally:
+            self._held -= 1
+            self._free(self.units)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,347 @@
+"""Any torch optimizer on the parts that a rank owns.
+
+The user's own optimizer goes on: its groups, hooks and schedulers stay, only what lies in its groups changes,
+from parameters to this rank's parts of them. So its state is 1/N. An optimizer whose update of an element
+looks at that element alone may have matrices cut anywhere; one that looks at whole matrices gets whole ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count, repeat
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from imece.collectives import ops
+from imece.data_parallel.optimizer import parameters_of
+from imece.data_parallel.shard import Sharding
+from imece.data_parallel.sharding.block_wise import followed
+from imece.data_parallel.sharding.parts import Part
+
+if TYPE_CHECKING:
+    from imece.data_parallel.sharded import ShardedDataParallel
+
+_WHOSE = "imece"  # in an optimizer's state dict, beside torch's "state" and "param_groups"
+
+
+class SteppedParts:
+    """One of the user's optimizers, which from now on steps this rank's parts."""
+
+    def __init__(self, optimizer: Optimizer, number: int, model: ShardedDataParallel) -> None:
+        """Hooks of the optimizer's steps bring the parts of other ranks."""
+        self.optimizer, self._number = optimizer, number
+        self._module = model.module
+        self._known = weakref.ref(model)  # it is to be gone when nobody else has it
+        self.ids_of_parts: set[int] = set()  # none between leave() and regroup()
+        self._in_step: Optimizer | None = None  # this one, or one that shares its groups
+        self._whole: list[dict[str, list[Any]]] = []  # by group: what lay in it before it was divided
+        self.divide(model.sharding)
+        optimizer.register_step_pre_hook(self._before)
+        first = optimizer.register_step_post_hook(lambda *_: self.after(optimizer))
+        # Before the user's: an average of weights there would see this rank's parts stepped, the others' not.
+        optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
+        self._zero = optimizer.zero_grad
+        optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
+        self._add = optimizer.add_param_group
+        optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
+        optimizer.register_state_dict_post_hook(self._say_whose)
+        self._load = optimizer.load_state_dict  # not by torch's hook: bitsandbytes has its own and runs none
+        optimizer.load_state_dict = self._load_state_dict  # type: ignore[method-assign]
+        self._is_asking = False
+        self._takes_scale = getattr(optimizer, "_step_supports_amp_scaling", False)
+        # A scaler of torch's skips the step of a rank whose part is not finite, unless the optimizer says
+        # that it does so by itself: then all ranks come to `_before`, which refuses it.
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        optimizer._imece_stepped = self  # type: ignore[attr-defined]
+
+    @staticmethod
+    def of(optimizer: Optimizer) -> SteppedParts | None:
+        """None: it steps whole parameters."""
+        return getattr(optimizer, "_imece_stepped", None)
+
+    @property
+    def _model(self) -> ShardedDataParallel:
+        """RuntimeError: it is gone."""
+        model = self._known()
+        if model is None:
+            raise RuntimeError(
+                f"the model that parallelize returned with this {type(self.optimizer).__name__} is gone, and "
+                f"with it what sums its gradients: keep it as long as its optimizer"
+            )
+        return model
+
+    def divide(self, sharding: Sharding) -> None:
+        """Parts in the place of parameters, and of what was kept of these."""
+        optimizer, self._sharding = self.optimizer, sharding
+        index = {id(each): at for at, (_, each) in enumerate(sharding.trained.named)}
+        self._parameters = [each for each in parameters_of(optimizer) if id(each) in index]
+        parts: Mapping[int, list[Part]] = _by_index(sharding.parts)
+        follow = followed(optimizer)
+        for group in optimizer.param_groups:
+            self._whole.append({key: list(group[key]) for key in ("params", "param_names") if key in group})
+            mine: list[tuple[torch.Tensor, str]] = []
+            for parameter, name in zip(group["params"], group.get("param_names", repeat("")), strict=False):
+                if id(parameter) not in index:
+                    mine.append((parameter, name))  # wants no gradient: nobody steps it
+                    continue
+                state = optimizer.state.pop(parameter, None)
+                for part in parts.get(index[id(parameter)], []):
+                    self.ids_of_parts.add(id(part.parameter))
+                    follow(parameter, part.parameter)
+                    mine.append((part.parameter, name))
+                    if state is not None:
+                        optimizer.state[part.parameter] = _part_of_state(state, part)
+            group["params"] = [parameter for parameter, _ in mine]
+            if "param_names" in group:
+                group["param_names"] = [name for _, name in mine]
+        self._watch_state()
+
+    def restore(self) -> None:
+        """Parameters in the place of parts, as before `divide`; what was kept of the parts is dropped.
+
+        The hooks stay, so that they keep their place among the user's.
+        """
+        for part in self._sharding.parts:
+            self.optimizer.state.pop(part.parameter, None)
+        del self._sharding
+        self.ids_of_parts.clear()
+        # By place: load_state_dict makes other groups in the same order.
+        for group, whole in zip(self.optimizer.param_groups, self._whole, strict=False):
+            group.update(whole)
+        self._whole = []
+
+    def ask_all(self, flag: torch.Tensor) -> None:
+        """flag: whether this rank's gradients are not finite, float32 scalar; then whether any rank's are."""
+        if self._model._join_config.enable:
+            raise RuntimeError(
+                "GradScaler inside of join(): ranks that have ended do not unscale their parts of the "
+                "gradient; use strategy='replicate', or the same number of steps on all ranks"
+            )
+        ops.all_reduce(flag, "max", group=self._sharding.groups.world, label="overflow of scaled gradients")
+
+    @contextlib.contextmanager
+    def by_asking(self) -> Iterator[None]:
+        """Inside a scaler steps it which has asked all ranks."""
+        self._is_asking = True
+        self.optimizer._step_supports_amp_scaling = self._takes_scale  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            self._is_asking = False
+            self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Hook of its step. What a closure reads is not to be written by ranks that have left theirs."""
+        self.before(optimizer)
+
+        def waiting(given: Any) -> Any:
+            def closure() -> Any:
+                found = given()
+                self._sharding.before_step((self._number,))
+                return found
+
+            return closure if callable(given) else given
+
+        return (
+            (optimizer, *map(waiting, args[1:])),
+            {key: waiting(value) for key, value in kwargs.items()},
+        )
+
+    def before(self, optimizer: Optimizer) -> None:
+        """A step of it begins, or of one that shares its groups: perhaps inside of its own."""
+        if optimizer is not self.optimizer and self._in_step not in (None, optimizer):
+            return
+        self._model.before_step(self._number)
+        if hasattr(self.optimizer, "found_inf") and not self._is_asking:
+            raise RuntimeError(
+                "torch's GradScaler sees only this rank's part of a sharded model's gradient, so ranks would "
+                "not step together: use imece.GradScaler in its place"
+            )
+        self._check_summed()
+        self._sharding.check_unwritten()
+        self._sharding.before_step((self._number,))
+        self._in_step = optimizer
+
+    def _check_summed(self) -> None:
+        """RuntimeError: this would step nothing, for the gradients there are were not summed over ranks."""
+        if self._model.has_joined or not any(each.grad is not None for each in self._parameters):
+            return
+        mine = {id(each) for each in self._parameters}
+        slots = [slot for slot in self._sharding.slots if id(slot.parameter) in mine]
+        indices = {slot.index for slot in slots}
+        parts = [part for part in self._sharding.parts if part.index in indices]
+        if all(part.parameter.grad is None for part in parts):
+            name = next(slot.name for slot in slots if slot.parameter.grad is not None)
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__} would step nothing: the gradient of {name} is of this rank "
+                f"alone, by a forward that did not go through the wrapped model (call model(...), not "
+                f"model.module(...) or a method of it), or by a backward in no_sync() with none after it"
+            )
+
+    def after(self, optimizer: Optimizer) -> None:
+        """The step for which `before` was called is over."""
+        if optimizer is not self.optimizer and optimizer is not self._in_step:
+            return
+        self._in_step = None
+        with torch.no_grad():
+            self._sharding.after_step((self._number,))
+        self._sharding.stepped(self._number)
+
+    def _add_param_group(self, param_group: dict[str, Any]) -> None:
+        """ValueError: parts are cut and gradients summed for what was there in `parallelize`."""
+        names = {id(each): name for name, each in self._module.named_parameters()}
+        given = param_group["params"]
+        for each in [given] if isinstance(given, torch.Tensor) else given:
+            parameter = each[1] if isinstance(each, tuple) else each
+            name = names.get(id(parameter), f"of shape {list(parameter.shape)}, none of the model's,")
+            raise ValueError(
+                f"parameter {name} is given to {type(self.optimizer).__name__} after parallelize, and its "
+                f"gradient would not come here: give it before parallelize, wanting a gradient"
+            )
+        self._add(param_group)
+
+    def _say_whose(self, _: Optimizer, state: dict[str, Any]) -> None:
+        """Another rank's state dict has the same keys, and mostly the same shapes, for other elements."""
+        if self._whole:  # there are no parts between leave() and regroup()
+            state[_WHOSE] = self._whose()
+
+    def _whose(self) -> dict[str, Any]:
+        by_parameter = {id(part.parameter): part for part in self._sharding.parts}
+        elements = [
+            [(part.index, part.shape, part.start, part.stop)
+             for each in group["params"] if (part := by_parameter.get(id(each))) is not None]
+            for group in self.optimizer.param_groups
+        ]  # fmt: skip
+        digest = hashlib.sha256(repr(elements).encode()).hexdigest()
+        return {"rank": self._sharding.rank, "size": self._sharding.size, "parts": digest}
+
+    def _load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """One of whole parameters, from a plain optimizer, is cut. ValueError: it is of other parts."""
+        found = state_dict.get(_WHOSE)
+        if found is not None and found["parts"] != (mine := self._whose())["parts"]:
+            raise ValueError(
+                f"this optimizer's state dict is of the parts of rank {found['rank']} of {found['size']}, "
+                f"and rank {mine['rank']} of {mine['size']} has others: load on each rank what it has saved, "
+                f"or save with imece.checkpoint.TrainingState, which loads on any rank"
+            )
+        if found is None and self._is_of_whole(state_dict):
+            state_dict = self._cut(state_dict)
+        self._load(state_dict, *args, **kwargs)
+        self._watch_state()
+
+    def _watch_state(self) -> None:
+        """A lookup of a whole parameter says what to do; it would add what breaks `state_dict()`."""
+        optimizer = self.optimizer
+        # One that has another inside may share its state with that.
+        shares = any(isinstance(each, Optimizer) for each in vars(optimizer).values())
+        if type(optimizer.state) is defaultdict and not shares:
+            state = _StateOfParts(dict, optimizer.state)
+            state.stepped = weakref.ref(self)
+            optimizer.state = state
+
+    def name_of(self, parameter: object) -> str | None:
+        """Of a whole parameter that it steps a part of, or another rank."""
+        sharding: Sharding | None = self.__dict__.get("_sharding")
+        named = sharding.trained.named if sharding is not None else ()
+        return next((name for name, each in named if each is parameter), None)
+
+    def _is_of_whole(self, state_dict: dict[str, Any]) -> bool:
+        """Whether a state dict that does not say whose it is looks like that of whole parameters."""
+        given = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in given]
+        if sizes != [len(whole["params"]) for whole in self._whole]:
+            return False
+        if sizes != [len(group["params"]) for group in self.optimizer.param_groups]:
+            return True
+        parts = {id(part.parameter): part for part in self._sharding.parts}
+        return any(
+            isinstance(value, torch.Tensor) and value.shape == part.shape != part.parameter.shape
+            for group, mine in zip(given, self.optimizer.param_groups, strict=True)
+            for key, each in zip(group["params"], mine["params"], strict=True)
+            if (part := parts.get(id(each))) is not None
+            for value in state_dict["state"].get(key, {}).values()
+        )
+
+    def _cut(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state of whole parameters as that of this rank's parts. ValueError: it cannot be cut."""
+        if self._sharding.trained.blocks.get(self._number, 1) > 1:
+            raise ValueError(
+                f"this is the state of whole parameters, and what {type(self.optimizer).__name__} keeps in "
+                f"blocks cannot be cut: save and load it with imece.checkpoint.TrainingState"
+            )
+        parts = _by_index(self._sharding.parts)
+        index = {id(each): at for at, (_, each) in enumerate(self._sharding.trained.named)}
+        groups: list[dict[str, Any]] = []
+        state: dict[int, Any] = {}
+        number = count()  # of what is in the groups, as torch counts
+        for group, whole in zip(state_dict["param_groups"], self._whole, strict=True):
+            mine: list[tuple[int, Any]] = []
+            names = group.get("param_names", repeat(""))
+            for key, parameter, name in zip(group["params"], whole["params"], names, strict=False):
+                # One that was frozen is in its group as it was.
+                found = parts.get(index[id(parameter)], []) if id(parameter) in index else [None]
+                for part in found:
+                    mine.append((next(number), name))
+                    if (kept := state_dict["state"].get(key)) is not None:
+                        state[mine[-1][0]] = _part_of_state(kept, part) if part is not None else kept
+            cut = group | {"params": [at for at, _ in mine]}
+            groups.append(cut | ({"param_names": [n for _, n in mine]} if "param_names" in group else {}))
+        return state_dict | {"state": state, "param_groups": groups}
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        if (model := self._known()) is not None:
+            model._before_zero(self._number, set_to_none)
+        self._zero(set_to_none)
+        self._sharding.zeroed((self._number,), set_to_none)
+        for parameter in self._parameters:  # what came in no_sync and was not summed
+            parameter.grad = None
+
+
+class _StateOfParts(defaultdict[Any, Any]):
+    """What an optimizer keeps, by part."""
+
+    stepped: weakref.ref[SteppedParts] | None = None
+
+    def __missing__(self, key: Any) -> Any:
+        """RuntimeError for a whole parameter."""
+        stepped = self.stepped() if self.stepped is not None else None
+        name = stepped.name_of(key) if stepped is not None else None
+        if stepped is not None and name is not None:
+            raise RuntimeError(
+                f"{type(stepped.optimizer).__name__} keeps nothing of parameter {name}: it steps this rank's "
+                f"parts, which are in optimizer.param_groups. imece.checkpoint.TrainingState saves and loads "
+                f"what it keeps of whole parameters"
+            )
+        return super().__missing__(key)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self))
+
+
+def _by_index(parts: Iterable[Part]) -> dict[int, list[Part]]:
+    found: dict[int, list[Part]] = defaultdict(list)
+    for part in parts:
+        found[part.index].append(part)
+    return found
+
+
+def _part_of_state(state: Mapping[str, Any], part: Part) -> dict[str, Any]:
+    """What an optimizer kept of a whole parameter, cut as the parameter is."""
+    whole = math.prod(part.shape)
+    home = part.parameter.device
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.numel() == whole and value.ndim:
+            mine = value.reshape(-1)[part.start : part.stop].clone().view(part.parameter.shape)
+            return mine.to(home)
+        # A count of steps may lie on a GPU, but not beside a part that is stepped on the CPU.
+        return value.cpu() if isinstance(value, torch.Tensor) and home.type == "cpu" else value
+
+    return {key: cut(value) for key, value in state.items()}

@@ -1,0 +1,214 @@
+"""What a rank keeps of a sharded model, by bucket: parameters, what is stepped of them, summed gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from imece import layout
+from imece.collectives import ops
+from imece.collectives.common import common_zeros
+from imece.collectives.shared_memory import shared_empty
+from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.data_parallel.reducing.buckets import label_of
+from imece.data_parallel.reducing.way import Way
+from imece.data_parallel.sharding.cast import MixedPrecision
+from imece.data_parallel.sharding.coming import Coming
+from imece.data_parallel.sharding.gathering import Gathering
+from imece.data_parallel.sharding.offload import Offload
+from imece.data_parallel.sharding.parts import Part, make_parts, move_into
+from imece.data_parallel.sharding.trained import Trained
+from imece.data_parallel.sharding.units import Flat
+from imece.data_parallel.strategy import ShardGroups, Strategy
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """How a model is divided among these ranks, where that lies, and how it travels."""
+
+    strategy: Strategy
+    groups: ShardGroups
+    cap_bytes: int
+    """Of a bucket, where nothing is gathered by unit."""
+    precision: MixedPrecision
+    way: Way
+    """Of what travels in the shard group; a hybrid strategy's wire is for what goes between hosts.
+
+    When a step may end before what it gathers has come is not said here: see Sharding.
+    """
+    gathering: Gathering | None = None
+    """Of parameters that are not in common memory."""
+    offload: Offload | None = None
+    """Where what the optimizer steps lies, if not with the parameters."""
+
+    @property
+    def in_common(self) -> bool:
+        """Whether the ranks of the shard group have memory in common."""
+        return isinstance(self.groups.shard, SharedMemoryGroup)
+
+    @property
+    def in_reach(self) -> bool:
+        """Whether some ranks of it have memory in common."""
+        return self.in_common or self.way.schedule == "hierarchical"
+
+    @property
+    def common_parameters(self) -> bool:
+        """Whether parameters lie in such memory, one copy for all."""
+        return self.in_common and self.strategy.parameters and self.gathering is None
+
+
+@dataclass(eq=False, repr=False)
+class Store:
+    """The memory of one bucket on this rank."""
+
+    plan: layout.Bucket
+    unit: int
+    kind: int
+    items: list[layout.Item]  # by place
+    members: list[torch.Tensor]  # by place: the model's parameters, views of `parameters`
+    parameters: torch.Tensor  # [numel]
+    own: torch.Tensor  # [shard_numel], a view of `parameters` unless those are gathered
+    master: torch.Tensor  # `own` itself unless that has fewer bits or lies in another memory; see offload.py
+    parts: list[Part]
+    gradient: torch.Tensor | None = None  # [shard_numel], where `master` lies; None: nothing came yet
+    older: torch.Tensor | None = None  # what the sum under way is to be added to
+    coming: Coming | None = None  # what the latest step gathers, while it may be under way
+    _noted: list[tuple[int, int]] = field(default_factory=list)  # of each part, when all ranks had it
+
+    @property
+    def label(self) -> str:
+        """For errors."""
+        return label_of([item.name for item in self.items])
+
+    @property
+    def has_more_bits(self) -> bool:
+        """Whether masters have, than the parameters."""
+        return self.own.dtype != self.master.dtype
+
+    def settle(self) -> None:
+        """What the latest step gathers has come."""
+        if self.coming is not None:
+            self.coming.settle()
+            self.coming = None
+
+    def check_views(self) -> None:
+        """RuntimeError that names a parameter which no longer lies where its bucket is."""
+        home = self.parameters
+        memory = home.untyped_storage()._cdata
+        with torch._C.DisableTorchFunctionSubclass():  # some may be freed, or be coming
+            for item, parameter in zip(self.items, self.members, strict=True):
+                if parameter.shape != item.shape or parameter.untyped_storage()._cdata != memory:
+                    raise RuntimeError(
+                        f"parameter {item.name} was {list(item.shape)}, {home.dtype} on {home.device}, in "
+                        f"parallelize, and is {list(parameter.shape)}, {parameter.dtype} on "
+                        f"{parameter.device}, in other memory now: change it before, or write into it"
+                    )
+
+    def bring_back(self) -> None:
+        """Parts lie in `master`: an optimizer may have given them other memory, `p.data = ...`.
+
+        RuntimeError that names a parameter whose part has another size now.
+        """
+        address, itemsize = self.master.data_ptr(), self.master.itemsize
+        for part in self.parts:
+            parameter = part.parameter
+            if parameter.data_ptr() != address + part.offset * itemsize and part.numel:
+                if parameter.numel() != part.numel:
+                    raise RuntimeError(
+                        f"an optimizer has made {list(parameter.shape)} of the {part.numel} elements that it "
+                        f"steps of parameter {part.name}"
+                    )
+                place = part.of(self.master)
+                place.copy_(parameter)
+                parameter.data = place
+
+    def note_parts(self) -> None:
+        """What is in the parts now all ranks have, or are about to have."""
+        self._noted = [_written(part) for part in self.parts]
+
+    def check_parts(self) -> None:
+        """RuntimeError that names a parameter whose part was written into since `note_parts`."""
+        for part, noted in zip(self.parts, self._noted, strict=True):
+            if _written(part) != noted:
+                raise RuntimeError(
+                    f"this rank's part of parameter {part.name} was written into outside of its optimizer's "
+                    f"step, and the other ranks do not have that: call model.take_over_masters() after it, "
+                    f"on all ranks"
+                )
+
+
+def _written(part: Part) -> tuple[int, int]:
+    """Another one after it was written into, or given other memory."""
+    return part.parameter._version, part.parameter.data_ptr()
+
+
+def make_stores(
+    laid: layout.Layout, trained: Trained, division: Division, fill: Callable[[int], None] | None
+) -> list[Store]:
+    """By bucket. The model's parameters move there; all ranks of the shard group call it together.
+
+    fill: gives a unit's parameters memory and values, if they have none. It is one unit after the other, so
+    that no more than one is whole on a rank that fills it.
+    """
+    stores: dict[int, Store] = {}
+    filled = set()
+    # The root last: it has what units share, which each of them may fill.
+    for plan in sorted(laid.buckets, key=lambda plan: trained.pairs[plan.group][0] == 0):
+        unit, _ = trained.pairs[plan.group]
+        if fill is not None and unit not in filled:
+            fill(unit)
+            filled.add(unit)
+        stores[plan.index] = _store(plan, laid, trained, division)
+    return [stores[index] for index in range(len(stores))]
+
+
+def _store(plan: layout.Bucket, laid: layout.Layout, trained: Trained, division: Division) -> Store:
+    rank, (unit, kind) = division.groups.shard.rank(), trained.pairs[plan.group]
+    items = [laid.items[place.item] for place in plan.places]
+    members = [trained.named[place.item][1] for place in plan.places]
+    own_dtype, device = trained.dtypes[plan.places[0].item], members[0].device
+    dtype = division.precision.param or own_dtype
+    start, stop = plan.shard(rank)
+    flat = _memory(division, plan.numel, dtype, device)
+    own = master = flat[start:stop]
+    if dtype != own_dtype:
+        before = torch.zeros(plan.numel, dtype=own_dtype, device=device)
+        for place, parameter in zip(plan.places, members, strict=True):
+            before[place.start : place.stop].copy_(parameter.detach().reshape(-1))
+        master = before[start:stop].clone()
+    move_into(flat, plan, members, copy=not division.common_parameters or rank == 0)
+    if division.common_parameters:
+        ops.barrier(group=division.groups.shard)
+    own, master = _kept(division, own, master)
+    if division.gathering is not None:
+        named = [(item.name, parameter) for item, parameter in zip(items, members, strict=True)]
+        offload = division.offload
+        lane = offload.lane if offload is not None and offload.parameters else None
+        division.gathering.units[unit].add(Flat(flat, own, named, lane))
+    parts = make_parts(plan, laid.items, rank, master, kind in trained.whole)
+    store = Store(plan, unit, kind, items, members, flat, own, master, parts)
+    store.note_parts()
+    return store
+
+
+def _memory(division: Division, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Of a bucket of parameters."""
+    if device.type != "cpu" or not division.in_reach or division.gathering is not None:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    if division.common_parameters:
+        nbytes = numel * dtype.itemsize
+        return common_zeros(nbytes, division.groups.shard, "a bucket of parameters").view(dtype)
+    return shared_empty(numel, dtype).zero_()
+
+
+def _kept(division: Division, own: torch.Tensor, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both where they stay: in memory of their own if units are gathered, and in the host's."""
+    offload, same = division.offload, master is own
+    if division.gathering is not None:
+        own = offload.hosted(own) if offload is not None and offload.parameters else own.clone()
+        master = own if same else master
+    if offload is not None and not (offload.parameters and same):
+        master = offload.hosted(master)
+    return own, master

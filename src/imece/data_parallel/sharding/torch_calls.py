@@ -1,0 +1,284 @@
+"""What torch does with a model's parameters, where the model is sharded and gradients lie in ranks' parts.
+
+    torch.nn.utils.clip_grad_norm_    the norm over all ranks, by torch's arithmetic
+    torch.nn.utils.clip_grad_value_   this rank's parts
+    torch.nn.utils.get_total_norm     of parts' gradients: the norm over all ranks
+    an optimizer that `parallelize` was not given    is refused in its step, unless it is inside of one that
+                                                     was and shares its groups (SAM, Lookahead): that is asked
+
+A parameter's own `.grad` is None there, so torch's functions would find nothing to do, and say nothing. In an
+optimizer's groups they would find this rank's parts, and take their norm for that of all.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from imece.data_parallel.sharding.freed import FreedParameter
+from imece.data_parallel.sharding.stepped import SteppedParts
+
+if TYPE_CHECKING:
+    from imece.data_parallel.reducing.buckets import Slot
+    from imece.data_parallel.sharded import ShardedDataParallel
+    from imece.data_parallel.sharding.parts import Part
+
+_models: weakref.WeakSet[ShardedDataParallel] = weakref.WeakSet()
+_left = WeakTensorKeyDictionary()  # parameters in memory that ranks have in common, whose model is gone
+_SEVERAL = "these are of several models, one of them sharded: call it for each model"
+_torchs: dict[Callable[..., Any], Callable[..., Any]] = {}  # by what runs in its place
+
+
+def watch(model: ShardedDataParallel) -> None:
+    """From now on, for as long as the model is there, or until the same module is made another one."""
+    for before in [each for each in _models if each.module is model.module]:
+        _models.remove(before)
+    _models.add(model)
+    if model.sharding.common_parameters:
+        left = weakref.finalize(model, _leave, [weakref.ref(slot.parameter) for slot in model.reducer.slots])
+        left.atexit = False
+    _install()
+
+
+def _leave(parameters: Iterable[weakref.ref[torch.Tensor]]) -> None:
+    for known in parameters:
+        if (parameter := known()) is not None:
+            _left[parameter] = True
+
+
+def refuse_shared(module: nn.Module, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """ValueError that names a parameter which another module's sharded model has.
+
+    named: of this module. A model of the same module is to be replaced by its next one.
+    """
+    others = {id(slot.parameter) for each in _models if each.module is not module for slot in _slots_of(each)}
+    for name, parameter in named:
+        if id(parameter) in others:
+            raise ValueError(
+                f"parameter {name} is of another sharded model too: make one module that has both and give "
+                f"that to imece.parallelize, or drop the other model before"
+            )
+
+
+def refuse_gathered(module: nn.Module) -> None:
+    """ValueError that names a parameter which another model gathers and frees, though it be there now."""
+    gathered = {
+        id(slot.parameter) for each in _models for slot in _slots_of(each) if each.sharding.gathers
+    }  # fmt: skip
+    for name, parameter in module.named_parameters():
+        if id(parameter) in gathered or isinstance(parameter, FreedParameter):
+            raise ValueError(
+                f"parameter {name} is of a sharded model that gathers and frees it: wrap a copy of the "
+                f"module, made inside of its `with model.gathered():` by copy.deepcopy(model.module)"
+            )
+
+
+@functools.cache
+def _install() -> None:
+    instead: Sequence[tuple[Any, Callable[..., Any]]] = (
+        (clip_grad.clip_grad_norm_, clip_grad_norm_),
+        (clip_grad.clip_grad_value_, clip_grad_value_),
+        (clip_grad._get_total_norm, get_total_norm),
+        (clip_grad._clip_grads_with_norm_, clip_grads_with_norm_),
+    )
+    for public, ours in instead:
+        # The public one turns gradients off and calls what is in its closure. Another one in its place would
+        # not be found by whoever has imported it by its own name.
+        inside = next(each for each in public.__closure__ if each.cell_contents is public.__wrapped__)
+        _torchs[ours], inside.cell_contents = inside.cell_contents, ours
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """torch's. Of a sharded model's parameters, or of what lies in its optimizers' groups, all ranks call it.
+
+    The norm is of all that any rank gives. ValueError for one that is no 2-norm.
+    """
+    given = _list(parameters)
+    model, only = _the_model(given)
+    if model is not None:
+        norm = _norm(model, only, norm_type, error_if_nonfinite)
+        factor = float(max_norm / (norm + 1e-6))  # as torch's, with a norm that is not finite too
+        if not factor >= 1:
+            model.scale_gradients(factor, only)
+        return norm
+    if all(each.grad is None for each in given):
+        return torch.tensor(0.0)  # as torch's, which would ask for the norm of nothing at all
+    found: torch.Tensor = _torchs[clip_grad_norm_](given, max_norm, norm_type, error_if_nonfinite, foreach)
+    return found
+
+
+def clip_grad_value_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float, foreach: bool | None = None
+) -> None:
+    """torch's. Of a sharded model's parameters each rank calls it for its parts."""
+    given = _list(parameters)
+    for model, slots, _ in _sharded(given):
+        whole, indices = {id(slot.parameter) for slot in slots}, {slot.index for slot in slots}
+        given = [each for each in given if id(each) not in whole]
+        given += [part.parameter for part in model.sharding.parts if part.index in indices]
+    if any(each.grad is not None for each in given):
+        _torchs[clip_grad_value_](given, clip_value, foreach)
+
+
+def get_total_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """torch's. Of the gradients of parts all ranks call it: the norm is of all that any rank gives.
+
+    ValueError for one that is no 2-norm.
+    """
+    given = _list(tensors)
+    parts = {
+        id(part.parameter.grad): part.parameter
+        for model in _models
+        for part in _parts_of(model)
+        if part.parameter.grad is not None
+    }
+    if all(id(each) in parts for each in given):
+        of, only = _the_model([parts[id(each)] for each in given])
+        if of is not None:
+            return _norm(of, only, norm_type, error_if_nonfinite)
+    elif any(id(each) in parts for each in given):
+        raise ValueError(_SEVERAL)
+    found: torch.Tensor = _torchs[get_total_norm](given, norm_type, error_if_nonfinite, foreach)
+    return found
+
+
+def clip_grads_with_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any
+) -> None:
+    """torch's. RuntimeError for whole parameters of a sharded model: the norm may be of their own `.grad`."""
+    given = _list(parameters)
+    if any(slots for _, slots, _ in _sharded(given)):
+        raise RuntimeError(
+            "these are parameters of a sharded model, whose gradients lie in ranks' parts: clip them by "
+            "model.clip_grad_norm_(max_norm), or by torch.nn.utils.clip_grad_norm_"
+        )
+    _torchs[clip_grads_with_norm_](given, *args, **kwargs)
+
+
+def _list(given: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [given] if isinstance(given, torch.Tensor) else list(given)
+
+
+def _norm(
+    model: ShardedDataParallel, only: set[int] | None, norm_type: float, error_if_nonfinite: bool
+) -> torch.Tensor:
+    """Over all ranks. ValueError, RuntimeError: as torch's functions."""
+    if float(norm_type) != 2.0:
+        raise ValueError(f"norm_type={norm_type} of a sharded model's gradient: it has the 2-norm only")
+    norm = model.gradient_norm(only)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the norm of the gradient is {norm}, on all ranks")
+    return norm
+
+
+def _before_step(optimizer: Optimizer, *args: Any) -> None:
+    if SteppedParts.of(optimizer) is not None:
+        return
+    given = [each for group in optimizer.param_groups for each in group["params"]]
+    for stepped in _steppers_of(given):
+        stepped.before(optimizer)
+    for slot in (each for _, slots, _ in _sharded(given) for each in slots):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} has parameters of a sharded model, {slot.name} among "
+            f"them, whose gradients lie in ranks' parts, and would step none: give it to imece.parallelize, "
+            f"made before, or as a function that makes it"
+        )
+    for parameter in given if _left else ():
+        if _left.pop(parameter, False):  # or each rank would step what all of them have
+            parameter.data = parameter.data.clone()
+
+
+def _after_step(optimizer: Optimizer, *args: Any) -> None:
+    if SteppedParts.of(optimizer) is None:
+        for stepped in _steppers_of([each for group in optimizer.param_groups for each in group["params"]]):
+            stepped.after(optimizer)
+
+
+def _the_model(given: list[torch.Tensor]) -> tuple[ShardedDataParallel | None, set[int] | None]:
+    """The sharded model of these parameters or parts, if they are of one, and the numbers of those in it.
+
+    None: all of them. There may be frozen ones too. ValueError: they are of several models, and one of them
+    is sharded; or of none that can be told.
+    """
+    found = _sharded(given)
+    if not found:
+        return _of_others(given), set()
+    model, slots, parts = found[0]
+    known = {id(slot.parameter) for slot in slots} | {id(part.parameter) for part in parts}
+    if len(found) > 1 or any(each.grad is not None for each in given if id(each) not in known):
+        raise ValueError(_SEVERAL)
+    if len(slots) == len(_slots_of(model)):
+        return model, None
+    return model, {slot.index for slot in slots} | {part.index for part in parts}
+
+
+def _of_others(given: list[torch.Tensor]) -> ShardedDataParallel | None:
+    """The sharded model of which other ranks may have parts of what is meant, while this one has none.
+
+    given: nothing, or what is frozen in it. ValueError: there are several.
+    """
+    ids = {id(each) for each in given}
+    models = [
+        model
+        for model in _models
+        if _slots_of(model) and model.sharding.size > 1
+        if ids <= {id(each) for each in model.module.parameters()}
+    ]
+    if len(models) > 1:
+        raise ValueError(
+            "this rank has no part of what is to be clipped, and there are several sharded models: call "
+            "model.clip_grad_norm_ of the one that is meant, or give its parameters"
+        )
+    return models[0] if models else None
+
+
+def _sharded(given: list[torch.Tensor]) -> list[tuple[ShardedDataParallel, list[Slot], list[Part]]]:
+    """Each sharded model that has some of these, with its slots of parameters and its parts among them."""
+    ids = {id(each) for each in given}
+    found = [
+        (
+            model,
+            [slot for slot in _slots_of(model) if id(slot.parameter) in ids],
+            [part for part in _parts_of(model) if id(part.parameter) in ids],
+        )
+        for model in _models
+    ]
+    return [each for each in found if each[1] or each[2]]
+
+
+def _steppers_of(given: list[torch.Tensor]) -> list[SteppedParts]:
+    """Those that step some of these, which are parts of sharded models."""
+    ids = {id(each) for each in given}
+    return [each for model in _models for each in model.stepped if not ids.isdisjoint(each.ids_of_parts)]
+
+
+def _slots_of(model: ShardedDataParallel) -> list[Slot]:
+    sharding = vars(model).get("sharding")  # there is none between leave() and regroup()
+    return sharding.slots if sharding is not None else []
+
+
+def _parts_of(model: ShardedDataParallel) -> list[Part]:
+    sharding = vars(model).get("sharding")
+    return sharding.parts if sharding is not None else []

@@ -1,0 +1,102 @@
+"""The parameters that are trained, and how a strategy that shards lays them in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from imece import layout
+from imece.data_parallel.optimizer import is_element_wise, kinds_of
+from imece.data_parallel.sharding.block_wise import block_of
+from imece.data_parallel.sharding.parts import ALIGN_BYTES, items_of
+from imece.data_parallel.sharding.units import Unit, unit_numbers
+
+_NO_CAP = 2**62  # bytes
+
+
+def refuse_tied_by_data(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """ValueError that names two parameters in the same memory: parts of them would go different ways."""
+    places = []
+    for name, each in named:
+        if each.numel() and not each.is_meta:
+            start = each.data_ptr()
+            extent = 1 + sum((n - 1) * stride for n, stride in zip(each.shape, each.stride(), strict=True))
+            # In the gaps of one that has some another may lie: of that its first element is sure.
+            nbytes = each.nbytes if extent == each.numel() else each.itemsize
+            places.append((str(each.device), start, start + nbytes, name))
+    reached: tuple[str, int, str] = ("", 0, "")
+    for device, start, stop, name in sorted(places):
+        if device == reached[0] and start < reached[1]:
+            raise ValueError(
+                f"{reached[2]} and {name} share memory but are two parameters: assign the Parameter itself"
+            )
+        reached = device, stop, name
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Trained:
+    """What decides which bucket a parameter is in, and where it may be cut."""
+
+    named: Sequence[tuple[str, torch.Tensor]]
+    """Those that want a gradient, in registration order."""
+    kinds: Sequence[int]
+    """Of each the number of its optimizer; -1: none steps it."""
+    units: Sequence[int] | None
+    """Of each the number of its unit; None: nothing is done by unit."""
+    dtypes: Sequence[torch.dtype]
+    """Of their masters: a parameter may be in fewer bits already."""
+    whole: Collection[int]
+    """Optimizers that step whole matrices."""
+    blocks: Mapping[int, int]
+    """Of the other optimizers, how many elements must not be cut."""
+
+    @classmethod
+    def of(
+        cls,
+        named: Sequence[tuple[str, torch.Tensor]],
+        optimizers: Sequence[Optimizer],
+        model: nn.Module,
+        units: Sequence[Unit] = (),
+        dtypes: Sequence[torch.dtype] | None = None,
+    ) -> Trained:
+        """named: of the model.
+
+        ValueError for an optimizer that cannot be sharded, for a parameter that is none of the model's, and
+        for one that two optimizers step.
+        """
+        whole = {at for at, each in enumerate(optimizers) if not is_element_wise(each)}
+        return cls(
+            named,
+            kinds_of(named, optimizers, model),
+            unit_numbers(model, units, [each for _, each in named]) if units else None,
+            dtypes or [each.dtype for _, each in named],
+            whole,
+            {at: block_of(each) for at, each in enumerate(optimizers) if at not in whole},
+        )
+
+    @cached_property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Of each group of the layout (number of the unit, of the optimizer)."""
+        return sorted(set(self._pair_of_each))
+
+    @property
+    def _pair_of_each(self) -> list[tuple[int, int]]:
+        return list(zip(self.units or [0] * len(self.named), self.kinds, strict=True))
+
+    def lay(self, shards: int, cap_bytes: int | None) -> layout.Layout:
+        """In buckets of `shards` equal shards; cap_bytes: None: all of a group is one bucket."""
+        at = {pair: group for group, pair in enumerate(self.pairs)}
+        return layout.build(
+            items_of(self.named, self.dtypes, [at[pair] for pair in self._pair_of_each]),
+            cap_bytes=_NO_CAP if cap_bytes is None else cap_bytes,
+            shards=shards,
+            align_bytes=ALIGN_BYTES,
+            modules_whole=True,
+            whole=[group for (_, kind), group in at.items() if kind in self.whole],
+            blocks={group: self.blocks.get(kind, 1) for (_, kind), group in at.items()},
+        )

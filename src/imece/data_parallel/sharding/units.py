@@ -1,0 +1,251 @@
+"""The units of a model: modules whose parameters are gathered and freed as one.
+
+    own      this rank's shard of a bucket, in memory of its own; the host's, if parameters are offloaded
+    full     all of the bucket; the parameters are views of it, for good
+    freed    the storage of `full` has size 0, and the parameters are FreedParameters
+    coming   it has memory again, and an all-gather fills it
+    gathered the parameters can be used
+
+A freed storage that comes back is the same storage: views and what autograd saved of them stay valid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from imece.collectives import ops
+from imece.collectives.pending import Pending
+from imece.data_parallel.sharding import freed
+from imece.data_parallel.sharding.offload import Lane
+
+Wanted = Sequence[type[nn.Module]] | int | None
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # nobody calls them
+_CALLS_NONE = nn.MultiheadAttention  # it takes the parameters of its children without calling these
+
+
+class State(enum.Enum):
+    """How far a unit is."""
+
+    FREED = enum.auto()
+    COMING = enum.auto()
+    GATHERED = enum.auto()
+
+
+@dataclass(eq=False)
+class Flat:
+    """One bucket of a unit."""
+
+    full: torch.Tensor  # 1D, padded
+    own: torch.Tensor  # [shard]
+    named: list[tuple[str, torch.Tensor]]
+    lane: Lane | None = None  # by which `own` comes, if it lies in another memory than `full`
+    _versions: list[int] = field(default_factory=list)  # of each parameter, when it was gathered
+
+    @contextlib.contextmanager
+    def own_here(self, rank: int) -> Iterator[torch.Tensor]:
+        """`own` where `full` lies; what is begun inside comes behind it."""
+        if self.lane is None:
+            yield self.own
+            return
+        here = self.full[rank * self.own.numel() :][: self.own.numel()]
+        self.lane.copy(here, self.own)
+        with self.lane.within():
+            yield here
+
+    def revive(self) -> None:
+        """It holds what it should."""
+        for _, parameter in self.named:
+            freed.revive(parameter)
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """What has been written into parameters until now is in `own` too, or was not meant to stay."""
+        self._versions = [parameter._version for _, parameter in self.named]
+
+    def written(self) -> str | None:
+        """The name of a parameter that was written into since then."""
+        for (name, parameter), version in zip(self.named, self._versions, strict=True):
+            if parameter._version != version:
+                return name
+        return None
+
+    def free(self, unit: str) -> None:
+        """Its memory goes."""
+        for name, parameter in self.named:
+            freed.free(parameter, name, unit)
+        self.full.untyped_storage().resize_(0)
+
+
+@dataclass(eq=False)
+class Unit:
+    """A module and the buckets of its parameters."""
+
+    number: int  # 0: the root, which has what is in no other
+    name: str
+    module: nn.Module
+    flats: list[Flat] = field(default_factory=list)
+    state: State = State.FREED
+    left: int = 0  # buckets that left in this backward
+    earlier: tuple[Unit, ...] = ()  # those that ran before it in the latest forward, the last one first
+    calls: dict[int, int] = field(default_factory=dict)
+    """Forwards that wait for their backward: {when it was entered: when it was left}; see gathering.py."""
+    entered: int = 0  # its latest forward
+    pinned: bool = False  # a backward may come through an output in which nobody sees tensors
+    _works: list[Pending] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"unit {self.name}" if self.number else "the root unit"
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it takes memory."""
+        return self.state is not State.FREED
+
+    @property
+    def nbytes(self) -> int:
+        """Of it when it is gathered."""
+        return sum(flat.full.nbytes for flat in self.flats)
+
+    def add(self, flat: Flat) -> None:
+        """One more bucket, which is freed."""
+        assert self.state is State.FREED
+        flat.free(str(self))
+        self.flats.append(flat)
+
+    def start(self, group: dist.ProcessGroup, schedule: str | None = None) -> None:
+        """Gather it in the background. schedule: as for ops.all_gather."""
+        if self.state is not State.FREED:
+            return
+        self.state = State.COMING
+        for flat in self.flats:
+            flat.full.untyped_storage().resize_(flat.full.nbytes)
+            with flat.own_here(group.rank()) as own:
+                work = ops.all_gather(
+                    flat.full, own, group=group, schedule=schedule, async_op=True,
+                    label=f"parameters of {self}",
+                )  # fmt: skip
+            self._works.append(work)
+
+    def gather(self, group: dist.ProcessGroup, schedule: str | None = None) -> None:
+        """Its parameters can be used when this returns."""
+        self.start(group, schedule)
+        if self.state is State.COMING:
+            self.settle()
+            for flat in self.flats:
+                flat.revive()
+            self.state = State.GATHERED
+
+    def free(self) -> str | None:
+        """Keep nothing but the own shards. The name of a parameter that was written into, which is lost."""
+        self.settle()
+        lost = None
+        for flat in self.flats:
+            if self.state is State.GATHERED:
+                lost = lost or flat.written()
+                flat.free(str(self))
+            elif self.state is State.COMING:
+                flat.full.untyped_storage().resize_(0)
+        self.state = State.FREED
+        return lost
+
+    def let_go(self) -> None:
+        """Of its buckets, whatever is under way."""
+        while self._works:
+            self._works.pop().give_up()
+        self.flats.clear()
+
+    def settle(self) -> None:
+        """What comes has come."""
+        while self._works:
+            self._works.pop().wait()
+
+
+def find_units(model: nn.Module, wanted: Wanted = None) -> list[Unit]:
+    """The root first, then the others in the order of the model's modules.
+
+    wanted: None: of the outermost lists (nn.ModuleList, nn.Sequential) whose children share a class, those
+    children; classes: their outermost modules; a number: modules of so many elements, the smallest such ones.
+
+    ValueError for classes that the model does not have, or a number below 1.
+    """
+    if wanted is None:
+        chosen = list(_repeated(model))
+    elif isinstance(wanted, int):
+        if wanted < 1:
+            raise ValueError(f"units={wanted}: a unit has at least 1 element")
+        chosen = []
+        _of_size(model, wanted, chosen)
+    else:
+        chosen = list(_of_class(model, tuple(wanted)))
+        if not chosen:
+            names = ", ".join(each.__name__ for each in wanted)
+            raise ValueError(f"units=({names}): the model has no such module with parameters to train")
+    picked = {id(each) for each in chosen if each is not model}
+    named = [(name, each) for name, each in model.named_modules() if id(each) in picked]
+    return [
+        Unit(0, "", model),
+        *(Unit(number, name, each) for number, (name, each) in enumerate(named, 1)),
+    ]
+
+
+def unit_numbers(model: nn.Module, units: Sequence[Unit], parameters: Iterable[torch.Tensor]) -> list[int]:
+    """Of each parameter the innermost unit that has it; the root if several have it."""
+    of_module = {id(unit.module): unit.number for unit in units[1:]}
+    # By all names: what is shared has several.
+    of_name = {name: of_module.get(id(each), 0) for name, each in model.named_modules(remove_duplicate=False)}
+    found: dict[int, set[int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        prefix = name.rpartition(".")[0]
+        while prefix and not of_name[prefix]:
+            prefix = prefix.rpartition(".")[0]
+        found.setdefault(id(parameter), set()).add(of_name.get(prefix, 0))
+    return [numbers.pop() if len(numbers := found[id(each)]) == 1 else 0 for each in parameters]
+
+
+def owners_of(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """Of each parameter, by its id, the modules that have it by themselves."""
+    owners: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(module)
+    return owners
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(each.requires_grad for each in module.parameters())
+
+
+def _repeated(module: nn.Module) -> Iterable[nn.Module]:
+    children = [each for each in module.children() if _trains(each)]
+    alike = len({type(each) for each in children}) == 1 and not isinstance(children[0], _CONTAINERS)
+    if isinstance(module, nn.ModuleList | nn.Sequential) and alike:
+        yield from children
+    else:
+        for child in children:
+            yield from _repeated(child)
+
+
+def _of_class(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> Iterable[nn.Module]:
+    for child in module.children() if not isinstance(module, _CALLS_NONE) else ():
+        if isinstance(child, classes) and _trains(child):
+            yield child
+        else:
+            yield from _of_class(child, classes)
+
+
+def _of_size(module: nn.Module, elements: int, chosen: list[nn.Module]) -> int:
+    """Adds to `chosen`; returns the elements of `module` that are in none of them."""
+    whole = isinstance(module, _CALLS_NONE)
+    left = sum(each.numel() for each in module.parameters(recurse=whole) if each.requires_grad)
+    left += sum(_of_size(child, elements, chosen) for child in module.children() if not whole)
+    if left < elements or isinstance(module, _CONTAINERS):
+        return left
+    chosen.append(module)
+    return 0

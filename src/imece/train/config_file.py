@@ -1,0 +1,103 @@
+"""A run's options as a TOML file, read and written."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from imece.errors import UserError
+from imece.train.config import MOST, TrainConfig, flat
+
+Section = TypeVar("Section")
+
+
+def to_toml(config: TrainConfig) -> str:
+    """The whole file, which `read_toml` reads back to an equal config. What is none is left out."""
+    lines: list[str] = []
+    sections = [each.name for each in dataclasses.fields(config) if _is_section(getattr(config, each.name))]
+    for each in dataclasses.fields(config):
+        if each.name not in sections:
+            lines.append(f"{each.name} = {as_toml(getattr(config, each.name))}")
+    for name in sections:
+        lines += ["", f"[{name}]"]
+        values = flat(getattr(config, name))
+        lines += [f"{key} = {as_toml(value)}" for key, value in values.items() if value is not None]
+    return "\n".join(lines) + "\n"
+
+
+def read_toml(path: Path) -> TrainConfig:
+    """The config in a file; what it does not say is as in TrainConfig().
+
+    UserError, with the file's name, for one that cannot be read, is no TOML, or says what cannot be.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}): name a TOML file, or none") from error
+    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, too long a number, too deep a list
+        raise UserError(
+            f"{path}: not TOML ({error}); imece train --print-config shows a whole one"
+        ) from error
+    try:
+        return _section(TrainConfig, content, "")
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _section(kind: type[Section], content: Mapping[str, Any], prefix: str) -> Section:
+    """A dataclass from a table. ValueError for an unknown key, with the nearest one, and for a wrong type."""
+    hints = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"there are {', '.join(hints)}"
+            raise ValueError(f"there is no {prefix}{key}; {hint}")
+        if dataclasses.is_dataclass(hints[key]):
+            if not isinstance(value, dict):
+                raise ValueError(f"{prefix}{key} is a section, [{prefix}{key}], not a value")
+            values[key] = _section(hints[key], value, f"{prefix}{key}.")
+        else:
+            values[key] = _value(hints[key], value, prefix + key)
+    return kind(**values)
+
+
+def _value(kind: Any, value: Any, name: str) -> Any:
+    """`value` if a field of this type can hold it."""
+    choices = [choice for choice in get_args(kind) if isinstance(choice, str)]
+    if choices:
+        if value not in choices:
+            raise ValueError(f"{name} is {value!r}: one of {', '.join(choices)}")
+        return value
+    if kind == tuple[str, ...]:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+            raise ValueError(f"{name} is {value!r}: a list of strings")
+        return tuple(items)
+    allowed = [each for each in (get_args(kind) or (kind,)) if each is not type(None)]
+    wanted = allowed[0]
+    if wanted is float and type(value) is int and abs(value) <= MOST:
+        return float(value)
+    if type(value) is not wanted:
+        words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+        raise ValueError(f"{name} is {value!r}: {words[wanted]}")
+    return value
+
+
+def _is_section(value: object) -> bool:
+    return dataclasses.is_dataclass(value)
+
+
+def as_toml(value: Any) -> str:
+    """One value."""
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(as_toml, value)) + "]"
+    if value is None:
+        return "none"  # in messages only: a file leaves it out
+    # JSON's strings, numbers and booleans are TOML's too; DEL alone must be escaped in the one only.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,77 @@
+"""Whether a command goes on with the run that it finds: what it computes must be the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from imece.errors import UserError
+from imece.train.config import TrainConfig, flat
+from imece.train.config_file import as_toml
+
+_MOST_NAMED = 3  # of the values in which two runs differ, besides the first
+
+# What may differ between the commands that go on with one run: nothing that changes what it computes, but
+# the number of ranks and of steps. Gradients are averaged over tokens, so ranks only change the rounding.
+MAY_CHANGE = frozenset(
+    {
+        "run",
+        "ranks",
+        "steps",
+        "strategy",
+        "batch.micro",
+        "data.folder",
+        "compute.compile",
+        "compute.recompute",
+        "compute.offload",
+        "compute.bad_steps",
+        "validate.every",
+        "validate.tokens",
+        "checkpoint.every",
+        "checkpoint.keep",
+        "watch.drift_every",
+        "watch.slow_ratio",
+    }
+)
+
+
+def check_same_run(before: TrainConfig, now: TrainConfig) -> None:
+    """UserError if `now` would not go on with what `before` has begun."""
+    old, new = (_computing(each) for each in (before, now))
+    if names := [name for name in old if old[name] != new[name]]:
+        options = "those options" if names[1:] else "that option"
+        raise UserError(
+            f"{now.folder} holds a run with {names[0]} = {as_toml(old[names[0]])}, this command says "
+            f"{as_toml(new[names[0]])}{_more(names)}: name another folder with --run, or leave {options} out"
+        )
+
+
+def computed_with(config: TrainConfig) -> dict[str, Any]:
+    """For a checkpoint's state: what `check_computed_with` compares. Where the text lies is no part of it."""
+    return {name: value for name, value in _computing(config).items() if name != "data.paths"}
+
+
+def check_computed_with(before: Mapping[str, Any], now: TrainConfig, where: Path) -> None:
+    """UserError if the run's file was changed by hand since. before: of the checkpoint `where`; what it does
+    not say, as an older version's, may be anything.
+    """
+    new = computed_with(now)
+    if names := [name for name in new if name in before and before[name] != new[name]]:
+        raise UserError(
+            f"{where} was made with {names[0]} = {as_toml(before[names[0]])}, the run's config.toml says "
+            f"{as_toml(new[names[0]])}{_more(names)}: put it back, or begin another run with --run"
+        )
+
+
+def _computing(config: TrainConfig) -> dict[str, Any]:
+    values = flat(dataclasses.replace(config, data=config.data.absolute()))
+    return {name: value for name, value in values.items() if name not in MAY_CHANGE}
+
+
+def _more(names: Sequence[str]) -> str:
+    """That the names after the first differ too."""
+    named = ", ".join(names[1 : 1 + _MOST_NAMED])
+    rest = f" and {len(names) - 1 - _MOST_NAMED} more" if len(names) > 1 + _MOST_NAMED else ""
+    return f" ({named}{rest} differ{'s' * (len(names) == 2)} too)" if named else ""

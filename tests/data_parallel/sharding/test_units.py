@@ -1,0 +1,957 @@
+"""Parameters that are gathered by unit: the same bits as replicate, and nothing left over."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from imece import MixedPrecision, parallelize
+from imece.data_parallel.sharding.freed import FreedParameter
+from imece.data_parallel.sharding.gathering import GatherOptions
+from imece.data_parallel.sharding.units import State, Unit, find_units, unit_numbers
+from imece.errors import CollectiveError, MismatchError
+from tests.data_parallel.checks import Check, Job, jobs, passed, slow
+
+WIDTH, VOCAB, LAYERS = 12, 17, 4
+Losses = list[torch.Tensor]
+
+
+class Block(nn.Module):
+    """Like a transformer's, with matrices of sizes that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH + 1), nn.Linear(2 * WIDTH + 1, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(self.up(self.norm(x)).tanh())
+        return out
+
+
+class Small(nn.Module):
+    """Tokens to the mean of their logits."""
+
+    def __init__(self, tied: bool = False, reentrant: bool | None = None, spare: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)  # of the root, and wanted in backward after all blocks
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        if spare:
+            self.blocks[1].spare = nn.Linear(3, 3)
+        self.reentrant = reentrant
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.embed(tokens))
+        for block in self.blocks:
+            if self.reentrant is None or not torch.is_grad_enabled():
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Branch(Block):
+    """Rank 0 uses one of its sides, in turn, the others use both: there all gradients come earlier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sides = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.steps: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        for at, side in enumerate(self.sides):
+            if dist.get_rank() or at == int(self.steps) % 2:
+                x = x + side(x).sin()
+        return x
+
+
+class Routed(Small):
+    """Ranks use different parameters of the same blocks."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__(reentrant=reentrant)
+        self.blocks = nn.ModuleList(Branch() for _ in range(LAYERS))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            assert isinstance(block, Branch)
+            block.steps += torch.is_grad_enabled()
+        return super().forward(tokens)
+
+
+class Segments(Routed):
+    """Checkpoints of two blocks each."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert self.reentrant is not None
+        x = self.first(self.embed(tokens))
+        for at in range(0, LAYERS, 2):
+            x = checkpoint(nn.Sequential(*self.blocks[at : at + 2]), x, use_reentrant=self.reentrant)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def partly_frozen() -> Small:
+    model = Small()
+    model.embed.requires_grad_(False)
+    model.blocks[2].requires_grad_(False)
+    return model
+
+
+class Twice(Small):
+    """Its blocks run twice, with weights of the first one in all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, *others = (block for block in self.blocks if isinstance(block, Block))
+        for block in others:
+            block.down.weight = first.down.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.embed(tokens))
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Viewed(Small):
+    """What its blocks return are views, which are changed in place."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.embed(tokens))
+        for block in self.blocks:
+            x = block(x)
+            x *= 0.5
+        return self.head(x)  # type: ignore[no-any-return]
+
+    def __init__(self) -> None:
+        super().__init__()
+        for at in range(LAYERS):
+            self.blocks[at] = nn.Sequential(Block(), nn.Flatten(0, -2), nn.Unflatten(0, (-1, 1)))
+
+
+def made(make: Callable[[], nn.Module] = Small) -> nn.Module:
+    torch.manual_seed(5)
+    return make()
+
+
+def mesh_of(group: dist.ProcessGroup) -> Any:
+    """What parallelize wants of a mesh."""
+    return SimpleNamespace(
+        world_group=group, world_size=group.size(), rank=group.rank(), hosts=(tuple(range(group.size())),),
+        host_group=group, cross_group=None, device=torch.device("cpu"),
+        data_group=group, size=lambda axis: 1,
+    )  # fmt: skip
+
+
+def wrap(model: nn.Module, group: dist.ProcessGroup, strategy: str = "zero3", **options: Any) -> Any:
+    optimizer = options.pop("make", adamw)(model)
+    options.setdefault("gather", True)
+    model, optimizer = parallelize(model, optimizer, strategy, mesh_of(group), **options)
+    return model, optimizer if isinstance(optimizer, torch.optim.Optimizer) else Together(optimizer)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon looks at whole matrices, which no rank may have in part."""
+    matrices = [each for name, each in model.named_parameters() if "blocks" in name and each.ndim == 2]
+    others = [each for each in model.parameters() if not any(each is other for other in matrices)]
+    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
+
+
+class Together:
+    """Several optimizers as one."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def step(self) -> None:
+        for each in self._optimizers:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self._optimizers:
+            each.zero_grad()
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    tokens = torch.randint(VOCAB, (3, 6), generator=generator)
+    return tokens, tokens.roll(1)
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    tokens, targets = batch(step)
+    return nn.functional.cross_entropy(model(tokens).view(-1, VOCAB), targets.view(-1))
+
+
+def units_of(model: Any) -> list[Unit]:
+    units: list[Unit] = model.sharding.gathering.units
+    return units
+
+
+def full_bytes(model: Any) -> int:
+    return sum(flat.full.untyped_storage().nbytes() for unit in units_of(model) for flat in unit.flats)
+
+
+def assert_freed(model: Any) -> None:
+    assert full_bytes(model) == 0, f"{full_bytes(model)} bytes of parameters are left"
+    assert all(unit.state is State.FREED for unit in units_of(model))
+    assert all(isinstance(each, FreedParameter) for each in model.parameters() if each.requires_grad)
+
+
+# Training.
+
+
+def plain(model: Any, optimizer: Any, steps: int) -> Iterator[torch.Tensor]:
+    for step in range(steps):
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
+def accumulated(model: Any, optimizer: Any, steps: int) -> Iterator[torch.Tensor]:
+    for step in range(steps):
+        for micro in range(3):
+            loss = loss_of(model, 3 * step + micro)
+            loss.backward()
+            assert_freed_if_gathered(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
+def accumulated_in_no_sync(model: Any, optimizer: Any, steps: int) -> Iterator[torch.Tensor]:
+    for step in range(steps):
+        with model.no_sync():
+            for micro in range(2):
+                loss_of(model, 3 * step + micro).backward()
+                assert_freed_if_gathered(model)
+        loss = loss_of(model, 3 * step + 2)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
+def all_in_a_checkpoint(model: Any, optimizer: Any, steps: int) -> Iterator[torch.Tensor]:
+    """Of both kinds, around all of the model but its loss."""
+    for step in range(steps):
+        tokens, targets = batch(step)
+        wanted = torch.zeros((), requires_grad=True)  # a re-entrant one needs an input with a gradient
+        outputs = checkpoint(lambda x, _: model(x), tokens, wanted, use_reentrant=step % 2 == 0)
+        loss = nn.functional.cross_entropy(outputs.view(-1, VOCAB), targets.view(-1))
+        loss.backward()
+        assert_freed_if_gathered(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
+def with_evaluation(model: Any, optimizer: Any, steps: int) -> Iterator[torch.Tensor]:
+    """A forward without gradients between forward and backward, and two forwards before it."""
+    for step in range(steps):
+        one = loss_of(model, 2 * step)
+        two = loss_of(model, 2 * step + 1)
+        with torch.no_grad():
+            seen = loss_of(model, 77)
+        (one + two).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield torch.stack([one.detach(), two.detach(), seen])
+
+
+def assert_freed_if_gathered(model: Any) -> None:
+    if hasattr(model, "sharding") and model.sharding.gathering is not None:
+        assert_freed(model)
+
+
+Train = Callable[[Any, Any, int], Iterator[torch.Tensor]]
+
+
+def same_bits(
+    make: Callable[[], nn.Module] = Small,
+    train: Train = plain,
+    steps: int = 3,
+    against: str = "replicate",
+    both: dict[str, Any] | None = None,
+    **options: Any,
+) -> Check:
+    """Losses and parameters equal those of another strategy; on three ranks Gloo sums in another order."""
+
+    def check(group: dist.ProcessGroup) -> None:
+        whole, optimizer = wrap(made(make), group, against, **both or {})
+        expected = list(train(whole, optimizer, steps))
+        model, optimizer = wrap(made(make), group, **both or {}, **options)
+        assert_freed(model)
+        got = []
+        for loss in train(model, optimizer, steps):
+            assert_freed(model)
+            got.append(loss)
+        exact = group.size() == 2 or group.name() == "shm"
+        for step, (one, other) in enumerate(zip(got, expected, strict=True)):
+            assert torch.equal(one, other) if exact else torch.allclose(one, other, rtol=1e-5), (
+                f"step {step}: {one}, with {against} {other}"
+            )
+        states = model.state_dict(), whole.state_dict()
+        assert list(states[0]) == list(states[1])
+        for name, each in states[0].items():
+            other = states[1][name]
+            assert torch.equal(each, other) if exact else torch.allclose(each, other, atol=1e-4), name
+        assert_freed(model)
+
+    return check
+
+
+CHECKS: dict[str, Check] = {
+    "plain": same_bits(steps=8),
+    "reshard late": same_bits(reshard_after_forward=False),
+    "one in flight": same_bits(gathers_in_flight=1),
+    "many in flight": same_bits(gathers_in_flight=9),
+    "units by class": same_bits(units=(nn.Linear,)),
+    "units by size": same_bits(units=300),
+    "muon": same_bits(both={"make": muon_and_adamw}, steps=4),
+    "half": same_bits(both={"precision": MixedPrecision(param=torch.bfloat16)}, against="zero2", steps=4),
+    "frozen": same_bits(partly_frozen),
+    "segments": same_bits(lambda: Segments(reentrant=False)),
+    "segments, re-entrant": same_bits(lambda: Segments(reentrant=True)),
+    "tied": same_bits(lambda: Small(tied=True)),
+    "run twice": same_bits(Twice),
+    "views, changed in place": same_bits(Viewed, gathers_in_flight=1),
+    "checkpoint": same_bits(lambda: Small(reentrant=False)),
+    "checkpoint, re-entrant": same_bits(lambda: Small(reentrant=True)),
+    "unused": same_bits(lambda: Small(spare=True)),
+    "all in a checkpoint": same_bits(train=all_in_a_checkpoint),
+    "unused on some ranks": same_bits(Routed, steps=4),
+    "unused on some ranks, checkpoint": same_bits(lambda: Routed(reentrant=False)),
+    "unused on some ranks, re-entrant": same_bits(lambda: Routed(reentrant=True)),
+    "unused on some ranks, accumulated": same_bits(Routed, accumulated_in_no_sync),
+    "unused on some ranks, evaluation": same_bits(Routed, with_evaluation),
+    # Replicate adds to what it reduced before, and reduces the sum.
+    "accumulated": same_bits(train=accumulated, against="zero2"),
+    "accumulated in no_sync": same_bits(train=accumulated_in_no_sync),
+    "with evaluation": same_bits(train=with_evaluation),
+}
+
+
+# What is there when.
+
+
+def freed_parameter(group: dist.ProcessGroup) -> None:
+    model, optimizer = wrap(made(), group)
+    inner = model.module
+    words = r"parameter blocks.3.up.weight of unit blocks.3 is freed.*model.gathered\(\)"
+    for use in (
+        lambda p: p + 1, lambda p: torch.cat([p, p]), lambda p: p.detach(), lambda p: p.data,
+        lambda p: p.copy_(p), lambda p: p.tolist(), lambda p: nn.functional.linear(torch.ones(1, WIDTH), p),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=words):
+            use(inner.blocks[3].up.weight)
+    with pytest.raises(RuntimeError, match=r"parameter head.weight of the root unit is freed"):
+        inner.head(torch.ones(1, WIDTH))
+    with pytest.raises(RuntimeError, match="is freed"):
+        inner.state_dict()
+    weight = inner.blocks[3].up.weight
+    assert weight.shape == (2 * WIDTH + 1, WIDTH) and weight.numel() == WIDTH * (2 * WIDTH + 1)
+    assert weight.dtype == torch.float32 and weight.grad is None and weight.is_leaf and weight.requires_grad
+    assert "FreedParameter" in repr(weight) and isinstance(weight, nn.Parameter)
+    inner.blocks[3](torch.ones(1, WIDTH))  # a unit by itself is gathered
+    with model.gathered():
+        assert type(inner.blocks[3].up.weight) is nn.Parameter
+        with model.gathered():
+            pass
+        inner.blocks[3].up.weight + 1
+        with pytest.raises(RuntimeError, match="inside of gathered"):
+            optimizer.step()
+    assert_freed(model)
+
+
+def units_in_flight(group: dist.ProcessGroup) -> None:
+    for limit in (1, 2, 3):
+        model, _ = wrap(made(), group, gathers_in_flight=limit)
+        there = there_when_blocks_run(model)
+        loss_of(model, 0).backward()
+        assert there[:LAYERS] == [[0], [1], [2], [3]], "nothing is known ahead of the first forward"
+        del there[:]
+        loss_of(model, 1).backward()
+        ahead = [list(range(at, min(at + limit, LAYERS))) for at in range(LAYERS)]
+        behind = [list(range(max(at + 1 - limit, 0), at + 1)) for at in reversed(range(LAYERS))]
+        assert there == ahead + behind, f"{limit} in flight: {there}"
+
+
+def there_when_blocks_run(model: Any) -> list[list[int]]:
+    """From now on: of each forward and backward of a block, the blocks that have memory."""
+    found: list[list[int]] = []
+
+    def look(*_: Any) -> None:
+        found.append([unit.number - 1 for unit in units_of(model)[1:] if unit.state is not State.FREED])
+
+    for block in model.module.blocks:
+        block.up.register_forward_hook(look)
+        block.up.register_full_backward_hook(look)
+    return found
+
+
+def kept_memory(group: dist.ProcessGroup) -> None:
+    """Besides gradients, a rank keeps its shards of parameters, and whole ones of one block and the root."""
+    for reentrant, at_a_time in ((None, 1), (False, 1), (True, 2)):
+        torch.manual_seed(5)
+        model, _ = wrap(Routed(reentrant), group, gathers_in_flight=1)
+        shards = sum(flat.own.untyped_storage().nbytes() for unit in units_of(model) for flat in unit.flats)
+        whole = sum(4 * each.numel() for each in model.parameters())
+        assert whole / group.size() <= shards < whole / group.size() * 1.3, "shards, with padding"
+        root, *blocks = (sum(flat.full.nbytes for flat in unit.flats) for unit in units_of(model))
+        assert blocks == [blocks[0]] * LAYERS
+        seen: list[int] = []
+
+        def look(*_: Any, model: Any = model, seen: list[int] = seen) -> None:
+            seen.append(full_bytes(model))
+
+        for block in model.module.blocks:
+            block.up.register_forward_hook(look)
+            block.up.register_full_backward_hook(look)
+        loss_of(model, 0).backward()
+        assert len(seen) == LAYERS * (2 if reentrant is None else 3)
+        assert seen[:LAYERS] == [root + blocks[0]] * LAYERS
+        assert max(seen) == root + at_a_time * blocks[0], f"re-entrant: {reentrant}"
+        assert full_bytes(model) == 0
+        with torch.no_grad():
+            loss_of(model, 0)
+        assert full_bytes(model) == 0
+
+
+def late_gradient(group: dist.ProcessGroup) -> None:
+    """As if backward did not go in the opposite order of forward."""
+    model, _ = wrap(made(), group)
+
+    def hook(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: model.reducer.gradients.gathering.when_over({2}))
+
+    model.module.blocks[1].up.register_forward_hook(hook)
+    words = r"parameter blocks.1.up.* got a gradient after its unit was over"
+    with model.gathered(), pytest.raises(RuntimeError, match=words):
+        loss_of(model, 0).backward()
+
+
+def failed_backward(group: dist.ProcessGroup) -> None:
+    model, optimizer = wrap(made(), group)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("on purpose")
+
+    def hook(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    handle = model.module.blocks[1].up.register_forward_hook(hook)
+    with pytest.raises(ValueError, match="on purpose"):
+        loss_of(model, 0).backward()
+    handle.remove()
+    with model.no_sync():  # so that it is not freed because its gradients have left
+        loss_of(model, 0).backward()
+    assert_freed(model)
+    model.zero_grad()
+    got = list(plain(model, optimizer, 2))
+    other, other_optimizer = wrap(made(), group)
+    expected = list(plain(other, other_optimizer, 2))
+    assert torch.equal(torch.stack(got), torch.stack(expected)), "the failed backward left something behind"
+    assert_freed(model)
+
+
+def gradient_penalty(group: dist.ProcessGroup) -> None:
+    """The second backward needs what the first one frees, unless all is held."""
+
+    def penalised(model: nn.Module) -> torch.Tensor:
+        x = torch.ones(2, 4, requires_grad=True)
+        y: torch.Tensor = model(x).sum()
+        (slope,) = torch.autograd.grad(y, x, create_graph=True)
+        return y + slope.square().sum()
+
+    def layers() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    model, _ = wrap(layers(), group, gather=True)
+    with pytest.raises(RuntimeError) as caught:
+        penalised(model)
+    assert str(caught.value) == (
+        "a backward with create_graph=True came to unit 2, which is freed before the backward of its "
+        "result: run the forward and both of them inside of `with model.gathered():`"
+    )
+    with model.gathered():
+        penalised(model).backward()
+    alone = layers()
+    penalised(alone).backward()
+    grads = [each.grad for each in alone.parameters() if each.grad is not None]
+    torch.testing.assert_close(model.gradient_norm(), nn.utils.get_total_norm(grads))
+
+
+def autocast_for_long(group: dist.ProcessGroup) -> None:
+    """Several forwards and backwards inside of one autocast, which keeps the casts of the first forward."""
+
+    def weights(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        for step in range(2):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                with torch.no_grad():
+                    loss_of(model, 9)
+                for micro in range(2):
+                    loss_of(model, 2 * step + micro).backward()
+            optimizer.step()
+        return [each.clone() for each in model.state_dict().values()]
+
+    for got, expected in zip(
+        weights(*wrap(made(), group)), weights(*wrap(made(), group, "replicate")), strict=True
+    ):
+        assert torch.equal(got, expected)
+
+
+def within_torch_func(group: dist.ProcessGroup) -> None:
+    """Units stay for the backward of a transform, which no hook sees, and for that of its result."""
+
+    def weights(strategy: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, optimizer = wrap(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), group, strategy)
+        for _ in range(2):
+            optimizer.zero_grad()
+            slope = torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 4))
+            slope.square().sum().backward()
+            optimizer.step()
+        if strategy == "zero3":
+            assert_freed(model)
+        return [each.clone() for each in model.state_dict().values()]
+
+    for got, expected in zip(weights("zero3"), weights("replicate"), strict=True):
+        assert torch.equal(got, expected)
+
+
+def resized(group: dist.ProcessGroup) -> None:
+    model, optimizer = wrap(made(), group)
+    with pytest.raises(RuntimeError, match=r"blocks.2.up.bias was"), model.gathered(write=True):
+        model.module.blocks[2].up.bias.data = torch.zeros(5)
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    assert str(caught.value) == (
+        "parameter blocks.2.up.bias was [25], torch.float32 on cpu, in parallelize, and is [5], "
+        "torch.float32 on cpu, in other memory now: change it before, or write into it"
+    )
+    model, optimizer = wrap(made(), group, "zero1")
+    model.half()
+    with pytest.raises(
+        RuntimeError, match=r"was \[.*\], torch.float32 on cpu, .* torch.float16 on cpu, in oth"
+    ):
+        optimizer.step()
+
+
+def one_rank_alone(group: dist.ProcessGroup) -> None:
+    """A block that one rank leaves out is an error on all, and no hang."""
+    model, _ = wrap(made(), group)
+    loss_of(model, 0).backward()
+    blocks = model.module.blocks
+    if group.rank() == 1:
+        model.module.blocks = nn.ModuleList([blocks[0], *blocks[2:]])
+    with pytest.raises((MismatchError, CollectiveError), match=r"differs? between"):
+        loss_of(model, 1).backward()
+
+
+# The whole for a while.
+
+
+def written(group: dist.ProcessGroup) -> None:
+    for options in ({}, {"gather": False}, {"precision": MixedPrecision(param=torch.bfloat16)}):
+        model, optimizer = wrap(made(), group, **options)
+        before = {name: each.clone() for name, each in model.state_dict().items()}
+        with model.gathered(write=True), torch.no_grad():
+            model.module.blocks[2].up.weight.add_(1)
+        with model.gathered(), torch.no_grad():
+            weight = model.module.blocks[2].up.weight
+            assert torch.equal(weight, before["module.blocks.2.up.weight"].to(weight.dtype) + 1)
+        if "precision" in options:
+            masters = {part.name: part for part in model.sharding.parts}
+            assert all(part.parameter.dtype is torch.float32 for part in masters.values())
+        optimizer.step()
+        now = model.state_dict()
+        changed = {name for name, each in now.items() if not torch.equal(each, before[name])}
+        assert changed == {"module.blocks.2.up.weight"}, (options, changed)
+
+
+class Clamped(Small):
+    """Writes into its own parameters as it runs."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.01, 0.01)
+        return super().forward(tokens)
+
+
+def written_and_freed(group: dist.ProcessGroup) -> None:
+    """What is written outside of gathered(write=True) would be lost, and says so; the rest goes on."""
+
+    def lost(name: str, unit: str) -> str:
+        return (
+            f"parameter {name} was written into, which is lost as {unit} is freed: do it inside of `with "
+            "model.gathered(write=True):`"
+        )
+
+    model, _ = wrap(made(Clamped), group)
+    loss = loss_of(model, 0)
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()  # the root stays until then
+    assert str(caught.value) == lost("head.weight", "the root unit")
+    assert_freed(model)
+
+    def halve(module: Any, _inputs: Any) -> None:
+        with torch.no_grad():
+            module.weight.mul_(0.5)
+
+    model, optimizer = wrap(made(), group)
+    handle = model.module.blocks[2].up.register_forward_pre_hook(halve)
+    with pytest.raises(RuntimeError) as caught:
+        loss_of(model, 0)
+    assert str(caught.value) == lost("blocks.2.up.weight", "unit blocks.2")
+    handle.remove()
+    weight = model.module.blocks[0].up.weight
+    with pytest.raises(RuntimeError) as caught, model.gathered(), torch.no_grad():
+        weight.add_(1)
+    assert str(caught.value) == lost("blocks.0.up.weight", "unit blocks.0")
+    with pytest.raises(ArithmeticError), model.gathered(), torch.no_grad():
+        weight.add_(1)
+        raise ArithmeticError
+    assert_freed(model)
+    with model.gathered():
+        with model.gathered(write=True), torch.no_grad():
+            weight.mul_(1.0)
+        weight.sum()
+    other, other_optimizer = wrap(made(), group)
+    for got, expected in zip(plain(model, optimizer, 2), plain(other, other_optimizer, 2), strict=True):
+        assert torch.equal(got, expected)
+
+
+def wrapped_again(group: dist.ProcessGroup) -> None:
+    """A model that is gathered belongs to its wrapper: of a copy another may be made."""
+    model, _ = wrap(made(), group)
+    for strategy in ("zero3", "zero1", "replicate"):
+        for whole in (contextlib.nullcontext, model.gathered):
+            with whole(), pytest.raises(ValueError) as caught:
+                wrap(model.module, group, strategy)
+            assert str(caught.value) == (
+                "parameter embed.weight is of a sharded model that gathers and frees it: wrap a copy of the "
+                "module, made inside of its `with model.gathered():` by copy.deepcopy(model.module)"
+            )
+    with model.gathered():
+        inner = copy.deepcopy(model.module)
+    again, optimizer = wrap(inner, group)
+    other, other_optimizer = wrap(made(), group)
+    for got, expected in zip(plain(again, optimizer, 2), plain(other, other_optimizer, 2), strict=True):
+        assert torch.equal(got, expected)
+
+
+def masters_keep_bits(group: dist.ProcessGroup) -> None:
+    """What is not written keeps more bits than it has in the parameters."""
+    model, _ = wrap(made(), group, precision=MixedPrecision(param=torch.bfloat16))
+    before = [part.parameter.detach().clone() for part in model.sharding.parts]
+    with model.gathered(write=True), torch.no_grad():
+        model.module.head.weight.fill_(0.5)
+    for part, old in zip(model.sharding.parts, before, strict=True):
+        new = torch.full_like(old, 0.5) if part.name == "head.weight" else old
+        assert torch.equal(part.parameter, new), part.name
+
+
+def states(group: dist.ProcessGroup) -> None:
+    plain_model = made()
+    expected = {f"module.{name}": each for name, each in plain_model.state_dict().items()}
+    model, _ = wrap(made(lambda: Small(tied=True)), group)
+    state = model.state_dict()
+    assert state["module.head.weight"] is state["module.embed.weight"]
+    assert_freed(model)
+    torch.manual_seed(99)
+    model, _ = wrap(Small(), group)
+    loss_of(model, 0).backward()
+    assert not torch.equal(model.state_dict()["module.head.weight"], expected["module.head.weight"])
+    model.load_state_dict(expected)
+    assert_freed(model)
+    state = model.state_dict()
+    assert list(state) == list(expected)
+    for name, each in state.items():
+        assert torch.equal(each, expected[name]) and not each.requires_grad, name
+    model.check_parameters()
+
+
+# From the meta device.
+
+
+class Scale(nn.Module):
+    """Nothing fills it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by
+
+
+class Scaled(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].norm = Scale()
+
+
+def from_meta(group: dist.ProcessGroup) -> None:
+    most = 0
+
+    def watch() -> Callable[[nn.Module], None]:
+        def init(module: nn.Module) -> None:
+            nonlocal most
+            whole = {id(each): each for each in model.parameters() if not each.is_meta}
+            most = max(most, sum(each.untyped_storage().nbytes() for each in heap(whole.values())))
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()  # type: ignore[operator]
+
+        return init
+
+    found = []
+    for options in ({"gather": True}, {"gather": False}, {"strategy": "zero1"}, {"init": watch()}):
+        with torch.device("meta"):
+            model = Small(tied="init" not in options)
+        torch.manual_seed(dist.get_rank())
+        wrapped, optimizer = wrap(model, group, **{"strategy": "zero3"} | options)
+        assert not any(each.is_meta for each in wrapped.parameters())
+        assert next(model.parameters()) is model.embed.weight
+        state = {name: each.clone() for name, each in wrapped.state_dict().items()}
+        assert all(bool(each.isfinite().all()) and float(each.std()) < 2 for each in state.values())
+        digests = [None] * group.size()
+        dist.all_gather_object(
+            digests, {name: float(each.double().sum()) for name, each in state.items()}, group
+        )
+        assert all(each == digests[0] for each in digests), "ranks have other values"
+        assert state["module.blocks.0.up.weight"].ne(state["module.blocks.1.up.weight"]).any()
+        losses = list(plain(wrapped, optimizer, 3))
+        assert losses[-1] < losses[0] * 1.5
+        found.append(wrapped)
+    assert found[0].module.head.weight is found[0].module.embed.weight
+    largest = max(
+        sum(4 * each.numel() for each in block.parameters()) for block in [model.blocks[0], model.head]
+    )
+    assert 0 < most <= 3 * largest, f"{most} bytes were there at a time; a block has {largest}"
+
+
+def heap(parameters: Any) -> list[torch.Tensor]:
+    return [each for each in parameters if not isinstance(each, FreedParameter)]
+
+
+def from_meta_same_values(group: dist.ProcessGroup) -> None:
+    """The values depend on rank 0's seed, not on the strategy."""
+    states = []
+    for strategy, options in (("zero3", {}), ("zero3", {"gather": False}), ("zero1", {})):
+        with torch.device("meta"):
+            model = Twice()  # the root has what its blocks share
+        torch.manual_seed(40 + dist.get_rank())
+        wrapped, _ = wrap(model, group, strategy, **options)
+        states.append({name: each.clone() for name, each in wrapped.state_dict().items()})
+    for other in states[1:]:
+        assert all(torch.equal(each, other[name]) for name, each in states[0].items())
+
+
+def from_meta_frozen(group: dist.ProcessGroup) -> None:
+    """The root has nothing to train, and some of a block neither."""
+    with torch.device("meta"):
+        model = Small()
+    for part in (model.embed, model.first, model.head, model.blocks[1].norm):
+        part.requires_grad_(False)
+    torch.manual_seed(dist.get_rank())
+    wrapped, optimizer = wrap(model, group)
+    assert not any(each.is_meta for each in model.parameters())
+    embed = model.embed.weight.clone()
+    dist.broadcast(embed, 0)
+    assert torch.equal(embed, model.embed.weight) and embed.std() > 0.5
+    list(plain(wrapped, optimizer, 2))
+    assert torch.equal(embed, wrapped.state_dict()["module.embed.weight"])
+
+
+def from_meta_unfilled(group: dist.ProcessGroup) -> None:
+    with torch.device("meta"):
+        model = Scaled()
+    with pytest.raises(
+        ValueError, match=r"blocks.1.norm \(Scale\) is on the meta device and has no reset_par"
+    ):
+        wrap(model, group)
+    assert all(each.is_meta for each in model.parameters())
+    with pytest.raises(
+        ValueError, match=r"by of blocks.1.norm \(Scale\) was on the meta device and init\(\) did"
+    ):
+        wrap(model, group, init=lambda module: getattr(module, "reset_parameters", lambda: None)())
+    with torch.device("meta"):
+        other = Small()
+    with pytest.raises(ValueError, match="no model on the meta device"):
+        wrap(other, group, "replicate")
+
+
+# Hosts, and compiled blocks.
+
+
+def hybrid(group: dist.ProcessGroup) -> None:
+    """Two hosts of two ranks: the same bits as shards without gathering."""
+    rank, wrapped = group.rank(), []
+    hosts = [dist.new_group([2 * host, 2 * host + 1]) for host in range(2)]
+    across = [dist.new_group([local, local + 2]) for local in range(2)]
+    for strategy in ("hybrid_zero2", "hybrid"):
+        mesh = mesh_of(group)
+        mesh.hosts, mesh.host_group, mesh.cross_group = ((0, 1), (2, 3)), hosts[rank // 2], across[rank % 2]
+        model = made()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        wrapped.append(parallelize(model, optimizer, strategy, mesh))
+    whole, gathered = (torch.stack(list(plain(*each, 3))) for each in wrapped)
+    assert torch.equal(whole, gathered)
+    model = wrapped[1][0]
+    assert_freed(model)
+    model.check_parameters()
+    for each in (*hosts, *across):
+        dist.destroy_process_group(each)
+
+
+def compiled(group: dist.ProcessGroup) -> None:
+    model, optimizer = wrap(made(), group)
+    expected = list(plain(model, optimizer, 3))
+    model, optimizer = wrap(made(), group)
+    for block in model.module.blocks:
+        block.compile(backend="aot_eager")
+    got = list(plain(model, optimizer, 3))
+    assert torch.allclose(torch.stack(got), torch.stack(expected))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+    assert_freed(model)
+
+
+CHECKS |= {
+    "freed parameter": freed_parameter,
+    "units in flight": units_in_flight,
+    "kept memory": kept_memory,
+    "late gradient": late_gradient,
+    "failed backward": failed_backward,
+    "gradient penalty": gradient_penalty,
+    "autocast for long": autocast_for_long,
+    "within torch.func": within_torch_func,
+    "resized": resized,
+    "written": written,
+    "written and freed": written_and_freed,
+    "wrapped again": wrapped_again,
+    "masters keep bits": masters_keep_bits,
+    "states": states,
+    "from meta": from_meta,
+    "from meta, the same values": from_meta_same_values,
+    "from meta, frozen": from_meta_frozen,
+    "from meta, unfilled": from_meta_unfilled,
+    "one rank alone": one_rank_alone,
+}
+SLOW = ["unused on some ranks, accumulated", "units by size", "units by class", "many in flight"]
+EACH = [name for name in CHECKS if name not in SLOW]
+CHECKS |= {"hybrid": hybrid, "compiled": compiled}
+
+
+MORE = ["plain", "tied", "checkpoint, re-entrant", "unused on some ranks", "written", "from meta"]
+JOBS = [
+    *jobs(__name__, EACH, (2, "gloo")),
+    *jobs(__name__, MORE, (3, "gloo"), (2, "shm")),
+    *jobs(__name__, ["hybrid"], (4, "gloo")),
+    *slow(jobs(__name__, SLOW, (2, "gloo")) + jobs(__name__, ["compiled"], (1, "gloo"))),
+]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_units(job: Job, request: pytest.FixtureRequest) -> None:
+    passed(job, request)
+
+
+# Which modules are units.
+
+
+def names_of(model: nn.Module, wanted: Any = None) -> list[str]:
+    return [unit.name for unit in find_units(model, wanted)]
+
+
+def attention() -> nn.Module:
+    return nn.TransformerEncoderLayer(d_model=8, nhead=2, dim_feedforward=3)
+
+
+def test_repeated_blocks_are_units() -> None:
+    assert names_of(Small()) == ["", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+    two = nn.ModuleDict({"left": Small(), "right": nn.Sequential(nn.Linear(2, 2), nn.ReLU(), Small())})
+    found = names_of(two)
+    assert len(found) == 9 and found[1] == "left.blocks.0" and found[-1] == "right.2.blocks.3"
+    stages = nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(2))  # nobody calls a list
+    assert names_of(stages) == ["", "0.0", "0.1", "1.0", "1.1"]
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.LayerNorm(2))
+    assert names_of(mixed) == [""], "its children are of different classes"
+    frozen = Small()
+    frozen.blocks[2].requires_grad_(False)
+    assert names_of(frozen) == ["", "blocks.0", "blocks.1", "blocks.3"]
+    shared = Block()
+    assert names_of(nn.Sequential(shared, shared)) == ["", "0"]
+
+
+def test_units_by_class() -> None:
+    assert names_of(Small(), (nn.LayerNorm, nn.Embedding)) == [
+        "",
+        "embed",
+        *(f"blocks.{n}.norm" for n in range(4)),
+    ]
+    assert names_of(Small(), (Block, nn.Linear)) == ["", "first", *(f"blocks.{n}" for n in range(4)), "head"]
+    assert names_of(attention(), (nn.Linear,)) == ["", "linear1", "linear2"]
+    with pytest.raises(ValueError, match=r"units=\(Conv2d\): the model has no such module"):
+        find_units(Small(), (nn.Conv2d,))
+
+
+def test_units_by_size() -> None:
+    block = sum(each.numel() for each in Block().parameters())
+    assert names_of(Small(), block) == ["", *(f"blocks.{n}" for n in range(4))]
+    assert names_of(Small(), block + 1) == [""]
+    linear = WIDTH * (2 * WIDTH + 1)
+    assert names_of(Small(), linear)[:3] == ["", "blocks.0.up", "blocks.0.down"]
+    # Attention takes the weight of its out_proj, and calls it never.
+    assert names_of(attention(), 1) == ["", "self_attn", "linear1", "linear2", "norm1", "norm2"]
+    assert names_of(attention(), 4 * 8 * (8 + 1)) == ["", "self_attn"], "with its out_proj it has so many"
+    assert names_of(attention(), 4 * 8 * (8 + 1) + 1) == [""]
+    with pytest.raises(ValueError, match="units=0"):
+        find_units(Small(), 0)
+
+
+def test_which_unit_has_a_parameter() -> None:
+    def numbers(model: nn.Module, wanted: Any = None) -> dict[str, int]:
+        named = dict(model.named_parameters())
+        return dict(zip(named, unit_numbers(model, find_units(model, wanted), named.values()), strict=True))
+
+    found = numbers(Small())
+    assert found["embed.weight"] == found["head.weight"] == 0
+    assert found["blocks.0.up.weight"] == 1 and found["blocks.3.norm.bias"] == 4
+    found = numbers(Twice())
+    assert found["blocks.0.down.weight"] == 0, "several blocks have it"
+    assert found["blocks.0.down.bias"] == 1
+    shared = Block()
+    assert set(numbers(nn.Sequential(shared, shared)).values()) == {1}
+    block = sum(each.numel() for each in Block().parameters())
+    inner = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, block // WIDTH))
+    nested = numbers(nn.Sequential(inner, nn.Tanh()), block)
+    assert nested["0.0.up.weight"] == 1 and nested["0.1.weight"] == 0 and nested["0.2.weight"] == 2
+
+
+def test_gathers_in_flight_is_checked() -> None:
+    with pytest.raises(ValueError, match="gathers_in_flight is 0"):
+        GatherOptions(in_flight=0)
