@@ -32,7 +32,7 @@ from imece.collectives.shared_memory.arena import ARENAS
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel.reducer import _factor
 from imece.errors import MismatchError
-from tests.data_parallel.checks import Check, Job, jobs, passed
+from tests.data_parallel.checks import Check, Job, jobs, passed, slow
 
 SMALL_MB = 80 / 2**20  # of two layers' gradients, 96 bytes, more than one bucket
 
@@ -1496,10 +1496,16 @@ ON_GLOO = [
     "beside a synchronised batch norm", "overlapped or not",
     "gradients are views", "rebuilt once", "order after two backwards", "no_sync stays local",
     "a failed backward", "no_sync after a failed backward", "unused everywhere", "used by some rank",
-    "hooks' answers", "a rank that uses nothing", "two models, one backward", "of two models",
+    "hooks' answers", "a rank that uses nothing",
 ]  # fmt: skip
+LONG_ON_GLOO = ["two models, one backward", "of two models"]
 
 
-@pytest.mark.parametrize("job", jobs(__name__, CHECKS, (2, "shm")) + jobs(__name__, ON_GLOO, (3, "gloo")))
+@pytest.mark.parametrize(
+    "job",
+    jobs(__name__, CHECKS, (2, "shm"))
+    + jobs(__name__, ON_GLOO, (3, "gloo"))
+    + slow(jobs(__name__, LONG_ON_GLOO, (3, "gloo"))),
+)
 def test_replicate(job: Job, request: pytest.FixtureRequest) -> None:
     passed(job, request)
