@@ -17,6 +17,7 @@ import torch.distributed as dist
 import imece
 from imece.collectives import checks, recorder
 from imece.collectives.companions import companions
+from imece.collectives.fingerprint import Announced
 from imece.errors import CollectiveTimeoutError, MismatchError, PeerLostError
 from tests.ranks import run_ranks, start_ranks
 
@@ -63,8 +64,7 @@ def launch(checker: checks.Checker, call: Call, tensor: torch.Tensor) -> Callabl
 
 
 def start(checker: checks.Checker, call: Call, tensor: torch.Tensor, label: str = "") -> checks.CheckedWork:
-    op, dtype, shape, reduce_op, root = call
-    return checker.call(launch(checker, call, tensor), op, dtype, shape, reduce_op, root, label)
+    return checker.call(launch(checker, call, tensor), Announced(*call, label))
 
 
 def meet_all_mismatches() -> list[list[list[Any]]]:
@@ -78,7 +78,7 @@ def meet_mismatches(sync: bool) -> list[list[Any]]:
     for index, (name, (right, wrong, _)) in enumerate(MISMATCHES.items()):
         checker = guarded()
         mine = wrong if rank == index % WORLD else right
-        op, dtype, shape, reduce_op, root = mine
+        _, dtype, shape, *_ = mine
         dist.barrier()
         before = torch.full(shape, rank + 1).to(dtype)
         tensor = before.clone()
@@ -86,7 +86,7 @@ def meet_mismatches(sync: bool) -> list[list[Any]]:
         began = time.perf_counter()
         try:
             if sync:
-                checker.begin(op, dtype, shape, reduce_op, root, f"{name} of {rank}").wait()
+                checker.begin(Announced(*mine, f"{name} of {rank}")).wait()
                 launch(checker, mine, tensor)()
             else:
                 start(checker, mine, tensor, f"{name} of {rank}").wait()
@@ -94,7 +94,7 @@ def meet_mismatches(sync: bool) -> list[list[Any]]:
             found.append([time.perf_counter() - began, str(error)])
             assert torch.equal(tensor, before), "data moved before the check"
             with pytest.raises(MismatchError, match="differs between ranks"):
-                checker.begin(op, dtype, shape, reduce_op, root)
+                checker.begin(Announced(*mine))
         checks.release(checker.group)
     return found
 
@@ -169,7 +169,7 @@ def make_right_calls() -> list[float]:
         if choice.random() < 0.5:
             pending.append((start(checker, call, tensor, label), tensor, expected))
         else:
-            checker.begin(*call, label).wait(20)
+            checker.begin(Announced(*call, label)).wait(20)
             work = launch(checker, call, tensor)()
             assert work is not None
             work.wait()
@@ -197,7 +197,7 @@ def overhead(checker: checks.Checker) -> list[float]:
             work.wait()
 
     def checked_sync() -> None:
-        checker.begin(*call).wait()
+        checker.begin(Announced(*call)).wait()
         bare().wait()  # type: ignore[union-attr]
 
     variants: list[Callable[[], object]] = [
@@ -233,7 +233,7 @@ def miss_one() -> str:
     if dist.get_rank() < WORLD - 1:
         token = recorder.enter("all_reduce", group, torch.float32, (4,), "sum")
         with pytest.raises(CollectiveTimeoutError) as caught:
-            checker.begin("all_reduce", torch.float32, (4,), "sum", label="w").wait(0.3)
+            checker.begin(Announced("all_reduce", torch.float32, (4,), "sum", label="w")).wait(0.3)
         text = str(caught.value)
         recorder.fail(token)
     dist.barrier()
@@ -246,7 +246,7 @@ def lose_peer() -> None:
     if dist.get_rank() == 1:
         time.sleep(60)
     with pytest.raises(PeerLostError, match="all_reduce number 1: a rank has gone"):
-        checker.begin("all_reduce", torch.float32, (4,), "sum").wait(30)
+        checker.begin(Announced("all_reduce", torch.float32, (4,), "sum")).wait(30)
 
 
 def test_a_killed_rank_is_an_error() -> None:
@@ -270,7 +270,7 @@ def find_checkers() -> None:
     checks.release(checker.group)
     assert checks.checker(checker.group) is None
     with pytest.raises(ZeroDivisionError):
-        checker.call(raises, "barrier", None, ()).wait()
+        checker.call(raises, Announced("barrier", None, ())).wait()
     checker.close()
 
 

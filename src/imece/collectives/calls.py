@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from imece import mesh
 from imece.collectives import checks, pending, recorder
+from imece.collectives.fingerprint import Announced
 from imece.collectives.pending import Pending, Task, Waitable, drain, in_background, without_gradients
 from imece.collectives.recording import POINT_TO_POINT
 from imece.collectives.reduction import flattened, shares_memory
@@ -108,11 +109,11 @@ class Call:
                 works: Waitable | list[Waitable]
                 if checker is not None and async_op:
                     one = cast(Callable[[], Waitable], launch)
-                    works = _Checked(checker.call(one, *self._fingerprint()))
+                    works = _Checked(checker.call(one, self._announced()))
                 else:
                     with waiting, self._here(async_op):
                         if checker is not None:
-                            checker.begin(*self._fingerprint()).wait()
+                            checker.begin(self._announced()).wait()
                         works = launch()
             except BaseException:
                 if token is not None:
@@ -170,7 +171,7 @@ class Call:
                     self._begun()
                     work: Waitable = launch()
                 else:
-                    work = _Checked(checker.call(launch, *self._fingerprint(), meet=True))
+                    work = _Checked(checker.call(launch, self._announced(), meet=True))
         except BaseException:
             if token is not None:
                 recorder.fail(token)
@@ -207,11 +208,11 @@ class Call:
         """
         checker = self._checker()
         if checker is not None:
-            return checker.begin(*self._fingerprint())
+            return checker.begin(self._announced())
         if self.way and isinstance(self.group, SharedMemoryGroup):
             with waiting:
                 drain(self.group)
-            self.group.agree(*self._fingerprint())
+            self.group.agree(self._announced())
         return None
 
     def _checker(self) -> checks.Checker | None:
@@ -219,11 +220,11 @@ class Call:
             return None
         return checks.checker(self.group) or checks.meet(self.group, f"{self.op} number 1")
 
-    def _fingerprint(self) -> tuple[str, torch.dtype | None, tuple[int, ...], str, int, str, str]:
+    def _announced(self) -> Announced:
         dtype, shape = (
             (self.tensor.dtype, tuple(self.tensor.shape)) if self.tensor is not None else (None, ())
         )
-        return self.op, dtype, shape, self.reduce_op, self.root, self.label, self.way
+        return Announced(self.op, dtype, shape, self.reduce_op, self.root, self.label, self.way)
 
 
 class _Checked:

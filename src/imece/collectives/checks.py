@@ -8,11 +8,11 @@ gets the same error and can leave (destroy_process_group() would wait for a Gloo
 
     checker = checks.guard(group, companions(group))
 
-    checker.begin("all_reduce", x.dtype, x.shape, "sum").wait()                       # synchronous
+    checker.begin(Announced("all_reduce", x.dtype, x.shape, "sum")).wait()            # synchronous
     dist.all_reduce(x, group=group)
 
     work = checker.call(lambda: dist.all_reduce(x, group=group, async_op=True),       # asynchronous
-                        "all_reduce", x.dtype, x.shape, "sum", label=name)
+                        Announced("all_reduce", x.dtype, x.shape, "sum", label=name))
     work.wait()
 
 The price is one gathering of 240 bytes a rank (rollcall.py) before each call; of asynchronous calls in a row
@@ -28,7 +28,7 @@ import queue
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -163,47 +163,27 @@ class Checker:
         self._queue: queue.SimpleQueue[CheckedWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def begin(
-        self,
-        op: str,
-        dtype: torch.dtype | None,
-        shape: Sequence[int],
-        reduce_op: str = "",
-        root: int = -1,
-        label: str = "",
-        way: str = "",
-    ) -> Check:
-        """Sends this rank's fingerprint of its next call; `wait` on it before the data moves.
-
-        op, reduce_op: names of fingerprint.py. shape: of the tensor that must be alike on all ranks, so the
-        input. root: rank in the group. label: the parameter or bucket, shown in errors, not compared. way: as
-        of fingerprint.explain.
-        """
+    def begin(self, announced: fp.Announced) -> Check:
+        """Sends this rank's fingerprint of its next call; `wait` on it before the data moves."""
         with self._lock:
-            return self._begin(op, dtype, shape, reduce_op, root, label, way, self.last, inline=True)
+            return self._begin(announced, self.last, inline=True)
 
     def call(
         self,
         launch: Callable[[], Waitable | None],
-        op: str,
-        dtype: torch.dtype | None,
-        shape: Sequence[int],
-        reduce_op: str = "",
-        root: int = -1,
-        label: str = "",
-        way: str = "",
+        announced: fp.Announced,
         *,
         meet: bool = False,
     ) -> CheckedWork:
         """Starts a collective as soon as all ranks are known to make it, in the order of the calls.
 
         launch: starts it asynchronously and returns its work; runs in the checker's own thread, and never if
-        ranks differ. Other arguments as for `begin`. Keep the tensors as they are until `wait`. meet: this
-        thread waits until the ranks of this host have come. Where cores are fewer than ranks those that are
-        ahead then leave theirs to those that are behind, and all the hosts begin to send sooner.
+        ranks differ. Keep the tensors as they are until `wait`. meet: this thread waits until the ranks of
+        this host have come. Where cores are fewer than ranks those that are ahead then leave theirs to those
+        that are behind, and all the hosts begin to send sooner.
         """
         with self._lock:
-            check = self._begin(op, dtype, shape, reduce_op, root, label, way, None, inline=meet)
+            check = self._begin(announced, None, inline=meet)
             work = CheckedWork(check, launch)
             self.last = work
             if not meet:
@@ -221,20 +201,10 @@ class Checker:
             self._thread.join(_SHUT_S)  # a check that waits for a lost rank ends with its group's timeout
             self._thread = None
 
-    def _begin(
-        self,
-        op: str,
-        dtype: torch.dtype | None,
-        shape: Sequence[int],
-        reduce_op: str,
-        root: int,
-        label: str,
-        way: str,
-        before: CheckedWork | None,
-        inline: bool,
-    ) -> Check:
+    def _begin(self, announced: fp.Announced, before: CheckedWork | None, inline: bool) -> Check:
         if self.failure is not None:
             raise self.failure
+        op, dtype, shape, reduce_op, root, label, way = announced
         numel = 1
         for dim in shape:
             numel *= dim

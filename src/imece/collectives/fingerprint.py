@@ -42,6 +42,18 @@ _DTYPE_BITS: dict[torch.dtype | None, int] = {None: 0} | {
 DTYPE_CODES = {dtype: bits >> _DTYPE_SHIFT for dtype, bits in _DTYPE_BITS.items()}
 
 
+class Announced(NamedTuple):
+    """A call as a rank tells the others of it, which all must tell alike but for the label."""
+
+    op: str  # of OPS
+    dtype: torch.dtype | None  # of the tensor that must be alike on all ranks, so the input; None: no tensor
+    shape: tuple[int, ...]  # of the same
+    reduce_op: str = ""  # of REDUCE_OPS
+    root: int = -1  # rank in the group
+    label: str = ""  # the parameter or bucket, for errors
+    way: str = ""  # as of `explain`
+
+
 class Fields(NamedTuple):
     """A fingerprint unpacked: names, not codes."""
 

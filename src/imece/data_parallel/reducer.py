@@ -11,9 +11,9 @@ A backward is synchronised if it comes through an output of a forward that was p
 the first one after such a forward and comes through none (a loss of the model's gradients, say). That of
 torch.autograd.grad(), which writes no `.grad`, is nobody's business. `begin` runs when the first gradient
 reaches such an output, `finish` when that backward is over: parameters that have not fired then are unused
-here, and whether any rank used them is told by one more small collective. Nobody walks the graph, and nobody
-has to say beforehand that parameters will stay unused. Of a backward that raises all is dropped, at the next
-forward or when its graph runs once more.
+here, and whether any rank used them is told by one more small collective. The graph is walked no further than
+to its first leaf, and nobody has to say beforehand that parameters will stay unused. Of a backward that
+raises all is dropped, at the next forward or when its graph runs once more.
 """
 
 from __future__ import annotations

@@ -104,9 +104,7 @@ class Generations:
         self._counted_s = 0.0  # when the last of them was
         self._steps_then: int | None = None
         self._steps: int | None = None  # finished ones, of the member that is furthest
-        self._never_joined: dict[
-            int, int
-        ] = {}  # by slot, in a row: deaths of members that had not joined yet
+        self._never_joined: dict[int, int] = {}  # by slot, in a row: deaths of members before they joined
         self._to_leave: set[int] = set()  # once those have left that are leaving
         self._said: dict[int, int] = {}  # finished ones, as members that live last said
         self._renewals: tuple[int, int | None] = 0, None  # in a row, and the finished steps as of then

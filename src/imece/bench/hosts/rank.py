@@ -14,6 +14,7 @@ import imece
 from imece.bench import crew
 from imece.bench.hosts import step as hosts_step
 from imece.collectives import checks, ops
+from imece.collectives.fingerprint import Announced
 
 WAYS = ("gloo", "ring", "hierarchical fp32", "hierarchical bf16")
 _PATTERN = 251
@@ -75,7 +76,8 @@ class Rank:
         checker = checks.checker(self._mesh.world_group)
         assert checker is not None, "prepare makes calls, and the first one makes the checker"
         tensor = self._tensor
-        return self._timed(lambda: checker.begin("all_reduce", tensor.dtype, tensor.shape, "sum").wait())
+        announced = Announced("all_reduce", tensor.dtype, tensor.shape, "sum")
+        return self._timed(lambda: checker.begin(announced).wait())
 
     def link(self) -> dict[str, Any]:
         """Seconds that the tensor takes from rank 0 to rank 1, as rank 1 sees it."""

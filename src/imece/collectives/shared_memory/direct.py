@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from imece.collectives import recorder
-from imece.collectives.fingerprint import pack
+from imece.collectives.fingerprint import Announced, pack
 from imece.collectives.shared_memory import exchanging, reducing
 from imece.collectives.shared_memory.exchanging import as_bytes
 from imece.collectives.shared_memory.group_base import GroupBase
@@ -78,17 +78,9 @@ class DirectCalls(GroupBase):
             self._runner.run(self._engine.operation(fingerprint, noted))
         return [each.view(tensor.dtype) for each in found] or None
 
-    def agree(
-        self,
-        op: str,
-        dtype: torch.dtype | None,
-        shape: tuple[int, ...],
-        reduce_op: str,
-        root: int,
-        label: str,
-        way: str,
-    ) -> None:
+    def agree(self, announced: Announced) -> None:
         """Over when all ranks are known to make this call, which then goes its own `way`, as messages."""
+        op, dtype, shape, reduce_op, root, label, way = announced
         key = (op, dtype, shape, reduce_op, root, way)
         small = self._smalls.get(key)
         if small is None:
