@@ -306,7 +306,9 @@ def test_what_lies_in_another_order_in_memory(tmp_path: Path, mesh: object, save
     TrainingState(again, [another]).load(saved)
     small_steps(model, optimizer, range(3, 5))
     small_steps(again, another, range(3, 5))
-    assert torch.equal(weights(model), weights(again))
+    # Sharded weights lie in the order of their dims, for which some processors have another convolution.
+    rtol, atol = (0.0, 0.0) if saves == loads else (1e-5, 1e-6)
+    torch.testing.assert_close(weights(model), weights(again), rtol=rtol, atol=atol)
 
 
 def adagrad(parameters: Iterable[nn.Parameter]) -> Optimizer:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import imece
 from imece.collectives.shared_memory import SharedMemoryGroup, shared_empty
+from imece.collectives.shared_memory.board import FAILED
 from imece.errors import CollectiveError
 from tests.ranks import RankResult, run_ranks, start_ranks
 
@@ -41,6 +42,12 @@ def error_of(call: Callable[[], object]) -> dict[str, Any]:
         at = time.monotonic()
         return {"kind": type(error).__name__, "text": str(error), "at": at, "took_s": at - started}
     return {"kind": "", "text": "nothing was raised", "at": time.monotonic(), "took_s": 0.0}
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = 15) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def repeat(step: Callable[[], object], limit_s: float = 15) -> Callable[[], None]:
@@ -498,6 +505,20 @@ def leave_in_order(group: Any) -> dict[str, Any]:
     return error_of(lambda: dist.all_reduce(torch.ones(3), group=group))
 
 
+def failed_after_this(group: Any) -> dict[str, Any]:
+    """Rank 2 sleeps until the barrier it waits in is over and rank 0 has failed since."""
+    rank, board = dist.get_rank(), group._board
+    if rank == 0:
+        time.sleep(0.2)  # rank 2 is asleep
+        dist.barrier(group=group)
+        group._runner.fail(RuntimeError("later"))
+        return {}
+    if rank == 2:
+        board.sleep = lambda seen, limit_s: wait_until(lambda: board.words[0][FAILED])
+    error = error_of(lambda: dist.barrier(group=group))
+    return error | {"again": error_of(lambda: dist.all_reduce(torch.ones(3), group=group))["kind"]}
+
+
 def any_source_but_one_left(group: Any) -> dict[str, Any]:
     """Rank 2 has left; rank 1 still sends."""
     rank = dist.get_rank()
@@ -566,6 +587,7 @@ def other_faults() -> dict[str, dict[str, Any]]:
         "large message": lambda group: message_too_long(group, 500_000),
         "set aside": message_set_aside,
         "left": leave_in_order,
+        "failed later": failed_after_this,
         "any source": any_source_but_one_left,
         "interrupted": interrupted,
         "forked": forked,
@@ -601,6 +623,12 @@ def test_a_rank_that_leaves_in_order_is_named(others_seen: list[dict[str, dict[s
         seen = others_seen[rank]["left"]
         assert seen["kind"] == "PeerLostError" and seen["took_s"] < TOLD_S, seen
         assert f"rank 1 (pid {pid}) has left the group" in seen["text"], seen
+
+
+def test_what_is_over_does_not_fail(others_seen: list[dict[str, dict[str, Any]]]) -> None:
+    """However late a rank wakes: the next call raises."""
+    for seen in others_seen[1:]:
+        assert seen["failed later"]["kind"] == "" and seen["failed later"]["again"], seen
 
 
 def test_any_source_goes_on_while_somebody_can_send(others_seen: list[dict[str, dict[str, Any]]]) -> None:

@@ -80,15 +80,18 @@ class Patience:
 
     def _look(self, operations: Sequence[Operation], waited_s: float) -> None:
         board = self._board
+        # Whoever failed, died or left may have done its part here before: our own poll gets one more chance.
+        suspects, self._suspects = self._suspects, set()
         for other in board.others:
             if board.words[other][FAILED]:
-                raise_text(board.read_text(other))
+                if other in suspects:
+                    raise_text(board.read_text(other))
+                self._suspects.add(other)
         dead = set(board.dead())
         for operation in operations:
             for other in operation.missing():
                 if other in dead or board.words[other][CLOSED]:
-                    # It may have done its part as its last act: give our own poll one more chance.
-                    if other in self._suspects:
+                    if other in suspects:
                         raise PeerLostError(_gone(board, other, operation, other in dead))
                     self._suspects.add(other)
             if waited_s > self._timeout_s:
