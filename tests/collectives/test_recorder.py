@@ -395,3 +395,26 @@ def test_a_hang_is_explained_from_outside() -> None:
     assert "broadcast number 1 on group 0 (left" in text
     assert attached.rank == 2 and attached.calls[-1].label == "weights"
     assert {each.job for each in found} == {attached.job}
+
+
+def beside_another_job() -> list[list[int]]:
+    """A fork that takes itself for a rank of another job, and waits."""
+    recorder.enter("barrier", "ours", None, ())
+    pipe = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.environ["MASTER_PORT"] = "1"
+        recorder.enter("barrier", "theirs", None, ())
+        os.write(pipe[1], b"x")
+        time.sleep(60)
+        os._exit(0)
+    os.read(pipe[0], 1)
+    seen = [recorder.find(), recorder.of_this_job(), recorder.find(recorder.attach(child).job)]
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    names = {os.getpid(): 0, child: 1}
+    return [sorted(names[each.pid] for each in found if each.pid in names) for found in seen]
+
+
+def test_other_jobs_of_the_same_user_are_told_apart() -> None:
+    assert run_ranks(beside_another_job, 1, backend=None) == [[[0, 1], [0], [1]]]

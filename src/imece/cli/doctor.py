@@ -297,10 +297,7 @@ def _attach(pid: int, as_json: bool) -> int:
     """Who waits for whom, from the recorders of live ranks."""
     if pid < 0:
         raise UserError(f"--attach {pid}: a process number is wanted")
-    found = recording.find()
-    if pid:
-        job = recording.attach(pid).job
-        found = [each for each in found if each.job == job]
+    found = recording.find(recording.attach(pid).job if pid else None)
     lines = who_waits.explain(found)
     if as_json:
         print(json.dumps({"ranks": [each.pid for each in found], "lines": lines}, indent=1))

@@ -301,7 +301,7 @@ def _wait(work: Waitable, deadline: float | None, what: str, checker: Checker) -
 
 def _timeout(what: str) -> CollectiveTimeoutError:
     """Says who is missing, as far as this host's recorders know."""
-    lines = recorder.explain(recorder.find())
+    lines = recorder.explain(recorder.of_this_job())
     return CollectiveTimeoutError(f"{what}: not all ranks came in time. " + " / ".join(lines))
 
 

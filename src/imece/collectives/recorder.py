@@ -37,7 +37,7 @@ from imece.collectives.who_waits import explain
 
 __all__ = [
     "Recorder", "Recording", "attach", "dump", "enter", "explain", "fail", "find", "hand_out",
-    "install_signal", "leave", "wait",
+    "install_signal", "leave", "of_this_job", "wait",
 ]  # fmt: skip
 
 _MASK = ring.CAPACITY - 1
@@ -176,6 +176,11 @@ def hand_out(token: int) -> None:
 def wait(token: int) -> None:
     """Notes that this rank waits from now on for a call, if that was handed out."""
     (_recorder or _create()).turn(token, 1)
+
+
+def of_this_job() -> list[Recording]:
+    """The recordings of this rank's job on this host."""
+    return find((_recorder or _create()).recording().job)
 
 
 def dump(file: TextIO | None = None, last: int = 16) -> None:

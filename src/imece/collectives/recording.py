@@ -122,8 +122,8 @@ def attach(pid: int) -> Recording:
     raise UserError(f"process {pid} has no imece recorder: it has made no collective yet, or is not a rank")
 
 
-def find() -> list[Recording]:
-    """The recordings of all live ranks of this user on this host, by job and rank."""
+def find(job: str | None = None) -> list[Recording]:
+    """The recordings of all live ranks of this user on this host, or of one job, by job and rank."""
     found = []
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
         if not entry.isdigit():
@@ -133,6 +133,8 @@ def find() -> list[Recording]:
                 found.append(attach(int(entry)))
         except (OSError, UserError):
             continue  # ended meanwhile, or not a rank
+    if job is not None:
+        found = [recording for recording in found if recording.job == job]
     return sorted(found, key=lambda recording: (recording.job, recording.rank, recording.pid))
 
 
