@@ -208,10 +208,12 @@ def refuse(strategy: str) -> None:
     torch.optim.SGD(other.parameters(), lr=0.1).step()
     optimizer.step()
     optimizer.zero_grad()
-    if strategy != "zero3":
+    for synchronised_too in (False, True) if strategy != "zero3" else ():
+        if synchronised_too:
+            loss(model).backward()
         loss(model.module).backward()
         with says(
-            r"SGD would step nothing: the gradient of 0\.weight is of this rank alone.*call model\(\.\.\.\)"
+            r"SGD would leave out what 0\.weight has as its gradient, which is of this rank alone.*call model\("
         ):
             optimizer.step()
         optimizer.zero_grad()

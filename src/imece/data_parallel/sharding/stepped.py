@@ -170,19 +170,18 @@ class SteppedParts:
         self._in_step = optimizer
 
     def _check_summed(self) -> None:
-        """RuntimeError: this would step nothing, for the gradients there are were not summed over ranks."""
+        """RuntimeError: the step would leave out gradients that were not summed over ranks."""
         if self._model.has_joined or not any(each.grad is not None for each in self._parameters):
             return
         mine = {id(each) for each in self._parameters}
-        slots = [slot for slot in self._sharding.slots if id(slot.parameter) in mine]
-        indices = {slot.index for slot in slots}
-        parts = [part for part in self._sharding.parts if part.index in indices]
-        if all(part.parameter.grad is None for part in parts):
-            name = next(slot.name for slot in slots if slot.parameter.grad is not None)
+        alone = [
+            s.name for s in self._sharding.slots if id(s.parameter) in mine and s.parameter.grad is not None
+        ]
+        if alone:
             raise RuntimeError(
-                f"{type(self.optimizer).__name__} would step nothing: the gradient of {name} is of this rank "
-                f"alone, by a forward that did not go through the wrapped model (call model(...), not "
-                f"model.module(...) or a method of it), or by a backward in no_sync() with none after it"
+                f"{type(self.optimizer).__name__} would leave out what {alone[0]} has as its gradient, which is "
+                f"of this rank alone: by a forward that did not go through the wrapped model (call model(...), "
+                f"not model.module(...) or a method of it), or by a backward in no_sync() with none after it"
             )
 
     def after(self, optimizer: Optimizer) -> None:
