@@ -5,6 +5,8 @@ PYTHON3 ?= python3
 PIP_FLAGS ?=
 # More options for pytest or imece train: make test ARGS="-k mesh -x", make train ARGS="--steps 2000"
 ARGS ?=
+# Processes that `make test` runs tests in, each of which starts ranks; 0: in its own, one after another
+JOBS ?= 2
 # Of `make soak`
 KILLS ?= 200
 # `make test-gpu PYTHON=python3` uses a Python that already has a CUDA build of torch; so does bench-gpu.
@@ -34,7 +36,7 @@ train: setup  ## the main job: train a small language model, about 3 minutes on 
 	$(VENV_PYTHON) -m imece train $(ARGS)
 
 test: setup  ## the tests that need no GPU and are not slow
-	$(VENV_PYTHON) -m pytest -m "not gpu and not slow and not faults" $(ARGS)
+	$(VENV_PYTHON) -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not slow and not faults" $(ARGS)
 
 test-all: setup  ## the slow tests too
 	$(VENV_PYTHON) -m pytest -m "not gpu" $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,12 @@ import pytest
 import torch
 
 _SHM = Path("/dev/shm")
+_LIST_SHM = (
+    "tests/launch/hosts/",
+    "tests/test_ranks.py",
+    "tests/cli/test_drill.py",
+    "tests/collectives/shared_memory/test_faults.py",
+)
 _GRACE_S = 3.0  # a process that was just killed needs a moment to go
 # Children carry this mark, and so do theirs: it finds processes whose parent has died as well.
 _MARK = "IMECE_TEST_RUN"
@@ -37,6 +44,18 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 # Two cores that others use too: a deadline for a single example would only measure their load.
 hypothesis.settings.register_profile("imece", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("imece")
+
+
+@pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")
+def keep_together(items: list[pytest.Item]) -> None:
+    """With `-n`: the tests of a file run in one process, for what its fixtures make, and so do those of all
+    files that share a start of ranks (tests/data_parallel/checks.py), or that list /dev/shm.
+    """
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        start = getattr(parameters.get("job"), "where", file)
+        item.add_marker(pytest.mark.xdist_group("dev_shm" if file.startswith(_LIST_SHM) else str(start)))
 
 
 @pytest.hookimpl(trylast=True)  # of what -m and -k have left
@@ -146,7 +165,12 @@ def _shm_names() -> set[str]:
 
 
 def _used_by_others(name: str) -> bool:
-    """Whether a process outside this test run has it mapped or open: then it is that one's, not ours."""
+    """Whether a process outside this test run has it mapped or open: then it is that one's, not ours. So is
+    what a living test's process has named after itself.
+    """
+    named = re.fullmatch(r"imece-test-(\d+)", name)
+    if named and int(named[1]) != os.getpid() and psutil.pid_exists(int(named[1])):
+        return True
     path = str(_SHM / name)
     for process in Path("/proc").glob("[0-9]*"):
         if int(process.name) == os.getpid():

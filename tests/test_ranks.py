@@ -403,23 +403,26 @@ def test_half_a_start_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
 def test_what_a_test_leaves_behind_fails_it(tmp_path: Path) -> None:
-    name = f"imece-test-{os.getpid()}"
     conftest = (Path(__file__).parent / "conftest.py").read_text()
     assert "_GRACE_S = 3.0" in conftest
     (tmp_path / "conftest.py").write_text(conftest.replace("_GRACE_S = 3.0", "_GRACE_S = 0.3"))
     (tmp_path / "test_leaks.py").write_text(
-        "import pathlib, subprocess\n"
-        f"def test_shm(): pathlib.Path('/dev/shm/{name}').write_text('left')\n"
+        "import os, pathlib, subprocess\n"
+        "name = f'imece-test-{os.getpid()}'\n"
+        "def test_shm(): pathlib.Path('/dev/shm', name).write_text('left')\n"
         "def test_orphan(): subprocess.run('sleep 20 >/dev/null 2>&1 & echo $! > orphan', shell=True)\n"
         "def test_zombie(): globals().update(kept=subprocess.Popen(['true']))\n"
         "def test_clean(): subprocess.run(['true'])\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=."]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    name = f"imece-test-{run.pid}"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=tmp_path)
+        out, _ = run.communicate(timeout=60)
     finally:
         (Path("/dev/shm") / name).unlink(missing_ok=True)
         os.kill(int((tmp_path / "orphan").read_text()), signal.SIGKILL)
-    assert f"left in /dev/shm: {name}" in done.stdout
-    assert done.stdout.count("processes left behind") >= 2
-    assert "4 passed, 3 errors" in done.stdout
+        run.kill()
+    assert f"left in /dev/shm: {name}" in out
+    assert out.count("processes left behind") >= 2
+    assert "4 passed, 3 errors" in out

@@ -213,7 +213,7 @@ def refuse(strategy: str) -> None:
             loss(model).backward()
         loss(model.module).backward()
         with says(
-            r"SGD would leave out what 0\.weight has as its gradient, which is of this rank alone.*call model\("
+            r"SGD would leave out the gradient of 0\.weight, which is of this rank alone.*call model\("
         ):
             optimizer.step()
         optimizer.zero_grad()

@@ -179,8 +179,8 @@ class SteppedParts:
         ]
         if alone:
             raise RuntimeError(
-                f"{type(self.optimizer).__name__} would leave out what {alone[0]} has as its gradient, which is "
-                f"of this rank alone: by a forward that did not go through the wrapped model (call model(...), "
+                f"{type(self.optimizer).__name__} would leave out the gradient of {alone[0]}, which is of "
+                f"this rank alone: by a forward that did not go through the wrapped model (call model(...), "
                 f"not model.module(...) or a method of it), or by a backward in no_sync() with none after it"
             )
 
