@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 import imece
 from imece import meeting
-from imece.collectives import checks, companions, execute, messages, streams
+from imece.collectives import checks, companions, execute, links, messages, streams
 from imece.collectives.calls import Call, host_device
 from imece.collectives.execute import Message
 from imece.collectives.pending import Task
@@ -159,11 +159,27 @@ def test_messages_over_nccl_are_one_batch() -> None:
     assert group.told == ["begin", "recv 2 8", "send 1 7", "end"]
 
 
+def test_nccl_has_no_tags_so_both_ends_list_messages_in_their_order() -> None:
+    """It pairs the first that one rank sends with the first that the other one receives."""
+    group: Any = Recorded()
+    by_tag: dict[int, Any] = {tag: SimpleNamespace(device=CUDA, name=f"{tag}") for tag in range(3)}
+    for order in ([0, 1, 2], [2, 0, 1]):
+        listed = [Message(by_tag[tag], 1, tag) for tag in order]
+        execute._post_batch(listed, listed, group)
+    ordered = [f"{way} 1 {tag}" for way in ("recv", "send") for tag in range(3)]
+    assert group.told == ["begin", *ordered, "end"] * 2
+    twice = [Message(torch.zeros(size), 1, 0) for size in (2, 1)]
+    sizes: list[int] = []
+    group.send = lambda tensors, *_: sizes.append(tensors[0].numel())
+    execute._post_batch(twice, [], group)
+    assert sizes == [2, 1], "those of one tag as they are listed"
+
+
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda tensor: messages.send(tensor, 1, tag=7), ["send 1 7"]),
-        (lambda tensor: messages.recv(tensor, 1, tag=7), ["recv 1 7"]),
+        (lambda tensor: messages.send(tensor, 1), ["send 1 0"]),
+        (lambda tensor: messages.recv(tensor, 1), ["recv 1 0"]),
         (lambda tensor: messages.exchange([messages.Send(tensor, 1, 7)]), ["begin", "send 1 7", "end"]),
     ],
 )
@@ -184,6 +200,9 @@ def test_a_message_alone_needs_two_ranks_of_the_group(
     monkeypatch.setattr(messages, "Call", lambda *_, **__: started)
     call(tensor)
     assert group.told == told
+    for alone in (messages.send, messages.recv):
+        with pytest.raises(ValueError, match=r"^tag=7, but NCCL has no tags: .* use exchange"):
+            alone(tensor, 1, tag=7)
 
 
 @pytest.fixture
@@ -224,18 +243,37 @@ def test_checks_have_the_timeout_of_their_group(behind_shm: Recorded) -> None:
     assert companions._timeout_of(world) == timedelta(seconds=20)
 
 
-def staged() -> list[float]:
+class OnGpu(torch.Tensor):
+    """Taken for one that Gloo's messages cannot read."""
+
+    is_cuda = True
+
+
+def staged() -> list[Any]:
+    """What came, and how many of the messages of which links are measured went by way of the host."""
     group = dist.group.WORLD
     assert group is not None
     other = 1 - group.rank()
     mine, theirs = torch.full((3,), float(group.rank())), torch.full((3,), -1.0)
     for work in execute._post_staged([Message(mine, other, 0)], [Message(theirs, other, 0)], group):
         work.wait()
-    return list(theirs.tolist())
+    counted, by_way, zeros = 0, execute._post_staged, torch.zeros
+
+    def counting(*args: Any) -> Any:
+        nonlocal counted
+        counted += 1
+        return by_way(*args)
+
+    execute._post_staged = counting  # type: ignore[assignment]
+    torch.zeros = lambda *args, **kwargs: zeros(*args, **kwargs).as_subclass(OnGpu)
+    links._ping_pong(group, group.rank() == 0, other, "cpu")
+    return [theirs.tolist(), counted]
 
 
 def test_messages_over_gloo_go_by_way_of_the_host() -> None:
-    assert run_ranks(staged, 2, backend="gloo") == [[1.0] * 3, [0.0] * 3]
+    """So do those by which links are measured."""
+    a_rank = 2 * (2 + 1 + links.ROUNDS * (links.PINGS + 1))
+    assert run_ranks(staged, 2, backend="gloo") == [[[1.0] * 3, a_rank], [[0.0] * 3, a_rank]]
 
 
 def who_checks() -> list[Any]:

@@ -55,7 +55,8 @@ def post(
     """Starts all of them at once. Receives first, so that a message never waits for its place.
 
     alone: one message, which the peer posts alone too. NCCL then needs these two ranks; a batch is in the
-    communicator of the whole group, and the first call of all makes that with all ranks of it.
+    communicator of the whole group, and the first call of all makes that with all ranks of it. ValueError for
+    one with a tag over NCCL.
     """
     on_gpu = next((message.tensor for message in (*sends, *receives) if message.tensor.is_cuda), None)
     if on_gpu is not None:
@@ -64,6 +65,11 @@ def post(
             return _post_staged(sends, receives, group)
         if not alone:
             return _post_batch(sends, receives, group)
+        if tagged := [message.tag for message in (*sends, *receives) if message.tag]:
+            raise ValueError(
+                f"tag={tagged[0]}, but NCCL has no tags: it pairs messages in the order of the calls. Leave "
+                "it out, or use exchange for messages of several tags"
+            )
     works: list[Waitable] = [group.recv([m.tensor], m.peer, m.tag) for m in receives]
     works += [group.send([m.tensor], m.peer, m.tag) for m in sends]
     return works
@@ -72,15 +78,22 @@ def post(
 def _post_batch(
     sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup
 ) -> list[Waitable]:
-    """NCCL runs calls one after the other unless they are batched: the first would wait forever."""
+    """NCCL runs calls one after the other unless they are batched: the first would wait forever.
+
+    It has no tags, and pairs what two ranks send and receive in the order of posting: that of the tags then.
+    """
     device = (*sends, *receives)[0].tensor.device
     group._start_coalescing(device)
-    for message in receives:
+    for message in sorted(receives, key=_tag):
         group.recv([message.tensor], message.peer, message.tag)
-    for message in sends:
+    for message in sorted(sends, key=_tag):
         group.send([message.tensor], message.peer, message.tag)
     work = group._end_coalescing(device)
     return [work] if work is not None else []
+
+
+def _tag(message: Message) -> int:
+    return message.tag
 
 
 def _post_staged(

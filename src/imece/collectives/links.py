@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from imece.collectives.choice import Choice, best_parts, choose, predict
+from imece.collectives.execute import Message, post
 from imece.collectives.link_types import Hosts, Link, Links, Native, table_line
 from imece.collectives.schedules import SCHEDULES
 
@@ -95,14 +96,16 @@ def _ping_pong(
 ) -> tuple[float, float]:
     """(latency in s, bytes/s) to the peer, a rank in the group; both sides call it at the same time."""
 
+    def one_way(tensor: torch.Tensor, sends: bool) -> None:
+        message = [Message(tensor, peer, 0)]
+        for work in post(message if sends else [], [] if sends else message, group, alone=True):
+            work.wait()
+
     def there_and_back(tensor: torch.Tensor, times: int) -> float:
         began = time.perf_counter()
         for _ in range(times):
-            if first:
-                dist.send(tensor, group=group, group_dst=peer)
-            dist.recv(tensor, group=group, group_src=peer)
-            if not first:
-                dist.send(tensor, group=group, group_dst=peer)
+            one_way(tensor, sends=first)
+            one_way(tensor, sends=not first)
         _finish(device)
         return (time.perf_counter() - began) / times / 2
 

@@ -42,7 +42,8 @@ def send(tensor: Tensor, dst: int, *, tag: int = 0, group: Group | None = None, 
     gone.
 
     Messages of one pair and tag arrive in the order of sending. On a GPU what is sent so is received by
-    `recv`, and not by `exchange`. ValueError if dst is this rank or not in the group.
+    `recv`, and not by `exchange`. ValueError if dst is this rank or not in the group, and for a tag over
+    NCCL, which has none.
     """
     group = group_or_default(group)
     _check_peer("send to", dst, group)
@@ -72,9 +73,11 @@ def exchange(
 ) -> Any:
     """All these messages progress together, in any order, without deadlock; a rank may write to itself.
 
-    Messages of one pair and tag arrive in the order in which they are listed. Returns None when all have
-    ended (async_op: a Pending of None). ValueError for ranks outside the group, and for a Send and a Recv of
-    this rank to itself that do not match.
+    Messages of one pair and tag arrive in the order in which they are listed; over NCCL tags tell those of
+    one call apart, not of two. There the first call of all in a group waits for all its ranks: let it be
+    another one, an all_reduce say, where a rank may have no messages. Returns None when all have ended
+    (async_op: a Pending of None). ValueError for ranks outside the group, and for a Send and a Recv of this
+    rank to itself that do not match.
     """
     group = group_or_default(group)
     rank = group.rank()
