@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import OptState
 
 from imece import GradScaler, parallelize
 from tests.data_parallel.checks import Check, Job, jobs, passed
@@ -99,22 +100,50 @@ class OnGpu(torch.Tensor):
 
     device = torch.device("cuda")
 
-    def to(self, *args: Any, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
+    def to(self, *where: Any, non_blocking: bool = False, **__: Any) -> torch.Tensor:
+        if where and torch.device(where[0]).type == "cuda":
+            return self
         return torch.tensor(torch.nan) if non_blocking else self.cpu()
 
     def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
         return self.as_subclass(torch.Tensor).clone()
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("value", "found"), [(8.0, 0.0), (torch.inf, 1.0)])
-def test_gradients_on_the_host_wait_for_the_scale(value: float, found: float) -> None:
+def test_gradients_on_the_host_wait_for_the_scale(value: float, found: float, fused: bool) -> None:
     """As with offload, while the loss and its scale are on the GPU."""
     weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([weight], lr=0.5, fused=fused)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    scaler._scale = cast(torch.Tensor, scaler._scale).as_subclass(OnGpu)
     weight.grad = torch.full((2,), value)
-    inverse, flag = (torch.tensor([each]).as_subclass(OnGpu) for each in (0.25, 0.0))
-    told = GradScaler("cpu")._unscale_grads_(torch.optim.SGD([weight]), inverse, flag, False)
-    assert weight.grad.tolist() == [value / 4] * 2
-    assert [each.item() for each in told.values()] == [found]
+    inverse, flag = (torch.tensor(each).as_subclass(OnGpu) for each in (0.25, 0.0))
+    (told,) = scaler._unscale_grads_(optimizer, inverse, flag, False).values()
+    assert (weight.grad.tolist(), told.item()) == ([value / 4] * 2, found)
+    scaler._per_optimizer_states[id(optimizer)] |= {
+        "stage": OptState.UNSCALED,
+        "found_inf_per_device": {OnGpu.device: told.as_subclass(OnGpu)},  # as of sharded models
+    }
+    scaler.step(optimizer)
+    assert weight.tolist() == pytest.approx([0.0 if found else -0.5] * 2)
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_fused_step_on_the_host_waits_for_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which it takes the gradient by where nobody has called `unscale_`."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.Adagrad([weight], lr=0.5, fused=True, initial_accumulator_value=0.25, eps=0.0)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    scaler._scale = cast(torch.Tensor, scaler._scale).as_subclass(OnGpu)
+    weight.grad = torch.full((2,), 8.0)
+    found = {"found_inf_per_device": {OnGpu.device: torch.tensor(0.0).as_subclass(OnGpu)}}
+    ask = scaler._per_optimizer_states[id(optimizer)].update
+    monkeypatch.setattr(scaler, "_check_inf_per_device", lambda _: ask(found))
+    scaler.step(optimizer)
+    assert weight.tolist() == pytest.approx([-0.5 * 2 / (0.25 + 4) ** 0.5] * 2)
 
 
 CHECKS: dict[str, Check] = {

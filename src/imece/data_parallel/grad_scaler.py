@@ -48,8 +48,21 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As torch's."""
         stepped = SteppedParts.of(optimizer)
-        with stepped.by_asking() if stepped is not None else contextlib.nullcontext():
+        with contextlib.ExitStack() as inside:
+            if stepped is not None:
+                inside.enter_context(stepped.by_asking())
+            if _on_cpu(optimizer):
+                inside.callback(optimizer.register_step_pre_hook(_bring_to_cpu).remove)
             return super().step(optimizer, *args, **kwargs)
+
+
+def _bring_to_cpu(optimizer: Optimizer, *_: Any) -> None:
+    """What a fused step is told: its own copies do not block, and the CPU would read them before they are
+    there."""
+    for name in ("grad_scale", "found_inf"):
+        told = getattr(optimizer, name, None)
+        if told is not None:
+            setattr(optimizer, name, told.cpu())
 
 
 def _on_cpu(optimizer: Optimizer) -> bool:
