@@ -66,6 +66,8 @@ class Watch:
 
     def _look(self) -> None:
         """Notes when buckets are done: works of all backends can be asked, few of them tell."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # to ask an event on another makes a context there
         while True:
             with self._lock:
                 now = time.perf_counter()
