@@ -342,9 +342,12 @@ def a_second_gradient_is_refused(group: dist.ProcessGroup) -> None:
             return x
 
     model = wrap(double(Twice(2)), group)
-    words = r"layers\.0\.\w+ got a second gradient.*use_reentrant=False.*static_graph"
-    with pytest.raises(RuntimeError, match=words):
+    words = r"layers\.0\.\w+ got a second gradient.*use_reentrant=False to checkpoint\(\)"
+    with pytest.raises(RuntimeError, match=f"{words}, or static_graph=True to DistributedDataParallel$"):
         model(own_input()).sum().backward()
+    sharded, _ = parallelize(double(Twice(2)), lambda given: torch.optim.SGD(given, lr=0.1), "zero1", group)
+    with pytest.raises(RuntimeError, match=f"{words}$"):  # parallelize has no such argument
+        sharded(own_input()).sum().backward()
     model = wrap(double(Twice(2)), group, static_graph=True)
     for step in range(3):
         train_step(model, group, step)
@@ -712,9 +715,14 @@ def gradients_with_other_memory(group: dist.ProcessGroup) -> None:
     before = {name: each.clone() for name, each in gradients(model).items() if each is not None}
     model(own_input(9)).sum().backward()  # is added to what all ranks have alike
     same(gradients(model), {name: before[name] + each for name, each in expected.items() if each is not None})
-    model.float()
-    with pytest.raises(RuntimeError, match=r"layers\.\d\.\w+ was float64 on cpu .* is float32 on cpu now"):
-        model(own_input().float()).sum().backward()
+    for steps in (1, 2):  # buckets are laid anew after the first
+        model = wrap(Branches(), group)
+        for step in range(steps):
+            model(own_input(step).float()).sum().backward()
+        model.double()
+        words = r"layers\.\d\.\w+ was float32 on cpu .* is float64 on cpu now"
+        with pytest.raises(RuntimeError, match=words):
+            model(own_input()).sum().backward()
 
 
 def gradients_that_are_other_objects(group: dist.ProcessGroup) -> None:

@@ -281,7 +281,9 @@ class Reducer:
             return False
         fired = self._fired[slot.index]
         if fired > slot.uses and not self._learning:
-            raise refusals.changed(slot, fired) if self.static_graph else refusals.second(slot)
+            if self.static_graph:
+                raise refusals.changed(slot, fired)
+            raise refusals.second(slot, self.gradients.is_whole)
         if self._arrivals.noting:
             self._arrivals.came(slot)
         return fired == slot.uses and not self._learning

@@ -219,7 +219,7 @@ def wait_for_stopped() -> dict[str, Any]:
         # What the others had sent before they gave up is still right; the one after that is not answered.
         return error_of(repeat(lambda: group.run_now("all_reduce", tensor, tensor, "max")))
     store.wait(["stopped"])
-    error = error_of(lambda: group.run_now("all_reduce", tensor, tensor, "max"))
+    error = error_of(lambda: group.run_now("all_reduce", tensor, tensor, "max", label="of the weights"))
     error["again"] = error_of(lambda: group.run_now("all_reduce", tensor, tensor, "max"))
     return error
 
@@ -242,6 +242,7 @@ def test_a_stopped_rank_is_named_after_the_timeout() -> None:
         seen = results[rank].value
         assert seen["kind"] == "CollectiveTimeoutError", seen
         assert "for rank 1 " in seen["text"] and f"pid {pid}" in seen["text"], seen
+        assert "all_reduce(max) of float32[10], number 2 (of the weights)" in seen["text"], seen
         assert 0.9 < seen["took_s"] < 1 + TOLD_S, seen
         assert seen["again"]["kind"] == "CollectiveError" and seen["again"]["took_s"] < LATER_CALL_S
     woken = results[1].value

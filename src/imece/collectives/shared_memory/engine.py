@@ -67,7 +67,10 @@ class Engine:
 
     def operation(self, fingerprint: int, steps: Steps) -> Operation:
         """`steps` of a collective, ready to be driven."""
-        return Operation(steps, fingerprint, lambda: f"number {self.number}", self.missing)
+        return Operation(steps, fingerprint, self._which, self.missing)
+
+    def _which(self) -> str:
+        return f"number {self.number}" + (f" ({self.label})" if self.label else "")
 
     # One step.
 

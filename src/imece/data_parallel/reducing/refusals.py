@@ -5,12 +5,12 @@ from __future__ import annotations
 from imece.data_parallel.reducing.buckets import Slot
 
 
-def second(slot: Slot) -> RuntimeError:
-    """One more gradient after the parameter's bucket has left."""
+def second(slot: Slot, is_whole: bool) -> RuntimeError:
+    """One more gradient after the parameter's bucket has left. is_whole: as of Gradients."""
+    static = ", or static_graph=True to DistributedDataParallel" if is_whole else ""
     return RuntimeError(
         f"parameter {slot.name} got a second gradient in one backward, after its first was on its way: "
-        f"it is used by several checkpointed blocks. Pass use_reentrant=False to checkpoint(), or "
-        f"static_graph=True to DistributedDataParallel"
+        f"it is used by several checkpointed blocks. Pass use_reentrant=False to checkpoint(){static}"
     )
 
 

@@ -82,13 +82,17 @@ class WholeGradients(Gradients):
                 self._view_again(slot)
 
     def _view_again(self, slot: Slot) -> None:
+        self._check_kind(slot)
+        # What is in .grad is copied into it as any other gradient.
+        slot.view = _view(self._flats[slot.index], slot.parameter)
+
+    def _check_kind(self, slot: Slot) -> None:
         flat, parameter = self._flats[slot.index], slot.parameter
         if parameter.dtype != flat.dtype or parameter.device != flat.device:
             raise RuntimeError(
                 f"parameter {slot.name} was {_dtype(flat)} on {flat.device} when the model was wrapped, and "
                 f"is {_dtype(parameter)} on {parameter.device} now: change it before, or wrap the model again"
             )
-        slot.view = _view(flat, parameter)  # what is in .grad is copied into it as any other gradient
 
     def finish(self, absent: Sequence[Slot], used_anywhere: Sequence[int]) -> None:
         """As of Gradients: what this rank did not use has another's gradient, or what was there before."""
@@ -104,7 +108,12 @@ class WholeGradients(Gradients):
                 slot.older = None
 
     def rebuild(self, came: Sequence[int], arrivals: Sequence[tuple[int, float]], overlap: bool) -> None:
-        """As of Gradients: in the order of rank 0; what did not come goes last."""
+        """As of Gradients: in the order of rank 0; what did not come goes last.
+
+        RuntimeError: as `start`.
+        """
+        for slot in self.slots:
+            self._check_kind(slot)
         seen = set(came)
         order = [*came, *(at for at in reversed(range(len(self.slots))) if at not in seen)]
         cap, device = 0, self.all[0].flat.device
