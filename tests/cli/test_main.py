@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from imece.cli.launch import split
 from imece.cli.main import COMMANDS, main
 from imece.errors import UserError
 from imece.launch.hosts.here import Plan
+from imece.train.stopping import Stop
 
 
 def run(*argv: str) -> tuple[int, str, str]:
@@ -249,7 +252,7 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr("imece.cli.launch.launch", interrupted)
     (tmp_path / "s.py").touch()
-    assert run("launch", "--ranks", "2", str(tmp_path / "s.py")) == (130, "", "")
+    assert run("launch", "--ranks", "2", str(tmp_path / "s.py")) == (130, "", "imece: interrupted\n")
 
 
 def test_interrupted_at_the_very_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +268,31 @@ def test_interrupted_at_the_very_beginning(monkeypatch: pytest.MonkeyPatch) -> N
         raise KeyboardInterrupt
 
     monkeypatch.setattr("imece.cli.main._take_all", interrupted)
-    assert run("plan") == (130, "", "")
+    assert run("plan") == (130, "", "imece: interrupted\n")
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_interrupted_in_an_import(monkeypatch: pytest.MonkeyPatch, launched: bool) -> None:
+    """It is whole, and what it held up is heard: by a rank as any later signal."""
+    ran: list[object] = []
+
+    def as_rank(_: Sequence[str], stop: Stop) -> int:
+        ran.append(stop.signal)
+        return 7
+
+    def import_module(name: str) -> SimpleNamespace:
+        signal.raise_signal(signal.SIGINT)
+        ran.append(name)
+        return SimpleNamespace(run=ran.append, run_as_rank=as_rank)
+
+    monkeypatch.setattr("imece.cli.main.importlib", SimpleNamespace(import_module=import_module))
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in variables.items() if launched else ():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert run("train") == ((7, "", "") if launched else (130, "", "imece: interrupted\n"))
+    assert ran == ["imece.cli.train", signal.SIGINT][: 1 + launched]
 
 
 def test_as_a_module() -> None:

@@ -164,24 +164,25 @@ def test_a_large_file_is_cut_at_line_ends(tmp_path: Path) -> None:
     assert all(piece.endswith("\r\n") and piece.startswith("a line") for piece in pieces)
     # A smaller one stays whole, unless there is little else to hold out.
     small = write(tmp_path / "c.txt", line * 1000)
-    assert texts(small, beside)[0] == line * 1000
-    assert 16 <= len(texts(small)) <= 32
-    assert "".join(texts(small)) == line * 1000
+    assert texts(small, beside, to_hold_out=True)[0] == line * 1000
+    assert texts(small) == [line * 1000]
+    assert 16 <= len(texts(small, to_hold_out=True)) <= 32
+    assert "".join(texts(small, to_hold_out=True)) == line * 1000
 
 
 def test_no_document_of_a_little_text_is_most_of_it(tmp_path: Path) -> None:
     book = write(tmp_path / "book.txt", "".join(f"line {number} of a book\n" for number in range(8000)))
     note = write(tmp_path / "note.txt", "a note\n")
-    pieces = texts(book, note)
+    pieces = texts(book, note, to_hold_out=True)
     assert pieces[-1] == "a note\n" and "".join(pieces[:-1]) == book.read_text()
     assert max(map(len, pieces)) <= book.stat().st_size / 15 and len(pieces) <= 33
     # Whatever the names are, whatever lies beside that is no text, and when a little more is written.
     other = write(tmp_path / "a/z.txt", book.read_text())
     write(tmp_path / "a/b.txt", b"\0" * (5 << 20))
     write(tmp_path / "a/a.txt", "a note\n")
-    assert sorted(texts(*sources([tmp_path / "a"]), skipped={})) == sorted(pieces)
+    assert sorted(texts(*sources([tmp_path / "a"]), skipped={}, to_hold_out=True)) == sorted(pieces)
     write(other, book.read_text() + "one more line\n")
-    assert texts(other, note)[: len(pieces) - 2] == pieces[:-2]
+    assert texts(other, note, to_hold_out=True)[: len(pieces) - 2] == pieces[:-2]
 
 
 def test_a_line_without_end_does_not_become_one_document(tmp_path: Path) -> None:

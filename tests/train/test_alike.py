@@ -13,6 +13,7 @@ import torch
 from imece.cli.train import read_config
 from imece.errors import UserError
 from imece.train.start import run_rank
+from imece.train.stopping import Stop
 from tests.ranks import run_ranks
 from tests.train.command import leave_out
 from tests.train.small import options, write_text
@@ -52,7 +53,7 @@ def starts(cases: list[str], folder: str) -> list[list[Any]]:
             instead = mock.patch("imece.data.prepare.sources", return_value=other) if odd else instead
         try:
             with instead:
-                run_rank(read_config(words))
+                run_rank(read_config(words), Stop())
         except UserError as error:
             found.append(["says", str(error), (path / f"run-{number}").exists()])
         except SystemExit as error:

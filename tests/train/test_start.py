@@ -18,6 +18,7 @@ from imece.train import start
 from imece.train.config import DataSection, TrainConfig
 from imece.train.run_lock import HELD, RunLock
 from imece.train.session import Session
+from imece.train.stopping import Stop
 
 AGAIN = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 Rank = Callable[..., None]
@@ -30,7 +31,7 @@ def rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Rank:
     def run(number: int, *, joining: bool = False) -> None:
         mesh = SimpleNamespace(rank=number, world=SimpleNamespace(joining=joining))
         monkeypatch.setattr("imece.mesh.init", lambda ranks: mesh)
-        start.run_rank(TrainConfig(run=str(tmp_path / "run")))
+        start.run_rank(TrainConfig(run=str(tmp_path / "run")), Stop())
 
     monkeypatch.setattr(start, "check_same_start", lambda config, mesh: None)
     monkeypatch.setattr(start, "together", lambda mesh, call: call())

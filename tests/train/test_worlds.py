@@ -10,6 +10,7 @@ import numpy as np
 from imece.cli.train import read_config
 from imece.data.batches import Batches, rows
 from imece.train.start import run_rank
+from imece.train.stopping import Stop
 from tests.ranks import run_ranks
 from tests.train.command import leave_out
 from tests.train.compare import records
@@ -35,7 +36,7 @@ def ledgers(runs: list[list[str]]) -> list[list[list[Any]]]:
     Batches.for_rank = noted  # type: ignore[method-assign]
     found = []
     for words in runs:
-        assert run_rank(read_config(words)) == 0
+        assert run_rank(read_config(words), Stop()) == 0
         found.append(entries.copy())
         entries.clear()
     return found

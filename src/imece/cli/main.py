@@ -12,7 +12,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from imece import __version__
 from imece.errors import UserError
@@ -30,6 +30,7 @@ COMMANDS = {
 }
 
 _MODULES = {"eval": "evaluate"}  # whose file has another name: eval is Python's
+_RANKS = {"train"}  # what a launcher may start as a rank: `run_as_rank(argv, stop)`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = f"standard output cannot be written ({error.strerror}): make room, or send it elsewhere"
         print(f"imece: {said}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupted:
+        print(f"imece: {str(interrupted) or 'interrupted'}", file=sys.stderr)
         return 130
 
 
@@ -82,9 +84,25 @@ def _run(arguments: list[str]) -> int:
         meant = nearest(name, [*COMMANDS, "--help", "--version"])
         hint = f"did you mean {meant}?" if meant else f"the commands are {', '.join(COMMANDS)}"
         raise UserError(f"there is no command {name!r}; {hint}")
-    module = _MODULES.get(name, name)
-    run: Callable[[Sequence[str]], int] = importlib.import_module(f"imece.cli.{module}").run
-    return run(rest)
+    return _run_module(_MODULES.get(name, name), rest)
+
+
+def _run_module(name: str, arguments: list[str]) -> int:
+    """A KeyboardInterrupt in the midst of an import leaves half a module behind, or aborts in C++: signals
+    wait until all is there. A rank that was launched takes one up as it does later ones, with the others.
+    """
+    from imece.train.stopping import Stop
+    from imece.world import read_world
+
+    launched = name in _RANKS and read_world().launcher != "single"
+    stop = Stop(launched)
+    with stop.listening():
+        module = importlib.import_module(f"imece.cli.{name}")
+        if launched:
+            return int(module.run_as_rank(arguments, stop))
+    if stop.signal:
+        signal.raise_signal(stop.signal)
+    return int(module.run(arguments))
 
 
 def _usage() -> str:

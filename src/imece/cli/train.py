@@ -26,8 +26,7 @@ from imece.train.run_folder import RunFolder
 from imece.train.run_lock import HELD, RunLock
 from imece.train.start import Progress as Report
 from imece.train.start import make_ready, run_rank
-from imece.train.stopping import SIGNALS
-from imece.world import read_world
+from imece.train.stopping import SIGNALS, Stop
 
 PROG = "imece train"
 DESCRIPTION = (
@@ -49,8 +48,6 @@ def run(argv: Sequence[str]) -> int:
     if printing:
         print(to_toml(config), end="")
         return 0
-    if read_world().launcher != "single":
-        return _as_rank(config)
     folder, display = RunFolder(config.folder), Display(config.steps)
     there, new = os.path.isdir(folder.path), not os.path.lexists(folder.config_file)
     with RunLock(folder.path) as lock:
@@ -102,9 +99,10 @@ def _is_same(one: Path, other: Path) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
-def _as_rank(config: TrainConfig) -> int:
+def run_as_rank(argv: Sequence[str], stop: Stop) -> int:
+    """`imece train ARGV` as one of the ranks that a launcher started. stop: it listens."""
     try:
-        return run_rank(config)
+        return run_rank(read_config(list(argv)), stop)
     except (NotFiniteError, DriftError) as error:
         print(f"imece: {error}", file=sys.stderr)
         return 1
@@ -132,5 +130,4 @@ def _progress(display: Display) -> Iterator[Report]:
             yield report
     except KeyboardInterrupt:
         doing = next(reversed(tasks), "reading the text")
-        print(f"imece: interrupted while {doing}; nothing was saved", file=sys.stderr)
-        raise
+        raise KeyboardInterrupt(f"interrupted while {doing}; nothing was saved") from None

@@ -157,7 +157,7 @@ def _build(
         closing(_PartWriter(folder, "train", dtype)) as train,
         closing(_PartWriter(folder, "validation", dtype)) as validation,
     ):
-        for batch in _batches(documents(files, field, skipped)):
+        for batch in _batches(documents(files, field, skipped, to_hold_out=share > 0)):
             encoded = tokenizer.encode_batch([document.text for document in batch])
             for document, ids in zip(batch, encoded, strict=True):
                 part = validation if held_out(document.text, share, seed) else train

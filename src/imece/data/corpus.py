@@ -28,6 +28,13 @@ _PIECE_BYTES = 1 << 16  # a larger one is cut at line ends into documents of abo
 _LINE_BYTES = 1 << 12  # a line up to this size is not cut
 _FEWEST_DOCUMENTS = 16  # of all text: where one is most of it, to hold that out leaves nothing to learn from
 _RUN = {"config.toml", "metrics.jsonl"}  # a folder with both is a run's: what it writes is no text to learn
+_PACKED = {  # by the first bytes of a file, what unpacks it
+    b"\x1f\x8b": "gunzip",
+    b"\x28\xb5\x2f\xfd": "zstd -d",
+    b"\xfd7zXZ\0": "unxz",
+    b"BZh": "bunzip2",
+    b"PK\3\4": "unzip",
+}
 # In the standard library: what others installed, and tests, of which many are not text on purpose.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
@@ -90,22 +97,27 @@ def absolute_name(given: str) -> str:
 
 
 def documents(
-    files: Sequence[Path], field: str = "text", skipped: dict[Path, str] | None = None
+    files: Sequence[Path],
+    field: str = "text",
+    skipped: dict[Path, str] | None = None,
+    *,
+    to_hold_out: bool = False,
 ) -> Iterator[Document]:
     """The documents of `files`, in their order: one a file, or one a line of a .jsonl or a row of a table,
     where it is the text in `field`.
 
     A text file of more than 256 KiB is cut at line ends into documents of some 64 KiB: so memory stays
-    small, and a part of a large file can be held out. Where all files together are less than 4 MiB, those of
-    more than a sixteenth of it are cut too, so finely that no document is much more than that. Empty files,
-    blank lines, empty texts and empty cells are passed over.
+    small, and a part of a large file can be held out. Empty files, blank lines, empty texts and empty cells
+    are passed over.
 
+    to_hold_out: a part of the documents is to be held out. Where all files together are less than 4 MiB,
+    those of more than a sixteenth of it are then cut too, so finely that no document is much more than that.
     skipped: files that are not UTF-8 text are added to it, each with what is wrong with it, and left out;
     without it they are a UserError. UserError for a line of a .jsonl that is no JSON object, or has no string
     in `field`; for a table, see `tables.rows`.
     """
     root, why_not_text = common_folder(files), functools.cache(_why_not_text)
-    largest_bytes = _largest_bytes(files, why_not_text)
+    largest_bytes = _largest_bytes(files, why_not_text) if to_hold_out else _WHOLE_BYTES
     for path in files:
         name = os.path.relpath(path, root)
         with _reading(path):
@@ -175,7 +187,7 @@ def share_of_one(files: Sequence[Path], field: str, share: float, seed: int) -> 
     It is `share`, unless that is below every document: then the least that holds one out. 0 stays 0.
     """
     least = 1.0
-    for document in documents(files, field, skipped={}) if share else ():
+    for document in documents(files, field, skipped={}, to_hold_out=True) if share else ():
         least = min(least, _draw(document.text, seed))
         if least < share:
             return share
@@ -310,6 +322,11 @@ def _why_not_text(path: Path) -> str | None:
     """What is wrong with a file that is not UTF-8 text, and what to do; None for text."""
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
     with path.open("rb") as file:
+        start = file.read(max(map(len, _PACKED)))
+        for magic, unpack in _PACKED.items():
+            if start.startswith(magic):
+                return f"compressed: unpack it first, with {unpack}"
+        file.seek(0)
         while True:
             block = file.read(1 << 20)
             if (nul := block.find(b"\0")) >= 0:

@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from signal import Signals
 
 import torch
 
@@ -28,7 +29,7 @@ from imece.train.alike import check_same_start
 from imece.train.batch import plan_batch
 from imece.train.config import TrainConfig
 from imece.train.drift import DriftError
-from imece.train.finish import finish, is_finished
+from imece.train.finish import end_early, finish, is_finished, newest_kept
 from imece.train.loop import Loop, NotFiniteError
 from imece.train.precision import choose_precision
 from imece.train.prediction import keep
@@ -37,7 +38,6 @@ from imece.train.run_lock import RunLock
 from imece.train.session import Session
 from imece.train.stopping import Stop
 from imece.train.watching import Watching
-from imece.world import read_world
 from imece.writing import write_whole
 
 Progress = Callable[[str, int, int], None]
@@ -93,15 +93,16 @@ def default_ranks() -> int:
     return usable_gpus() or min(2, usable_cores())
 
 
-def run_rank(config: TrainConfig) -> int:
+def run_rank(config: TrainConfig, stop: Stop) -> int:
     """Train as one of the ranks that a launcher started, to the end; its exit status: 128 and the signal that
     ended it, 1 if the last checkpoint is not on the disk, else 0.
 
+    stop: what listens for signals; the ranks meet even if one has come, to end together.
     UserError on one rank for what is wrong with the config, the data or the checkpoint; SystemExit(2) on the
-    others. NotFiniteError, DriftError on all.
+    others. NotFiniteError, DriftError on rank 0; SystemExit(1) on the others.
     """
-    stop, folder = Stop(read_world().launcher != "single"), RunFolder(config.folder)
-    with stop.listening(), RunLock(folder.path) as lock:
+    folder = RunFolder(config.folder)
+    with RunLock(folder.path) as lock:
         mesh = meshes.init(ranks=config.ranks or None)
         check_same_start(config, mesh)
         with contextlib.ExitStack() as until_open:
@@ -145,9 +146,20 @@ def _train(session: Session, stop: Stop, joined: Recovered | None) -> int:
         if signal and saved:
             run = as_argument(path)
             watching.note(f"saved after step {session.done}; go on with: imece train --run {run}")
+        if signal:
+            end_early(session, f"stopped by {Signals(signal).name}")
         return 128 + signal if signal else 0 if saved else 1
-    except (NotFiniteError, DriftError):
-        session.checkpoints.finish()  # raised on all ranks: a save that is under way is not given up
+    except (NotFiniteError, DriftError) as error:  # on all ranks
+        session.checkpoints.finish()  # a save that is under way is not given up
+        kept = newest_kept(session) if mesh.rank == 0 else None
+        watching.note("no checkpoint was saved" if kept is None else f"the newest checkpoint is of step {kept}")
+        end_early(session, str(error))
+        if mesh.rank != 0:
+            raise SystemExit(1) from None
+        raise
+    except Exception as error:
+        if session.recovery is None:  # or else the others wait for this rank's end
+            end_early(session, f"{type(error).__name__}: {error}")
         raise
     finally:
         session.checkpoints.close()  # here too: what it has to say is for `watching`
