@@ -446,6 +446,22 @@ def test_cpus_are_no_gpus(
     assert int(fp32) == round(100 * (1 - steps[1] / steps[0])) >= 2
 
 
+def test_a_cpu_that_only_emulates_bf16_is_planned_for_in_fp32(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    figures = FIGURES | {"dtype": "float32", "product_fp32": FIGURES["product"]}
+    monkeypatch.setattr("imece.bench.here.measure_here", lambda ranks: figures)
+    monkeypatch.setenv("IMECE_HERE", str(tmp_path / "here.toml"))
+    for hardware in (["--here"], ["--gpus", "2xCPU"]):
+        argv = ["small", *hardware, "--seq", "256", "--global-batch", "64"]
+        usual, fp32 = found(capsys, *argv), found(capsys, *argv, "--precision", "fp32")
+        assert usual == fp32 and "precision" not in usual["next"]["call"]
+        for name in ("bf16", "autocast", "bf16-pure", "fp16"):
+            said = f"has no {'fp16' if name == 'fp16' else 'bf16'}: say fp32"
+            assert main(["plan", *argv, "--precision", name]) == 2
+            assert said in capsys.readouterr().err
+
+
 def test_where_its_figures_cannot_be_kept(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,8 +52,8 @@ def test_fp32_is_without_tf32(name: str) -> None:
     assert gpu.peak_fp32 < 110e12 and gpu.peak_fp32 <= gpu.peak * 0.51
 
 
-def test_one_preset_has_no_bf16() -> None:
-    assert [name for name in gpu_names() if not find_gpu(name).bf16] == ["V100"]
+def test_two_presets_have_no_bf16() -> None:
+    assert [name for name in gpu_names() if not find_gpu(name).bf16] == ["V100", "CPU"]
 
 
 def test_preset_inherits_what_it_does_not_say() -> None:

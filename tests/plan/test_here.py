@@ -13,9 +13,10 @@ from imece.errors import UserError
 from imece.plan.hardware import Cluster, find_cluster
 from imece.plan.here import cluster_of, keep, kept_cluster, measured_on, profile_file, to_toml
 from imece.plan.models.by_name import MODELS
+from imece.plan.models.model import Model
 from imece.plan.setup import Parallel, Precision, Recipe, Setup
 from imece.plan.speed.communication import along, collective_s
-from imece.plan.speed.compute import product_s, stream_s
+from imece.plan.speed.compute import layer_time, product_s, stream_s
 from imece.plan.speed.manner import IMECE
 from imece.plan.speed.stage import stage_time
 from tests.data.helpers import files_of_at_most
@@ -40,9 +41,13 @@ def test_what_was_measured_comes_back() -> None:
     assert took == pytest.approx(4e-4 + nbytes * 2e-9, rel=0.01)
     assert (cluster.gpus, cluster.gpu.memory_bytes) == (4, 6_000_000_000)
     assert cluster.gpu.price_per_hour is None
+    batch, heads, seq, width = FIGURES["attention"]
+    model = Model("attention", 1, heads * width, heads, heads, width, 1, gated=False, vocab_size=1)
+    attention = layer_time(cluster.gpu, model, IMECE, Recipe(seq, micro_batch=batch), 1, 1, False).core
+    assert attention == pytest.approx(FIGURES["attention_forward_s"])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_the_file_is_read_back(tmp_path: Path, dtype: str) -> None:
     cluster, path = cluster_of(FIGURES | {"dtype": dtype}), tmp_path / "new" / "here.toml"
     keep(to_toml(cluster, FIGURES, NOW), path)

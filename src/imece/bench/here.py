@@ -21,7 +21,7 @@ from imece.models.cross_entropy import summed_cross_entropy
 from imece.models.presets import preset
 from imece.models.transformer import Transformer
 from imece.observe.environment import cpu_model, usable_cores
-from imece.train.precision import choose_precision
+from imece.train.precision import choose_precision, multiplies_bf16
 
 _LONG_S = 0.4
 _LIMIT_S = 120.0
@@ -55,7 +55,7 @@ def measure_here(ranks: int) -> dict[str, Any]:
 def _measure_rank() -> dict[str, Any]:
     mesh = imece.init()
     device = mesh.device
-    dtype = choose_precision("auto", device).dtype
+    dtype = _dtype(device)
     together = _Together(mesh)
     resident = psutil.Process().memory_info().rss
     side = _SIDE[device.type]
@@ -90,6 +90,13 @@ def _measure_rank() -> dict[str, Any]:
         figures |= {"all_reduce_fixed_s": native.fixed_s, "all_reduce_s_per_byte": native.s_per_byte}
         figures["all_reduce_bytes"] = LARGE_BYTES
     return figures
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    """Of the fastest products that the hardware does."""
+    if device.type == "cuda" and not multiplies_bf16(device):
+        return torch.float16
+    return choose_precision("auto", device).dtype
 
 
 class _Together:

@@ -79,8 +79,9 @@ class PlanOptions:
     #: In the host's memory. optimizer: masters, summed gradients and its state; parameters: each rank's part
     #: of the parameters too.
     offload: Offload | None = None
-    #: none: bf16, or fp16 where a GPU has no bf16. Both have fp32 masters, 16 bytes a parameter with AdamW;
-    #: autocast: fp32 weights, products in bf16, as imece train does it; fp32; bf16-pure: no masters.
+    #: none: bf16, or where that is not multiplied fp16, and on CPUs fp32. bf16 and fp16 have fp32 masters, 16
+    #: bytes a parameter with AdamW; autocast: fp32 weights, products in bf16, as imece train does it where it
+    #: is multiplied; fp32; bf16-pure: no masters.
     precision: PrecisionName | None = None
     attention: Literal["flash", "plain"] = "flash"
     """plain keeps all scores for backward."""
@@ -112,11 +113,17 @@ class PlanOptions:
         return _STRATEGIES.get(self.strategy)
 
     def precision_on(self, gpu: Gpu) -> PrecisionName:
-        """What is asked for, or what is usual there. UserError for bf16 on a GPU that has none."""
+        """What is asked for, or what is usual there. UserError for numbers that it does not multiply: a CPU
+        emulates them, at a fraction of the rate for fp32."""
+        names: list[PrecisionName] = ["bf16", "autocast", "bf16-pure"] if gpu.bf16 else []
+        names += ["fp32"] if gpu.is_cpu else ["fp16", "fp32"]
         if self.precision is None:
-            return "bf16" if gpu.bf16 else "fp16"
-        if not gpu.bf16 and self.precision not in ("fp16", "fp32"):
-            raise UserError(f"--precision {self.precision}: {gpu.name} has no bf16: say fp16 or fp32")
+            return names[0]
+        if self.precision not in names:
+            numbers = "fp16" if self.precision == "fp16" else "bf16"
+            raise UserError(
+                f"--precision {self.precision}: {gpu.name} has no {numbers}: say {' or '.join(names)}"
+            )
         return self.precision
 
 

@@ -26,7 +26,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -66,7 +66,7 @@ class Gpu:
     """One device."""
 
     name: str
-    peak: float  # FLOP/s of dense bf16 (fp16 where there is no bf16) matrix products, as the vendor says
+    peak: float  # FLOP/s of dense bf16 matrix products (without bf16: fp16; CPUs: fp32), as the vendor says
     peak_fp32: float  # FLOP/s of fp32 matrix products, without TF32: torch's default
     reachable: float  # part of `peak` that the best measured product reaches
     memory_bytes: int  # that a program can use before any context
@@ -80,6 +80,11 @@ class Gpu:
 
     def __hash__(self) -> int:  # of one field: it is a key of caches that are asked for each candidate
         return hash(self.name)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Of a rank that computes on cores of its host."""
+        return self.multiprocessors == 1
 
     def multiplying(self, element_bytes: int) -> Gpu:
         """The same, whose `peak` is that of products of such elements."""
@@ -163,26 +168,28 @@ def find_cluster(
             raise UserError(f"{number} {what}: at least 1, and at most a million")
     try:
         links = _presets()["links"]
-        inside = _link(links[_named(table.get("inside", "pcie4"), links, "link")] | own.get("inside", {}))
+        inside = _link(links[_named(table.get("inside", "pcie4"), links, "link")])
+        inside = replace(inside, **_known(Link, own.get("inside", {}), "inside"))
         slot = links[_named(table["slot"], links, "link")]["bandwidth"] if "slot" in table else math.inf
         between = find_network(network or str(table.get("network", "infiniband-ndr")), count, slot)
-        if network is None and "between" in own:
-            between = replace(between, **_known(Link, own["between"], "between"))
+        if network is None:
+            between = replace(between, **_known(Link, own.get("between", {}), "between"))
         return Cluster(_gpu(table), count, hosts, inside, between)
-    except (TypeError, ValueError, KeyError) as error:
+    except ValueError as error:
         raise UserError(f"{hardware}: {error}") from None
 
 
 def parse_gpus(text: str) -> tuple[int | None, str]:
-    """ "8xH100" -> (8, "H100"); "H100" -> (None, "H100"). Whether there is such a GPU, find_cluster knows.
-    UserError."""
-    found = re.fullmatch(r"\s*(?:(\d{1,9})\s*[xX*]\s*)?([^\s].*?)\s*", text)
+    """ "8xH100", "8 H100" -> (8, "H100"); "H100" -> (None, "H100"). Whether there is such a GPU, find_cluster
+    knows. UserError."""
+    found = re.fullmatch(r"\s*(?:(\d{1,9})\s*[xX*]\s*|(\d{1,3})\s+)?([^\s].*?)\s*", text)
     if found is None:
         raise UserError(f"--gpus {text!r}: write it like 8xH100")
-    count = None if found[1] is None else int(found[1])
+    number = found[1] or found[2]  # "3090 Ti" is a name: no host has so many
+    count = None if number is None else int(number)
     if count == 0:
         raise UserError(f"--gpus {text!r}: at least 1")
-    return count, found[2]
+    return count, found[3]
 
 
 def describes_gpu(hardware: Path) -> bool:
@@ -193,8 +200,9 @@ def describes_gpu(hardware: Path) -> bool:
 def _asked_for(gpu: str | None, own: Mapping[str, Any], hardware: Path | None) -> dict[str, Any]:
     """The GPU that is named, with what the file's [gpu] says of it; UserError if it says that of another."""
     name, like = own.get("name"), own.get("like")
-    if gpu is None and hardware is None:
-        raise UserError(f"no GPU is named: choose one of {', '.join(gpu_names())}")
+    if gpu is None and like is None and name is None:
+        where = "" if hardware is None else f", or say in {hardware} which one [gpu] is like"
+        raise UserError(f"no GPU is named: choose one of {', '.join(gpu_names())}{where}")
     try:
         table = {} if like is None else _gpu_table(like)
     except UserError as error:
@@ -227,16 +235,17 @@ def _gpu_table(name: str) -> dict[str, Any]:
 def _gpu(table: Mapping[str, Any]) -> Gpu:
     rest = {name: value for name, value in table.items() if name not in _ABOUT_HOSTS}
     known = _known(Gpu, rest, "gpu")
-    if "flash" in known:
-        known["flash"] = tuple(known["flash"])
+    missing = [field.name for field in fields(Gpu) if field.default is MISSING and field.name not in known]
+    if missing:
+        raise ValueError(
+            f"[gpu] is without {', '.join(missing)}: add {'it' if len(missing) == 1 else 'them'}, or like = "
+            "the preset that has what is left out"
+        )
     return Gpu(**known)
 
 
 def _link(table: Mapping[str, Any]) -> Link:
-    known = _known(Link, {k: v for k, v in table.items() if k != "source"}, "link")
-    if "lanes" in known:
-        known["lanes"] = tuple(known["lanes"])
-    return Link(**known)
+    return Link(**_known(Link, {k: v for k, v in table.items() if k != "source"}, "link"))
 
 
 _ABOUT_HOSTS = ("source", "inside", "slot", "network", "gpus_per_host")  # of a GPU's table
@@ -248,8 +257,9 @@ _NOT_RATES = (
 
 
 def _known(kind: type[Gpu] | type[Link], table: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`table`, if all its names are fields and all its numbers can be. ValueError."""
+    """`table` with tuples for its lists, if all its names are fields and all its numbers can be. ValueError."""
     names = [field.name for field in fields(kind)]
+    found = {}
     for name, value in table.items():
         if name not in names:
             raise ValueError(f"[{where}] {name} is unknown; there are {', '.join(names)}")
@@ -266,14 +276,16 @@ def _known(kind: type[Gpu] | type[Link], table: Mapping[str, Any], where: str) -
             if name in _PARTS and not 0 < number <= 1:
                 raise ValueError(f"[{where}] {name} is {number}; it is a part: more than 0, and at most 1")
             if number < 0 or (number == 0 and name in _POSITIVE):
-                raise ValueError(f"[{where}] {name} is {number}; it must be more than 0")
+                least = "more than 0" if name in _POSITIVE else "0 or more"
+                raise ValueError(f"[{where}] {name} is {number}; it must be {least}")
             if name in _LEAST and number < _LEAST[name]:
                 raise ValueError(
                     f"[{where}] {name} is {number} {_UNIT[name]}; at least {_LEAST[name]:.0e} is needed"
                 )
             if name in ("latency", "hop_s") and number >= 1:
                 raise ValueError(f"[{where}] {name} is {number} s; less than 1 is needed")
-    return dict(table)
+        found[name] = tuple(value) if several else value
+    return found
 
 
 _PARTS = ("efficiency", "lanes", "reachable", "sustained", "flash")
@@ -322,14 +334,12 @@ def _named(name: str, presets: Iterable[str], what: Literal["GPU", "network", "l
             return plain[spelling]
     near = difflib.get_close_matches(key, list(plain), n=3, cutoff=0.6)
     hint = (
-        f"did you mean {' or '.join(plain[n] for n in near)}?"
-        if near
-        else f"there are {', '.join(plain.values())}{_OTHERS * (what == 'GPU')}"
+        f"did you mean {' or '.join(plain[n] for n in near)}?" if near else f"there are {', '.join(plain.values())}"
     )
-    raise UserError(f"{what} {name!r} is unknown: {hint}")
+    others = "; a file of --hardware describes others" * (what == "GPU")
+    raise UserError(f"{what} {name!r} is unknown: {hint}{others}")
 
 
-_OTHERS = "; a file of --hardware describes others"
 _OTHER_NAMES = {
     "a100": "a10080", "h10080": "h100", "4090": "rtx4090", "5090": "rtx5090", "ndr": "infinibandndr",
     "hdr": "infinibandhdr", "h10080gb": "h100", "v10032": "v100",

@@ -19,14 +19,13 @@ from imece.models.presets import preset
 from imece.plan.hardware import Cluster, Gpu, Link, find_cluster, find_gpu
 from imece.plan.models.by_name import from_shape
 from imece.plan.setup import Parallel, Precision, Recipe, Setup
-from imece.plan.speed.compute import product_s, stream_s
+from imece.plan.speed.compute import flash_part, product_s, stream_s
 from imece.plan.speed.manner import IMECE
 from imece.plan.speed.stage import stage_time
 from imece.writing import write_whole
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _SLOWEST = 0.1  # of the bytes that a copy moves
-_WIDE = 128  # channels of a head for which Gpu.flash is told
 
 
 def profile_file() -> Path:
@@ -68,7 +67,7 @@ def cluster_of(figures: Mapping[str, Any]) -> Cluster:
         base, name=str(figures["device"]), reachable=1.0, sustained=1.0, peak=1.0, peak_fp32=1.0,
         memory_bandwidth=1e18, multiprocessors=int(figures["multiprocessors"]),
         memory_bytes=int(figures["memory_bytes"]), overhead_bytes=int(figures["overhead_bytes"]),
-        price_per_hour=None, bf16=figures["dtype"] != "float16",
+        price_per_hour=None, bf16=figures["dtype"] == "bfloat16",
     )  # fmt: skip
     side = int(figures["side"])
     # At a peak of 1 the formula says how many seconds that product takes; it took this many.
@@ -141,11 +140,8 @@ def _flash(gpu: Gpu, figures: Mapping[str, Any]) -> tuple[float, float]:
     batch, heads, seq, width = figures["attention"]
     flops = 2.0 * batch * heads * seq * seq * width
     forward, backward = figures["attention_forward_s"], figures["attention_backward_s"]
-    narrow = min(1.0, (width / _WIDE) ** 0.4) * seq / (seq + 256)
-    return (
-        min(1.0, flops / (forward * gpu.peak * narrow)),
-        min(1.0, 2.5 * flops / (backward * gpu.peak * narrow)),
-    )
+    rate = gpu.peak * flash_part(width, seq)
+    return min(1.0, flops / (forward * rate)), min(1.0, 2.5 * flops / (backward * rate))
 
 
 def _link(figures: Mapping[str, Any]) -> Link:

@@ -82,7 +82,7 @@ def device(cluster: Cluster) -> str:
 
 def is_cpu(cluster: Cluster) -> bool:
     """Whether ranks compute on CPUs."""
-    return cluster.gpu.multiprocessors == 1
+    return cluster.gpu.is_cpu
 
 
 def kinds(cluster: Cluster) -> dict[str, str]:

@@ -25,6 +25,7 @@ _SCORES_FORWARD = 13  # bytes moved for each score where attention keeps them: p
 _SCORES_BACKWARD = 24
 _BATCHED = 0.5  # of the sustained rate, products of single heads
 _HALF_SEQ = 256  # tokens at which flash attention reaches half of its rate
+_WIDE = 128  # channels of a head for which Gpu.flash is told
 _FUSED = 0.5  # bytes of element-wise work and loss that are left where they are compiled into few kernels
 
 
@@ -144,10 +145,14 @@ def _core(
         flops = 4 * scores * model.head_width
         forward = flops / rate + stream_s(gpu, _SCORES_FORWARD * scores)
         return forward, 2 * flops / rate + stream_s(gpu, _SCORES_BACKWARD * scores)
-    rate = gpu.peak * manner.flash * recipe.seq / (recipe.seq + _HALF_SEQ)
-    rate *= min(1.0, (model.head_width / 128) ** 0.15)
+    rate = gpu.peak * manner.flash * flash_part(model.head_width, recipe.seq)
     flops = 2 * scores * model.scores_part(recipe.seq) * model.head_width
     return flops / (rate * gpu.flash[0]), 2.5 * flops / (rate * gpu.flash[1])
+
+
+def flash_part(head_width: int, seq: int) -> float:
+    """Of Gpu.flash, what attention reaches with heads of so many channels on so many tokens."""
+    return min(1.0, (head_width / _WIDE) ** 0.15) * seq / (seq + _HALF_SEQ)
 
 
 def head_time(gpu: Gpu, model: Model, manner: Manner, recipe: Recipe, tokens: int, tensor: int) -> HeadTime:
