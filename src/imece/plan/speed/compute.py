@@ -9,6 +9,7 @@ moves.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -152,7 +153,7 @@ def _core(
 
 def flash_part(head_width: int, seq: int) -> float:
     """Of Gpu.flash, what attention reaches with heads of so many channels on so many tokens."""
-    return min(1.0, (head_width / _WIDE) ** 0.15) * seq / (seq + _HALF_SEQ)
+    return min(1.0, math.pow(head_width / _WIDE, 0.15)) * seq / (seq + _HALF_SEQ)
 
 
 def head_time(gpu: Gpu, model: Model, manner: Manner, recipe: Recipe, tokens: int, tensor: int) -> HeadTime:
