@@ -245,10 +245,10 @@ def _gpu(table: Mapping[str, Any]) -> Gpu:
 
 
 def _link(table: Mapping[str, Any]) -> Link:
-    return Link(**_known(Link, {k: v for k, v in table.items() if k != "source"}, "link"))
+    return Link(**_known(Link, table, "link"))
 
 
-_ABOUT_HOSTS = ("source", "inside", "slot", "network", "gpus_per_host")  # of a GPU's table
+_ABOUT_HOSTS = ("inside", "slot", "network", "gpus_per_host")  # of a GPU's table
 _NOT_RATES = (
     *((name, str, "a name") for name in ("like", "name", "inside", "slot", "network")),
     *((name, int, "a whole number") for name in ("gpus_per_host", "multiprocessors")),
@@ -257,10 +257,12 @@ _NOT_RATES = (
 
 
 def _known(kind: type[Gpu] | type[Link], table: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`table` with tuples for its lists, if all its names are fields and all its numbers can be. ValueError."""
+    """`table`, with tuples for its lists, if all names are fields and all numbers can be. ValueError."""
     names = [field.name for field in fields(kind)]
     found = {}
     for name, value in table.items():
+        if name == "source":  # for people
+            continue
         if name not in names:
             raise ValueError(f"[{where}] {name} is unknown; there are {', '.join(names)}")
         several = name in ("flash", "lanes")
@@ -333,16 +335,16 @@ def _named(name: str, presets: Iterable[str], what: Literal["GPU", "network", "l
         if spelling in plain:
             return plain[spelling]
     near = difflib.get_close_matches(key, list(plain), n=3, cutoff=0.6)
-    hint = (
-        f"did you mean {' or '.join(plain[n] for n in near)}?" if near else f"there are {', '.join(plain.values())}"
-    )
-    others = "; a file of --hardware describes others" * (what == "GPU")
+    hint = f"did you mean {' or '.join(plain[n] for n in near)}?"
+    if not near:
+        hint = f"there are {', '.join(plain.values())}" + ";" * (what == "GPU")
+    others = " --hardware FILE describes others" * (what == "GPU")
     raise UserError(f"{what} {name!r} is unknown: {hint}{others}")
 
 
 _OTHER_NAMES = {
-    "a100": "a10080", "h10080": "h100", "4090": "rtx4090", "5090": "rtx5090", "ndr": "infinibandndr",
-    "hdr": "infinibandhdr", "h10080gb": "h100", "v10032": "v100",
+    "a100": "a10080", "h10080": "h100", "3090": "rtx3090", "4090": "rtx4090", "5090": "rtx5090",
+    "ndr": "infinibandndr", "hdr": "infinibandhdr", "h10080gb": "h100", "v10032": "v100",
 }  # fmt: skip
 
 
