@@ -298,6 +298,12 @@ def test_while_all_are_asked_to_end() -> None:
     run.generations.stopping = True
     verdict = goes_on(run.ends(2))
     assert verdict.generation is not None and verdict.slots == ()
+    assert verdict.said.endswith("perhaps out of memory; 3 ranks go on without a replacement")
+    killed = Run()
+    killed.generations.stopping = True
+    verdict = goes_on(killed.ends(2, by_our_signal=True))
+    assert verdict.said == "" and verdict.generation is not None
+    assert verdict.generation.lost == ("rank 2 (pid 102) was killed by signal 9 (SIGKILL)",)
     assert run.ends(1, status=1, failure=BOOM) is None
     assert run.ends(0, status=143) is None
     run.resilient = False

@@ -49,7 +49,7 @@ def test_a_rank_that_failed_is_not_said_to_be_killed_by_our_signal(because_of_pe
         ending = ours.ended([0], time.monotonic())[0]
     assert not ending.ended_by_us
     if because_of_peer:
-        assert ending.status == -signal.SIGTERM
+        assert ending.status == -signal.SIGTERM and ending.by_our_signal
     else:
         assert ending.describe() == f"rank 0 (pid {ending.pid}) failed with ValueError: x (exit status 1)"
         assert ending.status == 1

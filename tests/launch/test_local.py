@@ -210,7 +210,7 @@ def test_children_left_by_finished_ranks_are_ended(script: Script) -> None:
 def test_signals_are_passed_on(script: Script, number: signal.Signals) -> None:
     heard = signal.SIGTERM if number == signal.SIGHUP else number  # for which a program is prepared to save
     text = f"""
-signal.signal({int(heard)}, lambda *_: (print("saved"), sys.exit(0)))
+signal.signal({int(heard)}, lambda *_: (time.sleep(0.3), print("saved"), sys.exit(0)))
 print("ready", flush=True)
 time.sleep(1000)
 """
@@ -218,6 +218,8 @@ time.sleep(1000)
         launcher.wait_for("[rank 0] ready")
         launcher.wait_for("[rank 1] ready")
         launcher.signal(number)
+        time.sleep(0.05)
+        launcher.signal(number)  # as `timeout` does, which signals its child and then the child's group
         outcome = launcher.wait(20)
     assert outcome.status == 128 + number
     assert outcome.out.count("saved") == 2
@@ -277,7 +279,7 @@ def test_ranks_that_ignore_signals(script: Script, grace: bool) -> None:
         launcher.wait_for("ready")
         launcher.signal(signal.SIGINT)
         if not grace:
-            time.sleep(0.2)
+            time.sleep(1.2)
             launcher.signal(signal.SIGINT)
         assert launcher.wait(20).status == 130
 
@@ -368,6 +370,25 @@ def test_a_reader_of_a_rank_that_writes_itself(monkeypatch: pytest.MonkeyPatch) 
         signals = [number for _ in range(3) for number in crew.wait(time.monotonic() + 0.05)[1]]
         assert signals == [signal.SIGPIPE], "once: a second signal kills the ranks before they have saved"
         print("to nobody", flush=True)
+
+
+def test_a_reader_that_went_by_the_signal_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `imece train | tee log` and Ctrl-C: tee has gone, which is seen when a rank has saved."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stdout, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", stdout)
+        with Crew(None) as crew:
+            patched.setattr("imece.launch.crew._SAME_SIGNAL_S", 0.0)
+            signal.raise_signal(signal.SIGTERM)
+            assert crew.wait(time.monotonic() + 10)[1] == [signal.SIGTERM]
+            os.close(reader)
+            crew.start(0, 0, ["echo", "saved"], os.environ, direct=False)
+            while not crew.ended:
+                assert crew.wait(time.monotonic() + 10)[1] == []
+            crew.reap(0)
+            assert crew.wait(time.monotonic())[1] == []
+            signal.raise_signal(signal.SIGTERM)
+            assert crew.wait(time.monotonic() + 10)[1] == [signal.SIGTERM]
 
 
 def test_a_reader_that_has_gone_ends_the_wait_for_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ _PIPE_READS = 1 + (1 << 20) // _READ_BYTES  # of the largest pipe that a user ma
 _DRAIN_S = 1.0  # for output of processes that left the ranks' groups; and for its reader, after a signal
 _MOST_WAITING_BYTES = 4 << 20  # for a reader that does not read; then ranks wait for it, and nobody else does
 _LONGEST_S = 60.0
+_SAME_SIGNAL_S = 1.0  # within which those that come are one: `timeout` and systemd send theirs twice at least
 _TOGETHER_S = 0.01  # ranks whose ends come within it ended together: one change for the others, not two
 
 
@@ -78,9 +79,8 @@ class Crew:
         self._outlets = _outlets()  # stdout, stderr
         self._waited_for: dict[Outlet, int] = {}  # those that did not take all, each with a descriptor of it
         self._holds_back = False  # ranks' pipes are not read, as too much waits
-        self._was_signalled = False
+        self._signalled_s: float | None = None  # when a signal came first, or a reader of ours went
         self._leaves = self._has_left = False  # its block
-        self._told_of_reader = False
         self._read_by: set[int] = set()  # our own outputs that are pipes, if a rank writes there itself
         self._printed = Printed()
         self._news: list[int] = []
@@ -183,7 +183,8 @@ class Crew:
 
     def wait(self, until: float) -> tuple[list[int], list[int]]:
         """(Members that have ended, signals that came), up to the monotonic time `until` or the first of
-        them; output is passed on meanwhile. A reader of ours that has gone is told as SIGPIPE."""
+        them; output is passed on meanwhile. A reader of ours that has gone is told as SIGPIPE, if it is the
+        first. Those that come within a second of the first are not told: they are no second wish."""
         self._look(until)
         if self._news:
             together = time.monotonic() + _TOGETHER_S
@@ -241,9 +242,18 @@ class Crew:
             elif key.data is None:
                 assert isinstance(key.fileobj, socket.socket)
                 # The bytes tell of all signals that have a handler in Python.
-                self._signals += [number for number in key.fileobj.recv(64) if number in ENDING]
-        self._was_signalled = self._was_signalled or bool(self._signals)  # a reader of ours that went, too
+                for number in key.fileobj.recv(64):
+                    if number in ENDING:
+                        self._heard(number)
         self._hold_back()
+
+    def _heard(self, number: int) -> None:
+        now = time.monotonic()
+        if self._signalled_s is None:
+            self._signalled_s = now
+        elif number == signal.SIGPIPE or now < self._signalled_s + _SAME_SIGNAL_S:
+            return  # `tee` goes by the same Ctrl-C, which is seen when a rank says that it has saved
+        self._signals.append(number)
 
     def _read(self, fd: int) -> bool:
         """Pass on what is there; whether there may be more."""
@@ -323,7 +333,7 @@ class Crew:
         deadline = None
         while self._waited_for:
             now = time.monotonic()
-            if self._was_signalled:
+            if self._signalled_s is not None:
                 deadline = deadline or now + _DRAIN_S
                 if now >= deadline:
                     return
@@ -347,9 +357,7 @@ class Crew:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, fd)
         os.close(null)
-        if not self._told_of_reader:  # a second one, of stderr say, is nobody's impatience
-            self._told_of_reader = True
-            self._signals.append(signal.SIGPIPE)
+        self._heard(signal.SIGPIPE)
 
     def _log_of(self, slot: int) -> LogFile | None:
         if self._logs is None:

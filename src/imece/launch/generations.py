@@ -52,6 +52,7 @@ class GoOn:
     slots: tuple[int, ...]
     at_s: float
     said: str
+    """For a person; "" for nothing."""
 
 
 @dataclass(frozen=True)
@@ -284,9 +285,11 @@ class Generations:
         again = [ending for ending in lost.values() if ending.rank not in given_up]
         slots = () if self.stopping or self._finished else self._replaced(again)
         at_s = now + wait_s
-        who = "; ".join(dict.fromkeys(ending.describe() for ending in lost.values()))
+        # The others need a generation without those whom our own signal has killed; a person does not.
+        deaths = [ending.describe() for ending in lost.values() if not ending.by_our_signal]
         row = f", the {_TRIES}th in a row that died before it had joined" if given_up else ""
-        said = f"imece: {who}{row}; {_ranks(len(living))} on{_replacements(len(slots), wait_s)}"
+        follows = f"{row}; {_ranks(len(living))} on{_replacements(len(slots), wait_s)}"
+        said = f"imece: {'; '.join(dict.fromkeys(deaths))}{follows}" if deaths else ""
         if not joined:
             return GoOn(None, slots, at_s, said)
         gone = dict.fromkeys(lost[member].describe() for member in self.newest.members if member in lost)

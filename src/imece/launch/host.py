@@ -113,7 +113,7 @@ class Host:
         self._silence = Silence(order.silent_s)
         self._look_at = 0.0
         self._over_since = _NEVER  # when its ranks were first asked to end
-        self._ended_by_us: set[int] = set()
+        self._sent: dict[int, set[int]] = {}  # to members that were to end: which signals
         self._evicted: set[int] = set()
         self._kill_at: dict[int, float] = {}
 
@@ -181,7 +181,7 @@ class Host:
         self._over_since = min(self._over_since, now)
         for member in members:
             if member in self.crew.living:
-                self._ended_by_us.add(member)
+                self._sent.setdefault(member, set()).add(number)
                 self.crew.signal(member, number)
                 self._kill_at[member] = now + grace_s
 
@@ -202,7 +202,7 @@ class Host:
     def begin_anew(self) -> None:
         """All have ended, and all will start again."""
         self.forget(list(self.crew.ended))
-        self._ended_by_us.clear()
+        self._sent.clear()
         self._over_since = _NEVER
         if self.endings:
             # What torch's groups have left in a store, addresses too, would be found by the next ones.
@@ -255,10 +255,12 @@ class Host:
         """Kill those whose time is over, and those that are silent."""
         for member in [member for member, at in self._kill_at.items() if now >= at]:
             del self._kill_at[member]
+            if member in self._sent:
+                self._sent[member].add(signal.SIGKILL)
             self.crew.kill(member)
         if self._order.silent_s and now >= self._look_at:
             self._look_at = now + self._silence.interval_s
-            beats = self.beats(member for member in self.crew.living if member not in self._ended_by_us)
+            beats = self.beats(member for member in self.crew.living if member not in self._sent)
             self._look_for_silence({member: count for member, (count, _) in beats.items()}, now)
 
     def ended(self, members: Sequence[int], now: float) -> dict[int, Ending]:
@@ -307,8 +309,8 @@ class Host:
         assert info is not None, "a pidfd is readable only once its process has ended"
         code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
         failure = status.read_failure(self.store, member)
-        by_us = member in self._ended_by_us and (failure is None or failure.time_s > self._over_since)
-        signalled = member in self._ended_by_us or member in self._evicted
+        by_us = member in self._sent and (failure is None or failure.time_s > self._over_since)
+        signalled = member in self._sent or member in self._evicted
         if code < 0 and signalled and failure is not None and not (by_us or failure.because_of_peer):
             code = 1  # it had failed by itself before our signal cut its slow exit short
         early = code == 0 and status.left_early(self.store, member)
@@ -316,5 +318,5 @@ class Host:
         self._kill_at.pop(member, None)
         return Ending(
             process.slot, process.pid, code, now, failure, early, by_us, silent_s, self.number,
-            where=process.where,
+            where=process.where, by_our_signal=-code in self._sent.get(member, ()),
         )  # fmt: skip

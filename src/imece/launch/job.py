@@ -233,7 +233,8 @@ class Job:
             hands.forget(gone)
         for member in gone:
             del self._endings[member]
-        self.say(verdict.said)
+        if verdict.said:
+            self.say(verdict.said)
 
     def _start_again(self) -> None:
         self._begin_anew()

@@ -38,6 +38,7 @@ class Ending:
     host: int | None = None  # where, if there are several
     lost: str = ""  # how its whole host went, which is all that is known of it
     where: str = ""  # "in backward of step 41", if it has noted that (membership/where.py)
+    by_our_signal: bool = False  # it was killed by one that we have sent it, to end it
 
     @property
     def ok(self) -> bool:
@@ -85,7 +86,8 @@ class Ending:
                 signal.SIGKILL: ", perhaps out of memory",
                 signal.SIGSEGV: ", a segmentation fault",
             }
-            return f"{who} was killed by signal {number} ({name}){at}{hints.get(number, '')}"
+            hint = "" if self.by_our_signal else hints.get(number, "")
+            return f"{who} was killed by signal {number} ({name}){at}{hint}"
         if self.failure is not None:
             what = " ".join(f"{self.failure.kind}: {self.failure.message}".split())
             return f"{who} failed with {what} (exit status {self.status})"

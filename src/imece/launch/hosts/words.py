@@ -119,7 +119,7 @@ def of_endings(endings: Mapping[int, Ending], now: float) -> list[list[Any]]:
         [
             member, each.rank, each.pid, each.status, now - each.time_s,
             None if each.failure is None else _of_failure(each.failure, now, longest),
-            each.left_early, each.ended_by_us, each.silent_s, each.where,
+            each.left_early, each.ended_by_us, each.silent_s, each.where, each.by_our_signal,
         ]
         for member, each in endings.items()
     ]  # fmt: skip
@@ -131,9 +131,9 @@ def to_endings(said: Sequence[Any], host: int, now: float) -> dict[int, Ending]:
             int(rank), int(pid), int(status), now - float(age_s),
             None if failure is None else _to_failure(failure, now),
             bool(early), bool(by_us), None if silent_s is None else float(silent_s), host,
-            where=str(where)[:100],
+            where=str(where)[:100], by_our_signal=bool(by_our_signal),
         )
-        for member, rank, pid, status, age_s, failure, early, by_us, silent_s, where in said
+        for member, rank, pid, status, age_s, failure, early, by_us, silent_s, where, by_our_signal in said
     }  # fmt: skip
 
 
