@@ -101,8 +101,13 @@ def _listen() -> None:
     importlib.import_module("imece.collectives.on_signal").listen()
 
 
+def _watch_gpus() -> None:
+    importlib.import_module("imece.membership.gpu_errors").watch()
+
+
 register_backend()
 at_opening(_listen)
+at_opening(_watch_gpus)
 
 
 def __getattr__(name: str) -> Any:

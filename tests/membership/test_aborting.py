@@ -13,12 +13,13 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 
 from imece import connections
 from imece import mesh as meshes
 from imece.collectives.shared_memory.other_devices import OtherDevices
 from imece.errors import PeerLostError
-from imece.membership import aborting, member
+from imece.membership import aborting, gpu_errors, member
 from imece.membership.aborting import Aborting, device_backends
 from imece.membership.member import Member, is_peer_gone
 from imece.membership.roster import Generation
@@ -32,6 +33,10 @@ class Waiting:
     def __init__(self) -> None:
         self.ended = threading.Event()
         self.said: list[str] = []
+        self.error = ErrorType.SUCCESS
+
+    def get_error(self) -> ErrorType:
+        return self.error
 
     def _group_start(self) -> None:
         self.said.append("start")
@@ -122,6 +127,50 @@ def test_a_member_aborts_when_others_are_given_up(
             own.aborting.check()
     else:
         own.aborting.check()
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_an_error_that_torch_leaves_to_us_ends_the_call_or_the_process(
+    goes_on: bool, waiting: Waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network between two hosts, or a timeout: nobody has ended, and no generation comes."""
+    ended: list[str] = []
+    monkeypatch.setattr(gpu_errors, "end_process", ended.append)
+    own = SimpleNamespace(_moving=threading.Lock(), _has_groups=True, _goes_on=goes_on, aborting=Aborting())
+    Member._end_failed(cast(Member, own))
+    waiting.error = ErrorType.TIMEOUT
+    own._has_groups = False  # it is of groups that are about to be destroyed
+    Member._end_failed(cast(Member, own))
+    own.aborting.check()
+    assert ended == []
+    own._has_groups = True
+    Member._end_failed(cast(Member, own))
+    assert ended == ([] if goes_on else ["TIMEOUT"])
+    assert waiting.ended.wait(10 if goes_on else 0) is goes_on is own.aborting.has_aborted
+
+
+@pytest.mark.parametrize(
+    ("device", "member", "handling", "watches"),
+    [("cuda", 3, "0", True), ("cpu", 3, "0", False), ("cuda", None, "0", False), ("cuda", 3, "3", False)],
+)
+def test_a_process_that_is_no_member_ends_at_such_an_error(
+    device: str, member: int | None, handling: str, watches: bool, waiting: Waiting,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    ended = threading.Event()
+    mesh = SimpleNamespace(world=SimpleNamespace(member=member), device=torch.device(device))
+    monkeypatch.setattr(meshes, "current", lambda: mesh)
+    monkeypatch.setattr(gpu_errors, "_watching", None)
+    monkeypatch.setattr(gpu_errors, "_LOOK_S", 0.001)
+    monkeypatch.setattr(os, "_exit", lambda status: ended.set() if status else None)
+    gpu_errors.watch({"TORCH_NCCL_ASYNC_ERROR_HANDLING": handling})
+    waiting.error = ErrorType.COMM_ERROR
+    assert ended.wait(10 if watches else 0.02) is watches
+    gpu_errors.leave_to_member()
+    for thread in threading.enumerate():
+        if thread.name == "imece-gpu-errors":
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 @pytest.fixture

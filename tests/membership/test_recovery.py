@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from imece.collectives import ops
 from imece.data_parallel.sharded import ShardedDataParallel
-from imece.errors import CollectiveError
+from imece.errors import CollectiveError, PeerLostError
 from imece.membership import recovery as recoveries
+from imece.membership.aborting import Aborting
 from imece.membership.borders import Borders
 from imece.membership.recovery import Recovery
 from imece.membership.states import packed
@@ -69,6 +74,25 @@ def test_one_that_is_alone_has_no_peer_to_lose(monkeypatch: pytest.MonkeyPatch) 
         alone.recovery.recover(error, 7)
     assert raised.value is error
     alone.recovery.member.move.assert_not_called()  # type: ignore[attr-defined]
+
+
+def test_what_follows_an_abort_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no number, which could mean anything."""
+    recovery = Alone(monkeypatch, fallback=4).recovery
+    recovery.member.aborting = Aborting()
+    recovery.member.newest = 1  # type: ignore[misc]
+    recovery._borders.begin(4)
+    failed = RuntimeError("CUDA error: operation failed")
+    assert recovery._patience(dist.DistBackendError("NCCL communicator was aborted on rank 1.")) == 1.0
+    with pytest.raises(RuntimeError, match="operation failed"):
+        recovery._patience(failed)
+    recovery.member.aborting._aborted = True
+    assert recovery._patience(failed) == 1.0
+    recovery._asked, recovery._fits, recovery.without_copies = False, True, "none"
+    recovery._model.device = torch.device("cpu")
+    monkeypatch.setattr(ops, "all_reduce", lambda numbers, *_, **__: numbers.fill_(math.nan))
+    with pytest.raises(PeerLostError):
+        recovery.meet(4, last=True)
 
 
 def test_one_that_is_alone_makes_a_copy_before_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:

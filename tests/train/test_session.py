@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from imece.collectives import ops
-from imece.errors import UserError
+from imece.errors import PeerLostError, UserError
 from imece.membership.recovery import MovedOnError
+from imece.train import loop as loops
 from imece.train import session as sessions
 from imece.train.batch import BatchPlan
 from imece.train.config import CheckpointSection, TrainConfig, ValidateSection
@@ -105,6 +106,22 @@ def test_a_save_that_was_given_up_is_made_at_the_next_border(
         loop.recovered(session.recover(MovedOnError("a rank has joined")))
         steps = [call.args[0] for call in checkpoints.save.call_args_list]
         assert steps == [8], "it is not due, and once is enough"
+
+
+def test_numbers_of_an_aborted_call_are_not_believed(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which leaves anything in the GPU's memory: no number of tokens, and a signal that nobody got."""
+    monkeypatch.setattr(ops, "all_gather", lambda out, *_, **__: out.fill_(math.nan))
+    monkeypatch.setattr(ops, "all_reduce", lambda both, **_: both.zero_())
+    monkeypatch.setattr(loops, "evaluate", lambda *_, **__: (1.0, 2))
+    recovery: Any = session.recovery
+    recovery.member.aborting.check.side_effect = PeerLostError
+    session.precision, loop = Precision("fp32", "cpu"), loop_of(session)
+    with pytest.raises(PeerLostError):
+        loop._gather(Outcome(0.0, 0, 1.0))
+    with pytest.raises(PeerLostError):
+        loop.validate(8)
 
 
 def saves_of(session: Session, skipped: list[int], steps: int, signal_at: int = 0) -> list[tuple[int, bool]]:

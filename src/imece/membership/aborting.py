@@ -5,7 +5,8 @@
 
 A call on the CPU ends with its connections (imece.connections). NCCL's runs on the GPU, and waits there for
 what another rank writes. When it is aborted it leaves anything in its buffers, and tells nobody. So before
-each update a rank waits until the sums are there that it takes, and asks whether they are any.
+each update a rank waits until the sums are there that it takes, and asks whether they are any; and so it does
+before it believes a number that came over a GPU.
 """
 
 from __future__ import annotations
@@ -59,6 +60,11 @@ class Aborting:
                 "a rank is gone, and what this one had from the GPUs since is no sum: aborted"
             )
 
+    @property
+    def has_aborted(self) -> bool:
+        """Whether `check` would raise: whatever goes wrong then may come of it."""
+        return self._aborted
+
     def finish(self) -> None:
         """A step is over. PeerLostError if no update was made, since what it needed was aborted."""
         updates, self._updates = self._updates, False
@@ -92,7 +98,7 @@ class Aborting:
 def device_backends() -> list[Any]:
     """torch's backends for other devices alone (Gloo's are for all), of all groups, the last one first."""
     found: dict[int, Any] = {}
-    names = dist.distributed_c10d._world.pg_names
+    names = dict(dist.distributed_c10d._world.pg_names)  # other threads ask too, while one makes groups
     for group in sorted(names, key=lambda each: names[each], reverse=True):  # NCCL's own order
         if isinstance(group, SharedMemoryGroup):  # it has none that torch knows of
             found |= {id(each): each for each in group.other_backends}

@@ -1,6 +1,7 @@
 """This process as a member: it says that it lives, sees new generations, and moves into them.
 
 A thread of its own does the first two, five times a second; so what the training's thread asks for is there.
+It also ends calls on GPUs that would wait for ever: for a rank that is given up, or since NCCL has failed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from imece import connections
 from imece import mesh as meshes
 from imece.collectives import companions
 from imece.errors import CollectiveError, PeerLostError, UserError
+from imece.membership import gpu_errors
 from imece.membership.aborting import Aborting
 from imece.membership.guarded import GuardedStore
 from imece.membership.roster import Generation, Roster, meeting_in
@@ -59,7 +61,10 @@ class Member:
         self._members = set(self._roster.generation(self._at).members if self._at >= 0 else ())
         self._moving = threading.Lock()  # what is cut must not be the next generation's
         self._cut_at = math.inf
+        self._has_groups = True  # of the generation that it is in
+        self._goes_on = False
         self.aborting = Aborting()
+        gpu_errors.leave_to_member()
         self._stores: list[dist.Store] = []  # a PrefixStore does not keep what is written in Python alive
         self._stop = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="imece-beat", daemon=True)
@@ -89,6 +94,7 @@ class Member:
 
     def goes_on(self, resilient: bool = True) -> None:
         """From now on the launcher replaces others that die, and leaves this one as it is; or no longer."""
+        self._goes_on = resilient
         self._roster.say_resilient(self.number, resilient)
 
     def went_on(self, again: int) -> None:
@@ -139,6 +145,7 @@ class Member:
             if _has_lost(self._members, generation):
                 connections.cut()
                 self.aborting.abort()
+            self._has_groups = False
             self._at = generation.number  # whoever fails from here on waits for the one after it
             self._members, self._cut_at = set(generation.members), math.inf
             connections.forget()
@@ -155,7 +162,7 @@ class Member:
             if self._is_over(generation, patience_s if is_peer_gone(error) else _NEWS_S):
                 return False
             raise
-        self._alone = False
+        self._alone, self._has_groups = False, True
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
         os.environ.pop(JOINING, None)
         return True
@@ -184,6 +191,7 @@ class Member:
                 self._cut_off(roster)
             except RuntimeError:  # the launcher is gone, and this process is about to be
                 return
+            self._end_failed()
 
     def _cut_off(self, roster: Roster) -> None:
         """Of a host that is silent, nobody hears that its ranks are gone: end what waits for them."""
@@ -195,6 +203,15 @@ class Member:
             if self._at < self._newest and time.monotonic() > self._cut_at:
                 connections.cut()
                 self.aborting.abort()
+
+    def _end_failed(self) -> None:
+        """After an error of NCCL's nobody may have ended, and no newer generation come by itself."""
+        with self._moving:
+            error = gpu_errors.error_on_gpus() if self._has_groups else ""
+            if error and self._goes_on:
+                self.aborting.abort()
+            elif error:
+                gpu_errors.end_process(error)
 
 
 def _has_lost(members: set[int], generation: Generation) -> bool:
@@ -214,6 +231,6 @@ def keeps_roster(mesh: Mesh) -> bool:
 
 def is_peer_gone(error: BaseException) -> bool:
     """Whether `error` may be another rank's end, and not a mistake of this one."""
-    if isinstance(error, PeerLostError | SupersededError | dist.DistNetworkError):
-        return True
+    if isinstance(error, PeerLostError | SupersededError | dist.DistNetworkError | dist.DistBackendError):
+        return True  # DistBackendError: NCCL's own, also that a communicator was aborted
     return isinstance(error, RuntimeError) and says_peer_gone(str(error))

@@ -188,6 +188,7 @@ class Recovery:
         mine = torch.tensor((*self.says(), -again), dtype=torch.float64, device=model.device)
         ops.all_reduce(mine, "max", group=model.process_group, label="border between steps")
         newest, anew, again = mine.tolist()
+        self.member.aborting.check()
         self._borders.agreed(step, -int(again))
         if self.border(step, newest, anew):
             raise MovedOnError(f"generation {int(newest)} takes over after step {step}")
@@ -248,6 +249,8 @@ class Recovery:
         if isinstance(error, _OthersLeftError):
             return math.inf  # it is for the launcher to say when they are gone
         if error is None or is_peer_gone(error) or isinstance(error, MovedOnError):
+            return self._patience_s
+        if self.member.aborting.has_aborted:  # it may come of anything that is in the GPU's buffers since
             return self._patience_s
         if isinstance(error, CollectiveError) and not isinstance(error, MismatchError):
             return _NEWS_S

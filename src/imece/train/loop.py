@@ -169,7 +169,13 @@ class Loop:
         both = torch.tensor([nats, tokens], dtype=torch.float64, device=session.mesh.device)
         ops.all_reduce(both, group=session.mesh.world_group, label="validation loss")
         total, count = both.tolist()
+        self._check_came()
         return float(total / count)
+
+    def _check_came(self) -> None:
+        """PeerLostError if what came over a GPU last may be no sum."""
+        if self._session.recovery is not None:
+            self._session.recovery.member.aborting.check()
 
     def _gather(self, outcome: Outcome) -> _Together:
         device, group = self._session.mesh.device, self._session.mesh.world_group
@@ -191,6 +197,7 @@ class Loop:
         with self._session.clock.phase("exposed"):  # it waits for the slowest rank
             ops.all_gather(everybodys, mine, group=group, label="loss of each rank")
         rows = everybodys.view(-1, len(mine)).tolist()
+        self._check_came()
         nats, tokens, *most, keys, digests = zip(*rows, strict=True)
         memory, signal, newest, anew, owes = map(max, most[:5])
         return _Together(

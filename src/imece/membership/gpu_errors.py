@@ -1,0 +1,64 @@
+"""What torch finds wrong with a call on GPUs: NCCL's error, a network's say, or that it takes too long.
+
+The kernel of such a call waits for ever. torch would end the process; under `imece launch` it is told not to
+(meeting.py). Who goes on without those that die aborts the call, as if a rank were gone (member.py). Any
+other process ends here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Mapping
+
+from torch._C._distributed_c10d import ErrorType
+
+from imece import mesh as meshes
+from imece.membership import aborting
+
+_LOOK_S = 1.0
+
+_watching: threading.Event | None = None  # set: by a Member from now on
+
+
+def error_on_gpus() -> str:
+    """What torch calls it; "" if there is none."""
+    for backend in aborting.device_backends():
+        asked = getattr(backend, "get_error", None)  # NCCL's alone has it
+        if asked is not None and (found := asked()) != ErrorType.SUCCESS:
+            return str(found.name)
+    return ""
+
+
+def end_process(error: str) -> None:
+    """At once: the thread that would is waiting for the GPU."""
+    print(
+        f"imece: a call on GPUs failed in NCCL, or took longer than its timeout ({error}): this rank ends",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
+
+
+def watch(environ: Mapping[str, str] = os.environ) -> None:
+    """Until a Member does: where torch leaves errors to us."""
+    global _watching
+    mesh = meshes.current()
+    is_ours = mesh.world.member is not None and environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0"
+    if mesh.device.type == "cpu" or not is_ours or _watching is not None:
+        return
+    _watching = threading.Event()
+    threading.Thread(target=_look, args=(_watching,), name="imece-gpu-errors", daemon=True).start()
+
+
+def leave_to_member() -> None:
+    """It looks by itself."""
+    if _watching is not None:
+        _watching.set()
+
+
+def _look(over: threading.Event) -> None:
+    while not over.wait(_LOOK_S):
+        if error := error_on_gpus():
+            end_process(error)
