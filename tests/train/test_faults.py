@@ -21,6 +21,7 @@ from imece.data.batches import Batches
 from imece.data.tokenizer import train_bpe
 from imece.data.tokens import open_tokens
 from imece.models.transformer import token_loss
+from imece.plan.check import read_plan
 from imece.train.step import Step
 from tests.train.command import Train, in_fork, train
 from tests.train.compare import assert_same_run, exact, files, last, records, summary
@@ -196,11 +197,15 @@ def not_finite(folder: str) -> None:
     POISON["steps"] = [2, 9, 11, 12, 13, 14]
     outcome = train(options(path, "run", *usual), path, fault=poison)
     assert outcome.status == 1, outcome
-    (line,) = {line.split("] ")[-1] for line in outcome.err.splitlines()}
-    assert line == (
-        "imece: 2 steps in a row had no finite gradient, the last one was step 13: the run ends, and its "
-        "checkpoints are of before; the usual cure is a new run with a lower --optimizer.lr"
+    why = (
+        "2 steps in a row had no finite gradient, the last one was step 13: the run ends; the usual cure is "
+        "a new run with a lower --optimizer.lr"
     )
+    assert outcome.err == f"imece: {why}\n", "once, and not by each rank"
+    assert outcome.out.endswith("\nthe newest checkpoint is of step 11\n"), outcome.out
+    early = summary(run)
+    assert (early["steps"], early["ended"], "sample" in early) == (13, why, False)
+    assert (run / "report.html").exists() and read_plan(run)["measured"]["rank_bytes"]
     batches = Batches(_train_part(run), 16, 12, seed=1)
     documents = ", ".join(map(str, batches.names(2, 8, 10)))  # rank 1 has rows 6 to 11
     where = f"rank 1: loss nan, gradient of embed.weight and 10 more; documents {documents}"
@@ -219,7 +224,7 @@ def not_finite(folder: str) -> None:
         assert (outcome.status, outcome.err) == (0, ""), outcome
         assert all_steps(path / name / "checkpoints") == [12, 14, 15], "none goes for that of the last step"
     assert_same_run(run, whole)
-    assert math.isfinite(summary(run)["val_loss"])
+    assert math.isfinite(summary(run)["val_loss"]) and "ended" not in summary(run)
 
 
 def _train_part(run: Path) -> Any:

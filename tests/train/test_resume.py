@@ -121,7 +121,8 @@ def signalled(folder: str) -> None:
         assert f"saved after step {done}; go on with: imece train --run '{run}'" in outcome.out
         if number:
             assert outcome.err == f"imece: ended by {number.name}, passed on to 2 ranks\n"
-        assert not (run / "summary.json").exists()
+        name = (number or signal.SIGTERM).name
+        assert (summary(run)["steps"], summary(run)["ended"]) == (done, f"stopped by {name}")
     rest = train(["--run", run], path)
     assert rest.status == 0 and rest.out.count("\nvalidating on all held-out text\n") == 1, rest
     assert_same_run(run, path / "whole")

@@ -279,7 +279,8 @@ CASES = [(kind, optimizer) for kind in ("loss", "weight", "nothing") for optimiz
 
 
 def spoilt_weights() -> list[list[str]]:
-    """Who is to blame where the weights are not finite before the step: on rank 1 alone, then on all."""
+    """Who is to blame where the weights are not finite before the step: on rank 1 alone, then on all; and
+    where they are, but so large that nothing computed with them is."""
     found = []
     for ranks in ([1], [0, 1]):
         bench = Bench()
@@ -288,14 +289,22 @@ def spoilt_weights() -> list[list[str]]:
                 for name in ("blocks.1.mlp.up.weight", "embed.weight"):
                     bench.model.get_parameter(name)[2, 3] = float("nan")
         found.append(bench.step.blame(0))
+    bench = Bench()
+    with torch.no_grad():
+        bench.model.get_parameter("blocks.1.mlp.up.weight").fill_(3e38)
+    found.append(bench.step.blame(0))
     return found
 
 
 def test_weights_that_are_not_finite_are_named_and_no_document(by_two_ranks: Found) -> None:
-    for one, every in by_two_ranks["spoilt"]:
+    for one, every, large in by_two_ranks["spoilt"]:
         names = "embed.weight and 1 more"
         assert one == [f"rank 1: weights that are not finite: {names}"]
         assert every == [f"weights that are not finite since an earlier update: {names}"]
+        assert large == [
+            "all 2 micro-batches, so by no document but the weights, as earlier updates left them: up to "
+            "3e+38, in blocks.1.mlp.up.weight"
+        ]
 
 
 def all_poisoned(bad_rank: int, index: int, number: int) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from imece.cli.options import parse
 from imece.errors import UserError
 from imece.launch.local import launch
 from imece.observe.display import Display
+from imece.observe.report import catch_up
 from imece.observe.run_files import as_argument
 from imece.train.config import TrainConfig
 from imece.train.config_file import read_toml, to_toml
@@ -59,6 +60,8 @@ def run(argv: Sequence[str]) -> int:
         command = [sys.executable, "-m", "imece", "train", os.path.abspath(folder.config_file)]
         environ = {**os.environ, HELD: "1"}
         status = launch(command, ranks, grace_s=_GRACE_S, environ=environ, direct=True, restart=True)
+        if status != 2:
+            catch_up(folder.path)
         if status == 2 and new and not folder.is_open:  # else a person could not mend any option
             with suppress(OSError):
                 folder.take_back(config, there)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -14,13 +15,14 @@ import numpy as np
 from imece.observe.chart import Axis, Chart
 from imece.observe.curves import MOST_POINTS, Curve, curve, frame, piecewise_mean, smoothed, thinned
 from imece.observe.loss_plot import write_loss_plot
+from imece.observe.metrics import FILE as METRICS
 from imece.observe.page import page
 from imece.observe.run_files import RunFiles
 from imece.observe.units import duration, gigabytes, milliseconds, si
 from imece.observe.visible import visible
 from imece.writing import write_whole
 
-__all__ = ["write_loss_plot", "write_report"]
+__all__ = ["catch_up", "write_loss_plot", "write_report"]
 
 # Of a step: key of the record, which is the CSS class too, and name.
 _PARTS = {
@@ -61,14 +63,29 @@ def write_report(run: Path) -> Path:
     return path
 
 
+def catch_up(run: Path) -> None:
+    """Write loss.png and report.html if steps were made after them, of which no rank could tell any more.
+
+    A disk that is full is told of by whoever writes figures and checkpoints.
+    """
+    report = run / "report.html"
+    with contextlib.suppress(OSError):
+        steps_at = (run / METRICS).stat().st_mtime
+        if not report.exists() or report.stat().st_mtime < steps_at:
+            write_loss_plot(run)
+            write_report(run)
+
+
 def _head(files: RunFiles) -> str:
     done, total = files.steps_done, files.total_steps
     if not done:
         state = "No step is recorded yet."
+    elif files.ended:
+        state = f"Ended after step {done:,} of {total:,}: {_text(files.ended)}."
     elif done >= total:
         state = f"Finished: {done:,} of {total:,} steps."
     else:
-        state = f"Step {done:,} of {total:,}: the run goes on, or was stopped here."
+        state = f"Step {done:,} of {total:,}: the run goes on, or was killed here."
     if files.records and (at := files.records[-1].get("time")):
         state += time.strftime(" The last one ended on %Y-%m-%d at %H:%M UTC.", time.gmtime(at))
     return f'<h1>{_text(files.name)}</h1>\n<p class="under">{state}</p>'
@@ -271,10 +288,12 @@ def _sample(files: RunFiles) -> str:
 
 def _commands(files: RunFiles) -> str:
     run = files.argument
+    whole = files.steps_done >= files.total_steps and not files.ended
+    longer = f"imece train --run {run} --steps {max(2 * files.total_steps, 1)}"
     commands = [
         ("More text from this model", f'imece sample {run} --prompt "Once"'),
         ("Its loss on other text", f"imece eval {run} --data FILES"),
-        ("Train for longer", f"imece train --run {run} --steps {max(2 * files.total_steps, 1)}"),
+        ("Train for longer", longer) if whole else ("Train on", f"imece train --run {run}"),
         ("Weights for transformers and others", f"imece export {run} --to hf FOLDER"),
         ("All curves in TensorBoard", f"tensorboard --logdir {run}/tensorboard"),
     ]

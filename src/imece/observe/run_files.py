@@ -13,6 +13,8 @@ from typing import Any, Self
 from imece.observe.metrics import read_metrics
 
 Json = dict[str, Any]
+ENDED = "ended"
+"""The key of summary.json that says why a run ended before it was finished."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,14 @@ class RunFiles:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """A file that is missing or cut is as if it were empty. OSError for one that cannot be read."""
+        """A file that is missing or cut is as if it were empty, and so is the summary of an end after which
+        the run has gone on. OSError for one that cannot be read."""
         config = path / "config.toml"
         text = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
-        return cls(
-            path, read_metrics(path), text, _json(path / "environment.json"), _json(path / "summary.json")
-        )
+        records, summary = read_metrics(path), _json(path / "summary.json")
+        if records and records[-1]["step"] > summary.get("steps", 0):
+            summary = {}
+        return cls(path, records, text, _json(path / "environment.json"), summary)
 
     @property
     def name(self) -> str:
@@ -58,6 +62,11 @@ class RunFiles:
         except tomllib.TOMLDecodeError:
             asked = None
         return asked if isinstance(asked, int) else self.steps_done
+
+    @property
+    def ended(self) -> str:
+        """Why, where that was before the run was finished; "" if nothing says so."""
+        return str(self.summary.get(ENDED, ""))
 
     @property
     def baselines(self) -> dict[str, float]:

@@ -92,7 +92,7 @@ def check_lines(content: Mapping[str, Any]) -> Iterator[str]:
         yield f"{row.what:<14} {both} {off:>8}".rstrip()
     yield ""
     if not content.get("measured"):
-        yield "nothing is measured yet: the run has not ended"
+        yield "nothing is measured: that is written when the run ends, and it goes on, or was killed"
         return
     known = [row for row in found if row.off is not None]
     worst = max(known, key=lambda row: abs(row.off or 0.0), default=None)

@@ -17,7 +17,7 @@ from imece.data_parallel.footprint import counted
 from imece.footprint import Footprint
 from imece.models.generate import LogitsError, generate
 from imece.observe.report import write_loss_plot, write_report
-from imece.observe.run_files import as_argument
+from imece.observe.run_files import ENDED, as_argument
 from imece.observe.units import si
 from imece.train.loop import Loop
 from imece.train.prediction import compared, keep, measured
@@ -43,14 +43,20 @@ def finish(session: Session, loop: Loop, watching: Watching) -> None:
         summary = _summary(session, val_loss) if session.mesh.rank == 0 else None  # it samples, alone
     if summary is None:
         return
-    with contextlib.suppress(OSError):  # full disk: the checkpoint was the thing to save, and said so itself
-        _write(session, summary)
-        write_loss_plot(session.folder.path)
-        write_report(session.folder.path)
+    _write(session, summary)
     rows = _rows(summary, saved)
     rows.append(("", _keep_plan(session, Footprint(**summary["memory"]))))
     sample = summary["sample"]
     watching.done(rows, sample and sample["text"], next_commands(session, saved, usable=sample is not None))
+
+
+def end_early(session: Session, why: str) -> None:
+    """The same files of a run that ends in between, without what would need more steps or other ranks. Rank 0
+    writes them, if it has made a step. why: for the report, "stopped by SIGTERM"."""
+    if session.mesh.rank == 0 and session.counted > session.first:
+        summary = _figures(session) | {ENDED: why}
+        _write(session, summary)
+        _keep_plan(session, Footprint(**summary["memory"]))
 
 
 def _keep_plan(session: Session, counted: Footprint) -> str:
@@ -65,11 +71,12 @@ def is_finished(session: Session) -> bool:
     """Whether all that `finish` makes of these steps is there: it may have been killed on the way."""
     path = session.folder.path
     try:
-        made_from = json.loads((path / "summary.json").read_bytes())["steps"]
+        summary = json.loads((path / "summary.json").read_bytes())
+        made_from, early = summary["steps"], ENDED in summary
         in_order = (path / "report.html").stat().st_mtime >= (path / "summary.json").stat().st_mtime
     except (OSError, ValueError, KeyError):
         return False
-    return in_order and made_from == session.done == session.config.steps
+    return in_order and not early and made_from == session.done == session.config.steps
 
 
 def next_commands(session: Session, saved: bool, usable: bool = True) -> list[tuple[str, str]]:
@@ -77,11 +84,9 @@ def next_commands(session: Session, saved: bool, usable: bool = True) -> list[tu
     path = session.folder.path
     run = as_argument(path)
     if not saved:
-        kept = [
-            step for step, folder in step_folders(session.folder.checkpoints) if glance(folder) is not None
-        ]
-        where = f"the checkpoint of step {kept[0]:,}: " if kept else "no checkpoint: "
-        how = "goes on from there" if kept else "begins anew"
+        kept = newest_kept(session)
+        where = "no checkpoint: " if kept is None else f"the checkpoint of step {kept:,}: "
+        how = "begins anew" if kept is None else "goes on from there"
         again = f"imece train --run {run}"
         return [("kept", f"{where}with room on the disk, the command below {how}"), ("next", again)]
     report = ("open", str(path / "report.html"))
@@ -95,9 +100,14 @@ def next_commands(session: Session, saved: bool, usable: bool = True) -> list[tu
     ]
 
 
-def _summary(session: Session, val_loss: float | None) -> dict[str, Any]:
-    tokens = session.prepared.tokens
-    summary: dict[str, Any] = {
+def newest_kept(session: Session) -> int | None:
+    """The step of the newest checkpoint on the disk."""
+    whole = (step for step, folder in step_folders(session.folder.checkpoints) if glance(folder) is not None)
+    return next(whole, None)
+
+
+def _figures(session: Session) -> dict[str, Any]:
+    return {
         "steps": session.done,
         "tokens": session.tokens,
         "seconds": session.seconds,
@@ -105,8 +115,12 @@ def _summary(session: Session, val_loss: float | None) -> dict[str, Any]:
         "parameters": session.model.config.parameter_count,
         "best_val_loss": session.best_val_loss,
         "memory": asdict(counted(session.wrapped, session.optimizers)),
-        "sample": _sample(session, _prompt(session)),
     }
+
+
+def _summary(session: Session, val_loss: float | None) -> dict[str, Any]:
+    tokens = session.prepared.tokens
+    summary = _figures(session) | {"sample": _sample(session, _prompt(session))}
     if val_loss is not None and math.isfinite(val_loss):
         held_out = tokens.validation
         bits_a_byte = val_loss / math.log(2) * len(held_out.tokens) / held_out.text_bytes
@@ -187,5 +201,9 @@ def _sample(session: Session, prompt: str) -> dict[str, str] | None:
 
 
 def _write(session: Session, summary: dict[str, Any]) -> None:
+    path = session.folder.path
     content = json.dumps(summary, indent=2) + "\n"
-    write_whole(session.folder.path / "summary.json", content.encode(), durable=True)
+    with contextlib.suppress(OSError):  # full disk: the checkpoint was the thing to save, and said so itself
+        write_whole(path / "summary.json", content.encode(), durable=True)
+        write_loss_plot(path)
+        write_report(path)

@@ -323,8 +323,7 @@ class Loop:
             self._watching.step(record)
             raise NotFiniteError(
                 f"{most} steps in a row had no finite gradient, the last one was step {session.done}: the "
-                "run ends, and its checkpoints are of before; the usual cure is a new run with a lower "
-                "--optimizer.lr"
+                "run ends; the usual cure is a new run with a lower --optimizer.lr"
             )
 
 

@@ -151,8 +151,8 @@ def _train(session: Session, stop: Stop, joined: Recovered | None) -> int:
         return 128 + signal if signal else 0 if saved else 1
     except (NotFiniteError, DriftError) as error:  # on all ranks
         session.checkpoints.finish()  # a save that is under way is not given up
-        kept = newest_kept(session) if mesh.rank == 0 else None
-        watching.note("no checkpoint was saved" if kept is None else f"the newest checkpoint is of step {kept}")
+        kept = newest_kept(session)
+        watching.note("nothing was saved" if kept is None else f"the newest checkpoint is of step {kept}")
         end_early(session, str(error))
         if mesh.rank != 0:
             raise SystemExit(1) from None

@@ -106,7 +106,8 @@ class Step:
 
     def blame(self, index: int) -> list[str]:
         """Who brought what is not finite into step `index`: a line for each rank, with its documents.
-        Where the weights themselves are not finite, no document is to blame, and they are named.
+        Where the weights are not finite, or nothing that is computed with them is, no document is to
+        blame, and they are named.
 
         All ranks call it after a step that was skipped. The step is computed once more, rank by rank: only
         then is a sum known to have been finite on one side. Costs nothing as long as all is well.
@@ -116,19 +117,27 @@ class Step:
         with model.gathered():
             spoilt = self._not_finite([each.detach() for each in self._parameters])
             found = [] if spoilt else list(self._not_finite_in(index))
-        both = [spoilt, found]
-        every = gather_json(both, model.process_group, model.device, "who brought what is not finite")
-        if all(spoilt for spoilt, _ in every):
+            largest = max((float(each.detach().abs().max()), name) for name, each in self._named())
+        mine = [spoilt, found, largest]
+        every = gather_json(mine, model.process_group, model.device, "who brought what is not finite")
+        if all(spoilt for spoilt, *_ in every):
             return [f"weights that are not finite since an earlier update: {_names(every[0][0])}"]
+        everywhere = [each for _, found, _ in every for each in found]
+        if len(everywhere) > 1 and all(everywhere) and not any(spoilt for spoilt, *_ in every):
+            size, name = every[0][2]
+            return [
+                f"all {len(everywhere)} micro-batches, so by no document but the weights, as earlier updates "
+                f"left them: up to {size:.3g}, in {name}"
+            ]
         lines = []
-        for rank, (spoilt, found) in enumerate(every):
+        for rank, (spoilt, found, _) in enumerate(every):
             if spoilt:
                 lines.append(f"rank {rank}: weights that are not finite: {_names(spoilt)}")
-            lines += [self._describe(rank, *each) for each in found]
+            lines += [self._describe(rank, *each) for each in found if each]
         return lines
 
-    def _not_finite_in(self, index: int) -> Iterator[tuple[float, list[str], list[int]]]:
-        """Of each micro-batch of this rank that brings such: its loss, the parameters, the documents."""
+    def _not_finite_in(self, index: int) -> Iterator[tuple[float, list[str], list[int]] | None]:
+        """Of each micro-batch of this rank: its loss, the parameters, the documents; None if it is finite."""
         for number, (inputs, targets, tokens) in enumerate(self._read(index)):
             if not tokens:
                 continue
@@ -137,10 +146,9 @@ class Step:
                 loss = token_loss(self._model.module(inputs), targets)
             gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
             bad, nats = self._not_finite(gradients), float(loss.detach())
-            if bad or not math.isfinite(nats):
-                begin = self._first(number)
-                documents = self._batches.names(index, begin, begin + len(inputs))
-                yield nats, bad, documents
+            begin = self._first(number)
+            documents = self._batches.names(index, begin, begin + len(inputs))
+            yield (nats, bad, documents) if bad or not math.isfinite(nats) else None
 
     def _first(self, number: int) -> int:
         """Where this rank's micro-batch `number` begins among the sequences of the global batch."""
@@ -176,9 +184,11 @@ class Step:
 
     def _not_finite(self, tensors: Sequence[Tensor | None]) -> list[str]:
         """Of one tensor for each parameter, the names of those parameters."""
-        names = [name for name, each in self._model.module.named_parameters() if each.requires_grad]
-        pairs = zip(names, tensors, strict=True)
-        return [name for name, each in pairs if each is not None and not bool(each.isfinite().all())]
+        pairs = zip(self._named(), tensors, strict=True)
+        return [name for (name, _), each in pairs if each is not None and not bool(each.isfinite().all())]
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        return [(name, each) for name, each in self._model.module.named_parameters() if each.requires_grad]
 
     def _describe(self, rank: int, loss: float, bad: list[str], documents: list[int]) -> str:
         where = f"gradient of {_names(bad)}" if bad else "finite gradients"
