@@ -451,7 +451,7 @@ def not_gathered(self: Sharding, kinds: Collection[int]) -> None:
         store.note_parts()
 
 
-def own_norm(self: ShardedDataParallel, only: Collection[int] | None = None) -> torch.Tensor:
+def own_norm(self: ShardedDataParallel, **_: Any) -> torch.Tensor:
     parts = self.sharding.parts
     norms = [each.parameter.grad.norm() for each in parts if each.parameter.grad is not None]
     norm: torch.Tensor = torch.stack(norms).norm()

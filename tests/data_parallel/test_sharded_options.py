@@ -6,6 +6,7 @@ And what is said of loops that would not train.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from imece import MixedPrecision, parallelize
 from imece.collectives import execute, native, wire
 from imece.data_parallel import norm
-from imece.data_parallel.norm import squared_norm
+from imece.data_parallel.norm import norm_of
 from imece.data_parallel.sharded import ShardedDataParallel
 from tests.data_parallel.checks import Check, Job, jobs, passed
 from tests.data_parallel.sharding.test_units import (
@@ -599,18 +600,18 @@ def test_norm_takes_fp64_for_a_piece_of_a_gradient_at_a_time(
     expected = sum(each.detach().to(torch.complex128).abs().square().sum().item() for each in gradients)
     taken = []
 
-    def vector_norm(tensor: torch.Tensor, **options: Any) -> Any:
+    def vector_norm(tensor: torch.Tensor, *order: float, **options: Any) -> Any:
         taken.append(tensor.numel())
-        return whole(tensor, **options)
+        return whole(tensor, *order, **options)
 
     whole = torch.linalg.vector_norm
     monkeypatch.setattr(torch.linalg, "vector_norm", vector_norm)
     monkeypatch.setattr(norm, "_PIECE_ON_CPU", 32)
-    assert squared_norm(gradients, torch.device("cpu")).item() == pytest.approx(expected, rel=1e-14)
-    assert taken == [32, 32, 13, 3, 24]
+    assert norm_of(gradients, torch.device("cpu")).item() == pytest.approx(math.sqrt(expected), rel=1e-14)
+    assert taken == [32, 32, 13, 3, 24, 2]
 
 
 def test_norm_of_complex_gradients() -> None:
     tensors = [torch.tensor([3 + 4j, 0]), torch.tensor([12.0]), torch.tensor([84j]).conj()]
-    assert squared_norm(tensors, torch.device("cpu")).item() == 85.0**2
+    assert norm_of(tensors, torch.device("cpu")).item() == 85.0
     assert torch.nn.utils.get_total_norm(tensors).item() == 85.0

@@ -55,7 +55,7 @@ class Turn(IntEnum):
     FORWARD = 1
     ZERO = 2  # an optimizer's gradients: twice its number, and 1 if to None
     STEP = 3  # an optimizer
-    NORM = 4
+    NORM = 4  # of the gradient, of this type
     SCALE = 5  # the gradient, by a factor
 
 
@@ -76,7 +76,7 @@ class ShardedJoinHook(DDPJoinHook):
             elif turn == Turn.STEP:
                 model.step(int(number))
             elif turn == Turn.NORM:
-                model.gradient_norm()
+                model.gradient_norm(norm_type=number)
             elif turn == Turn.SCALE:
                 model.scale_gradients(number)
         finally:

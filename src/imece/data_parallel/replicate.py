@@ -24,7 +24,7 @@ from imece.data_parallel.average import Average, Over
 from imece.data_parallel.batch_norm import meet_in
 from imece.data_parallel.buffers import BufferSync
 from imece.data_parallel.joining import DDPJoinHook, agree, common_rank
-from imece.data_parallel.norm import norm_from, squared_norm
+from imece.data_parallel.norm import norm_of, rounded
 from imece.data_parallel.outputs import tensors_in, when_gradient_comes
 from imece.data_parallel.reducer import Reducer
 from imece.data_parallel.reducing import in_backward, refusals, task
@@ -199,23 +199,25 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             raise RuntimeError("register_comm_hook: this model has a communication hook already")
         self.reducer.hook = checked
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Shorten the gradient to `max_norm` if it is longer; returns its 2-norm before, a scalar on the
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Shorten the gradient to `max_norm` if it is longer; returns its norm before, a scalar on the
         model's device. All ranks call it.
 
         The same for every strategy, and to the same bits. A norm that is not finite changes nothing.
+        norm_type, ValueError: as of `gradient_norm`.
         """
-        norm = self.gradient_norm()
+        norm = self.gradient_norm(norm_type=norm_type)
         if max_norm < (length := float(norm)) < math.inf:
             self.scale_gradients(max_norm / length)
         return norm
 
-    def gradient_norm(self, only: Collection[int] | None = None) -> torch.Tensor:
-        """The 2-norm of the gradient, a scalar: fp64, true to 1e-12, for parameters of 64 bits, else fp32.
+    def gradient_norm(self, only: Collection[int] | None = None, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of the gradient, a scalar: fp64, true to 1e-12, for parameters of 64 bits, else fp32.
 
-        only: of some parameters, by their numbers; by default of all.
+        only: of some parameters, by their numbers; by default of all. norm_type: above 0; inf is the
+        largest magnitude. ValueError for another one.
         """
-        return self._norm_of(squared_norm(self._gradients(only), self.device))
+        return self._rounded(norm_of(self._gradients(only), self.device, norm_type))
 
     def scale_gradients(self, factor: float, only: Collection[int] | None = None) -> None:
         """Multiply the gradient, or that of `only` these parameters, by a number."""
@@ -229,10 +231,9 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             if slot.parameter.grad is not None and (only is None or slot.index in only)
         ]
 
-    def _norm_of(self, squares: torch.Tensor) -> torch.Tensor:
-        """From the sum of all squares."""
+    def _rounded(self, norm: torch.Tensor) -> torch.Tensor:
         wide = any(slot.parameter.dtype.to_real() is torch.float64 for slot in self.reducer.slots)
-        return norm_from(squares, wide=wide)
+        return rounded(norm, wide=wide)
 
     # What is otherwise where parameters are sharded, so that one script does for every strategy.
 

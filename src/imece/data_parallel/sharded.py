@@ -18,7 +18,7 @@ from imece.collectives import ops
 from imece.data_parallel.average import Average, Over
 from imece.data_parallel.compiled import waits_before_compiled
 from imece.data_parallel.joining import ShardedJoinHook, Turn, next_turn
-from imece.data_parallel.norm import squared_norm
+from imece.data_parallel.norm import norm_of
 from imece.data_parallel.optimizer import numbers_of, set_numbers, who_steps
 from imece.data_parallel.reducer import Reducer
 from imece.data_parallel.reducing import in_backward
@@ -284,8 +284,8 @@ class ShardedDataParallel(DistributedDataParallel):
             raise RuntimeError(f"strategy {name!r} gathers in forward: all ranks must go on")
         return super().join(*args, **kwargs)
 
-    def gradient_norm(self, only: Collection[int] | None = None) -> torch.Tensor:
-        """The 2-norm of the gradient, wherever its parts are; all ranks call it.
+    def gradient_norm(self, only: Collection[int] | None = None, norm_type: float = 2.0) -> torch.Tensor:
+        """As of DistributedDataParallel, wherever parts of the gradient are; all ranks call it.
 
         RuntimeError inside of `join` for `only` some parameters: ranks that have ended take all.
         """
@@ -294,10 +294,12 @@ class ShardedDataParallel(DistributedDataParallel):
                 "clipping some parameters of a sharded model inside of join(): clip all of them, by "
                 "model.clip_grad_norm_"
             )
-        self._tell_joined(Turn.NORM)
-        squares = squared_norm(self._gradients(only), self.device)
-        ops.all_reduce(squares, group=self.sharding.groups.shard, label="norm of the gradient")
-        return self._norm_of(squares)
+        mine = norm_of(self._gradients(only), self.device, norm_type)
+        self._tell_joined(Turn.NORM, norm_type)
+        group = self.sharding.groups.shard
+        everybody = mine.new_empty(group.size())
+        ops.all_gather(everybody, mine, group=group, label="norms of parts of the gradient")
+        return self._rounded(norm_of([everybody], self.device, norm_type))
 
     def scale_gradients(self, factor: float, only: Collection[int] | None = None) -> None:
         """Multiply the gradient, or that of `only` these parameters, by a number."""

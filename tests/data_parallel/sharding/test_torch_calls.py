@@ -43,6 +43,8 @@ CLIPS: list[Clip] = [
     lambda whole, _: nn.utils.clip_grad_norm_(whole.parameters(), 0.5),
     lambda _, part: nn.utils.clip_grad_norm_(part.get_submodule("2").parameters(), 0.25),
     lambda _, part: nn.utils.clip_grad_norm_(part.get_parameter("0.weight"), max_norm=0.1, norm_type=2),
+    lambda whole, _: nn.utils.clip_grad_norm_(whole.parameters(), 0.02, norm_type=float("inf")),
+    lambda _, part: nn.utils.clip_grad_norm_(part.get_submodule("0").parameters(), 0.5, norm_type=1),
     lambda whole, _: by_its_own_name(whole.parameters(), 0.05),
     lambda whole, _: nn.utils.clip_grad_value_(whole.parameters(), 0.01),
     lambda whole, _: value_by_its_own_name(whole.parameters(), 0.005),
@@ -94,7 +96,7 @@ def in_two_calls(optimizer: torch.optim.Optimizer) -> torch.Tensor:
 
 BY_GROUPS: list[Callable[[torch.optim.Optimizer], torch.Tensor | None]] = [
     lambda optimizer: nn.utils.clip_grad_norm_(in_groups(optimizer, slice(2)), 0.05),
-    lambda optimizer: by_its_own_name(in_groups(optimizer, slice(1)), 0.03),
+    lambda optimizer: by_its_own_name(in_groups(optimizer, slice(1)), 0.03, norm_type=float("inf")),
     lambda optimizer: by_its_own_name(
         [each for each in in_groups(optimizer, slice(1)) if each.grad is not None], 0.02
     ),
@@ -193,8 +195,8 @@ def refuse(strategy: str) -> None:
     loss(model).backward()
     with says(r"model\.clip_grad_norm_\(max_norm\), or by torch\.nn\.utils\.clip_grad_norm_"):
         nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(2.0))
-    with says("norm_type=inf", ValueError):
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=float("inf"))
+    with says("norm_type=0.0: a norm of gradients is of a number above 0, or inf", ValueError):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=0)
     loss(other).backward()
     with says("of several models, one of them sharded", ValueError):
         nn.utils.clip_grad_norm_([*model.parameters(), *other.parameters()], 1.0)
@@ -221,9 +223,10 @@ def refuse(strategy: str) -> None:
     assert isinstance(model, ShardedDataParallel)
     infinite = model.sharding.parts[0].parameter.grad
     assert infinite is not None
-    infinite.fill_(float("inf"))
-    with says("the norm of the gradient is inf, on all ranks"):
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    for value, norm_type in (("inf", 2.0), ("nan", float("inf"))):
+        infinite.fill_(float(value))
+        with says(f"the norm of the gradient is {value}, on all ranks"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type, error_if_nonfinite=True)
 
 
 def adversaries(strategy: str) -> None:

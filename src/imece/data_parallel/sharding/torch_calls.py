@@ -108,7 +108,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """torch's. Of a sharded model's parameters, or of what lies in its optimizers' groups, all ranks call it.
 
-    The norm is of all that any rank gives. ValueError for one that is no 2-norm.
+    The norm is of all that any rank gives. ValueError for a norm_type that is not above 0.
     """
     given = _list(parameters)
     model, only = _the_model(given)
@@ -145,7 +145,7 @@ def get_total_norm(
 ) -> torch.Tensor:
     """torch's. Of the gradients of parts all ranks call it: the norm is of all that any rank gives.
 
-    ValueError for one that is no 2-norm.
+    ValueError for a norm_type that is not above 0.
     """
     given = _list(tensors)
     parts = {
@@ -185,9 +185,7 @@ def _norm(
     model: ShardedDataParallel, only: set[int] | None, norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor:
     """Over all ranks. ValueError, RuntimeError: as torch's functions."""
-    if float(norm_type) != 2.0:
-        raise ValueError(f"norm_type={norm_type} of a sharded model's gradient: it has the 2-norm only")
-    norm = model.gradient_norm(only)
+    norm = model.gradient_norm(only, float(norm_type))
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradient is {norm}, on all ranks")
     return norm
