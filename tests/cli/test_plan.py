@@ -336,6 +336,13 @@ def test_a_page_has_what_is_next(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert "batch: " in left and left.partition("batch: ")[2].partition(";")[0] in text
 
 
+def test_a_page_about_one_gpu_has_no_messages_and_no_losers(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    assert main(["plan", "1B", "--gpus", "1xH100", "--global-batch", "8", "--html", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert "tokens in " in text and "messages" not in text and "What lost" not in text
+
+
 def test_amounts_are_told_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "1B", "--gpus", "1xH100", "--global-batch", "8", "--tokens", "1.005B"]) == 0
     assert "; 1.005B tokens in " in " ".join(capsys.readouterr().out.split())

@@ -20,7 +20,15 @@ def test_what_is_gathered_once_a_step_is_drawn_whole() -> None:
     setup = next(each.setup for each in search(asked).ranked if each.setup.recipe.accumulation > 1)
     found = synchronise(setup, asked.cluster, IMECE, stage_time(setup, asked.cluster, IMECE))
     bars = spans(setup, asked.cluster)
-    assert bars[0].name == "exposed: parameters" and bars[0].stop_s == found.parameters
+    names = [bar.name for bar in bars]
+    optimizer, exposed, following = (
+        bars[names.index(name)] for name in ("optimizer", "exposed: parameters", "next forward")
+    )
+    assert optimizer.stop_s == exposed.start_s and exposed.stop_s == following.start_s
+    assert exposed.stop_s - exposed.start_s == pytest.approx(found.parameters)
+    assert names.index("gathers parameters") > names.index("next forward")
+    assert min(bar.start_s for bar in bars if bar.name == "gathers parameters") >= optimizer.stop_s
+    assert what_is_drawn(setup).endswith("the end of its step and the next forward, s")
     gathers, sums = (
         sum(bar.stop_s - bar.start_s for bar in bars if bar.name == name)
         for name in ("gathers parameters", "sums gradients")
@@ -34,8 +42,11 @@ def test_what_is_gathered_once_a_step_is_drawn_whole() -> None:
     [
         {"strategy": "replicate", "gpu": "H200"},
         {"strategy": "zero1"},
+        {"strategy": "zero2", "micro_batch": 8},
         {"strategy": "zero3", "recompute": "full"},
-        {"pipeline": 4, "micro_batch": 1},
+        {"pipeline": 4, "interleave": 1, "micro_batch": 1},
+        {"pipeline": 4, "interleave": 4, "micro_batch": 1},
+        {"pipeline": 4, "interleave": 2, "micro_batch": 2, "batch": 16},
         {"tensor": 2},
     ],
 )
@@ -55,10 +66,15 @@ def test_lanes(changes: dict[str, object]) -> None:
     if asked.pipeline == 1:
         for name, long in (("forward", stage.forward), ("backward", stage.backward)):
             assert sum(s.stop_s - s.start_s for s in found if s.name == name) == pytest.approx(long)
+        if winner.setup.recipe.accumulation == 1 and asked.strategy == "zero2":  # gathered beside its forward
+            (forward,) = (span for span in found if span.name == "forward")
+            assert all(s.start_s < forward.stop_s for s in found if s.name == "gathers parameters")
     else:
         batches = min(winner.setup.recipe.accumulation, 8)
         assert list(lanes) == ["stage 1", "stage 2", "stage 3", "stage 4"]
-        assert all(len(lane) == 2 * batches for lane in lanes.values())
+        chunks = winner.setup.parallel.interleave
+        assert chunks == asked.interleave
+        assert all(len(lane) == 2 * batches * chunks for lane in lanes.values())
         whole = max(span.stop_s for span in found)
-        assert whole == pytest.approx((batches + 3) * stage.total, rel=1e-6)  # the classic bubble
+        assert whole == pytest.approx((batches + 3 / chunks) * stage.total, rel=1e-6)  # the classic bubble
         assert "A step of the chosen way" in what_is_drawn(winner.setup)

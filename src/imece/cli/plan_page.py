@@ -83,11 +83,12 @@ def page_of(explained: Explained, answer: Answer) -> str:
         f'<p class="note">{gb(winner.needed)} of {gb(cluster.gpu.memory_bytes)} GB (10<sup>9</sup>).</p>',
         "<h2>A step</h2>",
         _bars((name, spent, seconds(spent)) for name, spent in parts(winner.time).items()),
-        f'<p class="note">{html.escape(speed(winner, explained.tokens, cluster))}. Exposed: '
-        f"{device(cluster)}s wait for messages. {html.escape(seconds(winner.time.hidden))} more are hidden "
-        "behind computing.</p>",
-        "<h2>What lost, and why</h2>",
-        _table([(each.name, each.sentence) for each in explained.others]),
+        f'<p class="note">{html.escape(speed(winner, explained.tokens, cluster))}.{_messages(explained)}</p>',
+        *(
+            ["<h2>What lost, and why</h2>", _table((each.name, each.sentence) for each in explained.others)]
+            if explained.others
+            else []
+        ),
         "<h2>What would change the answer</h2>",
         _table([("", gain) for gain in explained.gains]),
         "<h2>How to do it with imece</h2>",
@@ -99,6 +100,15 @@ def page_of(explained: Explained, answer: Answer) -> str:
         *(f'<p class="note">{html.escape(note)}</p>' for note in explained.notes),
     ]  # fmt: skip
     return page(f"imece plan: {question.model.name}", "\n".join(body))
+
+
+def _messages(explained: Explained) -> str:
+    time = explained.winner.time
+    assert time is not None
+    if not sum(time.exposed.values()) + time.hidden:  # one GPU sends none
+        return ""
+    waiting = f"{device(explained.question.cluster)}s wait for messages"
+    return f" Exposed: {waiting}. {html.escape(seconds(time.hidden))} more are hidden behind computing."
 
 
 def _tiles(explained: Explained) -> str:

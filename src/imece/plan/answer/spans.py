@@ -1,7 +1,8 @@
 """The end of a step on a time axis, for a picture: the last micro-batch, its messages and the optimizer.
 
 With a pipeline it is a whole step with few micro-batches, stage by stage, forward and backward in turn.
-Lengths are those of step_time; work of one kind within a micro-batch is drawn in one piece.
+Lengths are those of step_time; work of one kind within a micro-batch is drawn in one piece. Where parameters
+are gathered once a step, beside the forward that follows it, that forward is drawn too.
 """
 
 from __future__ import annotations
@@ -48,15 +49,22 @@ def what_is_drawn(setup: Setup) -> str:
         return f"A step of the chosen way{of}, s"
     if recipe.accumulation == 1:
         return "A step of the chosen way, s"
-    return f"The last of {recipe.accumulation} micro-batches of the chosen way, and the end of its step, s"
+    last = f"The last of {recipe.accumulation} micro-batches of the chosen way"
+    if _gathers_once(setup):
+        return f"{last}, the end of its step and the next forward, s"
+    return f"{last}, and the end of its step, s"
 
 
 def _last_micro_batch(setup: Setup, cluster: Cluster, stage: StageTime) -> Iterator[Span]:
     found = synchronise(setup, cluster, IMECE, stage)
     gathers, gradients = _busy(setup, found)
-    now = found.parameters / _gathered_times(setup)
-    if now:
-        yield Span("computing", "exposed: parameters", 0.0, now)
+    exposed = found.parameters / _gathered_times(setup)
+    pieces = max(1, min(_MOST_PIECES, stage.layers))
+    after = _gathers_once(setup) and setup.recipe.accumulation > 1
+    now = 0.0
+    if exposed and not after:
+        yield Span("computing", "exposed: parameters", 0.0, exposed)
+        now = exposed
     begin = now
     for name, long in (
         ("forward", stage.forward),
@@ -69,12 +77,10 @@ def _last_micro_batch(setup: Setup, cluster: Cluster, stage: StageTime) -> Itera
         if long > 0:
             yield Span("computing", name, now, now + long)
             now += long
+    if not after:
+        beside = stage.forward if _gathers_once(setup) else now - begin
+        yield from _gathers(begin, beside, gathers, pieces)
     backward = stage.backward + stage.recompute
-    pieces = max(1, min(_MOST_PIECES, stage.layers))
-    if gathers > 0:  # each asked for one share ahead of its use
-        whole = now - begin
-        asked = [begin + whole * (piece - 1) / pieces for piece in range(pieces)]
-        yield from _pieces("gathers parameters", [max(0.0, time) for time in asked], gathers / pieces)
     if gradients > 0:
         ready = [now - backward + backward * (piece + 1) / pieces for piece in range(pieces)]
         drawn = list(_pieces("sums gradients", ready, gradients / pieces, lane="messages of gradients"))
@@ -82,7 +88,29 @@ def _last_micro_batch(setup: Setup, cluster: Cluster, stage: StageTime) -> Itera
         if drawn[-1].stop_s > now:
             yield Span("computing", "exposed: gradients", now, drawn[-1].stop_s)
             now = drawn[-1].stop_s
-    yield Span("computing", "optimizer", now, now + optimizer_s(setup, cluster, IMECE, stage))
+    stepped = now + optimizer_s(setup, cluster, IMECE, stage)
+    yield Span("computing", "optimizer", now, stepped)
+    if after:
+        begin = stepped + exposed
+        if exposed:
+            yield Span("computing", "exposed: parameters", stepped, begin)
+        yield Span("computing", "next forward", begin, begin + stage.forward)
+        yield from _gathers(begin, stage.forward, gathers, pieces, stepped)
+
+
+def _gathers(begin: float, beside: float, long: float, pieces: int, earliest: float = 0.0) -> Iterator[Span]:
+    """Of parameters used one after the other in `beside` seconds from `begin` on; each is asked for one share
+    ahead of its use, none before `earliest`.
+    """
+    if long > 0:
+        asked = [max(earliest, begin + beside * (piece - 1) / pieces) for piece in range(pieces)]
+        yield from _pieces("gathers parameters", asked, long / pieces)
+
+
+def _gathers_once(setup: Setup) -> bool:
+    """In a step, before the forward that follows the optimizer's update: each rank has all parameters."""
+    divides = DIVIDED[setup.parallel.strategy]
+    return divides.optimizer and not divides.parameters
 
 
 def _gathered_times(setup: Setup) -> int:
@@ -112,40 +140,58 @@ def _pieces(
 
 
 def _pipeline(setup: Setup, stage: StageTime) -> Iterator[Span]:
-    """One forward and one backward in turn, on every stage (on the first sixteen, if there are more)."""
-    stages = setup.parallel.pipeline
+    """One forward and one backward in turn, on every stage (on the first sixteen, if there are more).
+
+    With several chunks a stage as Megatron-LM has it: in rounds of as many micro-batches as there are stages,
+    which go through the first chunk of all stages, then through the second.
+    """
+    stages, chunks = setup.parallel.pipeline, setup.parallel.interleave
     batches = min(setup.recipe.accumulation, 2 * stages)
-    forward = stage.forward + (stage.tensor + stage.sends) / 2
-    backward = stage.total - forward
-    done: dict[tuple[str, int, int], float] = {}  # ("forward", stage, micro-batch) -> when
+    forward = (stage.forward + (stage.tensor + stage.sends) / 2) / chunks
+    backward = stage.total / chunks - forward
+    done: dict[_Piece, float] = {}
     free = [0.0] * stages
-    orders = [_order(at, stages, batches) for at in range(stages)]
+    orders = [_order(at, stages, chunks, batches) for at in range(stages)]
     place = [0] * stages
     while any(place[at] < len(orders[at]) for at in range(stages)):
         for at in range(stages):
             while place[at] < len(orders[at]):
-                name, batch = orders[at][place[at]]
-                before = _waits_for(name, at, batch, stages)
+                piece = orders[at][place[at]]
+                before = _waits_for(piece, stages * chunks)
                 if before is not None and before not in done:
                     break
                 start = max(free[at], done[before] if before is not None else 0.0)
-                stop = start + (forward if name == "forward" else backward)
-                done[name, at, batch] = free[at] = stop
+                stop = start + (forward if piece[0] == "forward" else backward)
+                done[piece] = free[at] = stop
                 place[at] += 1
                 if at < _MOST_STAGES:
-                    yield Span(f"stage {at + 1}", name, start, stop)
+                    yield Span(f"stage {at + 1}", piece[0], start, stop)
 
 
-def _order(at: int, stages: int, batches: int) -> list[tuple[str, int]]:
-    """What a stage does: as many forwards as there are stages after it, then in turn, then what is left."""
-    ahead = min(stages - at - 1, batches)
-    order = [("forward", batch) for batch in range(ahead)]
-    for batch in range(batches - ahead):
-        order += [("forward", ahead + batch), ("backward", batch)]
-    return order + [("backward", batch) for batch in range(batches - ahead, batches)]
+_Piece = tuple[str, int, int]  # ("forward", part, micro-batch): of chunk c on stage s part c x stages + s
 
 
-def _waits_for(name: str, at: int, batch: int, stages: int) -> tuple[str, int, int] | None:
+def _order(at: int, stages: int, chunks: int, batches: int) -> list[_Piece]:
+    """What a stage does: forwards until the first backward may come, then in turn, then what is left."""
+
+    def all_of(name: str) -> list[_Piece]:
+        rounds = (range(first, min(first + stages, batches)) for first in range(0, batches, stages))
+        turns = range(chunks) if name == "forward" else range(chunks - 1, -1, -1)
+        return [(name, turn * stages + at, batch) for round_ in rounds for turn in turns for batch in round_]
+
+    forwards, backwards = all_of("forward"), all_of("backward")
+    after = stages - at - 1
+    ahead = min(after if chunks == 1 else 2 * after + (chunks - 1) * stages, len(forwards))
+    in_turn = zip(forwards[ahead:], backwards, strict=False)
+    return [
+        *forwards[:ahead],
+        *(piece for pair in in_turn for piece in pair),
+        *backwards[len(forwards) - ahead :],
+    ]
+
+
+def _waits_for(piece: _Piece, parts: int) -> _Piece | None:
+    name, part, batch = piece
     if name == "forward":
-        return ("forward", at - 1, batch) if at else None
-    return ("backward", at + 1, batch) if at < stages - 1 else ("forward", at, batch)
+        return ("forward", part - 1, batch) if part else None
+    return ("backward", part + 1, batch) if part < parts - 1 else ("forward", part, batch)
