@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imece.plan.hardware import Cluster, find_cluster, find_gpu
-from imece.plan.memory.held import adapter_parameters
+from imece.plan.memory.frameworks import IMECE as KEPT
+from imece.plan.memory.held import adapter_parameters, held
 from imece.plan.memory.memory import FOUR_BIT
 from imece.plan.models.by_name import find_model
 from imece.plan.models.model import Model
 from imece.plan.setup import Attention, Parallel, Precision, Recipe, Recomputation, Setup, Strategy
-from imece.plan.speed.communication import along, collective_s, send_s, sent_bytes
+from imece.plan.speed.communication import Group, along, collective_s, send_s, sent_bytes
 from imece.plan.speed.compute import flops_a_token, layer_time, product_s
 from imece.plan.speed.manner import IMECE, MEGATRON, NANOTRON, TORCHTITAN, Manner
 from imece.plan.speed.stage import stage_time, stages
@@ -206,6 +207,23 @@ def test_a_pipeline_of_stages_smaller_than_a_host_sends_from_host_to_host() -> N
     assert one_host.sends == near
     assert found.all_stages - one_host.all_stages == pytest.approx(far - near)
     assert step_time(setup, cluster).exposed["pipeline"] == pytest.approx(RECIPE.accumulation * far)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_pipeline_sums_what_its_first_stage_holds_and_a_tied_table_with_its_last(tied: bool) -> None:
+    """Whichever stage is the slowest to compute: with this table it is the last, of the fewest layers."""
+    cluster = find_cluster("RTX-4090", 2, 3, "ethernet-10g")
+    in_sight = replace(IMECE, name="gradients in sight", overlap_gradients=False)
+    wide = replace(MODEL, name="wide", vocab_size=262144, tied_head=tied)
+    setup = Setup(wide, Parallel("replicate", 2, pipeline=3), RECIPE)
+    stage = stage_time(setup, cluster, in_sight)
+    assert (stage.layers, stage.most_layers) == (4, 6)
+    held_bytes = 2 * held(wide, setup.parallel, 0, KEPT).total
+    expected = collective_s(cluster, "all_reduce", held_bytes, along(cluster, 2, 1))
+    if tied:
+        expected += collective_s(cluster, "all_reduce", 2 * wide.table_parameters, Group(2, 1, 2))
+    found = synchronise(setup, cluster, in_sight, stage).gradients
+    assert found == pytest.approx(expected, rel=1e-4)  # the last norm is not on the first stage
 
 
 def test_switch_gains_no_more_than_the_bytes_that_it_spares() -> None:

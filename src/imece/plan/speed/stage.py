@@ -32,7 +32,7 @@ class StageTime:
     sends: float  # to the neighbours, in sight
     all_stages: float  # the sum over all stages of all that: what one micro-batch takes from end to end
     layers: int
-    with_head: bool
+    most_layers: int  # of any stage, as the first one has them
 
     @property
     def compute(self) -> float:
@@ -116,7 +116,7 @@ def _stage_time(
         sends=sends * interleave if pipeline > 1 else 0.0,
         all_stages=rest * device + (pipeline - 1) * waits + end + all_sends,
         layers=count,
-        with_head=slowest,
+        most_layers=max(most, last),
     )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from imece.footprint import DIVIDED
 from imece.plan.hardware import Cluster
 from imece.plan.memory.held import adapter_parameters
 from imece.plan.memory.memory import FOUR_BIT
-from imece.plan.setup import Setup
+from imece.plan.setup import Precision, Setup
 from imece.plan.speed.communication import Group, Op, along, busy_s, collective_s
 from imece.plan.speed.compute import stream_s
 from imece.plan.speed.manner import Manner
@@ -33,20 +33,24 @@ class Synchronisation:
 
 
 def trained_parameters(setup: Setup, stage: StageTime) -> float:
-    """On one tensor rank of the stage."""
+    """Of `held_parameters`."""
     model, recipe = setup.model, setup.recipe
     if recipe.adapters != "none":
-        return stage.layers * adapter_parameters(model, recipe.adapter_rank) / setup.parallel.tensor
+        return stage.most_layers * adapter_parameters(model, recipe.adapter_rank) / setup.parallel.tensor
     return held_parameters(setup, stage)
 
 
 def held_parameters(setup: Setup, stage: StageTime) -> float:
-    """On one tensor rank of the stage, before data parallelism shards them."""
+    """On one tensor rank of the first stage, before data parallelism shards them.
+
+    No stage holds more, for it has the embedding and as many layers as any; and its backward is over last, so
+    that a step waits for its gradients, whichever stage is the slowest to compute.
+    """
     model = setup.model
-    tables = model.table_parameters + model.other_parameters if stage.with_head else 0
+    tables = model.table_parameters + model.other_parameters
     if setup.parallel.pipeline == 1 and not model.tied_head:
         tables += model.table_parameters
-    return (stage.layers * model.layer_parameters + tables) / setup.parallel.tensor
+    return (stage.most_layers * model.layer_parameters + tables) / setup.parallel.tensor
 
 
 def _held_bytes(setup: Setup, stage: StageTime) -> float:
@@ -54,12 +58,28 @@ def _held_bytes(setup: Setup, stage: StageTime) -> float:
     held, size = held_parameters(setup, stage), setup.recipe.precision.parameters
     if setup.recipe.adapters != "qlora":
         return held * size
-    layers = stage.layers * setup.model.layer_parameters / setup.parallel.tensor
+    layers = stage.most_layers * setup.model.layer_parameters / setup.parallel.tensor
     return layers * FOUR_BIT + (held - layers) * size
 
 
 def synchronise(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime) -> Synchronisation:
-    """Gradients and parameters of the stage among its data-parallel ranks."""
+    """Gradients and parameters of the first stage among its data-parallel ranks, and of a tied table between
+    the first stage and the last, which both have it."""
+    found = _among_data_ranks(setup, cluster, manner, stage)
+    return replace(found, gradients=found.gradients + _tied_s(setup, cluster))
+
+
+def _tied_s(setup: Setup, cluster: Cluster) -> float:
+    parallel, recipe = setup.parallel, setup.recipe
+    if parallel.pipeline == 1 or not setup.model.tied_head or recipe.adapters != "none":
+        return 0.0
+    parts = _parts(setup) if DIVIDED[parallel.strategy].gradients else 1
+    size = setup.model.table_parameters / parallel.tensor * _each_gradient(recipe.precision) / parts
+    in_one = parallel.ranks <= cluster.gpus_per_host
+    return collective_s(cluster, "all_reduce", size, Group(2, 2, 1) if in_one else Group(2, 1, 2))
+
+
+def _among_data_ranks(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime) -> Synchronisation:
     parallel = setup.parallel
     ranks = parallel.data * parallel.context
     if ranks == 1 and setup.recipe.offload != "parameters":
@@ -91,9 +111,12 @@ def _parts(setup: Setup) -> int:
 
 
 def _gradient_bytes(setup: Setup, stage: StageTime) -> float:
-    precision = setup.recipe.precision
-    each = precision.reduced or precision.main_gradients or precision.gradients
-    return trained_parameters(setup, stage) * each
+    return trained_parameters(setup, stage) * _each_gradient(setup.recipe.precision)
+
+
+def _each_gradient(precision: Precision) -> int:
+    """Bytes of it on the wire."""
+    return precision.reduced or precision.main_gradients or precision.gradients
 
 
 def reductions(setup: Setup) -> int:
@@ -163,7 +186,7 @@ def _stepped_in_parts(
     held = trained_parameters(setup, stage) * setup.recipe.precision.parameters
     if not manner.overlap_gathers:
         return Synchronisation(exposed, collective_s(cluster, "all_gather", held, group), hidden)
-    units = max(1, stage.layers)
+    units = max(1, stage.most_layers)
     one = collective_s(cluster, "all_gather", held / units, group)
     exposed_gathers = exposed_before(stage.forward_lasts, units, one)
     busy = units * busy_s(cluster, "all_gather", held / units, group)
@@ -178,7 +201,7 @@ def _sharded(
     offloaded = setup.recipe.offload == "parameters"
     if group.ranks == 1 and not offloaded:
         return Synchronisation(0.0, 0.0, 0.0)
-    units = max(1, stage.layers)
+    units = max(1, stage.most_layers)
     held, gradients = _held_bytes(setup, stage) / units, _gradient_bytes(setup, stage) / units
     gather = collective_s(cluster, "all_gather", held, group)
     gather_busy = busy_s(cluster, "all_gather", held, group)
