@@ -245,6 +245,16 @@ def test_recomputation_sends_keys_and_values_round_again() -> None:
     assert full == pytest.approx(none * 4 / 3, rel=0.01)  # nearly all is in sight
 
 
+def test_keys_and_values_go_round_while_the_gpu_waits_for_the_cpu() -> None:
+    cluster = find_cluster("B200", 4, 1)
+    endless = replace(cluster, inside=replace(cluster.inside, bandwidth=1e18, latency=0.0))
+    setup = Setup(find_model("llama-3.2-1b"), Parallel(context=4), Recipe(4096, accumulation=4))
+    real, none = (step_time(setup, each) for each in (cluster, endless))
+    assert real.waiting > 0 and real.exposed["context"] > 2 * none.exposed["context"]
+    passes = [each.total - each.exposed["gradients"] for each in (real, none)]
+    assert passes[0] == pytest.approx(passes[1])
+
+
 @few
 @given(st.floats(0.01, 10), st.integers(1, 50), st.floats(0.0001, 1))
 def test_closed_forms_are_the_timeline(compute_s: float, pieces: int, piece_s: float) -> None:

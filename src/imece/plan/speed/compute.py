@@ -38,6 +38,7 @@ class LayerTime:
     inputs: float  # backward, but for the products that make gradients of parameters; those of adapters in it
     weights: float  # these
     core: float  # of forward: scores, softmax and their product with the values
+    core_backward: float  # of inputs, likewise
     products: float  # of forward: matrix products
     columns: float  # one backward product of those split by columns, beside which a collective can run
 
@@ -108,6 +109,7 @@ def layer_time(
         inputs=sum(inputs) + 2 * around + core_backward + 2 * thin,
         weights=weights,
         core=core,
+        core_backward=core_backward,
         products=forward,
         columns=(inputs[0] + inputs[1]) / 2,
     )

@@ -1,4 +1,4 @@
-"""One micro-batch on a pipeline's stages: products, what lies between them, and tensor-parallel collectives.
+"""One micro-batch on a pipeline's stages: products, what lies between them, and messages within layers.
 
 A stage takes as long as the device needs, or as long as the CPU needs to start its kernels if that is
 longer. Without a pipeline there is one stage with everything.
@@ -28,6 +28,8 @@ class StageTime:
     recompute: float
     tensor: float  # tensor-parallel collectives in sight
     tensor_hidden: float
+    context: float  # keys and values that go round, in sight
+    context_hidden: float
     waiting: float  # the device waits for the CPU
     sends: float  # to the neighbours, in sight
     all_stages: float  # the sum over all stages of all that: what one micro-batch takes from end to end
@@ -40,17 +42,17 @@ class StageTime:
 
     @property
     def total(self) -> float:
-        return self.compute + self.tensor + self.waiting + self.sends
+        return self.compute + self.tensor + self.context + self.waiting + self.sends
 
     @property
     def forward_lasts(self) -> float:
         """With its share of what is waited for: beside which something else can go on."""
-        return self.forward * (1 + (self.tensor + self.waiting) / self.compute)
+        return self.forward * (1 + (self.tensor + self.context + self.waiting) / self.compute)
 
     @property
     def backward_lasts(self) -> float:
         """Likewise, with recomputation."""
-        return self.compute + self.tensor + self.waiting - self.forward_lasts
+        return self.total - self.sends - self.forward_lasts
 
 
 def stage_time(setup: Setup, cluster: Cluster, manner: Manner) -> StageTime:
@@ -93,7 +95,8 @@ def _stage_time(
     if pipeline > 1 and several_hosts and tensor > 1:
         host += manner.spread_host_s * tensor * along(cluster, tensor, 1).hosts ** 0.5
     most, last, rest = stages(model, manner, pipeline)
-    device = layer_work + again + talk.exposed
+    ring = _ring(cluster, model, manner, recipe, context, tensor, layer)
+    device = layer_work + again + talk.exposed + ring.exposed
     waits = max(0.0, most * host - most * device)
     waits_last = max(0.0, last * host - last * device - head_work)
     sends, sends_inside = (
@@ -112,6 +115,8 @@ def _stage_time(
         recompute=count * again,
         tensor=count * talk.exposed,
         tensor_hidden=count * talk.hidden,
+        context=count * ring.exposed,
+        context_hidden=count * ring.hidden,
         waiting=waits_last if slowest else waits,
         sends=sends * interleave if pipeline > 1 else 0.0,
         all_stages=rest * device + (pipeline - 1) * waits + end + all_sends,
@@ -157,11 +162,11 @@ def stages(model: Model, manner: Manner, pipeline: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class _Talk:
-    """Tensor-parallel collectives of one layer, forward, recomputation and backward."""
+    """Messages within one layer, forward, recomputation and backward."""
 
     exposed: float
     hidden: float
-    calls: int
+    calls: int  # that cost the CPU
 
 
 def _tensor_talk(
@@ -191,6 +196,28 @@ def _tensor_talk(
         hidden = again * min(gather, beside) + 2 * min(scatter, beside)
     whole = (2 * forwards + 2) * (gather + scatter) + again * gather
     return _Talk(whole - hidden, hidden, 4 * forwards + 4 + again)
+
+
+def _ring(
+    cluster: Cluster,
+    model: Model,
+    manner: Manner,
+    recipe: Recipe,
+    context: int,
+    tensor: int,
+    layer: LayerTime,
+) -> _Talk:
+    """Ring attention: keys and values go round beside the scores, and with their gradients in backward."""
+    if context == 1:
+        return _Talk(0.0, 0.0, 0)
+    tokens = recipe.micro_batch * recipe.seq // context
+    sent = 2 * recipe.precision.activations * tokens * model.kv_heads * model.head_width / tensor
+    hop = send_s(cluster, sent, along(cluster, context, tensor).hosts > 1)
+    forwards = 2 if scores_again(manner, recipe) else 1
+    exposed = forwards * max(0.0, hop - layer.core / context)
+    exposed += max(0.0, 2 * hop - layer.core_backward / context)
+    hops = context - 1
+    return _Talk(hops * exposed, hops * ((forwards + 2) * hop - exposed), 0)
 
 
 def _layer_host_s(manner: Manner, recipe: Recipe, calls: int) -> float:

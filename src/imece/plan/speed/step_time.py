@@ -1,6 +1,6 @@
 """Time of a step: what ranks compute, what of their communication is in sight, and the pipeline's bubble.
 
-step = micro-batches x slowest stage products, what lies between them, tensor-parallel collectives + bubble
+step = micro-batches x slowest stage products, what lies between them, messages within layers + bubble
 the first micro-batch goes through the other stages + gathers and reductions as much of them as is in sight
 + optimizer + what a step costs besides
 """
@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from imece.plan.hardware import Cluster
 from imece.plan.setup import Setup
-from imece.plan.speed.communication import along, send_s
-from imece.plan.speed.compute import flops_a_token, layer_time
+from imece.plan.speed.compute import flops_a_token
 from imece.plan.speed.manner import IMECE, Manner
-from imece.plan.speed.stage import StageTime, scores_again, stage_time
+from imece.plan.speed.stage import stage_time
 from imece.plan.speed.synchronise import optimizer_s, synchronise
 
 
@@ -42,12 +41,11 @@ def step_time(setup: Setup, cluster: Cluster, manner: Manner = IMECE) -> StepTim
     stage = stage_time(setup, cluster, manner)
     steps = recipe.accumulation
     across_data = synchronise(setup, cluster, manner, stage)
-    context, context_hidden = _context(setup, cluster, manner, stage)
     exposed = {
         "gradients": across_data.gradients,
         "parameters": across_data.parameters,
         "tensor": steps * stage.tensor,
-        "context": steps * context,
+        "context": steps * stage.context,
         "pipeline": steps * stage.sends,
     }
     bubble = (stage.all_stages - stage.total) / parallel.interleave if parallel.pipeline > 1 else 0.0
@@ -62,7 +60,7 @@ def step_time(setup: Setup, cluster: Cluster, manner: Manner = IMECE) -> StepTim
         recompute=steps * stage.recompute,
         waiting=steps * stage.waiting,
         exposed=exposed,
-        hidden=across_data.hidden + steps * (stage.tensor_hidden + context_hidden),
+        hidden=across_data.hidden + steps * (stage.tensor_hidden + stage.context_hidden),
         bubble=bubble,
         optimizer=optimizer,
         data=manner.step_s,
@@ -70,21 +68,3 @@ def step_time(setup: Setup, cluster: Cluster, manner: Manner = IMECE) -> StepTim
         tokens_per_s=per_s,
         mfu=flops * per_s / (cluster.gpu.peak * parallel.ranks),
     )
-
-
-def _context(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime) -> tuple[float, float]:
-    """Ring attention: keys and values go round beside the scores; in sight and hidden, a micro-batch."""
-    parallel, recipe, model = setup.parallel, setup.recipe, setup.model
-    if parallel.context == 1:
-        return 0.0, 0.0
-    tokens = recipe.micro_batch * recipe.seq // parallel.context
-    sent = 2 * recipe.precision.activations * tokens * model.kv_heads * model.head_width / parallel.tensor
-    hop = send_s(cluster, sent, along(cluster, parallel.context, parallel.tensor).hosts > 1)
-    layer = layer_time(
-        cluster.gpu, model, manner, recipe, parallel.context, parallel.tensor, parallel.sequence
-    )
-    beside = layer.core / parallel.context
-    hops = stage.layers * (parallel.context - 1)
-    forwards = 2 if scores_again(manner, recipe) else 1
-    exposed = hops * (forwards * max(0.0, hop - beside) + max(0.0, 2 * hop - 2.5 * beside))
-    return exposed, (forwards + 2) * hops * hop - exposed
