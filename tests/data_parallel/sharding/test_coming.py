@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,8 +20,10 @@ from torch.optim.swa_utils import AveragedModel
 
 import imece
 from imece.collectives import hierarchical
+from imece.collectives.pending import Pending
 from imece.data_parallel.sharded import ShardedDataParallel
-from imece.data_parallel.sharding.coming import ComingParameter
+from imece.data_parallel.sharding import coming as sharding_coming
+from imece.data_parallel.sharding.coming import Coming, ComingParameter
 from tests.ranks import run_ranks
 
 LAYERS, WIDTH = 4, 32
@@ -273,6 +276,64 @@ def in_an_extension() -> None:
 
 def test_modules_wait_for_what_they_have() -> None:
     run_ranks(in_an_extension, 2, backend=None, ranks_per_host=1)
+
+
+# --- on a GPU, which is made up
+
+
+class Gpu:
+    """With streams by their names; `told` is what they were told, once."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, None] = {}
+        self.current, self.done = "main", False
+
+    def stream(self, _: object = None) -> Any:
+        name = self.current
+
+        def wait_event(event: Any) -> None:
+            self.told[f"{name} waits for {event.of}"] = None
+
+        def synchronize() -> None:
+            self.told[f"the host waits for {name}"] = None
+
+        event = SimpleNamespace(of=name, query=lambda: self.done, synchronize=synchronize)
+        return SimpleNamespace(record_event=lambda: event, wait_event=wait_event)
+
+    def gather(self) -> Any:
+        """torch's Work of NCCL: only the stream that is current waits."""
+        return SimpleNamespace(wait=lambda: self.told.update({f"{self.current} waits for the gather": None}))
+
+
+def test_each_stream_that_uses_a_parameter_waits_for_it() -> None:
+    """A branch of a model on another stream, or an average of weights there."""
+    gpu, x = Gpu(), torch.ones(2, 4)
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    both = [*one.parameters(), *other.parameters()]
+    with (
+        mock.patch.object(torch.cuda, "current_stream", gpu.stream),
+        mock.patch.object(sharding_coming, "_has_streams", lambda _: True),
+    ):
+        expected = [one(x), other(x)]
+        Coming(both, [one, other], Pending("all_gather", None, [gpu.gather()]))
+        gpu.current = "side"
+        assert torch.equal(one(x), expected[0])
+        assert list(gpu.told) == ["side waits for the gather", "side waits for side"]
+        gpu.current = "main"
+        assert torch.equal(other(x), expected[1]) and "main waits for side" in gpu.told
+        gpu.current = "third"
+        looked = one.weight + other.weight
+        assert "third waits for side" in gpu.told and type(looked) is Tensor
+        assert all(isinstance(each, ComingParameter) for each in both)
+        gpu.done = True  # from now on nobody needs to be told
+        assert torch.equal(one(x), expected[0])
+        assert not any(isinstance(each, ComingParameter) for each in both) and not one._forward_pre_hooks
+        gpu.told.clear()
+        gpu.done = False
+        Coming(both, [one, other], Pending("all_gather", None, [gpu.gather()]))
+        repr(one.bias)
+        assert list(gpu.told) == ["third waits for the gather", "the host waits for third"]
+        assert not any(isinstance(each, ComingParameter) for each in both)
 
 
 # --- steps, compiled code, and the end

@@ -6,14 +6,19 @@ calls it overlap-param-gather). Until a bucket has come its parameters are Comin
 one of them, in a forward or anywhere else, waits for that bucket, and finds an ordinary parameter. Code in
 C++ may take a tensor without a word: so the modules that have them wait too, before their forward.
 
+On a GPU it is the current stream that waits, and a branch of a model, or an average of weights, may run on
+another: until the GPU has filled the bucket, every operation on its parameters lets its own stream wait.
+
 What cannot see it is a tensor made from a parameter before the step, `parameter.detach()` say, and read after
-it: it shares the memory and does not wait.
+it: it shares the memory and does not wait. And compiled code takes parameters as they are: the stream that
+runs the first block with some of a bucket waits for all of it, and no other one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,16 +44,49 @@ class Coming:
     ) -> None:
         """From now on whoever uses one of them waits. modules: those that have them."""
         self._work = work
+        self._came: torch.cuda.Event | None = None  # of the first stream that has waited
         self._handles = [each.register_forward_pre_hook(self._before, prepend=True) for each in modules]
-        self._kinds = [(each, type(each)) for each in parameters]
-        for each, _ in self._kinds:
+        self._kinds = {each: type(each) for each in parameters}
+        self._device = next((each.device for each in self._kinds if _has_streams(each)), None)
+        for each in self._kinds:
             each._imece_coming = self  # type: ignore[attr-defined]
             each.__class__ = ComingParameter
 
+    def wait(self) -> None:
+        """They have come when this returns: for the current stream. What `Pending.wait` raises, again each
+        time."""
+        if self._came is None:
+            self._work.wait()
+            if self._device is not None:
+                self._came = torch.cuda.current_stream(self._device).record_event()
+        else:
+            torch.cuda.current_stream(self._device).wait_event(self._came)
+        if self._came is None or self._came.query():
+            self._show()
+
     def settle(self) -> None:
-        """They have come when this returns. What `Pending.wait` raises, again each time."""
-        self._work.wait()
+        """As `wait`, and nobody else waits: what uses them from now on comes behind the current stream."""
+        self.wait()
         self._show()
+
+    def finish(self) -> None:
+        """As `wait`, for all streams: on a GPU the host waits."""
+        self.wait()
+        if self._came is not None:
+            self._came.synchronize()
+        self._show()
+
+    @contextlib.contextmanager
+    def shown(self, parameter: torch.Tensor) -> Iterator[None]:
+        """Inside it has come, for the current stream, and is an ordinary one."""
+        self.wait()
+        if kind := self._kinds.get(parameter):
+            parameter.__class__ = kind
+        try:
+            yield
+        finally:
+            if parameter in self._kinds:
+                parameter.__class__ = ComingParameter
 
     def give_up(self) -> None:
         """Nobody will wait for them: their group is gone."""
@@ -57,13 +95,13 @@ class Coming:
 
     @torch._disable_dynamo(recursive=True)
     def _before(self, module: nn.Module, _inputs: object) -> None:
-        self.settle()
+        self.wait()
 
     def _show(self) -> None:
         while self._handles:
             self._handles.pop().remove()
         while self._kinds:
-            parameter, kind = self._kinds.pop()
+            parameter, kind = self._kinds.popitem()
             del parameter.__dict__["_imece_coming"]
             parameter.__class__ = kind
 
@@ -82,29 +120,48 @@ class ComingParameter(nn.Parameter):
         if func in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        settle(_pytree.tree_leaves((args, kwargs)))
-        return func(*args, **(kwargs or {}))
+        with _shown(_pytree.tree_leaves((args, kwargs))):
+            return func(*args, **(kwargs or {}))
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return repr(_settle(self))
+        return repr(_finished(self))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return copy.deepcopy(_settle(self), memo)
+        return copy.deepcopy(_finished(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _settle(self).__reduce_ex__(protocol)
-
-
-def settle(parameters: Iterable[torch.Tensor]) -> None:
-    """All of them have come."""
-    for each in parameters:
-        if isinstance(each, ComingParameter):
-            _settle(each)
+        return _finished(self).__reduce_ex__(protocol)
 
 
 @torch._disable_dynamo(recursive=True)
-def _settle(parameter: torch.Tensor) -> torch.Tensor:
+def settle(parameters: Iterable[torch.Tensor]) -> None:
+    """All of them have come, as of Coming.settle."""
+    for each in parameters:
+        if isinstance(each, ComingParameter):
+            _of(each).settle()
+
+
+def _of(parameter: torch.Tensor) -> Coming:
+    found: Coming = parameter.__dict__["_imece_coming"]
+    return found
+
+
+@torch._disable_dynamo(recursive=True)
+def _shown(given: Iterable[object]) -> contextlib.ExitStack:
+    """Inside, those of them that are coming have come, and are ordinary ones."""
+    inside = contextlib.ExitStack()
+    for each in given:
+        if isinstance(each, ComingParameter):
+            inside.enter_context(_of(each).shown(each))
+    return inside
+
+
+@torch._disable_dynamo(recursive=True)
+def _finished(parameter: torch.Tensor) -> torch.Tensor:
     """It, of its own class again."""
-    coming: Coming = parameter.__dict__["_imece_coming"]
-    coming.settle()
+    _of(parameter).finish()
     return parameter
+
+
+def _has_streams(parameter: torch.Tensor) -> bool:
+    return parameter.is_cuda
