@@ -16,8 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from imece import MixedPrecision, parallelize
 from imece.data_parallel.sharding.freed import FreedParameter
+from imece.collectives import ops
+from imece.data_parallel.sharding import units
 from imece.data_parallel.sharding.gathering import GatherOptions
-from imece.data_parallel.sharding.units import State, Unit, find_units, unit_numbers
+from imece.data_parallel.sharding.units import Flat, State, Unit, find_units, unit_numbers
 from imece.errors import CollectiveError, MismatchError
 from tests.data_parallel.checks import Check, Job, jobs, passed, slow
 
@@ -323,6 +325,47 @@ def same_bits(
 
 
 CHECKS: dict[str, Check] = {
+def test_streams_that_use_a_unit_wait_for_it_and_keep_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Branches of a model on streams of a GPU, which are made up."""
+    told: list[str] = []
+    current = "main"
+
+    def stream(name: str) -> Any:
+        event = SimpleNamespace(of=name)
+        return SimpleNamespace(
+            record_event=lambda: event, wait_event=lambda event: told.append(f"{name} waits for {event.of}")
+        )
+
+    def record(_: torch.Tensor, by: Any) -> None:
+        told.append(f"{current} keeps")
+
+    streams = {name: stream(name) for name in ("main", "side", "third")}
+    work = SimpleNamespace(wait=lambda: told.append(f"{current} waits for the gather"))
+    monkeypatch.setattr(units, "_has_streams", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: streams[current])
+    monkeypatch.setattr(torch.Tensor, "record_stream", record)
+    monkeypatch.setattr(ops, "all_gather", lambda *_, **__: work)
+    group: Any = SimpleNamespace(rank=lambda: 0)
+    unit = find_units(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))[1]
+    unit.add(Flat(torch.zeros(20), torch.zeros(10), []))
+    unit.start(group)
+    for branch in ("side", "third", "main"):
+        current = branch
+        unit.gather(group)
+    assert told == [
+        "side waits for the gather", "side keeps",
+        "third waits for side", "third keeps",
+        "main waits for side",
+    ]  # fmt: skip
+    current = "third"
+    unit.free()
+    assert told[5:] == ["third waits for side", "third keeps"] and unit.state is State.FREED
+    told.clear()
+    unit.gather(group)
+    unit.free()
+    assert told == ["third waits for the gather", "third waits for third"], "one stream keeps it by itself"
+
+
     "plain": same_bits(steps=8),
     "reshard late": same_bits(reshard_after_forward=False),
     "one in flight": same_bits(gathers_in_flight=1),
@@ -657,8 +700,13 @@ def wrapped_again(group: dist.ProcessGroup) -> None:
                 "module, made inside of its `with model.gathered():` by copy.deepcopy(model.module)"
             )
     with model.gathered():
+    saved = io.BytesIO()
         inner = copy.deepcopy(model.module)
     again, optimizer = wrap(inner, group)
+        torch.save(model.module, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    assert torch.equal(loss_of(loaded, 0), loss_of(inner, 0)), "it runs without what gathers and frees"
     other, other_optimizer = wrap(made(), group)
     for got, expected in zip(plain(again, optimizer, 2), plain(other, other_optimizer, 2), strict=True):
         assert torch.equal(got, expected)

@@ -7,6 +7,10 @@
     gathered the parameters can be used
 
 A freed storage that comes back is the same storage: views and what autograd saved of them stay valid.
+
+On a GPU it is the current stream that waits for what comes, and torch's allocator gives memory to others in
+the order of the stream that took it. Where branches of a model run on several, each that comes to a unit
+waits, and tells the allocator.
 """
 
 from __future__ import annotations
@@ -48,6 +52,31 @@ class Flat:
     lane: Lane | None = None  # by which `own` comes, if it lies in another memory than `full`
     _versions: list[int] = field(default_factory=list)  # of each parameter, when it was gathered
 
+    _taken_on: torch.cuda.Stream | None = None  # None: freed, or on a CPU
+    _came: torch.cuda.Event | None = None  # of the first stream that has waited
+
+    def take(self) -> None:
+        """It has memory again, whatever is in it."""
+        self.full.untyped_storage().resize_(self.full.nbytes)
+        if _has_streams(self.full):
+            self._taken_on, self._came = torch.cuda.current_stream(self.full.device), None
+
+    def come(self) -> None:
+        """For the current stream, if it has for the first one that came here after the gather's `wait`."""
+        if self._taken_on is None:
+            return
+        here = torch.cuda.current_stream(self.full.device)
+        if self._came is None:
+            self._came = here.record_event()
+        else:
+            here.wait_event(self._came)
+        if here != self._taken_on:
+            self.full.record_stream(here)
+
+    def give_back(self) -> None:
+        """Its memory, which others get when all streams that came here have done what they have by now."""
+        self.full.untyped_storage().resize_(0)
+        self._taken_on = None
     @contextlib.contextmanager
     def own_here(self, rank: int) -> Iterator[torch.Tensor]:
         """`own` where `full` lies; what is begun inside comes behind it."""
@@ -80,7 +109,7 @@ class Flat:
         """Its memory goes."""
         for name, parameter in self.named:
             freed.free(parameter, name, unit)
-        self.full.untyped_storage().resize_(0)
+        self.give_back()
 
 
 @dataclass(eq=False)
@@ -125,7 +154,7 @@ class Unit:
             return
         self.state = State.COMING
         for flat in self.flats:
-            flat.full.untyped_storage().resize_(flat.full.nbytes)
+            flat.take()
             with flat.own_here(group.rank()) as own:
                 work = ops.all_gather(
                     flat.full, own, group=group, schedule=schedule, async_op=True,
@@ -137,7 +166,6 @@ class Unit:
         """Its parameters can be used when this returns."""
         self.start(group, schedule)
         if self.state is State.COMING:
-            self.settle()
             for flat in self.flats:
                 flat.revive()
             self.state = State.GATHERED
@@ -145,13 +173,14 @@ class Unit:
     def free(self) -> str | None:
         """Keep nothing but the own shards. The name of a parameter that was written into, which is lost."""
         self.settle()
+        self.settle()
         lost = None
         for flat in self.flats:
             if self.state is State.GATHERED:
                 lost = lost or flat.written()
                 flat.free(str(self))
             elif self.state is State.COMING:
-                flat.full.untyped_storage().resize_(0)
+                flat.give_back()
         self.state = State.FREED
         return lost
 
@@ -162,7 +191,7 @@ class Unit:
         self.flats.clear()
 
     def settle(self) -> None:
-        """What comes has come."""
+        """What comes has come, for the current stream."""
         while self._works:
             self._works.pop().wait()
 
@@ -173,6 +202,8 @@ def find_units(model: nn.Module, wanted: Wanted = None) -> list[Unit]:
     wanted: None: of the outermost lists (nn.ModuleList, nn.Sequential) whose children share a class, those
     children; classes: their outermost modules; a number: modules of so many elements, the smallest such ones.
 
+        for flat in self.flats:
+            flat.come()
     ValueError for classes that the model does not have, or a number below 1.
     """
     if wanted is None:
@@ -226,6 +257,10 @@ def _repeated(module: nn.Module) -> Iterable[nn.Module]:
     children = [each for each in module.children() if _trains(each)]
     alike = len({type(each) for each in children}) == 1 and not isinstance(children[0], _CONTAINERS)
     if isinstance(module, nn.ModuleList | nn.Sequential) and alike:
+def _has_streams(memory: torch.Tensor) -> bool:
+    return memory.is_cuda
+
+
         yield from children
     else:
         for child in children:
