@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from imece import MixedPrecision, parallelize
-from imece.data_parallel.sharding.freed import FreedParameter
 from imece.collectives import ops
 from imece.data_parallel.sharding import units
+from imece.data_parallel.sharding.freed import FreedParameter
 from imece.data_parallel.sharding.gathering import GatherOptions
 from imece.data_parallel.sharding.units import Flat, State, Unit, find_units, unit_numbers
 from imece.errors import CollectiveError, MismatchError
@@ -324,7 +324,6 @@ def same_bits(
     return check
 
 
-CHECKS: dict[str, Check] = {
 def test_streams_that_use_a_unit_wait_for_it_and_keep_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Branches of a model on streams of a GPU, which are made up."""
     told: list[str] = []
@@ -366,6 +365,7 @@ def test_streams_that_use_a_unit_wait_for_it_and_keep_its_memory(monkeypatch: py
     assert told == ["third waits for the gather", "third waits for third"], "one stream keeps it by itself"
 
 
+CHECKS: dict[str, Check] = {
     "plain": same_bits(steps=8),
     "reshard late": same_bits(reshard_after_forward=False),
     "one in flight": same_bits(gathers_in_flight=1),
@@ -699,14 +699,14 @@ def wrapped_again(group: dist.ProcessGroup) -> None:
                 "parameter embed.weight is of a sharded model that gathers and frees it: wrap a copy of the "
                 "module, made inside of its `with model.gathered():` by copy.deepcopy(model.module)"
             )
-    with model.gathered():
     saved = io.BytesIO()
+    with model.gathered():
         inner = copy.deepcopy(model.module)
-    again, optimizer = wrap(inner, group)
         torch.save(model.module, saved)
     saved.seek(0)
     loaded = torch.load(saved, weights_only=False)
     assert torch.equal(loss_of(loaded, 0), loss_of(inner, 0)), "it runs without what gathers and frees"
+    again, optimizer = wrap(inner, group)
     other, other_optimizer = wrap(made(), group)
     for got, expected in zip(plain(again, optimizer, 2), plain(other, other_optimizer, 2), strict=True):
         assert torch.equal(got, expected)

@@ -51,7 +51,6 @@ class Flat:
     named: list[tuple[str, torch.Tensor]]
     lane: Lane | None = None  # by which `own` comes, if it lies in another memory than `full`
     _versions: list[int] = field(default_factory=list)  # of each parameter, when it was gathered
-
     _taken_on: torch.cuda.Stream | None = None  # None: freed, or on a CPU
     _came: torch.cuda.Event | None = None  # of the first stream that has waited
 
@@ -77,6 +76,7 @@ class Flat:
         """Its memory, which others get when all streams that came here have done what they have by now."""
         self.full.untyped_storage().resize_(0)
         self._taken_on = None
+
     @contextlib.contextmanager
     def own_here(self, rank: int) -> Iterator[torch.Tensor]:
         """`own` where `full` lies; what is begun inside comes behind it."""
@@ -165,6 +165,7 @@ class Unit:
     def gather(self, group: dist.ProcessGroup, schedule: str | None = None) -> None:
         """Its parameters can be used when this returns."""
         self.start(group, schedule)
+        self.settle()
         if self.state is State.COMING:
             for flat in self.flats:
                 flat.revive()
@@ -172,7 +173,6 @@ class Unit:
 
     def free(self) -> str | None:
         """Keep nothing but the own shards. The name of a parameter that was written into, which is lost."""
-        self.settle()
         self.settle()
         lost = None
         for flat in self.flats:
@@ -194,6 +194,8 @@ class Unit:
         """What comes has come, for the current stream."""
         while self._works:
             self._works.pop().wait()
+        for flat in self.flats:
+            flat.come()
 
 
 def find_units(model: nn.Module, wanted: Wanted = None) -> list[Unit]:
@@ -202,8 +204,6 @@ def find_units(model: nn.Module, wanted: Wanted = None) -> list[Unit]:
     wanted: None: of the outermost lists (nn.ModuleList, nn.Sequential) whose children share a class, those
     children; classes: their outermost modules; a number: modules of so many elements, the smallest such ones.
 
-        for flat in self.flats:
-            flat.come()
     ValueError for classes that the model does not have, or a number below 1.
     """
     if wanted is None:
@@ -249,6 +249,10 @@ def owners_of(model: nn.Module) -> dict[int, list[nn.Module]]:
     return owners
 
 
+def _has_streams(memory: torch.Tensor) -> bool:
+    return memory.is_cuda
+
+
 def _trains(module: nn.Module) -> bool:
     return any(each.requires_grad for each in module.parameters())
 
@@ -257,10 +261,6 @@ def _repeated(module: nn.Module) -> Iterable[nn.Module]:
     children = [each for each in module.children() if _trains(each)]
     alike = len({type(each) for each in children}) == 1 and not isinstance(children[0], _CONTAINERS)
     if isinstance(module, nn.ModuleList | nn.Sequential) and alike:
-def _has_streams(memory: torch.Tensor) -> bool:
-    return memory.is_cuda
-
-
         yield from children
     else:
         for child in children:
