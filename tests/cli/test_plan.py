@@ -325,6 +325,7 @@ def test_pictures_and_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     text = page.read_text(encoding="utf-8")
     assert text.count("<h1>") == 1 and "data:image/png;base64," in text
     assert "<script" not in text and "http://" not in text and "https://" not in text
+    assert re.search(r"<th>computing</th><td>forward [\d.]+ m?s, from 0 to [\d.]+ m?s; ", text)
     assert "GB a GPU" in capsys.readouterr().out
 
 
@@ -334,6 +335,8 @@ def test_a_page_has_what_is_next(capsys: pytest.CaptureFixture[str], tmp_path: P
     text = html.unescape((tmp_path / "plan.html").read_text(encoding="utf-8"))
     assert call in text
     assert "batch: " in left and left.partition("batch: ")[2].partition(";")[0] in text
+    (table,) = re.findall(r"How to do it with imece</h2>\n.*?<table[^>]*>(.*?)</table>", text)
+    assert "<tr><th></th>" in table and table.count("<th>") == table.count("<td>") == table.count("<tr>")
 
 
 def test_a_page_about_one_gpu_has_no_messages_and_no_losers(tmp_path: Path) -> None:
@@ -509,6 +512,8 @@ def test_where_its_figures_cannot_be_kept(
         ("7B --gpus 8xH100 --plot plan.doc", "name a file that ends in .png"),
         ("7B --gpus 8xH100 --html .", "name a file that ends in .html"),
         ("7B --gpus 8xH100 --hosts 8000 --scale weak --global-batch 64000", "it goes up to 25,600"),
+        ("7B --gpus 8xH100 --scale weak --top 3", "--top 3 lists plans for one number of GPUs"),
+        ("7B --gpus 8xH100 --scale weak --tokens 2B", "--tokens 2B is for time and price, which --scale"),
         ("--check nowhere", "no plan.json"),
         ("7B --here --gpus 8xH100", "it is a number of ranks"),
         ("7B --here --hosts 2", "--here is one machine"),

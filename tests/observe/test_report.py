@@ -18,7 +18,8 @@ import pytest
 
 from imece.observe.chart import Axis, Chart, tick_text
 from imece.observe.curves import Curve, curve, frame, piecewise_mean, smoothed, thinned
-from imece.observe.report import write_loss_plot, write_report
+from imece.observe.report import catch_up, write_loss_plot, write_report
+from imece.observe.run_files import ENDED
 
 EVIL = "<script>alert(1)</script>&\"'"
 
@@ -183,6 +184,7 @@ def test_whatever_there_is_of_a_run_is_enough(tmp_path: Path, records: list[dict
     page = Page(tmp_path / "run" / "report.html")
     assert "nan" not in re.sub(r"<style.*</style>", "", page.source, flags=re.DOTALL).lower()
     assert ("No step is recorded yet." in page.text) == (not records)
+    assert ("\nLearning\n" in page.text) == any("lr" in each for each in records)
 
 
 def test_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
@@ -192,6 +194,55 @@ def test_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
     assert "Step 10 of 800" in text
     assert "3.500" in text
     assert "baselines" not in text
+
+
+def test_a_run_that_ended_early_says_why(tmp_path: Path) -> None:
+    records = [record(step) for step in range(1, 11)]
+    write(tmp_path, records, {"steps": 10, ENDED: EVIL}, config_toml="steps = 10")
+    text = Page(write_report(tmp_path)).text
+    assert "Ended after step 10 of 10: " + EVIL in "".join(text.splitlines())
+    assert f"imece train --run {tmp_path}\n" in text and "--steps 20" not in text
+
+
+def test_the_summary_of_an_end_after_which_the_run_went_on_is_old(tmp_path: Path) -> None:
+    records = [record(step) for step in range(1, 302)]
+    write(tmp_path, records[:300], SUMMARY, config_toml="steps = 300")
+    assert "13.5k" in Page(write_report(tmp_path)).text
+    write(tmp_path, records, SUMMARY, config_toml="steps = 800")
+    text = Page(write_report(tmp_path)).text
+    assert "Step 301 of 800: the run goes on, or was killed here." in text
+    assert "13.5k" not in text and "A sample" not in text
+
+
+def test_what_the_ranks_could_not_write(tmp_path: Path) -> None:
+    catch_up(tmp_path)
+    assert not list(tmp_path.iterdir()), "there is nothing to tell of"
+    write(tmp_path, [record(1)])
+    catch_up(tmp_path)
+    assert (tmp_path / "loss.png").exists() and "1 of 1 steps" in Page(tmp_path / "report.html").text
+    before = (tmp_path / "report.html").stat()
+    catch_up(tmp_path)
+    assert (tmp_path / "report.html").stat() == before, "as new as the last step"
+    write(tmp_path, [record(1), record(2)])
+    os.utime(tmp_path / "metrics.jsonl", ns=(before.st_mtime_ns + 10**6,) * 2)
+    catch_up(tmp_path)
+    assert "2 of 2 steps" in Page(tmp_path / "report.html").text
+
+
+def test_one_step_is_seen(tmp_path: Path) -> None:
+    write(tmp_path, [record(1)])
+    page = Page(write_report(tmp_path))
+    assert (
+        sum(style.endswith(" point") for name, style in page.attributes if name == "class") == 2 + 1 + 2 + 2
+    )
+    areas = [value.split() for name, value in page.attributes if name == "points"]
+    assert len(areas) == 6 and all(area[0].split(",")[0] == "0.0" for area in areas), "as wide as the step"
+    labels = [value for name, value in page.attributes if name == "aria-label"]
+    assert labels[1:3] == ["Learning rate; 0.001 at step 1", "Gradient norm, before clipping; 0.5 at step 1"]
+    assert labels[0].startswith("Loss, nats a token, by step; each step 7.975 at step 1; smoothed ")
+    write(tmp_path, [record(step, val_loss=1.0) for step in range(1, 9)])
+    (label, *_) = [value for name, value in Page(write_report(tmp_path)).attributes if name == "aria-label"]
+    assert label.endswith("; validation 1 at step 1 to 1 at step 8"), label
 
 
 def test_baselines_of_a_part_of_the_tokens_say_so(tmp_path: Path) -> None:
@@ -299,9 +350,11 @@ def test_one_loss_gone_astray_does_not_press_the_others_together() -> None:
     values = np.full(1000, 3.0)
     values[0], values[500] = 8.0, 1e9
     raw = Curve(np.arange(1000.0), values)
-    assert frame(raw, [8.3]) == pytest.approx((3 - 0.265, 8.3 + 0.265))
-    assert frame(Curve(raw.steps[:1], values[:1]), []) == (7.0, 9.0)
-    assert frame(Curve(raw.steps[:3], values[:3]), []) == pytest.approx((2.75, 8.25))
+    assert frame([raw], [8.3]) == pytest.approx((3 - 0.265, 8.3 + 0.265))
+    validation = Curve(np.array([250.0, 500.0]), np.array([3.1, 1e4]))
+    assert frame([raw, validation], [8.3]) == pytest.approx((3 - 0.265, 8.3 + 0.265))
+    assert frame([Curve(raw.steps[:1], values[:1])], []) == (7.0, 9.0)
+    assert frame([Curve(raw.steps[:3], values[:3])], []) == pytest.approx((2.75, 8.25))
 
 
 @pytest.mark.parametrize(
@@ -313,6 +366,9 @@ def test_one_loss_gone_astray_does_not_press_the_others_together() -> None:
         (Axis(0, 101_000), 5, ["0", "25k", "50k", "75k", "100k"]),
         (Axis(2.4, 2.4), 5, ["2.5", "3", "3.5", "4", "4.5"]),
         (Axis(0.02, 600, log=True), 5, ["0.1", "1", "10", "100"]),
+        (Axis(0, 1.01, whole=True), 8, ["0", "1"]),
+        (Axis(0, 12, whole=True), 5, ["0", "5", "10"]),
+        (Axis(0, 101_000, whole=True), 5, ["0", "25k", "50k", "75k", "100k"]),
     ],
 )  # fmt: skip
 def test_ticks_are_round(axis: Axis, most: int, ticks: list[str]) -> None:
@@ -326,6 +382,7 @@ def test_names_of_levels_do_not_lie_on_each_other() -> None:
     chart.level(9.0, "three")
     tops = [float(top) for top in re.findall(r'"name" style="top:([\d.]+)%"', chart.html())]
     assert tops == pytest.approx([10.0, 49.0, 56.5])
+    assert chart.html().rindex("<i ") < chart.html().index('"name"') < chart.html().index("<svg")
 
 
 def test_ranks_that_were_not_like_the_others(tmp_path: Path) -> None:

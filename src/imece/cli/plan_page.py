@@ -17,10 +17,15 @@ from imece.plan.answer.picture import draw, whole
 from imece.plan.answer.search import Answer, Candidate
 from imece.plan.answer.shortfall import Way, state_arithmetic
 from imece.plan.answer.space import Question
+from imece.plan.answer.spans import Span, spans, what_is_drawn
 from imece.plan.answer.text import Explained, memory_parts, speed, subject
 from imece.plan.answer.words import device, gb, kinds, meanings, seconds, share, title
 
 _LISTED = 25
+_ALT = (
+    "Memory and step of the ways above, and all ways that fit by memory and speed, as in the tables; the "
+    "step on a time axis, which is told below"
+)
 
 
 def write_pictures(explained: Explained, answer: Answer, png: Path | None, page_file: Path | None) -> None:
@@ -93,13 +98,35 @@ def page_of(explained: Explained, answer: Answer) -> str:
         _table([("", gain) for gain in explained.gains]),
         "<h2>How to do it with imece</h2>",
         _table(_next(explained.next)),
-        '<figure><figcaption>All of it</figcaption><img alt="memory, steps, time axis, all ways" '
-        f'style="width:100%;background:#fff" src="data:image/png;base64,{encoded}"></figure>',
+        f'<figure class="picture"><figcaption>All of it</figcaption><div><img alt="{_ALT}" '
+        f'src="data:image/png;base64,{encoded}"></div></figure>',
+        "<details><summary>The time axis in words</summary>",
+        f"<p>{html.escape(what_is_drawn(winner.setup))}</p>",
+        _table(_time_axis(explained)),
+        "</details>",
         f"<h2>The first {min(_LISTED, len(answer.ranked))} of {len(answer.ranked):,} that fit</h2>",
         _ranking(answer),
         *(f'<p class="note">{html.escape(note)}</p>' for note in explained.notes),
     ]  # fmt: skip
     return page(f"imece plan: {question.model.name}", "\n".join(body))
+
+
+def _time_axis(explained: Explained) -> list[tuple[str, str]]:
+    """What is drawn of the step: of each lane, all that lies on it."""
+    lanes: dict[str, dict[str, list[Span]]] = {}
+    for span in spans(explained.winner.setup, explained.question.cluster):
+        lanes.setdefault(span.lane, {}).setdefault(span.name, []).append(span)
+    return [
+        (lane, "; ".join(_on_lane(name, found) for name, found in names.items()))
+        for lane, names in lanes.items()
+    ]
+
+
+def _on_lane(name: str, found: Sequence[Span]) -> str:
+    start, stop = min(each.start_s for each in found), max(each.stop_s for each in found)
+    busy = seconds(sum(each.stop_s - each.start_s for each in found))
+    pieces = f" in {len(found)} pieces" if len(found) > 1 else ""
+    return f"{name} {busy}{pieces}, from {seconds(start) if start else 0} to {seconds(stop)}"
 
 
 def _messages(explained: Explained) -> str:
@@ -156,9 +183,12 @@ def _bars(rows: Iterable[tuple[str, float, str]]) -> str:
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:
+    """(name, text)s. Where no row has a name there is no column for it."""
+    found = list(rows)
+    named = any(name for name, _ in found)
     cells = "".join(
-        f"<tr>{f'<th>{html.escape(name)}</th>' if name else ''}<td>{html.escape(text)}</td></tr>"
-        for name, text in rows
+        f"<tr>{f'<th>{html.escape(name)}</th>' if named else ''}<td>{html.escape(text)}</td></tr>"
+        for name, text in found
     )
     return f'<div class="card"><table class="wide">{cells}</table></div>'
 

@@ -1,8 +1,9 @@
 """Charts as HTML with SVG inside, which need no script and no other file.
 
-The SVG is stretched to the width there is, and what is to keep its size is not in it: words are HTML at
-per-cent places, lines have the same width at any scale, and a dot is a line of no length with round ends. So
-one chart is readable on a phone and on a wide screen. Colours are CSS variables of the page.
+The SVG is stretched to the width there is, and what is to keep its size is not in it: words, and the grid
+below them, are HTML at per-cent places, lines have the same width at any scale, and a dot is a line of no
+length with round ends. So one chart is readable on a phone and on a wide screen. Colours are CSS variables of
+the page.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ _LABEL_APART = 0.075  # of the height, between labels of levels
 class Axis:
     """Values -> places from 0 to 1."""
 
-    def __init__(self, low: float, high: float, *, log: bool = False) -> None:
-        """log: the axis is logarithmic, and `low` above 0. An axis of no length gets some."""
-        self.low, self.log = low, log
+    def __init__(self, low: float, high: float, *, log: bool = False, whole: bool = False) -> None:
+        """log: the axis is logarithmic, and `low` above 0. whole: there is nothing between whole numbers. An
+        axis of no length gets some."""
+        self.low, self.log, self._whole = low, log, whole
         self.high = high if high > low else low + max(abs(low), 1.0)
 
     def place(self, values: Floats | float) -> Floats:
@@ -37,7 +39,7 @@ class Axis:
         if self.log and self.high / self.low > 30:
             first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
             return [10.0**power for power in range(first, last + 1, 1 + (last - first) // most)]
-        apart = _round_up((self.high - self.low) / most)
+        apart = _round_up((self.high - self.low) / most, self._whole)
         first, last = math.ceil(self.low / apart - 1e-9), math.floor(self.high / apart + 1e-9)
         return [number * apart for number in range(first, last + 1)]
 
@@ -63,22 +65,25 @@ class Chart:
         self._wide, self._tall = wide, tall
         self._shapes: list[str] = []
         self._legend: list[str] = []
+        self._told: dict[str, str] = {}  # by name: for who does not see it
         self._levels: list[tuple[float, str]] = []
         self.note = ""  # below the chart
 
     def line(self, curve: Curve, style: str, name: str = "") -> None:
-        """style: a class of the page's CSS. A name puts it into the legend."""
-        if len(curve):
-            self._shapes.append(f'<polyline class="{style}" points="{self._points(curve)}"/>')
-            self._name(style, name)
+        """style: a class of the page's CSS. A name puts it into the legend. One point alone is a dot."""
+        points = self._points(curve)
+        if len(curve) == 1:
+            self._shapes.append(f'<path class="{style} point" d="M{points}h0"/>')
+        elif len(curve):
+            self._shapes.append(f'<polyline class="{style}" points="{points}"/>')
+        self._name(curve, style, name)
 
     def dots(self, curve: Curve, style: str, name: str = "") -> None:
         """Each point says its step and its value when the pointer rests on it."""
         for step, value, point in zip(curve.steps, curve.values, self._points(curve).split(), strict=True):
             title = f"<title>step {step:.0f}: {value:.4g}</title>"
             self._shapes.append(f'<path class="{style}" d="M{point}h0">{title}</path>')
-        if len(curve):
-            self._name(style, name)
+        self._name(curve, style, name)
 
     def level(self, value: float, name: str) -> None:
         """A line right across, with its name on it."""
@@ -87,23 +92,26 @@ class Chart:
         self._levels.append((at / _SIZE, name))
 
     def stack(self, curves: Sequence[tuple[Curve, str, str]]) -> None:
-        """Areas on top of each other: (curve, style, name)s, all with the same steps."""
-        floor = np.zeros(len(curves[0][0]))
+        """Areas on top of each other: (curve, style, name)s, all with the same steps. Those of one step alone
+        are as wide as it is."""
+        steps = curves[0][0].steps
+        sides = np.array([steps[0] - 1, steps[0]]) if len(steps) == 1 else steps
+        floor = np.zeros(len(sides))
         for curve, style, name in curves:
             ceiling = floor + curve.values
-            there = self._points(Curve(curve.steps, ceiling))
-            back = self._points(Curve(curve.steps[::-1], floor[::-1]))
+            there = self._points(Curve(sides, ceiling))
+            back = self._points(Curve(sides[::-1], floor[::-1]))
             self._shapes.append(f'<polygon class="{style}" points="{there} {back}"/>')
-            self._name(style, name)
+            self._name(curve, style, name)
             floor = ceiling
 
     def html(self) -> str:
         """A <figure>."""
         grid, words = [], []
         for value in self._y.ticks(8 if self._tall else 5):
-            at = self._from_top(value)
-            grid.append(f'<path class="grid" d="M0 {at:.1f}H{_SIZE}"/>')
-            words.append(f'<span class="y" style="top:{at / _SIZE:.2%}">{tick_text(value)}</span>')
+            top = f'style="top:{self._from_top(value) / _SIZE:.2%}"'
+            grid.append(f"<i {top}></i>")
+            words.append(f'<span class="y" {top}>{tick_text(value)}</span>')
         for value in self._x.ticks(8 if self._wide else 5):
             left = float(self._x.place(value))
             words.append(f'<span class="x" style="left:{left:.2%}">{tick_text(value)}</span>')
@@ -111,12 +119,14 @@ class Chart:
             words.append(f'<span class="name" style="top:{at:.2%}">{html.escape(name)}</span>')
         legend = f'<p class="legend">{"".join(self._legend)}</p>' if self._legend else ""
         note = f'<p class="note">{html.escape(self.note)}</p>' if self.note else ""
-        # Words first, so that no curve is hidden behind one.
+        told = [text for name, text in self._told.items() if name] or list(self._told.values())
+        label = html.escape("; ".join([f"{self._title}, {self._unit}".rstrip(", "), *told]))
+        # The grid first, then words, so that no curve is hidden behind one.
         return (
             f"<figure><figcaption>{html.escape(self._title)} <small>{html.escape(self._unit)}</small>"
-            f'</figcaption>{legend}<div class="plot{" tall" if self._tall else ""}">{"".join(words)}'
+            f'</figcaption>{legend}<div class="plot{" tall" if self._tall else ""}">{"".join(grid + words)}'
             f'<svg viewBox="0 0 {_SIZE} {_SIZE}" preserveAspectRatio="none" role="img" '
-            f'aria-label="{html.escape(self._title)}">{"".join(grid + self._shapes)}</svg></div>'
+            f'aria-label="{label}">{"".join(self._shapes)}</svg></div>'
             f"{note}</figure>"
         )
 
@@ -129,15 +139,21 @@ class Chart:
     def _from_top(self, value: float) -> float:
         return float(1 - self._y.place(value)) * _SIZE
 
-    def _name(self, style: str, name: str) -> None:
+    def _name(self, curve: Curve, style: str, name: str) -> None:
+        if not len(curve):
+            return
+        ends = dict.fromkeys((0, len(curve) - 1))
+        values = " to ".join(f"{curve.values[at]:.4g} at step {curve.steps[at]:.0f}" for at in ends)
+        self._told[name] = f"{name} {values}".lstrip()
         if name:
             self._legend.append(f'<span><i class="{style}"></i>{html.escape(name)}</span>')
 
 
-def _round_up(number: float) -> float:
-    """The next of 1, 2, 2.5 and 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(number))
-    return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= number * (1 - 1e-9))
+def _round_up(number: float, whole: bool = False) -> float:
+    """The next of 1, 2, 2.5 and 5 times a power of ten; whole: of those without a fraction."""
+    power = 10.0 ** math.floor(math.log10(number if not whole else max(number, 1.0)))
+    steps = (step * power for step in (1, 2, 2.5, 5, 10))
+    return next(step for step in steps if step >= number * (1 - 1e-9) and (not whole or step.is_integer()))
 
 
 def _spread(labels: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:

@@ -68,14 +68,15 @@ def piecewise_mean(raw: Curve, most: int) -> Curve:
     )
 
 
-def frame(raw: Curve, others: Sequence[float]) -> tuple[float, float]:
-    """The lowest and the highest value to show, so that all of `others` are seen, and `raw` in its detail.
+def frame(curves: Sequence[Curve], levels: Sequence[float]) -> tuple[float, float]:
+    """The lowest and the highest value to show, so that all `levels` are seen, and curves in their detail.
 
     A few values that are far above the rest, as when a run goes astray, would press all others together.
     """
-    low = min(raw.values.min(), *others) if others else raw.values.min()
-    usual = max([np.quantile(raw.values, 0.99), *others])
-    high = max([raw.values.max(), *others])
+    values = np.concatenate([each.values for each in curves])
+    low = min([values.min(), *levels])
+    usual = max([np.quantile(values, 0.99), *levels])
+    high = max([values.max(), *levels])
     if high > usual + (usual - low):
         high = usual
     room = 0.05 * (high - low) or 1.0

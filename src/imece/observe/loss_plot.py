@@ -23,7 +23,7 @@ def write_loss_plot(run: Path) -> None:
     if not len(raw):
         return
     from matplotlib.figure import Figure  # a second of importing that only a drawing should cost
-    from matplotlib.ticker import StrMethodFormatter
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     figure = Figure(figsize=_INCHES, dpi=_DPI, layout="constrained")
     axes = figure.subplots()
@@ -34,17 +34,21 @@ def write_loss_plot(run: Path) -> None:
             textcoords="offset points", ha="right", color=_SOFT, fontsize=13,
         )  # fmt: skip
     drawn, smooth, dots = thinned(raw), thinned(smoothed(raw)), thinned(validation)
+    marker = "o" if len(raw) == 1 else None  # of which a line would show nothing
     axes.plot(drawn.steps, drawn.values, color=_RAW, linewidth=0.9, label="training, each step")
-    axes.plot(smooth.steps, smooth.values, color=_MAIN, linewidth=2.6, label="training, smoothed")
+    axes.plot(
+        smooth.steps, smooth.values, color=_MAIN, linewidth=2.6, marker=marker, label="training, smoothed"
+    )
     if len(dots):
         axes.plot(dots.steps, dots.values, "o-", color=_VAL, linewidth=1.4, markersize=7, label="validation")
-    axes.set_ylim(*frame(raw, [*validation.values, *files.baselines.values()]))
+    axes.set_ylim(*frame([raw, validation], [*files.baselines.values()]))
     axes.set_xlim(0, max(files.steps_done, 1) * 1.01)
     axes.grid(True, alpha=0.3)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.tick_params(labelsize=13)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set_xlabel("step", fontsize=14)
     axes.set_ylabel("loss, nats a token", fontsize=14)

@@ -39,6 +39,9 @@ h2 { font-size: 1.1rem; margin: 2.2rem 0 .6rem; }
 .bars .number { text-align: right; font-variant-numeric: tabular-nums; }
 .two { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); gap: .75rem; }
 figure { margin: .75rem 0; padding: .9rem 1rem; } .two figure { margin: 0; }
+.picture div { overflow-x: auto; margin-top: .5rem; }
+.picture img { display: block; width: 100%; min-width: 54rem; }
+@media (prefers-color-scheme: dark) { .picture img { filter: invert(.89) hue-rotate(180deg); } }
 figcaption { font-weight: 650; }
 figcaption small { font-weight: 400; margin-left: .3rem; }
 .legend { display: flex; flex-wrap: wrap; gap: .1rem 1rem; margin: .2rem 0 0; font-size: .85rem; }
@@ -50,17 +53,19 @@ figcaption small { font-weight: 400; margin-left: .3rem; }
 .plot svg { position: absolute; inset: 0; width: 100%; height: 100%; overflow: hidden; display: block; }
 .plot span { position: absolute; font-size: .75rem; line-height: 1; color: var(--soft); white-space: nowrap;
   font-variant-numeric: tabular-nums; }
+.plot i { position: absolute; left: 0; right: 0; border-top: 1px solid var(--line); }
 .plot .y { right: 100%; margin-right: .45rem; transform: translateY(-50%); }
 .plot .x { top: 100%; margin-top: .45rem; transform: translateX(-50%); }
-.plot .name { right: 0; transform: translateY(-115%); padding: 0 .2rem; }
+.plot .name { right: 0; transform: translateY(-115%); padding: 0 .2rem;
+  background: var(--card); }
 svg * { vector-effect: non-scaling-stroke; }
 polyline, path { fill: none; stroke: currentColor; stroke-linejoin: round; stroke-width: 1.8; }
 polygon { fill: currentColor; }
-.grid { color: var(--line); stroke-width: 1; }
 .level { color: var(--level); stroke-width: 1.3; stroke-dasharray: 5 4; }
 .raw { color: var(--raw); stroke-width: 1; } .main { color: var(--main); }
-.dot { color: var(--val); stroke-width: 8; stroke-linecap: round; } path.thread { color: var(--val); }
+.dot { color: var(--val); }
 .thread { color: var(--val); stroke-width: 1.3; }
+.dot, .point { stroke-width: 8; stroke-linecap: round; }
 .data { color: var(--data); } .forward { color: var(--forward); } .backward { color: var(--backward); }
 .exposed { color: var(--exposed); } .optimizer { color: var(--optimizer); } .other { color: var(--other); }
 .copy { color: var(--copy); } .beside { color: var(--beside); }

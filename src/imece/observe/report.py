@@ -48,8 +48,7 @@ def write_report(run: Path) -> Path:
         _head(files),
         _tiles(files),
         _baselines(files),
-        _loss(files),
-        _optimization(files),
+        _learning(files),
         _time(files),
         _skipped(files),
         _watched(files),
@@ -139,11 +138,16 @@ def _baselines(files: RunFiles) -> str:
     )
 
 
+def _learning(files: RunFiles) -> str:
+    charts = [each for each in (_loss(files), _optimization(files)) if each]
+    return "\n".join(["<h2>Learning</h2>", *charts]) if charts else ""
+
+
 def _loss(files: RunFiles) -> str:
     raw, validation = curve(files.records, "loss"), curve(files.records, "val_loss")
     if not len(raw):
         return ""
-    low, high = frame(raw, [*validation.values, *files.baselines.values()])
+    low, high = frame([raw, validation], [*files.baselines.values()])
     chart = Chart("Loss", "nats a token, by step", _steps(files), Axis(low, high), wide=True, tall=True)
     for name, value in files.baselines.items():
         chart.level(value, f"{name} {value:.2f}")
@@ -151,14 +155,15 @@ def _loss(files: RunFiles) -> str:
     chart.line(thinned(smoothed(raw)), "main", "smoothed")
     chart.line(thinned(validation), "thread")
     chart.dots(thinned(validation, 200), "dot", "validation")
-    if above := int((raw.values > high).sum()):
-        chart.note = f"Steps above the frame: {above:,}; the highest loss was {raw.values.max():.4g}. "
+    losses = np.concatenate([raw.values, validation.values])
+    if above := int((losses > high).sum()):
+        chart.note = f"Losses above the frame: {above:,}; the highest was {losses.max():.4g}. "
     if len(raw) > MOST_POINTS:
         chart.note += (
             f"{len(raw):,} losses are drawn with {MOST_POINTS:,} points: the lowest and the highest of each "
             "piece. The other charts are thinned in the same way."
         )
-    return f"<h2>Learning</h2>\n{chart.html()}"
+    return chart.html()
 
 
 def _optimization(files: RunFiles) -> str:
@@ -338,7 +343,7 @@ def _from_zero(values: Curve) -> Axis:
 
 
 def _steps(files: RunFiles) -> Axis:
-    return Axis(0.0, 1.01 * files.steps_done)  # so that the last point is seen whole
+    return Axis(0.0, 1.01 * files.steps_done, whole=True)  # so that the last point is seen whole
 
 
 def _text(text: str) -> str:
