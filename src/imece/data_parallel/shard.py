@@ -17,6 +17,7 @@ Since a sum over ranks runs in the order of ranks, whoever computes it, all of t
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -154,10 +155,15 @@ class Sharding(Gradients):
 
     def when_over(self, tell: Callable[[Sequence[Bucket]], None]) -> None:
         """As of Gradients: units of parameters that are gathered."""
-        if self.gathering is not None:
-            self.gathering.when_over = lambda units: tell(
-                [bucket for bucket in self.all if self.stores[bucket.index].unit in units]
-            )
+        if self.gathering is None:
+            return
+        known, teller = weakref.ref(self), weakref.WeakMethod(tell)
+
+        def over(units: set[int]) -> None:  # the modules' hooks keep it
+            if (sharding := known()) is not None and (told := teller()) is not None:
+                told([bucket for bucket in sharding.all if sharding.stores[bucket.index].unit in units])
+
+        self.gathering.when_over = over
 
     def start(self) -> None:
         """A synchronised backward begins. What was summed and not zeroed since then is to be added to."""

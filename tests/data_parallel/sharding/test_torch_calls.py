@@ -410,19 +410,25 @@ def again(strategy: str, following: str) -> None:
         dist.barrier()
 
 
-def gone(strategy: str) -> None:
-    """A model goes when nobody has it, and not when something looks for cycles."""
+def gone(strategy: str, gather: bool) -> None:
+    """What is made goes when nobody has it, and not when something looks for cycles."""
     whole = made()
-    model, optimizer = wrap(whole, sgd_of(whole), strategy)
+    model, optimizer = wrap(whole, sgd_of(whole, momentum=0.9), strategy, gather=gather)
     loss(model).backward()
-    known = weakref.ref(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    loss(model).backward()
+    known = [weakref.ref(each) for each in (model, model.reducer)]
+    rest = [weakref.ref(each) for each in (whole, optimizer, model.sharding)]
     gc.disable()
     del model
-    assert known() is None
-    gc.enable()
+    assert [each() for each in known] == [None] * 2
     optimizer.zero_grad()
     with pytest.raises(RuntimeError, match=r"parallelize returned with this SGD is gone.*: keep it"):
         optimizer.step()
+    del whole, optimizer
+    assert [each() for each in rest] == [None] * 3
+    gc.enable()
 
 
 def shared(strategy: str) -> None:
@@ -508,12 +514,12 @@ def judged(strategy: str) -> None:
 def go() -> None:
     imece.init()
     for strategy in ("zero1", "zero2", "zero3"):
-        for check in (clip, refuse, adversaries, gone, shared, of_whole, lookups, judged, hooked):
+        for check in (clip, refuse, adversaries, shared, of_whole, lookups, judged, hooked):
             check(strategy)
         for following in ("zero1", "zero2", "zero3", "replicate", ""):
             again(strategy, following)
     for way in (("zero1", False), ("zero2", False), ("zero3", False), ("zero3", True)):
-        for each in (assigns, inside, old_graphs, clip_by_groups, frozen_by_groups):
+        for each in (assigns, inside, old_graphs, gone, clip_by_groups, frozen_by_groups):
             each(*way)
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     of_whole("zero1", alone)  # parts of as many elements, flat

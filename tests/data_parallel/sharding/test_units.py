@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any

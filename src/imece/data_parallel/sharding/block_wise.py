@@ -108,12 +108,13 @@ def _bitsandbytes(optimizer: Any) -> Follow:
 
 def _torchao(optimizer: Any) -> Follow:
     """It looks at the size of what it makes a state for."""
-    by_size = type(optimizer)._new_buffer
+    by_size, known = type(optimizer)._new_buffer, weakref.ref(optimizer)  # which keeps what is made here
     quantised: set[int] = set()  # ids of parts, which the optimizer keeps alive
 
     def new_buffer(parameter: torch.Tensor, signed: bool) -> torch.Tensor:
         if id(parameter) in quantised:
-            made: torch.Tensor = optimizer._subclass_zeros(parameter, signed, optimizer.block_size)
+            stepper: Any = known()
+            made: torch.Tensor = stepper._subclass_zeros(parameter, signed, stepper.block_size)
             return made
         return torch.zeros_like(parameter)
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.hooks import RemovableHandle
 
@@ -87,8 +88,8 @@ class Gathering:
             if not unit.flats and unit.number:
                 continue
             self._handles += [
-                unit.module.register_forward_pre_hook(self._entering(unit), prepend=True),
-                unit.module.register_forward_hook(self._leaving(unit)),
+                unit.module.register_forward_pre_hook(_Hook(unit, self._enter), prepend=True),
+                unit.module.register_forward_hook(_Hook(unit, self._leave)),
             ]
 
     def let_go(self) -> None:
@@ -108,56 +109,44 @@ class Gathering:
 
     # Forward.
 
-    def _entering(self, unit: Unit) -> Callable[..., None]:
-        @torch._disable_dynamo(recursive=True)
-        def enter(module: Any, _inputs: Any) -> None:
-            if module is not unit.module:
-                return  # a copy, which has its own parameters
-            if _in_backward():
-                unit.entered = max(unit.calls, default=0)  # a checkpoint runs this one again
-                self._gather(unit, unit.earlier)
-                return
-            self._clock += 1
-            unit.entered = self._clock
-            if unit.number == 0:
-                self._recover()
-                self._path, self._training = [], torch.is_grad_enabled()
-                self._gather(unit, self._order[: self._ahead], at_end=False)
-                return
+    def _enter(self, unit: Unit, _inputs: Any) -> None:
+        if _in_backward():
+            unit.entered = max(unit.calls, default=0)  # a checkpoint runs this one again
+            self._gather(unit, unit.earlier)
+            return
+        self._clock += 1
+        unit.entered = self._clock
+        if unit.number == 0:
+            self._recover()
+            self._path, self._training = [], torch.is_grad_enabled()
+            self._gather(unit, self._order[: self._ahead], at_end=False)
+            return
+        unit.earlier = tuple(self._path[::-1][: self._ahead])
+        self._path.append(unit)
+        at = len(self._path)
+        expected = self._order[at - 1 : at] == [unit]
+        self._gather(unit, self._order[at : at + self._ahead] if expected else (), at_end=False)
+
+    def _leave(self, unit: Unit, _inputs: Any, output: Any) -> None:
+        if unit.number == 0 and not _in_backward():
             unit.earlier = tuple(self._path[::-1][: self._ahead])
-            self._path.append(unit)
-            at = len(self._path)
-            expected = self._order[at - 1 : at] == [unit]
-            self._gather(unit, self._order[at : at + self._ahead] if expected else (), at_end=False)
-
-        return enter
-
-    def _leaving(self, unit: Unit) -> Callable[..., None]:
-        @torch._disable_dynamo(recursive=True)
-        def leave(module: Any, _inputs: Any, output: Any) -> None:
-            if module is not unit.module:
-                return
-            if unit.number == 0 and not _in_backward():
-                unit.earlier = tuple(self._path[::-1][: self._ahead])
-                self._order = self._path
-            if not _in_backward():
-                self._clock += 1
-                # A re-entrant checkpoint runs it without gradients at first.
-                if self._training or torch.is_grad_enabled():
-                    unit.calls[unit.entered] = self._clock
-            comes = torch.is_grad_enabled() and self._await_backward(unit, output)
-            if _in_backward():
-                return
-            if unit.number == 0:
-                if not self._training:
-                    torch.clear_autocast_cache()  # as _end does
-                self._training = False
-                self._free(each for each in self.units if each.state is State.COMING)  # it did not run
-            stays = comes and (unit.number == 0 or not self.options.reshard_after_forward)
-            if not (stays or unit.pinned):
-                self._free([unit])
-
-        return leave
+            self._order = self._path
+        if not _in_backward():
+            self._clock += 1
+            # A re-entrant checkpoint runs it without gradients at first.
+            if self._training or torch.is_grad_enabled():
+                unit.calls[unit.entered] = self._clock
+        comes = torch.is_grad_enabled() and self._await_backward(unit, output)
+        if _in_backward():
+            return
+        if unit.number == 0:
+            if not self._training:
+                torch.clear_autocast_cache()  # as _end does
+            self._training = False
+            self._free(each for each in self.units if each.state is State.COMING)  # it did not run
+        stays = comes and (unit.number == 0 or not self.options.reshard_after_forward)
+        if not (stays or unit.pinned):
+            self._free([unit])
 
     def _await_backward(self, unit: Unit, output: Any) -> bool:
         """Whether a backward may come through this output, which will gather the unit."""
@@ -284,6 +273,23 @@ class Gathering:
         finally:
             self._held -= 1
             self._free(self.units)
+
+
+class _Hook:
+    """A hook on the module of a unit. Copies and pickles of the module, which have parameters of their own,
+    have one that does nothing.
+    """
+
+    def __init__(self, unit: Unit | None = None, run: Callable[..., None] | None = None) -> None:
+        self._unit, self._run = unit, run
+
+    @torch._disable_dynamo(recursive=True)
+    def __call__(self, module: nn.Module, *given: Any) -> None:
+        if self._unit is not None and self._run is not None and self._unit.known() is module:
+            self._run(self._unit, *given)
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
 
 
 def _in_backward() -> bool:

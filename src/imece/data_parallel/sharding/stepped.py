@@ -12,7 +12,7 @@ import hashlib
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count, repeat
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +32,15 @@ _WHOSE = "imece"  # in an optimizer's state dict, beside torch's "state" and "pa
 
 
 class SteppedParts:
-    """One of the user's optimizers, which from now on steps this rank's parts."""
+    """One of the user's optimizers, which from now on steps this rank's parts.
+
+    The optimizer keeps this, by its hooks and methods. Nothing here keeps the optimizer: when nobody has it,
+    its state is to be gone at once, and not when something looks for cycles.
+    """
 
     def __init__(self, optimizer: Optimizer, number: int, model: ShardedDataParallel) -> None:
         """Hooks of the optimizer's steps bring the parts of other ranks."""
-        self.optimizer, self._number = optimizer, number
+        self._known_optimizer, self._number = weakref.ref(optimizer), number
         self._module = model.module
         self._known = weakref.ref(model)  # it is to be gone when nobody else has it
         self.ids_of_parts: set[int] = set()  # none between leave() and regroup()
@@ -44,15 +48,16 @@ class SteppedParts:
         self._whole: list[dict[str, list[Any]]] = []  # by group: what lay in it before it was divided
         self.divide(model.sharding)
         optimizer.register_step_pre_hook(self._before)
-        first = optimizer.register_step_post_hook(lambda *_: self.after(optimizer))
+        first = optimizer.register_step_post_hook(lambda optimizer, *_: self.after(optimizer))
         # Before the user's: an average of weights there would see this rank's parts stepped, the others' not.
         optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
-        self._zero = optimizer.zero_grad
+        self._zero = _unkept(optimizer.zero_grad)
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
-        self._add = optimizer.add_param_group
+        self._add = _unkept(optimizer.add_param_group)
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
         optimizer.register_state_dict_post_hook(self._say_whose)
-        self._load = optimizer.load_state_dict  # not by torch's hook: bitsandbytes has its own and runs none
+        # Not by torch's hook: bitsandbytes has its own method and runs none.
+        self._load = _unkept(optimizer.load_state_dict)
         optimizer.load_state_dict = self._load_state_dict  # type: ignore[method-assign]
         self._is_asking = False
         self._takes_scale = getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -65,6 +70,13 @@ class SteppedParts:
     def of(optimizer: Optimizer) -> SteppedParts | None:
         """None: it steps whole parameters."""
         return getattr(optimizer, "_imece_stepped", None)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Whose parts these are."""
+        optimizer = self._known_optimizer()
+        assert optimizer is not None, "it keeps this"
+        return optimizer
 
     @property
     def _model(self) -> ShardedDataParallel:
@@ -322,6 +334,14 @@ class _StateOfParts(defaultdict[Any, Any]):
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict, dict(self))
+
+
+def _unkept(method: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer's method as it is now, by a function that does not keep the optimizer."""
+    if getattr(method, "__self__", None) is None:
+        return method  # somebody has put another function in its place
+    known: Callable[[], Any] = weakref.WeakMethod(method)
+    return lambda *args, **kwargs: known()(*args, **kwargs)
 
 
 def _by_index(parts: Iterable[Part]) -> dict[int, list[Part]]:

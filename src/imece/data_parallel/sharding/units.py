@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -118,7 +119,7 @@ class Unit:
 
     number: int  # 0: the root, which has what is in no other
     name: str
-    module: nn.Module
+    known: weakref.ref[nn.Module]  # which keeps this by its hooks, and is not to be kept by it
     flats: list[Flat] = field(default_factory=list)
     state: State = State.FREED
     left: int = 0  # buckets that left in this backward
@@ -131,6 +132,13 @@ class Unit:
 
     def __str__(self) -> str:
         return f"unit {self.name}" if self.number else "the root unit"
+
+    @property
+    def module(self) -> nn.Module:
+        """Of which this is."""
+        module = self.known()
+        assert module is not None, "it keeps this"
+        return module
 
     @property
     def is_there(self) -> bool:
@@ -221,8 +229,8 @@ def find_units(model: nn.Module, wanted: Wanted = None) -> list[Unit]:
     picked = {id(each) for each in chosen if each is not model}
     named = [(name, each) for name, each in model.named_modules() if id(each) in picked]
     return [
-        Unit(0, "", model),
-        *(Unit(number, name, each) for number, (name, each) in enumerate(named, 1)),
+        Unit(0, "", weakref.ref(model)),
+        *(Unit(number, name, weakref.ref(each)) for number, (name, each) in enumerate(named, 1)),
     ]
 
 
