@@ -139,16 +139,22 @@ def synchronised_from_rank_0(group: dist.ProcessGroup) -> None:
     module.register_buffer("large", torch.randn(2**24 + 1))
     module.register_buffer("none", torch.zeros(0))
     module.register_buffer("flag", torch.tensor(dist.get_rank() == 0))
+    for dtype in (torch.float8_e4m3fn, torch.int16, torch.uint16, torch.uint64, torch.complex128):
+        module.register_buffer(str(dtype).partition(".")[2], torch.full((3,), dist.get_rank() + 1).to(dtype))
     module.register_parameter("scalar", nn.Parameter(torch.randn(())))
     module.register_parameter("turned", nn.Parameter(torch.randn(4, 3).t()))
     with torch.no_grad():
         module[1].running_mean.normal_()
     digests: list[Any] = [None] * dist.get_world_size()
-    mine = {name: each.double().sum().item() for name, each in module.state_dict().items()}
-    dist.all_gather_object(digests, mine)
+
+    def sums() -> dict[str, complex]:
+        state = module.state_dict()
+        return {name: each.to(torch.complex128).sum().item() for name, each in state.items()}
+
+    dist.all_gather_object(digests, sums())
     assert digests[0] != digests[ODD]
     DistributedDataParallel(module, process_group=group)
-    after = {name: each.double().sum().item() for name, each in module.state_dict().items()}
+    after = sums()
     assert after == digests[0]
 
 
@@ -362,7 +368,14 @@ CHECKS: dict[str, Check] = (
 )
 
 
-ON_GLOO = ["different shape", "different buffers", "different frozen shape", "drift", "not finite"]
+ON_GLOO = [
+    "synchronised",
+    "different shape",
+    "different buffers",
+    "different frozen shape",
+    "drift",
+    "not finite",
+]
 
 
 @pytest.mark.parametrize("job", jobs(__name__, CHECKS, (3, "shm")) + jobs(__name__, ON_GLOO, (3, "gloo")))

@@ -56,7 +56,8 @@ def sync_from(
     label: str,
     device: torch.device | None = None,
 ) -> None:
-    """Rank `root`'s values in all tensors of all ranks. They travel flat, up to 64 MiB at a time.
+    """Rank `root`'s values in all tensors of all ranks. They travel flat, up to 64 MiB at a time, as bytes:
+    backends do not know all dtypes.
 
     device: on which they travel, if some lie in a memory that the group does not reach.
     """
@@ -74,7 +75,7 @@ def sync_from(
         for members in flats:
             flat = torch.cat([each.reshape(-1) for each in members])
             flat = flat.to(device) if device is not None else flat
-            ops.broadcast(flat, root, group=group, label=label)
+            ops.broadcast(flat.view(torch.uint8), root, group=group, label=label)
             for member, part in zip(members, flat.split([each.numel() for each in members]), strict=True):
                 member.copy_(part.view(member.shape))
 
