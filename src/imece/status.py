@@ -64,7 +64,9 @@ def says_timed_out(message: str) -> bool:
 
 
 def tell_running(store: dist.Store, member: int) -> None:
-    """From now on, leaving with status 0 and without `tell_closed` is a failure."""
+    """From now on, leaving with status 0 and without `tell_closed` is a failure; this process is the rank,
+    whatever the launcher has started to start it."""
+    store.set(_key(member, "pid"), str(os.getpid()))
     store.set(_key(member, "state"), "running")
 
 
@@ -96,6 +98,13 @@ def tell_failures(store: dist.Store, member: int) -> Callable[[], None]:
     return stop
 
 
+def pid_of(store: dist.Store, member: int) -> int | None:
+    """The process that is `member`, if it has told: out of a container, that may be another one's number."""
+    key = _key(member, "pid")
+    text = store.get(key).decode(errors="replace") if store.check([key]) else ""
+    return int(text) if text.isdecimal() else None
+
+
 def left_early(store: dist.Store, member: int) -> bool:
     """Whether `member`, which has exited, was in the middle of a world that imece.init() had opened."""
     return store.check([_key(member, "state")]) and store.get(_key(member, "state")) == b"running"
@@ -122,7 +131,7 @@ def read_failure(store: dist.Store, member: int) -> Failure | None:
 
 def forget(store: dist.Store, member: int) -> None:
     """One that has ended: nothing of this is asked about it any more."""
-    for name in ("state", "failure"):
+    for name in ("state", "pid", "failure"):
         store.delete_key(_key(member, name))
 
 

@@ -8,13 +8,16 @@ import signal
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from imece import status
 from imece.launch.crew import Crew
 from imece.launch.host import Host, Order, Start
+from imece.launch.processes import prints_stacks
 from imece.membership.roster import Generation, Roster, meeting_in
 from imece.status import Failure
 
@@ -71,4 +74,35 @@ def test_members_that_have_ended_leave_nothing() -> None:
             crew.wait(time.monotonic() + 30)
         ours.forget([1])
         gone = before - set(ours.store.list_keys())
-        assert {key for key in before if "/1" in key} == gone and len(gone) == 5
+        assert {key for key in before if "/1" in key} == gone and len(gone) == 6
+
+
+def test_a_rank_behind_a_wrapper(tmp_path: Path) -> None:
+    """Signals reach it alone, and the shell tells of its death by 128 + the signal's number."""
+    script = tmp_path / "wrap.sh"
+    script.write_text('python=$1; shift; "$python" -c "$@"; exit $?')
+    counts = (
+        "import signal; signal.signal(10, lambda *_: None); print('here', flush=True); sum(range(1 << 60))"
+    )
+    for state in ("running", "", "closed"):
+        closed = state == "closed"
+        with Crew(None) as crew:
+            ours = host(crew, "sh", str(script), sys.executable, counts)
+            ours.start([Start(0, 0, 0, 2, False, 0)])
+            shell = psutil.Process(crew.living[0].pid)
+            while not (children := shell.children()) or not prints_stacks(children[0].pid):
+                crew.wait(time.monotonic() + 0.01)
+            rank = children[0]
+            assert ours._pid_of(0) == shell.pid
+            ours.store.set("imece/member/0/pid", str(os.getpid()))
+            assert ours._pid_of(0) == shell.pid, "of another group"
+            ours.store.set("imece/member/0/pid", str(rank.pid))
+            if state:
+                ours.store.set("imece/member/0/state", state)
+            assert ours._pid_of(0) == rank.pid and ours._ask_for_stacks(0)
+            ours.end([0], signal.SIGTERM, 60.0)
+            while not crew.ended:
+                crew.wait(time.monotonic() + 30)
+            ending = ours.ended([0], time.monotonic())[0]
+        assert ending.status == (143 if closed else -signal.SIGTERM)
+        assert ending.died == ending.by_our_signal == (not closed)

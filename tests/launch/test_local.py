@@ -284,9 +284,53 @@ def test_ranks_that_ignore_signals(script: Script, grace: bool) -> None:
         assert launcher.wait(20).status == 130
 
 
-def test_killing_the_launcher_ends_all_within_five_seconds(script: Script) -> None:
+@pytest.fixture
+def wrapped(script: Script) -> Callable[[str], tuple[str | Path, ...]]:
+    """As `script`: what is to be launched is a shell that starts it."""
+
+    def write(text: str) -> tuple[str | Path, ...]:
+        path = script(text)
+        path.with_suffix(".sh").write_text('"$@"; echo "ended with $?"')
+        return "--no-python", "sh", path.with_suffix(".sh"), sys.executable, path
+
+    return write
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_reach_what_a_wrapper_has_started(
+    wrapped: Callable[[str], tuple[str | Path, ...]], number: signal.Signals
+) -> None:
+    """The shell dies at once, or when its child has ended; what it has started has the whole grace time."""
+    text = f"""
+signal.signal({int(number)}, lambda *_: (time.sleep(0.5), print("saved"), sys.exit(0)))
+print("ready", flush=True)
+time.sleep(1000)
+"""
+    with Launcher("--ranks", "2", *wrapped(text)) as launcher:
+        launcher.wait_for("[rank 0] ready")
+        launcher.wait_for("[rank 1] ready")
+        launcher.signal(number)
+        outcome = launcher.wait(20)
+    assert outcome.status == 128 + number and outcome.out.count("saved") == 2
+
+
+def test_what_a_wrapper_has_started_is_killed_in_the_end(
+    wrapped: Callable[[str], tuple[str | Path, ...]],
+) -> None:
+    text = "signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(1000)"
+    with Launcher("--ranks", "1", "--grace-s", "0.3", *wrapped(text)) as launcher:
+        launcher.wait_for("ready")
+        launcher.signal(signal.SIGTERM)
+        assert launcher.wait(20).status == 143
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_killing_the_launcher_ends_all_within_five_seconds(
+    script: Script, wrapped: Callable[[str], tuple[str | Path, ...]], wraps: bool
+) -> None:
     text = "signal.signal(15, signal.SIG_IGN); print(os.getpid(), os.environ['MASTER_PORT'], flush=True)"
-    with Launcher("--ranks", "3", script(text + "; time.sleep(1000)")) as launcher:
+    text += "; time.sleep(1000)"
+    with Launcher("--ranks", "3", *(wrapped(text) if wraps else (script(text),))) as launcher:
         while len(launcher.out().splitlines()) < 3:
             time.sleep(0.01)
         words = [line.split() for line in launcher.out().splitlines()]

@@ -24,7 +24,7 @@ from typing import IO
 
 from imece.errors import UserError
 from imece.launch.output import LogFile, Outlet, Printed, RankOutput, own_line, unbuffered
-from imece.launch.processes import die_with_parent, kill_group
+from imece.launch.processes import die_together, die_with_parent, group_lives, kill_group
 from imece.launch.signals import ENDING, hear_all, signals_as_bytes
 from imece.membership.where import RECORD, new_record, read_record
 
@@ -33,6 +33,7 @@ _PIPE_READS = 1 + (1 << 20) // _READ_BYTES  # of the largest pipe that a user ma
 _DRAIN_S = 1.0  # for output of processes that left the ranks' groups; and for its reader, after a signal
 _MOST_WAITING_BYTES = 4 << 20  # for a reader that does not read; then ranks wait for it, and nobody else does
 _LONGEST_S = 60.0
+_GROUP_S = 0.05  # how often to look whether the last of a group has ended, whose leader has
 _SAME_SIGNAL_S = 1.0  # within which those that come are one: `timeout` and systemd send theirs twice at least
 _TOGETHER_S = 0.01  # ranks whose ends come within it ended together: one change for the others, not two
 
@@ -47,6 +48,9 @@ class Process:
     pidfd: int
     outputs: tuple[RankOutput, RankOutput]  # stdout, stderr
     record: int  # the descriptor of what it notes of itself
+    lifeline: int  # of the pipe with whose closing all of its group dies, at the latest with this process
+    may_wrap: bool  # it is no Python of ours: the training may be another process, which it has started
+    ends_together: bool = False  # all of its group were asked to end, and have the same time for it
 
     @property
     def pid(self) -> int:
@@ -83,6 +87,7 @@ class Crew:
         self._leaves = self._has_left = False  # its block
         self._read_by: set[int] = set()  # our own outputs that are pipes, if a rank writes there itself
         self._printed = Printed()
+        self._leaderless: list[Process] = []  # among the living
         self._news: list[int] = []
         self._signals: list[int] = []
         self._handlers = contextlib.ExitStack()
@@ -109,7 +114,7 @@ class Crew:
         finally:
             for process in processes:
                 process.popen.wait()
-                os.close(process.record)
+                _let_go(process)
             self._pass_on_rest()
             for stream, _ in self._open.values():
                 stream.close()
@@ -140,9 +145,10 @@ class Crew:
             RankOutput(slot, self._outlets[0], self._printed, log),
             RankOutput(slot, self._outlets[1], self._printed, log),
         )
-        launcher, record = os.getpid(), new_record()
+        launcher, record, (reader, lifeline) = os.getpid(), new_record(), os.pipe()
 
         def prepare() -> None:
+            die_together(reader)
             die_with_parent(launcher)
             hear_all()
 
@@ -153,13 +159,16 @@ class Crew:
                 stdin=subprocess.DEVNULL,  # a background group that reads the terminal would be stopped
                 stdout=None if direct else subprocess.PIPE,
                 stderr=None if direct else subprocess.PIPE,
-                pass_fds=(record,),
+                pass_fds=(record, reader),
                 process_group=0,
                 preexec_fn=prepare,
             )
         except BaseException:
             os.close(record)
+            os.close(lifeline)
             raise
+        finally:
+            os.close(reader)
         if log is not None:
             log.begin(slot, popen.pid)
         try:
@@ -168,10 +177,13 @@ class Crew:
             kill_group(popen.pid)
             popen.wait()
             os.close(record)
+            os.close(lifeline)
             raise
         if direct:
             self._watch_readers()
-        process = self.living[member] = Process(member, slot, popen, pidfd, outputs, record)
+        may_wrap = command[0] != sys.executable
+        process = Process(member, slot, popen, pidfd, outputs, record, lifeline, may_wrap)
+        self.living[member] = process
         self._selector.register(pidfd, selectors.EVENT_READ, process)
         for stream, output in zip((popen.stdout, popen.stderr), outputs, strict=True):
             if stream is not None:
@@ -194,13 +206,25 @@ class Crew:
         signals, self._signals = self._signals, []
         return news, signals
 
-    def signal(self, member: int, number: int) -> None:
-        """Send a signal to one living rank."""
-        os.kill(self.living[member].pid, number)  # not reaped yet, so the number is still this rank's
+    def signal(self, member: int, number: int, pid: int | None = None) -> None:
+        """Send a signal to one living rank. pid: which of its processes that is, if it is known.
+
+        What a rank has started, a loader's workers say, is the rank's own to end. But all that a wrapper has
+        started gets the signal with it, and the rank lives until the last of them has ended or is killed.
+        """
+        process = self.living[member]
+        if process.may_wrap and pid is None:
+            process.ends_together = True
+            kill_group(process.pid, number)
+        else:
+            with contextlib.suppress(ProcessLookupError):  # a wrapper has reaped it
+                os.kill(pid or process.pid, number)
 
     def kill(self, member: int) -> None:
         """SIGKILL to it and to all it has started."""
-        kill_group((self.living.get(member) or self.ended[member]).pid)
+        process = self.living.get(member) or self.ended[member]
+        process.ends_together = False
+        kill_group(process.pid)
 
     def reap(self, member: int) -> None:
         """Forget one that has ended, after its last output."""
@@ -213,7 +237,7 @@ class Crew:
                 if not self._read(fd):
                     break
         process.popen.wait()
-        os.close(process.record)
+        _let_go(process)
 
     def say(self, line: str) -> None:
         """One line of our own, after what ranks have printed there."""
@@ -226,6 +250,8 @@ class Crew:
 
     def _look(self, until: float) -> None:
         """Handle what happens up to `until`, or the first things that happen."""
+        if self._leaderless:
+            until = min(until, time.monotonic() + _GROUP_S)
         for key, _ in self._selector.select(max(0.0, until - time.monotonic())):
             if isinstance(key.data, RankOutput):
                 self._read(key.fd)
@@ -233,10 +259,7 @@ class Crew:
                 self._write(key.data)
             elif isinstance(key.data, Process):
                 self._selector.unregister(key.fd)
-                os.close(key.fd)
-                member = key.data.member
-                self.ended[member] = self.living.pop(member)
-                self._news.append(member)
+                self._leaderless.append(key.data)
             elif key.fd in self._read_by:
                 self._reader_gone(key.fd)
             elif key.data is None:
@@ -245,7 +268,16 @@ class Crew:
                 for number in key.fileobj.recv(64):
                     if number in ENDING:
                         self._heard(number)
+        self._look_at_leaderless()
         self._hold_back()
+
+    def _look_at_leaderless(self) -> None:
+        for process in list(self._leaderless):
+            if not (process.ends_together and group_lives(process.pid)):
+                self._leaderless.remove(process)
+                os.close(process.pidfd)
+                self.ended[process.member] = self.living.pop(process.member)
+                self._news.append(process.member)
 
     def _heard(self, number: int) -> None:
         now = time.monotonic()
@@ -365,6 +397,11 @@ class Crew:
         if slot not in self._log_files:
             self._log_files[slot] = LogFile(self._logs / f"rank-{slot}.log")
         return self._log_files[slot]
+
+
+def _let_go(process: Process) -> None:
+    for fd in (process.record, process.lifeline):
+        os.close(fd)
 
 
 def _outlets() -> tuple[Outlet, Outlet]:

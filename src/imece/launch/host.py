@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from imece import status
 from imece.launch.crew import Crew
-from imece.launch.processes import Ending, Outcome, cpu_s_of, is_stopped, name_of, prints_stacks
+from imece.launch.processes import (
+    Ending,
+    Outcome,
+    cpu_s_of,
+    is_in_group,
+    is_stopped,
+    name_of,
+    prints_stacks,
+)
 from imece.launch.silence import Silence
 from imece.launch.view import View, hit
 from imece.membership.roster import Generation, Roster, forget_meetings
@@ -182,7 +190,7 @@ class Host:
         for member in members:
             if member in self.crew.living:
                 self._sent.setdefault(member, set()).add(number)
-                self.crew.signal(member, number)
+                self.crew.signal(member, number, self._known_pid(member))
                 self._kill_at[member] = now + grace_s
 
     def kill(self, members: Collection[int]) -> None:
@@ -281,14 +289,14 @@ class Host:
             self.crew.say(outcome.line)
 
     def _look_for_silence(self, beats: Mapping[int, int], now: float) -> None:
-        cpu_s = {member: cpu_s_of(self.crew.living[member].pid) for member in beats}
+        cpu_s = {member: cpu_s_of(self._pid_of(member)) for member in beats}
         silent = [member for member in self._silence.look(beats, now, cpu_s) if member not in self._evicted]
         closed = self.closed(silent)
         silent = [member for member in silent if member not in closed]
         if not silent:
             return
         suspects = [member for member in self._silence.suspects() if member not in self._evicted]
-        stopped = [member for member in suspects if is_stopped(self.crew.living[member].pid)]
+        stopped = [member for member in suspects if is_stopped(self._pid_of(member))]
         if stopped:
             self._silence.forgive()
         for member in stopped or silent:
@@ -298,10 +306,20 @@ class Host:
 
     def _ask_for_stacks(self, member: int) -> bool:
         """Let it print where it is, if it can."""
-        if not prints_stacks(self.crew.living[member].pid):
+        pid = self._pid_of(member)
+        if not prints_stacks(pid):
             return False
-        self.crew.signal(member, signal.SIGUSR1)
+        self.crew.signal(member, signal.SIGUSR1, pid)
         return True
+
+    def _known_pid(self, member: int) -> int | None:
+        """Which process a living member says it is: perhaps one that a wrapper has started, which was started
+        here."""
+        pid = status.pid_of(self.store, member)
+        return pid if pid is not None and is_in_group(pid, self.crew.living[member].pid) else None
+
+    def _pid_of(self, member: int) -> int:
+        return self._known_pid(member) or self.crew.living[member].pid
 
     def _ending(self, member: int, now: float) -> Ending:
         process = self.crew.ended[member]
@@ -313,7 +331,11 @@ class Host:
         signalled = member in self._sent or member in self._evicted
         if code < 0 and signalled and failure is not None and not (by_us or failure.because_of_peer):
             code = 1  # it had failed by itself before our signal cut its slow exit short
-        early = code == 0 and status.left_early(self.store, member)
+        open_world = status.left_early(self.store, member)
+        wrapped = process.may_wrap and not status.has_closed(self.store, member)
+        if failure is None and (open_world or wrapped) and 128 < code < 128 + signal.NSIG:
+            code = 128 - code  # so wrappers tell by which signal it died: it had decided nothing itself
+        early = open_world and code == 0
         silent_s = self._order.silent_s if member in self._evicted else None
         self._kill_at.pop(member, None)
         return Ending(

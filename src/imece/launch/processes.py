@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ from imece.world import AGENT_PORT, JOINING, LOOPBACK, MEMBER
 
 MAX_RANKS = 1024  # of one host; a typing error above it would only exhaust the host
 _PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: a child between fork and exec must not take locks
+_PRCTL = ctypes.CDLL(None).prctl  # found here: a child between fork and exec must not take the loader's lock
 _PARENT_GONE = 143
 SAID = 2
 """The status of a command that has told a user's mistake."""
@@ -180,9 +181,18 @@ def worker_environment(
 
 def die_with_parent(parent_pid: int) -> None:
     """Called in a child: let the kernel kill it as soon as its parent dies, also by SIGKILL."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent died before the line above
         os._exit(_PARENT_GONE)
+
+
+def die_together(pipe: int) -> None:
+    """Called in a child that leads a group, with the reading end of a pipe that it keeps open: let the kernel
+    kill the whole group, what a wrapper has started too, as soon as nobody has the other end."""
+    with contextlib.suppress(OSError):  # a kernel that does not know this: the leader dies in any case
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())
+        fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
 
 
 def prints_stacks(pid: int) -> bool:
@@ -207,6 +217,24 @@ def _proc(pid: int, name: str) -> str:
         return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
     except OSError:  # it has ended
         return ""
+
+
+def is_in_group(pid: int, group: int) -> bool:
+    """Whether there is such a process in the process group that `group` leads."""
+    try:
+        return os.getpgid(pid) == group
+    except ProcessLookupError:
+        return False
+
+
+def group_lives(group: int) -> bool:
+    """Whether a process of that group has not ended, though its leader may have."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            state, _, its_group = stat.read_text(errors="replace").rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
 
 
 def kill_group(pid: int, signum: int = signal.SIGKILL) -> None:
