@@ -99,7 +99,9 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
         assert result.bus_gbps == pytest.approx(0.5 * factor)
 
 
-def test_targets_are_judged_by_what_was_measured() -> None:
+def test_targets_are_judged_by_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def at(seconds: float, library: str) -> Result:
         return Result(2, "all_reduce", 64 * 2**20, library, True, 1, [seconds])
 
@@ -109,6 +111,13 @@ def test_targets_are_judged_by_what_was_measured() -> None:
     assert "met     2 ranks, 64 MiB, shm: at least 4 x mpich: 4.1 x" in shown[1]
     assert "not measured in this run" in shown[2]
     assert "met     2 ranks, 64 MiB, shm: at least 80% of the limit: 85%" in shown[-1]
+    played = replace(BENCHMARKS["collectives"], run=lambda plan, say: results)
+    monkeypatch.setitem(BENCHMARKS, "collectives", played)
+    for options, word in (([], "MISSED"), (["--quick"], "--    ")):  # which is not to quote
+        assert main(["bench", "collectives", *options]) == 0
+        out = capsys.readouterr().out
+        assert f"\n  {word}  2 ranks, 64 MiB, shm: at least 8 x gloo: 7.9 x\n" in out
+        assert ("none is judged" in out) == ("MISSED" not in out and "met  " not in out) == bool(options)
 
 
 def test_sizes_are_read_as_people_write_them() -> None:

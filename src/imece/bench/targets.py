@@ -139,6 +139,8 @@ STRATEGY = (
     ),
 )
 
+_WORDS = {True: "met   ", False: "MISSED", None: "--    "}
+
 PARAMETER_COST_US = 8.0  # of processor time in backward, for each parameter
 PARAMETER_GROWTH = 1.25  # of that cost from 1,000 to 10,000 parameters: linear, but for noise
 
@@ -171,5 +173,9 @@ def lines(targets: Sequence[AnyPromise], found: Callable[[AnyPromise], float | N
 
 def verdict(met: bool | None, text: str, figure: str = "not measured in this run") -> str:
     """One line: what was promised, and what was found."""
-    word = {True: "met   ", False: "MISSED", None: "--    "}[met]
-    return f"  {word}  {text}: {figure}"
+    return f"  {_WORDS[met]}  {text}: {figure}"
+
+
+def without_verdict(line: str) -> str:
+    """A line of `verdict`, with the figure and without what it says of it."""
+    return f"  {_WORDS[None]}{line[2 + len(_WORDS[None]) :]}"

@@ -106,8 +106,11 @@ def _measure(bench: Benchmark, options: Any) -> int:
         print(f"skipped: {error}")
         return 0
     if bench.judged is not None:
-        print(f"\ntargets (what the plan of this project asks for{bench.whose})")
-        print(*bench.judged(plan, results), sep="\n")
+        quick = getattr(options, "quick", False)
+        unjudged = "; none is judged, for --quick is not to quote" if quick else ""
+        print(f"\ntargets (what the plan of this project asks for{bench.whose}){unjudged}")
+        lines = bench.judged(plan, results)
+        print(*(map(targets.without_verdict, lines) if quick else lines), sep="\n")
     if options.json is not None:
         report.write_json(options.json, bench.as_json(plan, results))
         print(f"figures  {options.json}")
