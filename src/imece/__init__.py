@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from imece.launch.spawn import spawn
     from imece.membership.steps import steps
     from imece.mesh import Mesh, init
+    from imece.models.cross_entropy import cross_entropy
     from imece.world import World
 
 __version__ = "0.1.0"
@@ -59,6 +60,7 @@ _HOMES = {
     "data_parallel.replicate": ["DistributedDataParallel"],
     "launch.spawn": ["spawn"],
     "membership.steps": ["steps"],
+    "models.cross_entropy": ["cross_entropy"],
     "mesh": ["Mesh", "init"],
     "world": ["World"],
 }  # fmt: skip
@@ -82,6 +84,7 @@ __all__ = [
     "broadcast",
     "compile_blocks",
     "convert_sync_batchnorm",
+    "cross_entropy",
     "errors",
     "exchange",
     "init",

@@ -15,8 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import imece
 from imece.data_parallel.footprint import counted, expected
 from imece.data_parallel.sharded import ShardedDataParallel
+from imece.models.cross_entropy import cross_entropy
 from imece.models.shape import TransformerConfig
-from imece.models.transformer import Transformer, token_loss
+from imece.models.transformer import Transformer
 from imece.plan.memory.frameworks import IMECE
 from imece.plan.memory.memory import Memory, memory
 from imece.plan.models.from_code import of_module
@@ -72,7 +73,7 @@ def measure(
         for step in range(STEPS):
             if cuda and step:
                 torch.cuda.reset_peak_memory_stats()
-            token_loss(wrapped(words), words).backward()
+            cross_entropy(wrapped(words), words).backward()
             found = counted(wrapped, [optimizer])
             held = torch.cuda.memory_allocated() if cuda else 0
             optimizer.step()
@@ -116,7 +117,7 @@ def peak_of_fully_shard(device: str, shape: TransformerConfig, world_size: int, 
         for step in range(STEPS):
             if device == "cuda" and step:
                 torch.cuda.reset_peak_memory_stats()
-            token_loss(model(words), words).backward()
+            cross_entropy(model(words), words).backward()
             optimizer.step()
             optimizer.zero_grad()
         return torch.cuda.max_memory_allocated() if device == "cuda" else 0

@@ -7,7 +7,7 @@ import torch
 from torch.optim import AdamW
 
 import imece
-from imece.models.transformer import token_loss
+from imece.models.cross_entropy import cross_entropy
 from tests.gpu.devices import DEVICES, run_on
 from tests.gpu.training import batch, new_model
 
@@ -30,7 +30,7 @@ def steps_without_waiting(device: str) -> dict[str, bool]:
         for step in range(_WARM_UP + 2):
             if step == _WARM_UP:
                 _notice(device, "error")
-            loss = token_loss(wrapped(inputs), targets)
+            loss = cross_entropy(wrapped(inputs), targets)
             (wrapped.weigh(loss, targets.numel()) if name == "tokens" else loss).backward()
             optimizer.step()
             optimizer.zero_grad()

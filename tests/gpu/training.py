@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 import imece
+from imece.models.cross_entropy import cross_entropy
 from imece.models.presets import preset
-from imece.models.transformer import Transformer, token_loss
+from imece.models.transformer import Transformer
 
 Over = Literal["ranks", "tokens"]
 STEPS = 4
@@ -41,7 +42,7 @@ def train(
             last = micro == accumulate - 1 or not isinstance(model, imece.DistributedDataParallel)
             inputs, targets = batch(device, accumulate * step + micro, rank)
             with contextlib.nullcontext() if last else model.no_sync():  # type: ignore[operator]
-                loss = token_loss(model(inputs).float(), targets)
+                loss = cross_entropy(model(inputs).float(), targets)
                 weighed = model.weigh(loss, targets.numel()) if over == "tokens" else loss  # type: ignore[operator]
                 weighed.backward()
         if clip:

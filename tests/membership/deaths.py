@@ -13,7 +13,8 @@ from unittest import mock
 import torch
 
 from imece.checkpoint.save import Checkpoints
-from imece.models.transformer import Block, token_loss
+from imece.models.cross_entropy import cross_entropy
+from imece.models.transformer import Block
 from imece.train.finish import finish
 from imece.train.loop import Loop
 from imece.train.session import Session
@@ -70,11 +71,11 @@ def death(
             def deadly(*args: Any, **kwargs: Any) -> torch.Tensor:
                 if place == "forward":
                     die()
-                loss: torch.Tensor = token_loss(*args, **kwargs)
+                loss: torch.Tensor = cross_entropy(*args, **kwargs)
                 loss.register_hook(die)  # when backward begins: the others' buckets are on their way
                 return loss
 
-            mock.patch("imece.train.step.token_loss", deadly).start()
+            mock.patch("imece.train.step.cross_entropy", deadly).start()
 
     return prepare
 

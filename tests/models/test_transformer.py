@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from imece.models import transformer
+from imece.models.cross_entropy import Reduction, cross_entropy
 from imece.models.presets import PRESETS, preset
 from imece.models.shape import RopeScaling, TransformerConfig
-from imece.models.transformer import Attention, KVCache, Transformer, rotate, rotation_at, token_loss
+from imece.models.transformer import Attention, KVCache, Transformer, rotate, rotation_at
 
 CPU = torch.device("cpu")
 CONFIG = TransformerConfig(
@@ -352,7 +352,7 @@ def test_a_cache_that_cannot_be(sizes: tuple[int, int], message: str) -> None:
 
 
 @pytest.mark.parametrize(("ignore", "reduction"), [(-100, "mean"), (-100, "sum"), (3, "mean"), (3, "sum")])
-def test_loss_counts_what_is_not_ignored(ignore: int, reduction: transformer.Reduction) -> None:
+def test_loss_counts_what_is_not_ignored(ignore: int, reduction: Reduction) -> None:
     model, tokens = loud(), some_tokens()
     targets = tokens.roll(-1, 1)
     targets[0, :5], targets[1, -1] = ignore, ignore
@@ -369,7 +369,7 @@ def test_what_loss_refuses() -> None:
     model, tokens = Transformer(CONFIG), some_tokens()
     with pytest.raises(ValueError, match="reduction is 'none'; it must be 'mean' or 'sum'"):
         model.loss(tokens, tokens, reduction="none")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"targets has shape \[2, 15\]; tokens has shape \[2, 16\]"):
+    with pytest.raises(ValueError, match=r"targets has shape \[2, 15\]; logits has shape \[2, 16, "):
         model.loss(tokens, tokens[:, 1:])
 
 
@@ -392,7 +392,7 @@ def test_bfloat16_in_autocast_and_throughout() -> None:
     assert loss.dtype == torch.float32
     assert float(loss) == pytest.approx(float(exact), rel=0.05)
     logits = narrow(tokens)
-    assert torch.equal(token_loss(logits, tokens), token_loss(logits.float(), tokens))
+    assert torch.equal(cross_entropy(logits, tokens), cross_entropy(logits.float(), tokens))
 
 
 def _filled(model: Transformer, tokens: Tensor) -> KVCache:

@@ -11,8 +11,9 @@ import imece
 from imece.bench.reference_model import REFERENCE, batch, new_decoder, optimizer_of
 from imece.data_parallel.footprint import counted
 from imece.footprint import DIVIDED
+from imece.models.cross_entropy import cross_entropy
 from imece.models.presets import preset
-from imece.models.transformer import Transformer, token_loss
+from imece.models.transformer import Transformer
 from imece.plan.accuracy.memory import own_engine
 from imece.plan.accuracy.statistics import summary
 from imece.plan.memory.frameworks import IMECE_CPU
@@ -73,7 +74,7 @@ def test_muon_keeps_one_state_of_matrices_and_adamw_two_of_the_rest() -> None:
     transformer = Transformer(preset("tiny"))
     optimizers = make_optimizers(transformer, OptimizerSection(kind="muon"))
     words = torch.zeros(1, 8, dtype=torch.long)
-    token_loss(transformer(words), words).backward()
+    cross_entropy(transformer(words), words).backward()
     for each in optimizers:
         each.step()
     kept = [tensor for each in optimizers for state in each.state.values() for tensor in state.values()]

@@ -16,9 +16,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import imece
 from imece.errors import UserError
+from imece.models.cross_entropy import cross_entropy
 from imece.models.generate import generate
 from imece.models.presets import PRESETS
-from imece.models.transformer import Transformer, token_loss
+from imece.models.transformer import Transformer
 from imece.train import compiling
 from imece.train.batch import BatchPlan
 from imece.train.precision import Precision
@@ -46,7 +47,7 @@ def compiled_calls(
     """Compiled forwards and backwards of one step, and its loss."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         with precision.autocast():
-            loss = token_loss(model(inputs), inputs)
+            loss = cross_entropy(model(inputs), inputs)
         if backward:
             loss.backward()
     names = [event.name for event in seen.events()]

@@ -20,7 +20,7 @@ from imece.checkpoint.save import Checkpoints
 from imece.data.batches import Batches
 from imece.data.tokenizer import train_bpe
 from imece.data.tokens import open_tokens
-from imece.models.transformer import token_loss
+from imece.models.cross_entropy import cross_entropy
 from imece.plan.check import read_plan
 from imece.train.step import Step
 from tests.train.command import Train, in_fork, train
@@ -183,10 +183,10 @@ def poison() -> None:
     def spoilt(*args: Any) -> torch.Tensor:
         now["number"] += 1
         bad = now["step"] in POISON["steps"] and now["number"] == 2  # type: ignore[operator]
-        return token_loss(*args) * (math.nan if bad and os.environ["RANK"] == str(POISON["rank"]) else 1.0)
+        return cross_entropy(*args) * (math.nan if bad and os.environ["RANK"] == str(POISON["rank"]) else 1.0)
 
     Step.run, Step.blame = noting(run), noting(blame)  # type: ignore[method-assign]
-    mock.patch("imece.train.step.token_loss", spoilt).start()
+    mock.patch("imece.train.step.cross_entropy", spoilt).start()
 
 
 def not_finite(folder: str) -> None:

@@ -19,8 +19,9 @@ from imece.checkpoint import Slice, TrainingState
 from imece.checkpoint.training_state import NUMBERS
 from imece.data.batches import Batches
 from imece.data.tokens import Part
+from imece.models.cross_entropy import cross_entropy
 from imece.models.presets import PRESETS
-from imece.models.transformer import Transformer, token_loss
+from imece.models.transformer import Transformer
 from imece.train.batch import BatchPlan, plan_batch, shared_among
 from imece.train.clock import Clock
 from imece.train.config import BatchSection, OptimizerSection
@@ -84,7 +85,7 @@ class Bench:
         """Loss and gradient by one process: the mean over all tokens of the step."""
         alone = copy.deepcopy(self.model)
         sequences = torch.from_numpy(self.batches.sequences(index))
-        loss = token_loss(alone(sequences[:, :-1]), sequences[:, 1:])
+        loss = cross_entropy(alone(sequences[:, :-1]), sequences[:, 1:])
         return loss.item(), list(torch.autograd.grad(loss, list(alone.parameters())))
 
 

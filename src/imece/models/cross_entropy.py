@@ -7,14 +7,34 @@ converted, used and forgotten while it is still in the cache; what stays is one 
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Reduction = Literal["mean", "sum"]
+
 _CPU_PIECE_BYTES = 1 << 20  # in float32; the second-level cache of one core
 _PIECE_BYTES = 1 << 28  # elsewhere: large enough that launching kernels costs nothing
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, ignore_index: int = -100, reduction: Reduction = "mean"
+) -> Tensor:
+    """F.cross_entropy of logits [..., V] in float32 and targets (int64 [...]): a float32 scalar.
+
+    The logits may have any dtype, and need no `.float()`: of memory it takes them and their gradient in that
+    dtype, and a piece of 256 MiB or less; torch's takes 12 bytes for each logit. Targets that are
+    `ignore_index` do not count; the mean over none at all is nan. Can be differentiated once. ValueError for
+    targets of another shape and for another reduction.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(f"targets has shape {list(targets.shape)}; logits has shape {list(logits.shape)}")
+    nats = summed_cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index)
+    return nats / (targets != ignore_index).sum() if reduction == "mean" else nats
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
@@ -52,6 +72,7 @@ class _Pieces(torch.autograd.Function):
             rows = torch.arange(len(softmax), device=softmax.device)
             softmax[rows, targets[piece]] -= 1
             result[piece] = softmax.mul_(scale[piece, None])
+            del softmax  # or it would lie beside the next piece's
         return result, None, None
 
 

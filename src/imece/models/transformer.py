@@ -13,17 +13,16 @@ model made on the meta device is complete once it has memory and `reset_paramete
 from __future__ import annotations
 
 import math
-from typing import Literal, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from imece.models.cross_entropy import summed_cross_entropy
+from imece.models.cross_entropy import Reduction, cross_entropy
 from imece.models.shape import TransformerConfig
 
-Reduction = Literal["mean", "sum"]
 Rotation = tuple[Tensor, Tensor]
 
 INIT_STD = 0.02
@@ -94,8 +93,8 @@ class Transformer(nn.Module):
     def loss(
         self, tokens: Tensor, targets: Tensor, ignore: int = -100, reduction: Reduction = "mean"
     ) -> Tensor:
-        """The cross-entropy of `targets` (int64 [B, T]) after `tokens` (int64 [B, T]); see `token_loss`."""
-        return token_loss(self(tokens), targets, ignore, reduction)
+        """`cross_entropy` of `targets` (int64 [B, T]) after `tokens` (int64 [B, T])."""
+        return cross_entropy(self(tokens), targets, ignore, reduction)
 
     def _check_room(self, tokens: Tensor, cache: KVCache | None) -> None:
         if tokens.ndim != 2:
@@ -219,22 +218,6 @@ class KVCache:
             self._keys[layer, :, :, :end].to(keys.dtype),
             self._values[layer, :, :, :end].to(values.dtype),
         )
-
-
-def token_loss(logits: Tensor, targets: Tensor, ignore: int = -100, reduction: Reduction = "mean") -> Tensor:
-    """Cross-entropy of logits [B, T, V] and targets (int64 [B, T]): a float32 scalar, whatever the dtype.
-
-    Positions whose target is `ignore` do not count; the mean over no position at all is nan. ValueError for
-    targets of another shape and for another reduction.
-    """
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
-    if targets.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"targets has shape {list(targets.shape)}; tokens has shape {list(logits.shape[:-1])}"
-        )
-    nats = summed_cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore)
-    return nats / (targets != ignore).sum() if reduction == "mean" else nats
 
 
 def rotation_at(config: TransformerConfig, start: int, stop: int, device: torch.device) -> Rotation:

@@ -11,7 +11,7 @@ from torch import nn
 
 from imece.data.batches import Tokens
 from imece.data.tokens import Part
-from imece.models.transformer import token_loss
+from imece.models.cross_entropy import cross_entropy
 from imece.train.precision import Precision
 
 IGNORE = -100  # a target that does not count
@@ -50,8 +50,8 @@ def evaluate(
         inputs, targets = _windows(part, seq, [number * windows // chosen for number in numbers])
         with precision.autocast():
             logits = model(torch.from_numpy(inputs).to(device))
-        nats += token_loss(
-            logits, torch.from_numpy(targets).to(device), ignore=IGNORE, reduction="sum"
+        nats += cross_entropy(
+            logits, torch.from_numpy(targets).to(device), ignore_index=IGNORE, reduction="sum"
         ).double()
         tokens += int((targets != IGNORE).sum())
     model.train(was_training)

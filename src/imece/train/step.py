@@ -16,7 +16,7 @@ from imece.data.batches import Batches, rows
 from imece.data_parallel.grad_scaler import forget_stage
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.membership.draws import begin_draws
-from imece.models.transformer import token_loss
+from imece.models.cross_entropy import cross_entropy
 from imece.train.batch import BatchPlan
 from imece.train.clock import Clock
 from imece.train.precision import Precision
@@ -89,7 +89,7 @@ class Step:
             begin_draws(self._batches.seed, index, self._first(number), self._model.device)
             with contextlib.nullcontext() if last else self._model.no_sync():
                 with self._clock.phase("forward"), self._precision.autocast():
-                    loss = token_loss(self._model(inputs), targets)
+                    loss = cross_entropy(self._model(inputs), targets)
                 with self._clock.phase("backward"):
                     weighed = self._model.weigh(loss, tokens)
                     (self._scaler.scale(weighed) if self._scaler else weighed).backward()
@@ -143,7 +143,7 @@ class Step:
                 continue
             begin_draws(self._batches.seed, index, self._first(number), self._model.device)
             with self._precision.autocast():
-                loss = token_loss(self._model.module(inputs), targets)
+                loss = cross_entropy(self._model.module(inputs), targets)
             gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
             bad, nats = self._not_finite(gradients), float(loss.detach())
             begin = self._first(number)

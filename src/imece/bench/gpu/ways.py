@@ -20,8 +20,9 @@ from torch.optim import AdamW, Optimizer
 
 import imece
 from imece.bench.gpu.targets import BARE, COMPILED, FLAT, FOREACH, TORCH
+from imece.models.cross_entropy import cross_entropy
 from imece.models.shape import TransformerConfig
-from imece.models.transformer import Transformer, token_loss
+from imece.models.transformer import Transformer
 
 _WARM_UP = 3  # steps that build buckets and optimizer states, and compile
 _LR = 1e-4
@@ -48,7 +49,7 @@ class Trainee:
 
     def backward(self) -> None:
         """Gradients of a batch."""
-        loss = token_loss(self.model(self.batch[0]), self.batch[1])
+        loss = cross_entropy(self.model(self.batch[0]), self.batch[1])
         loss.backward()
         self.loss = loss.detach()
 

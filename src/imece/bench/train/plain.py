@@ -18,7 +18,8 @@ from imece.bench import crew
 from imece.bench.train.targets import SAME_LOSS
 from imece.data.batches import Batches
 from imece.data.tokens import open_tokens
-from imece.models.transformer import Transformer, token_loss
+from imece.models.cross_entropy import cross_entropy
+from imece.models.transformer import Transformer
 from imece.train.batch import plan_batch
 from imece.train.optimizer import make_optimizers
 from imece.train.run_folder import RunFolder
@@ -88,7 +89,7 @@ class Rank:
 
     def open(self, way: str, folder: str) -> dict[str, Any]:
         """Begin the training of a run folder's config."""
-        self._loops[way] = PlainLoop(Path(folder), token_loss if way in SAME_LOSS.values() else plain_loss)
+        self._loops[way] = PlainLoop(Path(folder), cross_entropy if way in SAME_LOSS.values() else plain_loss)
         return {}
 
     def measure(self, way: str, steps: int) -> dict[str, Any]:
