@@ -11,7 +11,7 @@ from imece.plan.answer.explain import _over, eight_bit, gains, others, parts, ve
 from imece.plan.answer.search import Answer, judge, search, settled, weigh
 from imece.plan.answer.shortfall import least, state_arithmetic, ways
 from imece.plan.answer.space import Question, setups
-from imece.plan.answer.words import NAMES, gb, meanings, seconds, share, strategy_name, title
+from imece.plan.answer.words import NAMES, compared, gb, meanings, seconds, share, strategy_name, title
 from imece.plan.hardware import find_cluster, gpu_names
 from imece.plan.memory.memory import memory
 from imece.plan.models.by_name import find_model
@@ -126,7 +126,15 @@ def test_the_hosts_of_those_that_talk_are_named() -> None:
         ("pipeline", Parallel("zero1", 16, 16, pipeline=4), over.format(4)),
         ("pipeline", Parallel("zero1", 1, 1, pipeline=64), over.format(8)),
     ):
-        assert _over(cause, parallel, cluster) == said, (cause, parallel)
+        assert _over(cause, Setup(LLAMA_70B, parallel, Recipe(4096)), cluster) == said, (cause, parallel)
+    hosted = Recipe(4096, offload="parameters")
+    for parallel, said in (
+        (Parallel("zero3", 1, 1, tensor=8), "from the host's memory, 20.0 GB/s a GPU"),
+        (Parallel("zero3", 8, 8), "from the host's memory, 20.0 GB/s a GPU"),
+        (Parallel("zero3", 64, 64), over.format(8)),
+    ):
+        assert _over("parameters", Setup(LLAMA_70B, parallel, hosted), cluster) == said, parallel
+        assert "memory" not in _over("gradients", Setup(LLAMA_70B, parallel, hosted), cluster)
 
 
 def test_gains_are_true(answer: Answer) -> None:
@@ -288,5 +296,8 @@ def test_figures_in_words() -> None:
     assert [gb(number) for number in (31.2e9, 1.129e12, 0.22e9, 2e9)] == ["31.2", "1,129", "0.22", "2.0"]
     assert [seconds(n) for n in (23.94, 1.234, 0.2144, 0.00333, 119.4)] == [
         "23.9 s", "1.23 s", "214 ms", "3.33 ms", "119 s",
+    ]  # fmt: skip
+    assert [compared(ratio) for ratio in (0.07, -0.07, 1.0, 1001.26)] == [
+        "7 % slower", "7 % faster", "2.0 times as long", "1,002.3 times as long",
     ]  # fmt: skip
     assert [share(part, 8) for part in (1, 0.01, 8)] == ["12 %", "under 1 %", "100 %"]

@@ -20,6 +20,7 @@ from imece.plan.answer.search import (
 )
 from imece.plan.answer.space import setups
 from imece.plan.memory.memory import memory
+from imece.plan.models.by_name import find_model
 from imece.plan.speed.step_time import step_time
 from tests.plan.asked import LLAMA_70B, ask
 
@@ -44,6 +45,23 @@ def test_the_ranking_is_by_time_but_for_a_simpler_winner() -> None:
     assert winner in near
     assert complexity(winner.setup) == min(complexity(each.setup) for each in near)
     assert winner.time == step_time(winner.setup, answer.question.cluster)
+
+
+def test_of_equally_fast_micro_batches_the_one_that_needs_least_memory_is_taken() -> None:
+    answer = settled(search(ask(find_model("100M"), "RTX-4090", gpus=1, batch=256, seq=1024)))
+    winner = answer.winner
+    assert winner is not None
+    alike = [
+        each
+        for each in answer.ranked
+        if each.setup.parallel == winner.setup.parallel
+        and each.setup.recipe.recompute == winner.setup.recipe.recompute
+        and each.seconds <= (1 + SAME) * min(each.seconds for each in answer.ranked)
+    ]
+    assert len({each.setup.recipe.micro_batch for each in alike}) > 1, (
+        "only one is fast: the test shows nothing"
+    )
+    assert winner.needed == min(each.needed for each in alike) < max(each.needed for each in alike)
 
 
 def test_what_misses_says_the_least_it_would_need() -> None:

@@ -24,11 +24,17 @@ def show(options: PlanOptions, question: Question) -> int:
         raise UserError(f"--scale begins with {question.cluster.gpus:,} GPUs: it goes up to {MOST_GPUS:,}")
     if options.html is not None:
         raise UserError("--scale has no page: --plot FILE.png draws it")
+    if options.top:
+        raise UserError(f"--top {options.top} lists plans for one number of GPUs: leave out it or --scale")
+    if options.tokens != PlanOptions.tokens:
+        raise UserError(
+            f"--tokens {options.tokens} is for time and price, which --scale does not tell: leave it out"
+        )
     points: list[Point] = list(curve(question, options.scale))
     if not any(point.candidate for point in points):
         raise UserError(
-            f"{question.model.name} fits on no number of GPUs up to {points[-1].gpus:,}, or --global-batch "
-            f"{question.global_batch} cannot be divided; without --scale it says what is missing"
+            f"{question.model.name} fits on no number of GPUs up to {points[-1].gpus:,} that can share the "
+            "batch; without --scale it says what is missing"
         )
     if options.json:
         print(json.dumps(scale_json(points, options.scale), indent=1))

@@ -17,7 +17,7 @@ from imece.plan.answer.search import (
     with_best_bucket,
 )
 from imece.plan.answer.space import Question
-from imece.plan.answer.words import count, device, gb, is_cpu, share, title
+from imece.plan.answer.words import compared, count, device, gb, is_cpu, title
 from imece.plan.setup import Setup
 
 _CPU_BUCKET = 5 * 2**20  # bytes: what parallelize takes by itself on CPUs, where gradients are sharded
@@ -133,7 +133,7 @@ def next_of(answer: Answer, precision: str) -> Next:
     if (title(ours.setup), gb(ours.needed)) == (title(winner.setup), gb(winner.needed)):
         return Next(call, "")
     more = ours.seconds / winner.seconds - 1
-    than = "as fast" if more == 0 else f"{share(abs(more), 1.0)} {'slower' if more > 0 else 'faster'}"
+    than = compared(more) if more else "as fast"
     return Next(
         call, f"{says}, {than}, {gb(ours.needed)} GB a {device(answer.question.cluster)}: {title(ours.setup)}"
     )

@@ -18,11 +18,12 @@ from imece.plan.answer.search import (
     with_best_bucket,
 )
 from imece.plan.answer.space import STRATEGIES, Question
-from imece.plan.answer.words import CAUSES, device, gb, seconds, share, strategy_name, title
+from imece.plan.answer.words import CAUSES, compared, device, gb, seconds, share, strategy_name, title
 from imece.plan.hardware import Cluster
 from imece.plan.setup import FP32, Parallel, Setup
 from imece.plan.speed.communication import along
 from imece.plan.speed.step_time import StepTime
+from imece.plan.speed.synchronise import HOST_LINK
 
 _WORTH = 0.02  # of the step's time: what saves less is no gain
 _PINS = ("strategy", "tensor", "pipeline", "interleave", "context")  # of a question: how ranks are arranged
@@ -74,8 +75,7 @@ def verdict(other: Candidate, answer: Answer) -> str:
         )
         simple = ", but less simple" if complexity(other.setup) > complexity(winner.setup) else ""
         return f"{fits}{size}, as fast within {100 * SAME:.0f} %{simple}"
-    how = f"{_percent(ratio)} slower" if ratio < 1 else f"takes {1 + ratio:.1f} times as long"
-    return f"{fits}, {how}: {_where(other, answer)}"
+    return f"{fits}, {compared(ratio)}: {_where(other, answer)}"
 
 
 def why_not(candidate: Candidate, question: Question) -> str:
@@ -137,11 +137,47 @@ def _families() -> list[Callable[[Parallel], bool]]:
     ]
 
 
+def grown(candidate: Candidate, than: Candidate, cluster: Cluster) -> str:
+    """The part of the step that grew most, in words. AssertionError if one of them does not fit."""
+    cause, more = _grown(candidate, than)
+    own, parallel, recipe = candidate.time, candidate.setup.parallel, candidate.setup.recipe
+    assert own is not None
+    if cause == "compute":
+        if recipe.micro_batch < than.setup.recipe.micro_batch:
+            why = f"with {recipe.micro_batch} at once instead of {than.setup.recipe.micro_batch}"
+        else:
+            why = "on smaller parts of each matrix" if parallel.tensor > 1 else "on these shapes"
+        return f"{seconds(more)} more computing, products are less efficient {why}"
+    if cause == "recompute":
+        return f"{seconds(more)} more recomputation"
+    if cause == "bubble":
+        return (
+            f"{seconds(own.bubble)} a step in which stages wait for the pipeline to fill and empty "
+            f"({recipe.accumulation} micro-batches over {parallel.pipeline} stages)"
+        )
+    if cause == "waiting":
+        return f"{seconds(own.waiting)} in which the GPU waits for the CPU, its kernels are so small"
+    if cause == "optimizer":
+        part = f"{_owned(candidate.setup)} of the parameters"
+        return f"each {device(cluster)} updates {part}, {seconds(own.optimizer)}"
+    spent = f"{seconds(own.exposed[cause])} exposed {CAUSES.get(cause, cause)}"
+    return f"{spent} {_over(cause, candidate.setup, cluster)}"
+
+
 def _where(other: Candidate, answer: Answer) -> str:
-    """The part of the step that grew most, in words."""
-    winner, cluster = answer.winner, answer.question.cluster
-    assert winner is not None and other.time is not None and winner.time is not None
-    own, best = other.time, winner.time
+    """The same of one that lost."""
+    winner = answer.winner
+    assert winner is not None
+    cause, more = _grown(other, winner)
+    if cause == "recompute":
+        return f"{_recomputed(other, answer)}, {seconds(more)} more work"
+    return grown(other, winner, answer.question.cluster)
+
+
+def _grown(candidate: Candidate, than: Candidate) -> tuple[str, float]:
+    """Which part grew most, and by how many seconds."""
+    own, best = candidate.time, than.time
+    assert own is not None and best is not None
     more = {
         "compute": own.compute - own.recompute - best.compute + best.recompute,
         "recompute": own.recompute - best.recompute,
@@ -150,29 +186,8 @@ def _where(other: Candidate, answer: Answer) -> str:
         "optimizer": own.optimizer - best.optimizer,
         **{cause: own.exposed.get(cause, 0.0) - best.exposed.get(cause, 0.0) for cause in own.exposed},
     }
-    worst = max(more, key=lambda name: more[name])
-    parallel, recipe = other.setup.parallel, other.setup.recipe
-    if worst == "compute":
-        if recipe.micro_batch < winner.setup.recipe.micro_batch:
-            why = f"with {recipe.micro_batch} at once instead of {winner.setup.recipe.micro_batch}"
-        else:
-            why = "on smaller parts of each matrix" if parallel.tensor > 1 else "on these shapes"
-        return f"{seconds(more[worst])} more computing, products are less efficient {why}"
-    if worst == "recompute":
-        return f"{_recomputed(other, answer)}, {seconds(more[worst])} more work"
-    if worst == "bubble":
-        return (
-            f"{seconds(own.bubble)} a step in which stages wait for the pipeline to fill and empty "
-            f"({recipe.accumulation} micro-batches over {parallel.pipeline} stages)"
-        )
-    if worst == "waiting":
-        return f"{seconds(own.waiting)} in which the GPU waits for the CPU, its kernels are so small"
-    if worst == "optimizer":
-        part = f"{_owned(other.setup)} of the parameters"
-        return f"each {device(cluster)} updates {part}, {seconds(own.optimizer)}"
-    return (
-        f"{seconds(own.exposed[worst])} exposed {CAUSES.get(worst, worst)} {_over(worst, parallel, cluster)}"
-    )
+    most = max(more, key=lambda name: more[name])
+    return most, more[most]
 
 
 def _recomputed(other: Candidate, answer: Answer) -> str:
@@ -191,8 +206,11 @@ def _arranged(candidate: Candidate) -> Parallel:
     return replace(candidate.setup.parallel, interleave=1)
 
 
-def _over(cause: str, parallel: Parallel, cluster: Cluster) -> str:
-    """The link that counts: between hosts, if the ranks that talk are on several."""
+def _over(cause: str, setup: Setup, cluster: Cluster) -> str:
+    """The link that counts: between hosts, if the ranks that talk are on several, or to the host's memory, if
+    what comes from there takes longer.
+    """
+    parallel = setup.parallel
     ranks, stride = parallel.data * parallel.context, parallel.tensor
     if cause == "tensor":
         ranks, stride = parallel.tensor, 1
@@ -202,9 +220,15 @@ def _over(cause: str, parallel: Parallel, cluster: Cluster) -> str:
         ranks, stride = parallel.pipeline, parallel.ranks // parallel.pipeline
     elif cause == "parameters" and parallel.strategy.startswith("hybrid"):
         ranks = parallel.shard
-    if (hosts := along(cluster, ranks, stride).hosts) > 1:
-        return f"over {hosts} hosts, {gb(cluster.between.bandwidth)} GB/s a GPU"
-    return f"in the host, {gb(cluster.inside.bandwidth)} GB/s"
+    hosts = along(cluster, ranks, stride).hosts
+    link = cluster.between if hosts > 1 else cluster.inside
+    if cause == "parameters" and setup.recipe.offload == "parameters":
+        each = (ranks - 1) / (link.bandwidth * link.efficiency)  # s for each byte of a rank's part
+        if each < 1 / HOST_LINK:
+            return f"from the host's memory, {gb(HOST_LINK)} GB/s a {device(cluster)}"
+    if hosts > 1:
+        return f"over {hosts:,} hosts, {gb(link.bandwidth)} GB/s a {device(cluster)}"
+    return f"in the host, {gb(link.bandwidth)} GB/s"
 
 
 def _owned(setup: Setup) -> str:

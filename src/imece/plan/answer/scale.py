@@ -6,16 +6,16 @@ stays, so each has less, and what ranks say to each other weighs more.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from imece.plan.answer.explain import grown
 from imece.plan.answer.search import Candidate, search, settled
-from imece.plan.answer.space import Question
+from imece.plan.answer.space import Question, why_none
 from imece.plan.answer.text import as_json, wrapped
-from imece.plan.answer.words import count, gb, seconds, strategy_name
+from imece.plan.answer.words import count, gb, seconds, strategy_name, title
 
 Kind = Literal["weak", "strong"]
 MOST_GPUS = 25_600  # 16 x 8 x 200
@@ -23,10 +23,11 @@ MOST_GPUS = 25_600  # 16 x 8 x 200
 
 @dataclass(frozen=True)
 class Point:
-    """The best plan for so many GPUs; no candidate where none fits or the batch cannot be divided."""
+    """The best plan for so many GPUs."""
 
     question: Question
-    candidate: Candidate | None
+    candidate: Candidate | None  # none where nothing fits, or the batch cannot be divided
+    least: Candidate | None = None  # what would need least, where nothing fits
 
     @property
     def gpus(self) -> int:
@@ -65,7 +66,9 @@ def curve(question: Question, kind: Kind, most_gpus: int = MOST_GPUS) -> Iterato
         times = hosts // question.cluster.hosts
         batch = question.global_batch * (times if kind == "weak" else 1)
         asked = replace(question, cluster=replace(question.cluster, hosts=hosts), global_batch=batch)
-        yield Point(asked, settled(search(asked)).winner)
+        answer = settled(search(asked))
+        misses = answer.missed if answer.winner is None else ()
+        yield Point(asked, answer.winner, next(iter(misses), None))
 
 
 def efficiency(point: Point, first: Point) -> float:
@@ -85,7 +88,7 @@ def scale_lines(points: Sequence[Point], width: int) -> Iterator[str]:
     for point in points:
         head = f"{point.gpus:>7,} {point.question.global_batch:>9,}"
         if point.candidate is None or point.candidate.time is None:
-            yield f"{head}  nothing fits, or the batch cannot be divided"
+            yield from _row(head, _why_none(point), width)
             continue
         time, recipe = point.candidate.time, point.candidate.setup.recipe
         again = f", {recipe.recompute} recomputation" if recipe.recompute != "none" else ""
@@ -98,11 +101,20 @@ def scale_lines(points: Sequence[Point], width: int) -> Iterator[str]:
             f"{strategy_name(point.candidate.setup.parallel)}, {recipe.micro_batch} x "
             f"{recipe.accumulation}{again}"
         )
-        if len(figures) + 2 + len(plan) <= width:
-            yield f"{figures}  {plan}"
-        else:
-            yield figures
-            yield from wrapped("", plan, width, hang=2)
+        yield from _row(figures, plan, width)
+
+
+def _row(figures: str, text: str, width: int) -> list[str]:
+    if len(figures) + 2 + len(text) <= width:
+        return [f"{figures}  {text}"]
+    return [figures, *wrapped("", text, width, hang=2)]
+
+
+def _why_none(point: Point) -> str:
+    if point.least is None:
+        return why_none(point.question)
+    room, needs = gb(point.question.room_bytes), gb(point.least.needed)
+    return f"nothing fits: {title(point.least.setup)} needs {needs} of {room} GB"
 
 
 def slower(points: Sequence[Point]) -> Iterator[str]:
@@ -111,16 +123,33 @@ def slower(points: Sequence[Point]) -> Iterator[str]:
     for point in points:
         if point.candidate is None:
             continue
-        if best is None or point.tokens_per_s >= best.tokens_per_s:
+        if best is None or best.candidate is None or point.tokens_per_s >= best.tokens_per_s:
             best = point
             continue
-        batch = point.question.global_batch
-        groups = math.gcd(point.gpus, batch)  # the most that divide both
+        now, before = point.candidate, best.candidate
         yield (
-            f"{point.gpus:,} GPUs are slower than {best.gpus:,}: {count(batch, 'sequence')} can be dealt to "
-            f"{count(groups, 'group')} of {count(point.gpus // groups, 'GPU')} at most, each with a model of "
-            f"its own; {best.gpus:,} GPUs may be groups of {best.gpus // math.gcd(best.gpus, batch):,}"
+            f"{point.gpus:,} GPUs are slower than {best.gpus:,}: a step takes {seconds(now.seconds)} instead "
+            f"of {seconds(before.seconds)}, {grown(now, before, point.question.cluster)}"
+            f"{_uneven(point, best)}"
         )
+
+
+def _uneven(point: Point, best: Point) -> str:
+    """What it is to the batch that there are as many GPUs, if they cannot be grouped as those of the best."""
+    assert best.candidate is not None
+    batch, group = point.question.global_batch, best.gpus // best.candidate.setup.parallel.data
+    groups = point.gpus // group
+    if point.gpus % group or batch % groups == 0:
+        return ""
+    divided = f"{count(groups, 'group')} of {count(group, 'GPU')}, as with {count(best.gpus, 'GPU')}"
+    if batch < groups:
+        return f"; {count(batch, 'sequence')} are too few for {divided}"
+    even = batch // groups * groups
+    found = settled(search(replace(point.question, global_batch=even))).winner
+    if found is None or found.time is None or found.time.tokens_per_s <= best.tokens_per_s:
+        return ""
+    rate = f"{found.time.tokens_per_s:,.0f} tokens/s"
+    return f"; {count(batch, 'sequence')} cannot be dealt to {divided}: with {even:,} it would be {rate}"
 
 
 def scale_json(points: Sequence[Point], kind: Kind) -> dict[str, Any]:

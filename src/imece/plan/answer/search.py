@@ -11,11 +11,12 @@ from imece.plan.answer.words import is_cpu
 from imece.plan.hardware import Cluster
 from imece.plan.memory.frameworks import IMECE, IMECE_CPU, Framework
 from imece.plan.memory.memory import Memory, memory
-from imece.plan.setup import Parallel, Setup
+from imece.plan.setup import Parallel, Recomputation, Setup
 from imece.plan.speed.step_time import StepTime, step_time
 
 # Two ways are as good as equally fast within so much of a step: no prediction is better than that. Then the
-# simpler one is taken, that is with fewer kinds of parallelism.
+# simpler one is taken, that is with fewer kinds of parallelism, and of its micro-batches the one that needs
+# least memory.
 SAME = 0.01
 BUCKETS = tuple(size * 2**20 for size in (1, 5, 10, 25, 50, 100, 200, 400))  # bytes
 USUAL_BUCKET = 25 * 2**20
@@ -170,5 +171,11 @@ def _winner_first(fits: list[Candidate]) -> list[Candidate]:
     if not fits:
         return fits
     near = [each for each in fits if each.seconds <= (1 + SAME) * fits[0].seconds]
-    winner = min(near, key=lambda each: (*complexity(each.setup), each.seconds))
+    simplest = min(near, key=lambda each: (*complexity(each.setup), each.seconds))
+    alike = (each for each in near if _but_for_micro_batch(each) == _but_for_micro_batch(simplest))
+    winner = min(alike, key=lambda each: (each.needed, each.seconds))
     return [winner, *(each for each in fits if each is not winner)]
+
+
+def _but_for_micro_batch(candidate: Candidate) -> tuple[Parallel, Recomputation]:
+    return candidate.setup.parallel, candidate.setup.recipe.recompute

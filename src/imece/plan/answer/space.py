@@ -102,7 +102,7 @@ def check(question: Question) -> None:
         needs = "zero3 or hybrid" if question.offload == "parameters" else "a sharded strategy, such as zero1"
         raise UserError(f"--offload {question.offload} is for {needs}, not for --strategy {strategy}")
     if not _has_ways(question):
-        raise UserError(_why_none(question))
+        raise UserError(why_none(question))
 
 
 def arrangements(question: Question) -> Iterator[Parallel]:
@@ -171,7 +171,7 @@ def _check_axes(question: Question) -> None:
         )
 
 
-def _why_none(question: Question) -> str:
+def why_none(question: Question) -> str:
     """There is no way at all: what stands against it, and what would do."""
     if question.strategy is not None and _has_ways(replace(question, strategy=None)):
         return (  # all others take any arrangement

@@ -75,6 +75,15 @@ def share(part: float, whole: float) -> str:
     return f"{percent:.0f} %" if percent >= 0.5 else "under 1 %"
 
 
+def compared(ratio: float) -> str:
+    """A step, by how much of another it is longer: 0.07 -> "7 % slower", -0.07 -> "7 % faster", 1.3 -> "2.3
+    times as long".
+    """
+    if ratio >= 1:
+        return f"{1 + ratio:,.1f} times as long"
+    return f"{share(abs(ratio), 1.0)} {'slower' if ratio > 0 else 'faster'}"
+
+
 def device(cluster: Cluster) -> str:
     """What holds a part of the training and computes: a "GPU", on CPUs a "rank"."""
     return "rank" if is_cpu(cluster) else "GPU"
