@@ -25,8 +25,8 @@ class Backends:
     """The one that moves tensors of this mesh's device: shm, gloo or nccl."""
 
 
-def choose_device(asked: str | torch.device | None, world: World) -> torch.device:
-    """This rank's device, made torch's current one if it is a GPU."""
+def choose_device(asked: str | torch.device | None, world: World, backend: str | None = None) -> torch.device:
+    """This rank's device, made torch's current one if it is a GPU. Ranks share GPUs on the `backend` Gloo."""
     try:
         device = torch.device(asked if asked is not None else "cuda" if torch.cuda.is_available() else "cpu")
     except RuntimeError as error:
@@ -37,11 +37,13 @@ def choose_device(asked: str | torch.device | None, world: World) -> torch.devic
         raise UserError(f"device {str(asked)!r}: this host has no such device; use 'cpu' or 'cuda'")
     count = torch.cuda.device_count()
     # A launcher that shows each rank only its own GPU leaves one to choose from, whatever the local rank.
-    index = device.index if device.index is not None else 0 if count == 1 else world.local_rank
+    share = count == 1 or choose_backends(device, True, backend).own == "gloo"
+    own = world.local_rank % count if share else world.local_rank
+    index = device.index if device.index is not None else own
     if index >= count:
         raise UserError(
-            f"{world.local_world_size} ranks on this host, but {count} GPUs: "
-            f"start {count} ranks, or use device='cpu'"
+            f"{world.local_world_size} ranks on this host, but {count} GPUs: start {count} ranks, or use "
+            "backend='gloo' (IMECE_BACKEND=gloo), on which they share GPUs, or device='cpu'"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
@@ -77,8 +79,11 @@ def check_backend(asked: str | None) -> None:
 
 
 def choose_backends(device: torch.device, one_host: bool, asked: str | None) -> Backends:
-    """The backends for groups within and between hosts: those `asked` for, or the fastest for the device."""
-    if asked is not None:
+    """The backends for groups within and between hosts: those `asked` for, or the fastest for the device.
+
+    "nccl" is the fastest for GPUs, and says nothing of the CPU's tensors, which it does not move.
+    """
+    if asked is not None and not (asked == "nccl" and device.type == "cuda"):
         own = {part.split(":")[0]: part.split(":")[-1] for part in asked.split(",")}
         return Backends(asked, asked, own.get(device.type, asked))
     if device.type == "cuda":

@@ -354,7 +354,7 @@ def _arrange(
             f"start it with imece launch --ranks {ranks} {os.path.basename(sys.argv[0])}"
         )
     sizes = check_axes(axes, world.world_size)
-    own_device = choose_device(device, world)
+    own_device = choose_device(device, world, None if adopted else backend)
     meeting = min(timeout, timedelta(seconds=MEETING_S))
     if adopted:
         store: dist.Store = dist.distributed_c10d._get_default_store()

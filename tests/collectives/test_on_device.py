@@ -21,7 +21,7 @@ from imece.collectives.calls import Call, host_device
 from imece.collectives.execute import Message
 from imece.collectives.pending import Task
 from imece.collectives.shared_memory.other_devices import OtherDevices
-from imece.device import choose_backends
+from imece.device import choose_backends, choose_device
 from imece.errors import UserError
 from imece.world import World
 from tests.ranks import run_ranks
@@ -321,6 +321,25 @@ def test_ranks_share_a_gpu_over_gloo_only(monkeypatch: pytest.MonkeyPatch) -> No
     assert choose_backends(CUDA, True, "gloo").own == "gloo"
     assert meet_on_one_gpu("gloo") == [((0, 1),)] * 2
     assert all("share GPU GPU-1" in told and "IMECE_BACKEND=gloo" in told for told in meet_on_one_gpu(None))
+
+
+def test_ranks_share_several_gpus_over_gloo_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, answer in {"is_available": True, "device_count": 2, "set_device": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    worlds = [World(rank, 4, rank, 4, "host", "torchrun") for rank in range(4)]
+    for backend in ("gloo", "cpu:shm,cuda:gloo"):
+        indices = [choose_device(None, world, backend).index for world in worlds]
+        assert indices == [0, 1, 0, 1]
+    with pytest.raises(UserError, match=r"^4 ranks on this host, but 2 GPUs: .*IMECE_BACKEND=gloo"):
+        choose_device(None, worlds[3])
+    with pytest.raises(UserError, match="but 2 GPUs"):
+        choose_device("cuda:2", worlds[0], "gloo")
+
+
+def test_nccl_alone_is_for_the_tensors_of_gpus() -> None:
+    """What imece says between CPUs goes over shm or Gloo then too."""
+    for one_host in (True, False):
+        assert choose_backends(CUDA, one_host, "nccl") == choose_backends(CUDA, one_host, None)
 
 
 def backend_of_environment() -> str:
