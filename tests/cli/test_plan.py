@@ -210,7 +210,7 @@ def test_what_has_no_bf16_is_told_fp16(capsys: pytest.CaptureFixture[str]) -> No
         capsys, *["1.3b", "--gpus", "8xV100", "--tensor", "1", "--pipeline", "1", "--strategy", "zero1"]
     )
     assert "param=torch.float16, reduce=torch.float16" in told["next"]["call"]
-    assert told["next"]["left"]["loss"].startswith("through imece.GradScaler()")
+    assert told["next"]["left"]["backward"].startswith("through imece.GradScaler()")
     assert told["notes"] == ["V100 has no bf16: parameters and activations are in fp16"]
 
 
@@ -513,6 +513,7 @@ def test_where_its_figures_cannot_be_kept(
         ("7B --gpus 8xH100 --hosts 8000 --scale weak --global-batch 64000", "it goes up to 25,600"),
         ("7B --gpus 8xH100 --scale weak --top 3", "--top 3 lists plans for one number of GPUs"),
         ("7B --gpus 8xH100 --scale weak --tokens 2B", "--tokens 2B is for time and price, which --scale"),
+        ("/x/mod.py --gpus 8xH100", "which function of it builds the model? Say /x/mod.py:function"),
         ("--check nowhere", "no plan.json"),
         ("7B --here --gpus 8xH100", "it is a number of ranks"),
         ("7B --here --hosts 2", "--here is one machine"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,10 @@ def test_gemma_3_as_it_is_published_leaves_out_what_transformers_knows() -> None
     twelve = {"hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,
               "num_attention_heads": 16, "num_key_value_heads": 8}  # fmt: skip
     for own, heads, kv_heads, parameters in ((four, 8, 4, 3_880_099_328), (twelve, 16, 8, 11_765_788_416)):
-        found = from_content({"model_type": "gemma3", "text_config": text | own}, "x", "x")
+        content = {"model_type": "gemma3", "text_config": text | own}
+        found = from_content(content, "x", "x")
+        seeing = from_content(content | {"vision_config": {"hidden_size": 1152}}, "x", "gemma")
+        assert found.name == "x" and seeing == replace(found, name="gemma without vision")
         assert (found.heads, found.kv_heads, found.head_width, found.vocab_size) == (
             heads, kv_heads, 256, 262208,
         )  # fmt: skip

@@ -78,6 +78,8 @@ def find_model(text: str) -> Model:
         from imece.plan.models.from_code import read_code
 
         return read_code(Path(file), function)
+    if text.endswith(".py"):
+        raise UserError(f"{text}: which function of it builds the model? Say {text}:function")
     path = Path(text)
     if path.suffix == ".json" or path.is_absolute() or os.path.isfile(path / CONFIG):
         return read_config(path if path.suffix == ".json" else path / CONFIG)

@@ -80,8 +80,15 @@ def read_config(path: Path) -> Model:
 
 
 def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
-    """From what such a file holds. UserError as for `read_config`, which begins with `where`."""
-    if isinstance(content.get("text_config"), dict):  # of a model that sees too
+    """From what such a file holds. UserError as for `read_config`, which begins with `where`.
+
+    Of a model that sees or hears too, what is planned for is its decoder of text, and the name says so.
+    """
+    if left_out := [
+        sense for sense in ("vision", "audio") if isinstance(content.get(f"{sense}_config"), dict)
+    ]:
+        name += f" without {' and '.join(left_out)}"
+    if isinstance(content.get("text_config"), dict):
         content = {"tie_word_embeddings": content.get("tie_word_embeddings")} | content["text_config"]
     kind = content.get("model_type")
     family = _FAMILIES.get(str(kind))
