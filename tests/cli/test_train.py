@@ -23,6 +23,7 @@ from imece.cli.main import main
 from imece.cli.options import option_names
 from imece.data.prepare import prepare
 from imece.errors import UserError
+from imece.observe.display import Display
 from imece.train import start
 from imece.train.config import TrainConfig
 from imece.train.config_file import read_toml, to_toml
@@ -203,6 +204,18 @@ def test_what_is_launched(tmp_path: Path, launched: list[Launch], capsys: pytest
     after = files(tmp_path / "run")
     assert launched == [(command, 3)] and after.items() >= before.items()
     assert after.keys() - before.keys() == {"loss.png", "report.html"}, "the ranks made none"
+
+
+@pytest.mark.parametrize("columns", ["30", "40", "80"])
+def test_the_bar_is_one_line(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("COLUMNS", columns), ("FORCE_COLOR", "1"), ("TERM", "xterm")):
+        monkeypatch.setenv(name, value)
+    with train._progress(Display(1)) as report:
+        report("making tokens of 40 files", 542_600, 542_600)
+    drawn = capsys.readouterr().err
+    assert "making tokens" in drawn and "\x1b[2A" not in drawn and drawn.count("\n") <= 2, repr(drawn)
 
 
 def test_the_run_lies_in_its_own_text(

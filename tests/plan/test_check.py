@@ -63,7 +63,8 @@ def test_lines_name_no_worst_where_all_is_as_predicted() -> None:
 
 
 def test_a_run_that_has_not_ended_and_one_without_a_time() -> None:
-    assert list(check_lines(CONTENT | {"measured": None}))[-1].startswith("nothing is measured yet")
+    unmeasured = list(check_lines(CONTENT | {"measured": None}))[-1]
+    assert unmeasured.startswith("nothing is measured: ") and unmeasured.endswith("it goes on, or was killed")
     untimed = CONTENT | {
         "predicted": {**CONTENT["predicted"], "step_s": None, "why": "not measured: --here does"}
     }

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+from rich.table import Column
 
 from imece.checkpoint.load import all_steps
 from imece.cli.options import parse
@@ -118,7 +119,8 @@ def _progress(display: Display) -> Iterator[Report]:
     Where there is none, a line of `display` for what takes long. Ctrl-C within is told of.
     """
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    sizes = DownloadColumn(table_column=Column(no_wrap=True))  # a second line would be drawn below itself
+    columns = (TextColumn("{task.description}"), BarColumn(), sizes)
     tasks: dict[str, TaskID] = {}
     try:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from imece.plan.hardware import Cluster
 
 _LABEL = 9  # columns
 _BAR, _LEAST_BAR, _SHARE = 40, 10, 9
+_LEAST_TEXT = 18  # columns beside a name
 _AMOUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 _BLOCKS = ("█", "░")  # what is taken, and what is free
 
@@ -68,7 +70,7 @@ def lines(explained: Explained, width: int) -> Iterator[str]:
     yield ""
     kept = f"; {_percent(question.reserve)} are to stay free" if question.reserve else ""
     there_is = f"{gb(cluster.gpu.memory_bytes)} GB a {device(cluster)}"
-    yield f"{'fits':<{_LABEL}}{gb(winner.needed)} of {there_is}{kept}"
+    yield from wrapped("fits", f"{gb(winner.needed)} of {there_is}{kept}", width)
     yield from bars(
         memory_parts(winner, cluster), cluster.gpu.memory_bytes, gb, width, kinds(cluster), free=True
     )
@@ -77,7 +79,7 @@ def lines(explained: Explained, width: int) -> Iterator[str]:
     assert winner.time is not None
     waits = sum(winner.time.exposed.values()) > 0
     exposed = f"; exposed: {device(cluster)}s wait for messages" if waits else ""
-    yield f"{'step':<{_LABEL}}{seconds(winner.seconds)}{exposed}"
+    yield from wrapped("step", f"{seconds(winner.seconds)}{exposed}", width)
     yield from bars(_without_trifles(parts(winner.time)), winner.seconds, seconds, width)
     yield ""
     if explained.others:
@@ -147,8 +149,8 @@ def bars(
 ) -> Iterator[str]:
     """One line an amount, each bar beginning where the one before ended. words: amount -> text.
 
-    glosses: what each name means, left out where `width` columns are too few for it. free: a last line for
-    what is left of the whole.
+    glosses: what each name means. free: a last line for what is left of the whole. Where `width` columns are
+    too few, glosses are left out, then bars, then shares.
     """
     full, empty = _BLOCKS if _can_print("".join(_BLOCKS)) else ("#", "-")
     rows = [(name, amount, full) for name, amount in amounts.items()]
@@ -160,31 +162,36 @@ def bars(
     glosses = glosses or {}
     if _BAR + 2 + max(len(glosses.get(name, "")) for name, _, _ in rows) > room:
         glosses = {}
-    most = max(_LEAST_BAR, min(_BAR, room))
+    most = min(_BAR, room) if room >= _LEAST_BAR else 0
+    shares = width >= _LABEL + longest + 2 + wide + 2 + _SHARE
     done = 0.0
     for name, amount, block in rows:
         left = min(round(most * done / whole), most - 1)
         right = min(max(round(most * (done + amount) / whole), left + 1), most)
         bar = " " * left + block * (right - left)
-        figures = f"{words(amount):>{wide}}  {share(amount, whole):>{_SHARE}}"
-        line = f"{name:<{longest}}  {bar:<{most}}  {figures}  {glosses.get(name, '')}"
-        yield f"{'':<{_LABEL}}{line}".rstrip()
+        cells = [f"{name:<{longest}}", f"{bar:<{most}}" if most else None, f"{words(amount):>{wide}}"]
+        cells += [f"{share(amount, whole):>{_SHARE}}" if shares else None, glosses.get(name)]
+        yield f"{'':<{_LABEL}}{'  '.join(cell for cell in cells if cell is not None)}".rstrip()
         done += amount
 
 
 def table(ranked: Sequence[Candidate], most: int, width: int) -> Iterator[str]:
     """The first of the ranking, a line each; a plan for which that is too short goes on below its column."""
     head = f"{'':>4} {'tokens/s':>12} {'step':>9} {'MFU':>5} {'GB':>6}  "
-    yield head + "plan"
+    beside = width - len(head) >= _LEAST_TEXT
+    indent = " " * (len(head) if beside else 5)
+    yield f"{head}plan" if beside else head.rstrip()
     for place, each in enumerate(ranked[:most], start=1):
         assert each.time is not None
         figures = (
             f"{place:>4} {each.time.tokens_per_s:>12,.0f} {seconds(each.seconds):>9} "
             f"{_percent(each.time.mfu):>5} {gb(each.needed):>6}  "
         )
+        if not beside:
+            yield figures.rstrip()
         yield from textwrap.wrap(
-            title(each.setup), max(width, 60), initial_indent=figures, subsequent_indent=" " * len(head),
-            break_long_words=False, break_on_hyphens=False,
+            title(each.setup), max(width, _LABEL + _LEAST_TEXT), initial_indent=figures if beside else indent,
+            subsequent_indent=indent, break_long_words=False, break_on_hyphens=False,
         )  # fmt: skip
 
 
@@ -286,9 +293,11 @@ def shortfall_json(question: Question, least: Candidate, found: Sequence[Way]) -
 
 def wrapped(label: str, text: str, width: int, hang: int = 0) -> list[str]:
     """`text` beside its label, with its own lines `hang` columns further in."""
+    if width - _LABEL - hang < _LEAST_TEXT:  # a narrow terminal: what belongs beside a name comes below it
+        text, hang = re.sub(" {3,}", "  ", text), min(hang, 2)
     first, rest = f"{label:<{_LABEL}}" if label or hang else "", " " * (_LABEL + hang)
     return textwrap.wrap(
-        text, max(width, 60), initial_indent=first or (" " * _LABEL if hang else ""),
+        text, max(width, len(rest) + _LEAST_TEXT), initial_indent=first or (" " * _LABEL if hang else ""),
         subsequent_indent=rest if label or hang else "", break_long_words=False, break_on_hyphens=False,
         drop_whitespace=True,
     )  # fmt: skip
