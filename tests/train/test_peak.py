@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer
+from imece.train import peak as peaks
 from imece.train.peak import flops_per_token, measured_peak
 
 
@@ -34,3 +37,22 @@ def test_operations_of_a_token(tied: bool, seq: int) -> None:
 def test_the_rate_of_this_machine() -> None:
     peak = measured_peak(torch.device("cpu"), torch.float32)
     assert 1e8 < peak < 1e15
+
+
+def test_its_matrices_are_in_no_step_s_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, which counts the most that there ever was; this one is made up."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    left: list[Any] = []
+
+    def randn(*size: int, **_: Any) -> torch.Tensor:
+        one = torch.ones(*size)
+        made.append(weakref.ref(one))
+        return one
+
+    monkeypatch.setattr(peaks, "_SIZE", {"cuda": 4})
+    monkeypatch.setattr(torch, "randn", randn)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.extend(each() for each in made))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", left.append)
+    assert measured_peak.__wrapped__(torch.device("cuda", 0), torch.float32) > 0
+    assert left == [None, None, torch.device("cuda", 0)]

@@ -108,6 +108,20 @@ def test_a_save_that_was_given_up_is_made_at_the_next_border(
         assert steps == [8], "it is not due, and once is enough"
 
 
+def test_the_memory_of_a_rank_on_a_gpu_is_what_is_predicted_of_it(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the context and libraries, which torch does not count."""
+    played = {"max_memory_allocated": 300, "mem_get_info": (500, 1000), "memory_reserved": 400}
+    for name, answer in played.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, answer=answer: answer)
+    found = []
+    for backend in ("nccl", "gloo"):
+        session.mesh = mock.Mock(device=torch.device("cuda"), backend=backend)
+        found.append(loop_of(session)._memory_bytes())
+    assert found == [400, 300]
+
+
 def test_numbers_of_an_aborted_call_are_not_believed(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:

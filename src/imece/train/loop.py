@@ -177,18 +177,35 @@ class Loop:
         if self._session.recovery is not None:
             self._session.recovery.member.aborting.check()
 
+    def _memory_bytes(self) -> int:
+        """Of this process. On a GPU what torch had there at most, and what is beside it: the context and
+        libraries, but not where ranks share it, who could not tell whose that is.
+        """
+        mesh = self._session.mesh
+        if mesh.device.type != "cuda":
+            return int(self._process.memory_info().rss)
+        most = torch.cuda.max_memory_allocated(mesh.device)
+        if mesh.backend != "nccl":
+            return most
+        free, total = torch.cuda.mem_get_info(mesh.device)
+        return most + total - free - torch.cuda.memory_reserved(mesh.device)
+
     def _gather(self, outcome: Outcome) -> _Together:
         device, group = self._session.mesh.device, self._session.mesh.world_group
-        memory = (
-            torch.cuda.max_memory_allocated(device)
-            if device.type == "cuda"
-            else self._process.memory_info().rss
-        )
         recovery = self._session.recovery
         said = (*(recovery.says() if recovery is not None else (0.0, 0.0)), float(self._session.owes_save))
         own = self._own or (math.nan,) * len(PHASES)
         mine = torch.tensor(
-            [outcome.nats, outcome.tokens, memory, self._stop.signal, *said, *own, self._drift.key, 0.0],
+            [
+                outcome.nats,
+                outcome.tokens,
+                self._memory_bytes(),
+                self._stop.signal,
+                *said,
+                *own,
+                self._drift.key,
+                0.0,
+            ],
             dtype=torch.float64,
             device=device,
         )
