@@ -148,6 +148,10 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "KeyError": lambda body: body.pop("tensors"),
     "unhashable": lambda body: _tensor(body, [[], [4, 6]]),
     "no elements [9, 4)": lambda body: body["files"][0]["pieces"].__setitem__(0, ["model/a.weight", 9, 4]),
+    "KeyError('eval')": lambda body: body.update(state={"imece/kind": "eval", "of": ["1"]}),
+    "could not convert": lambda body: body["rank_states"].__setitem__(
+        0, {"imece/kind": "float", "of": ["x"]}
+    ),
     "not in order": lambda body: body["files"][0]["pieces"].append(body["files"][0]["pieces"][0]),
 }
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from imece.checkpoint import all_steps, commit
+from imece.checkpoint import all_steps, commit, manifest
 from tests.checkpoint.crew import assert_whole, crew, newest_whole, partials, state_of
 
 # Of the saver's thread: what goes wrong on a disk is told by an alarm, never by a traceback.
@@ -175,9 +176,33 @@ def test_a_mistake_of_ours_is_an_alarm_and_a_traceback(
 def test_no_memory_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with crew(tmp_path, 2) as ranks:
         assert ranks.save(1, state_of(1))
-        monkeypatch.setattr(ranks.ranks[1], "_room", lambda nbytes: None)
-        assert not ranks.save(2, state_of(2))
+
+        def none(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+            if nbytes:
+                raise RuntimeError("not enough memory: you tried to allocate")
+            return torch.zeros(0, dtype=dtype)
+
+        tensors, ranks.ranks[1]._buffer = state_of(2), torch.empty(0, dtype=torch.uint8)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", none)
+            assert not ranks.save(2, tensors)
         assert all("rank 1: no memory" in alarms[0] and len(alarms) == 1 for alarms in ranks.alarms)
+        assert ranks.save(3, state_of(3))
+
+
+def test_what_could_not_be_read_takes_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with crew(tmp_path, 2, keep=1) as ranks:
+        assert ranks.save(1, state_of(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(manifest, "as_json", lambda value, name: None)
+            assert not ranks.save(2, state_of(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(commit, "MOST_BYTES", 100)
+            assert not ranks.save(3, state_of(3))
+        for alarms in ranks.alarms:
+            assert "step 2 was not saved: not as a manifest should be" in alarms[0]
+            assert "step 3 was not saved: manifest.json would have" in alarms[1]
+        assert_whole(newest_whole(tmp_path), 1, 2)
 
 
 def test_closing_does_not_wait_for_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +40,9 @@ def test_older_ones_make_room_on_a_full_disk(
 ) -> None:
     """A disk with room for four: the newest, the best, and what fits besides."""
 
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     def disk(folder: Path) -> SimpleNamespace:
         return SimpleNamespace(free=room - sum(files.taken(path) for path in folder.glob("step-*")))
 
@@ -54,6 +59,14 @@ def test_older_ones_make_room_on_a_full_disk(
         room = 0
         assert ranks.save(8, state_of(8)), "it is tried whatever the disk says"
         assert all_steps(tmp_path / "run") == [2, 7, 8]
+        room = sum(files.taken(path) for path in (tmp_path / "run").glob("step-*")) + 500_000
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", full)
+            assert not ranks.save(9, {"x": torch.zeros(10**6)})
+        for alarms in ranks.alarms:
+            assert "step 9 was not saved: " in alarms[-1] and "No space left on device" in alarms[-1]
+            names = "step-00000002 (the best), step-00000007, step-00000008 (the newest)"
+            assert alarms[-1].endswith(f" (4.0 MB are needed, 0.5 MB are free beside {names})")
     with crew(tmp_path / "run", world_size, keep=5) as ranks:
         assert ranks.save(9, state_of(9))
         assert all_steps(tmp_path / "run") == [2, 7, 8, 9], "whether they are whole, nobody here has read"
@@ -142,8 +155,26 @@ def test_later_steps_of_a_course_that_was_left_go_away(tmp_path: Path) -> None:
         for step in (2, 4, 6):
             assert ranks.save(step, state_of(step), metric=1 / step)
         assert ranks.save(3, state_of(3), metric=9.0)  # resumed from step 2
-    assert all_steps(tmp_path) == [2, 3]
+        assert all_steps(tmp_path) == [2, 3] and ranks.alarms == [[]]
     assert_whole(newest_whole(tmp_path), 3, 1)
+
+
+def test_a_run_that_begins_anew_removes_none_of_later_steps(tmp_path: Path) -> None:
+    """Its loop has forgotten to load, perhaps, and they are days of work."""
+    courses = {
+        (200, 300): "",
+        (100,): f"step-00000200, step-00000300: of later steps than 100, {{}} set aside in {tmp_path}/left-1",
+        (50,): f"step-00000100: of later steps than 50, {{}} set aside in {tmp_path}/left-2",
+    }
+    for steps, alarm in courses.items():
+        with crew(tmp_path, 2) as ranks:
+            for step in steps:
+                assert ranks.save(step, state_of(step), metric=1 / step)
+        assert all_steps(tmp_path) == list(steps)
+        said = alarm.format("and this job has not written them:")
+        assert ranks.alarms == [[said] if said else [], []]
+    assert_whole(newest_whole(tmp_path / "left-1"), 300, 2)
+    assert_whole(best(tmp_path / "left-2", print), 100, 2)
 
 
 def test_what_cannot_be_read_does_not_count_and_stays(tmp_path: Path) -> None:
@@ -183,9 +214,10 @@ def test_killed_while_one_takes_the_place_of_another(tmp_path: Path, new_is_ther
     world_size = 2 if new_is_there else 1
     assert_whole(newest_whole(tmp_path), 2, world_size)
     assert all_steps(tmp_path) == [1, 2]
-    with crew(tmp_path, 1):
+    with crew(tmp_path, 1, keep=3) as ranks:
+        assert ranks.save(3, state_of(3))
         assert not (tmp_path / "step-00000002.old").exists()
-        assert_whole(newest_whole(tmp_path), 2, world_size)
+        assert_whole(open_checkpoint(tmp_path / "step-00000002"), 2, world_size)
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -236,15 +268,17 @@ def test_leftovers_of_a_killed_job_go_away_and_nothing_else(tmp_path: Path) -> N
     outside.mkdir()
     (outside / "kept").touch()
     (tmp_path / "step-00000005.partial").symlink_to(outside)
-    with crew(tmp_path, 1):
-        left = {path.name for path in tmp_path.iterdir()}
-    assert left - {"step-00000005.partial"} == {"step-00000004.x", "mine.partial", "outside"}
-    assert (outside / "kept").exists()
+    before = {path.name for path in tmp_path.iterdir()}
     with crew(tmp_path, 1) as ranks:
+        assert {path.name for path in tmp_path.iterdir()} == before, "another job may be writing there"
+        assert ranks.save(8, state_of(8))
+        left = {path.name for path in tmp_path.iterdir()} - {"step-00000005.partial"}
+        assert left == {"step-00000004.x", "mine.partial", "outside", "step-00000008", ".ranks"}
+        assert (outside / "kept").exists()
         (tmp_path / "step-00000003.0123-5.partial").mkdir()
         assert ranks.save(9, state_of(9))
         assert "step-00000003.0123-5.partial" not in partials(tmp_path)
-        assert all_steps(tmp_path) == [9]
+        assert all_steps(tmp_path) == [8, 9]
 
 
 def test_a_folder_that_one_may_list_and_not_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,8 +298,13 @@ def test_a_folder_that_one_may_list_and_not_enter(tmp_path: Path, monkeypatch: p
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
-        pytest.raises(UserError, match="file: checkpoints cannot be written there"),
+        pytest.raises(UserError, match="file: it is a file: name a folder for checkpoints"),
         crew(tmp_path / "file", 1),
+    ):
+        pass
+    with (
+        pytest.raises(UserError, match=r"in: checkpoints cannot be written there \(Not a directory\): check"),
+        crew(tmp_path / "file" / "in", 1),
     ):
         pass
     with pytest.raises(UserError, match="file: cannot be read"):

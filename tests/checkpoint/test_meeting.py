@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import socket
 import threading
 import time
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from imece.checkpoint import Checkpoints, Slice, all_steps, files
+from imece.checkpoint import Checkpoints, Slice, all_steps, commit, files
 from tests.checkpoint.crew import Crew, assert_whole, crew, newest_whole, partials, state_of
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -134,6 +136,43 @@ def test_what_a_killed_job_left_is_not_taken_for_ours(tmp_path: Path) -> None:
     assert not partials(tmp_path)
     for checkpoints in (first, second, killed.ranks[0]):
         checkpoints.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_of_two_jobs_in_one_folder_the_last_one_has_it(tmp_path: Path, world_size: int) -> None:
+    """The other one is told which, on all ranks, and writes and removes nothing there any more."""
+    with crew(tmp_path, world_size) as first, crew(tmp_path, world_size) as second:
+        assert first.save(1, state_of(1))
+        assert second.save(2, state_of(2))
+        before = sorted(tmp_path.rglob("*"))
+        assert not first.save(7, state_of(7))
+        for alarms in first.alarms:
+            (line,) = alarms
+            who = f"another job (process {os.getpid()} on {socket.gethostname()})"
+            assert f"step 7 was not saved: {who} has begun to save in {tmp_path}: give each its own" in line
+        assert sorted(tmp_path.rglob("*")) == before
+        assert second.save(3, state_of(3)) and second.alarms == [[]] * world_size
+        assert_whole(newest_whole(tmp_path), 3, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_another_job_begins_amid_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    """And removes, as what a killed one has left, what is being written."""
+    put_together = commit.put_together
+    with crew(tmp_path, world_size) as first, crew(tmp_path, world_size) as second:
+        assert first.save(1, state_of(1))
+
+        def begins(*args: Any) -> Any:
+            monkeypatch.setattr(commit, "put_together", put_together)
+            assert second.save(2, state_of(2))
+            return put_together(*args)
+
+        monkeypatch.setattr(commit, "put_together", begins)
+        assert not first.save(7, state_of(7))
+        assert all("another job (process" in alarms[0] for alarms in first.alarms), first.alarms
+        assert all_steps(tmp_path) == [1, 2] and not partials(tmp_path)
 
 
 def test_closing_gives_up_what_is_under_way(tmp_path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import psutil
 import pytest
@@ -15,8 +19,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from torch.optim import lr_scheduler
 
-from imece.checkpoint import Slice, open_checkpoint
+from imece.checkpoint import Checkpoints, Slice, all_steps, best, newest, open_checkpoint
 from imece.checkpoint.manifest import DTYPES
 from tests.checkpoint.crew import Crew, assert_whole, crew, newest_whole, state_of
 
@@ -197,21 +202,96 @@ def test_what_cannot_be_saved_is_refused_at_once(
         for checkpoints in ranks.ranks:
             with pytest.raises(ValueError, match=f"'the name'.*{says}"):
                 checkpoints.save(1, {"the name": make()}, {}, None)
-        for checkpoints in ranks.ranks:
-            with pytest.raises(ValueError, match="JSON"):
-                checkpoints.save(1, {}, {"loss": math.nan}, None)
-        assert ranks.save(1, state_of(1))
+        assert [checkpoints.finish() for checkpoints in ranks.ranks] == [False, False]
+        assert ranks.save(1, state_of(1)) and ranks.alarms == [[], []]
 
 
-def test_a_refusal_on_one_rank_costs_that_save_only(tmp_path: Path) -> None:
+def _nested(levels: int) -> Any:
+    return [_nested(levels - 1)] if levels else 0
+
+
+@pytest.mark.parametrize(
+    ("step", "state", "rank_state", "says"),
+    [
+        (1, None, None, "state: a dict, not a NoneType"),
+        (1, [1, 2], None, "state: a dict, not a list"),
+        (1, {"a": {3: [0, torch.ones(1)]}}, None, "state['a'][3][1]: a Tensor is not JSON serializable"),
+        (1, {}, {"rng": b"x"}, "rank_state['rng']: a bytes is not JSON serializable"),
+        (1, {}, _nested(101), ": nested more than 100 deep"),
+        (2.7, {}, None, "step 2.7: a whole number of steps"),
+    ],
+)
+def test_states_that_cannot_be_saved_are_refused_by_name(
+    tmp_path: Path, step: Any, state: Any, rank_state: Any, says: str
+) -> None:
+    with crew(tmp_path, 1) as ranks:
+        with pytest.raises((TypeError, ValueError), match=re.escape(says)):
+            ranks.ranks[0].save(step, state_of(1), state, rank_state)
+        assert not ranks.ranks[0].finish() and not ranks.alarms[0] and all_steps(tmp_path) == []
+        ranks.ranks[0].save(1, state_of(1), {}, _nested(100))
+        assert ranks.ranks[0].finish() and open_checkpoint(tmp_path / "step-00000001").rank_states
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_refusal_on_one_rank_costs_that_save_only(tmp_path: Path, refusing: int) -> None:
+    """The others hear of it at once, and all have the same answer."""
     with crew(tmp_path, 2) as ranks:
-        ranks.ranks[0]._limit_s = 0.2
-        ranks.ranks[0].save(1, state_of(1), {}, None)
-        with pytest.raises(ValueError, match="strided"):
-            ranks.ranks[1].save(1, {"x": torch.zeros(3).to_sparse()}, {}, None)
-        assert not ranks.ranks[0].finish()
-        ranks.ranks[0]._limit_s = 20.0
+        assert ranks.save(1, state_of(1))
+        for rank, checkpoints in enumerate(ranks.ranks):
+            if rank == refusing:
+                with pytest.raises(TypeError, match="rank_state"):
+                    checkpoints.save(2, state_of(2), {}, torch.ones(1))
+            else:
+                checkpoints.save(2, state_of(2), {}, None)
+        began = time.monotonic()
+        assert [checkpoints.finish() for checkpoints in ranks.ranks] == [False, False]
+        assert time.monotonic() - began < 10, "and not until time is up"
+        (line,) = ranks.alarms[1 - refusing]
+        assert "step 2 was not saved: " in line and "rank_state: a Tensor is not JSON" in line
+        assert not ranks.alarms[refusing]
         assert ranks.save(2, state_of(2)), ranks.alarms
+
+
+def test_schedulers_go_on_as_they_would_have(tmp_path: Path) -> None:
+    """Their states have keys that are numbers, Counters, and infinities, none of which JSON has."""
+
+    def schedulers() -> list[Any]:
+        made = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(3)]
+        warm_up = lr_scheduler.LinearLR(made[1], 0.1, 1, 3)
+        return [
+            lr_scheduler.MultiStepLR(made[0], [6, 9]),
+            lr_scheduler.SequentialLR(made[1], [warm_up, lr_scheduler.MultiStepLR(made[1], [4])], [7]),
+            lr_scheduler.ReduceLROnPlateau(made[2], patience=1),
+        ]
+
+    def rates(of: list[Any], steps: int) -> list[list[float]]:
+        found = []
+        for _ in range(steps):
+            for each in of:
+                each.optimizer.step()
+                each.step(*[1.0] * isinstance(each, lr_scheduler.ReduceLROnPlateau))
+            found.append([each.optimizer.param_groups[0]["lr"] for each in of])
+        return found
+
+    undisturbed = schedulers()
+    with contextlib.closing(Checkpoints(str(tmp_path), rank=0, world_size=1, alarm=print)) as checkpoints:
+        for step, steps in ((0, 0), (5, 5)):
+            rates(undisturbed, steps)
+            checkpoints.save(
+                step, {}, {"all": [each.state_dict() for each in undisturbed]}, (1, {2: math.inf})
+            )
+            assert checkpoints.finish()
+    expected = rates(undisturbed, 8)
+    assert all(len({step[i] for step in expected}) > 1 for i in range(3)), "each of them does something"
+    saved, resumed = newest(str(tmp_path), print), schedulers()
+    assert (
+        saved is not None and saved.rank_states == [(1, {2: math.inf})] and all_steps(str(tmp_path)) == [0, 5]
+    )
+    assert best(str(tmp_path), print) is None and open_checkpoint(str(saved.folder)).step == 5
+    for each, state in zip(resumed, saved.state["all"], strict=True):
+        each.load_state_dict(state)
+        each.optimizer.param_groups[0]["lr"] = each.get_last_lr()[0]
+    assert rates(resumed, 8) == expected
 
 
 def _bits(tensor: torch.Tensor) -> bytes:

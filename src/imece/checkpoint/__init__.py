@@ -13,6 +13,7 @@
         rank-00001.safetensors
       step-00000400.old/                  only for the moment in which another one takes its place
       step-00000600.<attempt>.partial/
+      left-1/                             of later steps, and not of the job that saves here now
       .ranks/                             what the ranks tell each other (meeting.py)
 
 Nothing that is read here is ever unpickled.

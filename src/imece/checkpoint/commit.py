@@ -27,6 +27,7 @@ from imece.checkpoint.manifest import (
     seal,
     unseal,
 )
+from imece.checkpoint.states import as_json, from_json
 from imece.writing import write_whole
 
 # In a state: what text the metric was measured on, and how much of it.
@@ -53,7 +54,7 @@ def write_part(partial: Path, rank: int, part: Part) -> None:
         "kinds": kinds_to_json(part.kinds),
         "sliced": sorted(part.sliced),
         "file": file_to_json(part.file),
-        "rank_state": part.rank_state,
+        "rank_state": as_json(part.rank_state, "rank_state"),
     }
     write_whole(partial / part_name(rank), seal(note))
     # Nothing that may fail can follow: rank 0 has perhaps seen it already, and counts on this rank's file.
@@ -73,7 +74,8 @@ def read_part(partial: Path, rank: int) -> Part | str | None:
     if "error" in note:
         return str(note["error"])
     kinds = kinds_from_json(note["kinds"])
-    return Part(kinds, frozenset(note["sliced"]), file_from_json(note["file"], kinds), note["rank_state"])
+    file, rank_state = file_from_json(note["file"], kinds), from_json(note["rank_state"])
+    return Part(kinds, frozenset(note["sliced"]), file, rank_state)
 
 
 def put_together(
@@ -110,28 +112,58 @@ def commit(partial: Path, final: Path, manifest: Manifest) -> None:
             raise ValueError(
                 f"{file_name(rank)}: rank {rank} wrote {file.nbytes} bytes, but {found} are there"
             )
-    write_whole(partial / MANIFEST, encode(manifest), durable=True)  # and the names of all ranks' files
+    text = encode(manifest)
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"{MANIFEST} would have {len(text)} bytes, and may have {MOST_BYTES}")
+    decode(text)  # what cannot be read would stand in for what can
+    write_whole(partial / MANIFEST, text, durable=True)  # and the names of all ranks' files
     for rank in range(len(manifest.files)):  # all that they say is in the manifest
         (partial / part_name(rank)).unlink()
     files.put_in_place(partial, final)
 
 
-def prune(folder: Path, step: int, keep: int) -> None:
+def prune(folder: Path, step: int, keep: int, session: str) -> str | None:
     """Removes all but the `keep` newest and the one with the lowest metric. OSError.
 
     The one of `step` was written just now, and is on the disk. Those of later steps are of a course of
-    training that was left when this one was resumed from an earlier step; they would be taken for the newest.
+    training that was left when this one began at an earlier step; they would be taken for the newest. Those
+    that were written in this session go away. What others have written, a training that was not gone on with
+    by mistake perhaps, is set aside; returns a line that says so, None if there is no such.
     What cannot be read is not touched: it may be of another version.
     """
-    found = [
-        (path, manifest) for _, path in files.step_folders(folder) if (manifest := glance(path)) is not None
-    ]
+    found = _found(folder)
     ours = [(path, manifest) for path, manifest in found if manifest.step <= step]
     kept = {path for path, _ in ours[:keep]}
     kept.update(path for path, _ in by_metric(ours)[:1])
+    others = [
+        path for path, manifest in found if manifest.step > step and not manifest.attempt.startswith(session)
+    ]
     for path, _ in found:
-        if path not in kept:
+        if path not in kept and path not in others:
             files.remove(path)
+    if not others:
+        return None
+    aside = files.set_aside(folder, others)
+    names = ", ".join(path.name for path in reversed(others))
+    return f"{names}: of later steps than {step}, and this job has not written them: set aside in {aside}"
+
+
+def what_stays(folder: Path) -> str:
+    """What takes room there, by name: nothing of it goes away for a new one. OSError, UserError."""
+    found = _found(folder)
+    notes = {path.name: "" for path in sorted(folder.iterdir()) if not files.is_passing(path)}
+    for path, _ in found[:1]:
+        notes[path.name] += " (the newest)"
+    for path, _ in by_metric(found)[:1]:
+        notes[path.name] += " (the best)"
+    return ", ".join(name + note for name, note in notes.items())
+
+
+def _found(folder: Path) -> list[tuple[Path, Manifest]]:
+    """Those that look whole, the newest first."""
+    return [
+        (path, manifest) for _, path in files.step_folders(folder) if (manifest := glance(path)) is not None
+    ]
 
 
 def by_metric(found: Iterable[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:

@@ -9,6 +9,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable
+from itertools import count
 from pathlib import Path
 
 from imece.errors import UserError
@@ -117,6 +118,23 @@ def remove(path: Path) -> None:
     beside = path.with_name(f"{path.name.removesuffix(PARTIAL)}.{secrets.token_hex(4)}{PARTIAL}")
     os.replace(path, beside)
     shutil.rmtree(beside)
+
+
+def set_aside(folder: Path, paths: Iterable[Path]) -> Path:
+    """Moves them into a new folder beside, left-1, left-2, ..., in which no newest is looked for. OSError."""
+    for number in count(1):
+        aside = folder / f"left-{number}"
+        with contextlib.suppress(FileExistsError):
+            aside.mkdir()
+            break
+    for path in paths:
+        os.replace(path, aside / path.name)
+    return aside
+
+
+def is_passing(path: Path) -> bool:
+    """Whether it goes away by itself: what is being written, and what the ranks tell each other."""
+    return path.name.startswith(".") or path.name.endswith(PARTIAL)
 
 
 def withdraw(partial: Path) -> bool:

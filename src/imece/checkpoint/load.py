@@ -216,12 +216,13 @@ def _close(opened: dict[int, int]) -> None:
         os.close(descriptor)
 
 
-def open_checkpoint(folder: Path, *, verify: bool = True) -> Saved:
+def open_checkpoint(folder: Path | str, *, verify: bool = True) -> Saved:
     """UserError, naming the file and what is wrong with it, unless the checkpoint is whole.
 
     verify: read all files and compare their checksums. Otherwise only the manifest is compared so; of the
     other files, the sizes and the headers.
     """
+    folder = Path(folder)
     manifest = _manifest(folder / MANIFEST)
     promised = files.step_of(folder)
     if promised is not None and promised != manifest.step:
@@ -233,15 +234,15 @@ def open_checkpoint(folder: Path, *, verify: bool = True) -> Saved:
     return saved
 
 
-def newest(folder: Path, damaged: Callable[[str], None]) -> Saved | None:
+def newest(folder: Path | str, damaged: Callable[[str], None]) -> Saved | None:
     """The newest checkpoint that is whole, every byte of it; None if there is none, or no such folder.
 
     damaged: called with one line for each newer one that is not. UserError if the folder cannot be read.
     """
-    return first_whole(lambda: [path for _, path in files.step_folders(folder)], damaged)
+    return first_whole(lambda: [path for _, path in files.step_folders(Path(folder))], damaged)
 
 
-def best(folder: Path, damaged: Callable[[str], None]) -> Saved | None:
+def best(folder: Path | str, damaged: Callable[[str], None]) -> Saved | None:
     """The one with the lowest metric of those that are whole; None if none has one, or no such folder.
 
     damaged: called with one line for each that is not, and has a lower metric or one that cannot be read.
@@ -250,7 +251,7 @@ def best(folder: Path, damaged: Callable[[str], None]) -> Saved | None:
 
     def ranked() -> list[Path]:
         found = []
-        for _, path in files.step_folders(folder):
+        for _, path in files.step_folders(Path(folder)):
             try:
                 found.append((path, _manifest(path / MANIFEST)))
             except UserError as error:
@@ -261,9 +262,9 @@ def best(folder: Path, damaged: Callable[[str], None]) -> Saved | None:
     return first_whole(ranked, damaged)
 
 
-def all_steps(folder: Path) -> list[int]:
+def all_steps(folder: Path | str) -> list[int]:
     """The steps that have a checkpoint, ascending, damaged ones too. Empty if there is no such folder."""
-    return sorted({step for step, _ in files.step_folders(folder)})
+    return sorted({step for step, _ in files.step_folders(Path(folder))})
 
 
 def first_whole(

@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from imece.checkpoint.states import as_json, from_json
+
 Json = dict[str, Any]
 
 FORMAT, VERSION = "imece checkpoint", 1
@@ -194,8 +196,8 @@ def encode(manifest: Manifest) -> bytes:
             "attempt": manifest.attempt,
             "step": manifest.step,
             "metric": manifest.metric,
-            "state": manifest.state,
-            "rank_states": manifest.rank_states,
+            "state": as_json(manifest.state, "state"),
+            "rank_states": [as_json(each, "rank_state") for each in manifest.rank_states],
             "tensors": kinds_to_json(manifest.kinds),
             "files": [
                 {"name": file_name(rank)} | file_to_json(file) for rank, file in enumerate(manifest.files)
@@ -238,12 +240,12 @@ def decode(data: bytes) -> Manifest:
             step=_whole(body["step"]),
             attempt=str(body["attempt"]),
             metric=metric,
-            state=dict(body["state"]),
-            rank_states=tuple(body["rank_states"]),
+            state=dict(from_json(body["state"])),
+            rank_states=tuple(map(from_json, body["rank_states"])),
             kinds=kinds,
             files=files,
         )
-    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"not as a manifest should be ({error!r})") from error
 
 

@@ -1,18 +1,24 @@
 """How the ranks that save together find each other, and hear what became of a save: by small files alone.
 
-    checkpoints/.ranks/00000.json   rank 0: its session, the others whom it has heard, why attempts failed
+    checkpoints/.ranks/00000.json   rank 0: its session, who it is, whom it has heard, why attempts failed
     checkpoints/.ranks/00001.json   rank 1: its number
 
 A killed job leaves such files too, and nobody may take them for those of this one. So rank 0 draws a session
 and every other rank a number; rank 0 lists the numbers that it finds; and a rank believes a session only if
 its own number is in the list. From then on the session is in the name of every folder that they write.
 
+Rank 0 finds its own session in the file as long as no other job has begun to save in the folder. The one that
+began last has it, for a job that is started again must not wait for what is left of the one before, and no
+lock says on all file systems whether that lives. The other one writes and removes nothing there any more.
+
 That an attempt succeeded is told by its manifest, that it failed by rank 0's file.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
+import socket
 import threading
 import time
 from pathlib import Path
@@ -27,6 +33,10 @@ _MOST_BYTES = 64 << 20
 
 class NotSavedError(Exception):
     """Why an attempt comes to nothing."""
+
+
+class TakenOverError(NotSavedError):
+    """Another job has begun to save in the folder."""
 
 
 class Patience:
@@ -52,32 +62,37 @@ class Patience:
 
 
 class Meeting:
-    """One rank's side. Everything may raise OSError."""
+    """One rank's side. Everything may raise OSError.
+
+    number: drawn by this rank; that of rank 0 is the session. all_met: set by rank 0 once all others have
+    found it; a number that it finds from then on is not of this job.
+    """
 
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
         self._folder, self._rank, self._world_size = folder / ".ranks", rank, world_size
-        self._number = secrets.token_hex(8)
-        self._session = self._number if rank == 0 else None
+        self.number = secrets.token_hex(8)
+        self._session = self.number if rank == 0 else None
         self._heard: dict[str, str] = {}  # rank -> number
         self._failed: dict[str, str] = {}  # attempt -> why
         self._there = False
+        self.all_met = world_size == 1
 
     def arrive(self) -> None:
-        """Makes this rank known to rank 0; or lets rank 0 hear who has come since."""
-        if self._world_size == 1:
-            return
+        """Makes this rank known to rank 0; or lets rank 0 hear who has come since.
+
+        TakenOverError, on rank 0, if another job has begun to save here since this one did.
+        """
         if self._rank == 0:
-            heard = {
-                str(rank): str(note.get("number"))
-                for rank in range(1, self._world_size)
-                if (note := self._read(rank)) is not None
-            }
-            if not self._there or not heard.items() <= self._heard.items():
+            mine = self._read(0)
+            if self._there and mine is not None and (other := self._other(mine)) is not None:
+                raise TakenOverError(other)
+            heard = {} if self.all_met else self._listen()
+            if not self._there or mine is None or not heard.items() <= self._heard.items():
                 self._heard |= heard
                 self._tell()
         elif not self._there:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path(self._rank), seal({"number": self._number}))
+            write_whole(self._path(self._rank), seal({"number": self.number}))
         self._there = True
 
     @property
@@ -99,18 +114,36 @@ class Meeting:
             self._tell()
 
     def failure(self, attempt: str) -> str | None:
-        """Why `attempt` failed, if rank 0 says so."""
-        note = self._of_rank_0()
-        return None if note is None else note["failed"].get(attempt)
+        """Why `attempt`, of this session, fails: if rank 0 says so, or another job has begun to save here."""
+        note = self._read(0)
+        if note is None:
+            return None
+        why: str | None = self._other(note) or note["failed"].get(attempt)
+        return why
 
     def _tell(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        note = {"session": self._session, "heard": self._heard, "failed": self._failed}
+        who = f"process {os.getpid()} on {socket.gethostname()}"
+        note = {"session": self._session, "who": who, "heard": self._heard, "failed": self._failed}
         write_whole(self._path(0), seal(note))
+
+    def _other(self, note: Json) -> str | None:
+        """Whose rank 0's note is, if it is not of the session that this rank knows."""
+        if note.get("session") == self._session:
+            return None
+        who = note.get("who", "of another imece")
+        return f"another job ({who}) has begun to save in {self._folder.parent}: give each its own folder"
+
+    def _listen(self) -> dict[str, str]:
+        return {
+            str(rank): str(note.get("number"))
+            for rank in range(1, self._world_size)
+            if (note := self._read(rank)) is not None
+        }
 
     def _of_rank_0(self) -> Json | None:
         note = self._read(0)
-        ours = note is not None and note.get("heard", {}).get(str(self._rank)) == self._number
+        ours = note is not None and note.get("heard", {}).get(str(self._rank)) == self.number
         return note if ours else None
 
     def _read(self, rank: int) -> Json | None:

@@ -8,9 +8,8 @@ it; the others wait for that. So every rank knows what became of it before it be
 from __future__ import annotations
 
 import contextlib
-import json
+import operator
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,9 +21,23 @@ import torch
 from imece.checkpoint import commit, deal, files
 from imece.checkpoint.commit import Part
 from imece.checkpoint.manifest import MANIFEST, File, Json, Kind, Piece, begins, file_name, header
-from imece.checkpoint.meeting import Meeting, NotSavedError, Patience
+from imece.checkpoint.meeting import Meeting, NotSavedError, Patience, TakenOverError
+from imece.checkpoint.room import Room
+from imece.checkpoint.states import as_json, from_json
 from imece.errors import UserError
 from imece.writing import sync_folder
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What one rank has to save, as it was when `save` was called."""
+
+    kinds: dict[str, Kind]
+    sliced: frozenset[str]
+    pieces: tuple[Piece, ...]
+    buffer: torch.Tensor  # uint8 [bytes of all pieces]
+    state: Json
+    rank_state: Any
 
 
 @dataclass(frozen=True)
@@ -33,14 +46,20 @@ class _Job:
 
     number: int  # of this `Checkpoints`, the same on all ranks
     step: int
-    kinds: dict[str, Kind]
-    sliced: frozenset[str]
-    pieces: tuple[Piece, ...]
-    buffer: torch.Tensor | None  # uint8 [bytes of all pieces]; None if there was no memory for it
-    state: Json
-    rank_state: Any
+    content: _Content | Exception  # the latter: why this rank has none, and the others are to hear of it
     metric: float | None
     keep_all: bool
+
+    @property
+    def is_told(self) -> bool:
+        """Whether `save` has raised what is wrong with it on this rank."""
+        return isinstance(self.content, Exception) and not isinstance(self.content, NotSavedError)
+
+    def written(self) -> _Content:
+        """What this rank writes. NotSavedError if it has none."""
+        if isinstance(self.content, Exception):
+            raise NotSavedError(_why(self.content))
+        return self.content
 
 
 class Checkpoints:
@@ -48,7 +67,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | str,
         *,
         rank: int,
         world_size: int,
@@ -57,31 +76,36 @@ class Checkpoints:
         limit_s: float = 300.0,
     ) -> None:
         """keep: how many of the newest stay, fewer where the disk has no room for one more; the one with the
-        lowest metric stays as well.
+        lowest metric stays as well. What this object has saved of later steps than the newest goes away;
+        what others have is set aside, in a folder left-1, left-2, ... in this one, with an alarm.
 
-        alarm: called with one line when a save came to nothing, once on every rank, mostly from another
-        thread. limit_s: how long rank 0 waits while nothing new comes from the others; they wait twice as
-        long for it. UserError if the folder cannot be made or cleaned.
+        alarm: called with one line when a save came to nothing, once on every rank to which `save` raised
+        nothing; and on rank 0 when an older one had to go, or one was set aside. Mostly from another thread.
+        limit_s: how long rank 0 waits while nothing new comes from the others; they wait twice as long for
+        it. UserError if the folder cannot be made.
+
+        Nothing is written before the first save. From then on every save of another `Checkpoints` that began
+        to save here before is an alarm: the last one has the folder.
         """
         if not 0 <= rank < world_size or keep < 1:
             raise ValueError(f"rank {rank} of {world_size}, keep {keep}: keep at least 1")
-        self._folder, self._rank, self._world_size, self._keep = folder, rank, world_size, keep
+        self._folder, self._rank, self._world_size = Path(folder), rank, world_size
         self._alarm, self._limit_s = alarm, limit_s
-        self._meeting = Meeting(folder, rank, world_size)
+        self._meeting = Meeting(self._folder, rank, world_size)
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._saves = 0
         self._saved = True  # the newest save, if any
-        self._newest: int | None = None  # the step of the last one that was put in place, known to rank 0
-        self._told_of_room = False
+        self._room = Room(self._folder, keep, self._meeting.number, alarm)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if rank == 0:
-                files.clean(folder)
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise UserError(f"{folder}: it is a file: name a folder for checkpoints") from error
         except OSError as error:
             raise UserError(
-                f"{folder}: checkpoints cannot be written there ({error.strerror}): check its permissions"
+                f"{folder}: checkpoints cannot be written there ({error.strerror}): check the path and its "
+                "permissions"
             ) from error
 
     def save(
@@ -97,43 +121,33 @@ class Checkpoints:
         """Every rank calls it with the same step; on return the tensors may change.
 
         tensors: on any device. A Tensor is whole and equal on all ranks, which deal the bytes of all such
-        out among themselves; of a Slice each rank writes its own. state: JSON, the same on all ranks.
-        rank_state: JSON, this rank's own. metric: the lower the better; not finite is as good as none. It is
-        compared with those of the same state["metric_on"] and state["metric_over"], if these are given.
-        keep_all: no older one goes away for this one; a later save without it removes what is too many.
+        out among themselves; of a Slice each rank writes its own. state: a dict, the same on all ranks.
+        rank_state: this rank's own. Both of numbers, texts, None, lists, tuples and dicts, which come back as
+        they were, infinities and keys that are numbers too. metric: the lower the better; not finite is as
+        good as none. It is compared with those of the same state["metric_on"] and state["metric_over"], if
+        these are given. keep_all: no older one goes away for this one; a later save without it removes what
+        is too many.
 
         Waits for the save before, if it is still under way. Makes one copy of what this rank writes, and
         keeps that memory for the next save. Nothing that goes wrong on the disk is raised: see `finish`.
 
         ValueError or TypeError, with the name, for a tensor that cannot be saved, a slice that is not within
-        its tensor, and for what is no JSON. That ranks disagree on their tensors is an alarm.
+        its tensor, and for what a state cannot hold; on the other ranks that is an alarm, and so it is on all
+        that they disagree on their tensors.
         """
         self._join()
         self._saves += 1  # also if this one is refused here: the other ranks count it
-        step = int(step)
+        self._saved = False
+        step = _whole(step)
         if step < 0 or self._stop.is_set():
             raise ValueError(f"step {step}: at least 0, and not after close()")
-        kinds = deal.kinds(tensors)
-        pieces = deal.deal(tensors, kinds, self._rank, self._world_size)
-        buffer = self._room(sum(piece.nbytes for piece in pieces))
-        if buffer is not None:
-            deal.copy_into(buffer, tensors, pieces)
-        job = _Job(
-            number=self._saves,
-            step=step,
-            kinds=kinds,
-            sliced=frozenset(name for name, value in tensors.items() if isinstance(value, deal.Slice)),
-            pieces=pieces,
-            buffer=buffer,
-            state=json.loads(json.dumps(state, allow_nan=False)),  # as it is now
-            rank_state=json.loads(json.dumps(rank_state, allow_nan=False)),
-            metric=commit.finite(metric),
-            keep_all=keep_all,
-        )
-        self._saved = False
-        # A daemon: a rank that fails must be able to end, and what is half-written is never read.
-        self._thread = threading.Thread(target=self._run, args=(job,), name="imece-save", daemon=True)
-        self._thread.start()
+        how = (commit.finite(metric), keep_all)
+        try:
+            self._begin(step, self._content(tensors, state, rank_state), *how)
+        except Exception as error:
+            self._begin(step, error, *how)
+            if not isinstance(error, NotSavedError):
+                raise
 
     @property
     def is_saving(self) -> bool:
@@ -159,14 +173,41 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
-    def _room(self, nbytes: int) -> torch.Tensor | None:
+    def _content(
+        self, tensors: Mapping[str, torch.Tensor | deal.Slice], state: Json, rank_state: Any
+    ) -> _Content:
+        """A copy of all that this rank has to save. NotSavedError if there is no memory for it."""
+        if not isinstance(state, dict):
+            raise TypeError(
+                f"state: a dict, not a {type(state).__name__}; {{}} if there is nothing to hand in"
+            )
+        kinds = deal.kinds(tensors)
+        pieces = deal.deal(tensors, kinds, self._rank, self._world_size)
+        now = {
+            name: from_json(as_json(each, name))
+            for name, each in (("state", state), ("rank_state", rank_state))
+        }
+        buffer = self._memory(sum(piece.nbytes for piece in pieces))
+        deal.copy_into(buffer, tensors, pieces)
+        sliced = frozenset(name for name, value in tensors.items() if isinstance(value, deal.Slice))
+        return _Content(kinds, sliced, pieces, buffer, **now)
+
+    def _begin(self, step: int, content: _Content | Exception, metric: float | None, keep_all: bool) -> None:
+        job = _Job(self._saves, step, content, metric, keep_all)
+        # A daemon: a rank that fails must be able to end, and what is half-written is never read.
+        self._thread = threading.Thread(target=self._run, args=(job,), name="imece-save", daemon=True)
+        self._thread.start()
+
+    def _memory(self, nbytes: int) -> torch.Tensor:
         """The buffer for one save, the one of the save before if it fits. No save is under way."""
         if self._buffer.numel() != nbytes:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # never both at once
             try:
                 self._buffer = torch.empty(nbytes, dtype=torch.uint8)
-            except (MemoryError, RuntimeError):  # torch says the latter
-                return None
+            except (MemoryError, RuntimeError) as error:  # torch says the latter
+                raise NotSavedError(
+                    f"no memory for a copy of the {nbytes} bytes that this rank writes"
+                ) from error
         return self._buffer
 
     # From here on: the thread of a save.
@@ -176,9 +217,8 @@ class Checkpoints:
             (self._lead if self._rank == 0 else self._follow)(job)
             self._saved = True
         except BaseException as error:
-            self._alarm(
-                f"the checkpoint of step {job.step} was not saved: {_why(error)}; older ones are as they were"
-            )
+            if not job.is_told:
+                self._alarm(f"the checkpoint of step {job.step} was not saved: {_why(error)}")
             if not isinstance(error, NotSavedError):  # a mistake of ours: with its traceback
                 raise
 
@@ -188,50 +228,39 @@ class Checkpoints:
         partial = files.partial_folder(self._folder, job.step, attempt)
         final = files.step_folder(self._folder, job.step)
         try:
+            content = job.written()
             self._folder.mkdir(parents=True, exist_ok=True)
+            self._meeting.arrive()  # or another job has the folder, and nothing in it is ours to clean
             files.clean(self._folder, but=partial)
             if not job.keep_all:
-                self._make_room(partial)
+                self._room.make(partial)
+            parts = [self._write(content, partial), *self._await_parts(partial)]
+            self._meeting.all_met = True
+            manifest = commit.put_together(job.step, attempt, job.metric, content.state, parts)
             self._meeting.arrive()
-            parts = [self._write(job, partial), *self._await_parts(partial)]
-            manifest = commit.put_together(job.step, attempt, job.metric, job.state, parts)
             commit.commit(partial, final, manifest)
         except BaseException as error:
+            why = _why(error)
+            if isinstance(job.content, _Content):
+                why += self._room.lacking(job.content.kinds, partial)
             shutil.rmtree(partial, ignore_errors=True)
-            with contextlib.suppress(OSError, NotSavedError):  # then the others wait until their time is up
+            try:
                 self._hear_all()
-                self._meeting.failed(attempt, _why(error))
-            if isinstance(error, OSError | ValueError | UserError):
-                raise NotSavedError(_why(error)) from error
+                self._meeting.failed(attempt, why)
+            except TakenOverError as other:  # and its clean-up is what has failed us, perhaps
+                why = str(other)
+            except (OSError, NotSavedError):  # then the others wait until their time is up
+                pass
+            if isinstance(error, OSError | ValueError | UserError | NotSavedError):
+                raise NotSavedError(why) from error
             raise
         # What can be loaded counts as saved, on all ranks; but nothing goes before it surely stays.
-        self._newest = job.step
         try:
             sync_folder(self._folder)
             files.drop_old(final)
-            commit.prune(self._folder, job.step, sys.maxsize if job.keep_all else self._keep)
+            self._room.taken_by(job.step, job.keep_all)
         except (OSError, UserError) as error:
             self._alarm(f"{final} is saved, but older checkpoints were not removed: {_why(error)}")
-
-    def _make_room(self, partial: Path) -> None:
-        """Give up older checkpoints until the disk has room for one more: never the newest, nor the best.
-
-        Only once one of our own is in place: of those before it nobody here knows which can be read.
-        """
-        if self._newest is None:
-            return
-        with contextlib.suppress(OSError, UserError):  # if it matters, the save itself will say so
-            newest = files.step_folder(self._folder, self._newest)
-            # Until the manifest is there, all ranks' parts of it are too.
-            needed = files.taken(newest) + (newest / MANIFEST).stat().st_size
-            for keep in range(self._keep - 1, 0, -1):
-                # Free first: what other ranks write meanwhile counts twice, and nothing is given up for it.
-                if shutil.disk_usage(self._folder).free + files.taken(partial) >= needed:
-                    return
-                commit.prune(self._folder, self._newest, keep)
-                if not self._told_of_room:
-                    self._told_of_room = True
-                    self._alarm(f"no room for {self._keep} checkpoints: older ones make room for new ones")
 
     def _follow(self, job: _Job) -> None:
         """Any other rank's part. NotSavedError, with rank 0's reason if there is one."""
@@ -244,7 +273,7 @@ class Checkpoints:
         own = ""
         try:
             if self._failure(attempt) is None:
-                self._write(job, partial)
+                self._write(job.written(), partial)
         except Exception as error:
             own = _why(error)
             with contextlib.suppress(OSError):  # then rank 0 waits until its time is up
@@ -264,15 +293,13 @@ class Checkpoints:
                     return
                 raise NotSavedError(f"rank {self._rank}: {own}" if own else str(error)) from error
 
-    def _write(self, job: _Job, partial: Path) -> Part:
+    def _write(self, content: _Content, partial: Path) -> Part:
         """This rank's tensors, then its word that they are there."""
         partial.mkdir(parents=True, exist_ok=True)
-        if job.buffer is None:
-            total = sum(piece.nbytes for piece in job.pieces)
-            raise NotSavedError(f"no memory for a copy of the {total} bytes that this rank writes")
-        chunks = (header(job.pieces), job.buffer.numpy().data)
+        chunks = (header(content.pieces), content.buffer.numpy().data)
         nbytes, sha256 = files.write(partial / file_name(self._rank), chunks, self._go_on)
-        part = Part(job.kinds, job.sliced, File(nbytes, sha256, job.pieces), job.rank_state)
+        file = File(nbytes, sha256, content.pieces)
+        part = Part(content.kinds, content.sliced, file, content.rank_state)
         commit.write_part(partial, self._rank, part)
         return part
 
@@ -319,6 +346,14 @@ class Checkpoints:
             raise NotSavedError("training ended before it was written")
 
 
+def _whole(step: int) -> int:
+    """Of any type of integer. TypeError for 2.7, which would be another step."""
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise TypeError(f"step {step!r}: a whole number of steps") from None
+
+
 def _is_of(final: Path, attempt: str) -> bool:
     """Whether the checkpoint in place is that of this attempt."""
     expected = begins(attempt)
@@ -341,4 +376,5 @@ def _why(error: BaseException) -> str:
     if isinstance(error, OSError):
         name = f"{Path(str(error.filename)).name}: " if error.filename else ""
         return f"{name}{error.strerror}"
-    return str(error) if isinstance(error, NotSavedError | ValueError | UserError) else repr(error)
+    plain = isinstance(error, NotSavedError | ValueError | TypeError | UserError)
+    return str(error) if plain else repr(error)
