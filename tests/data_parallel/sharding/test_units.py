@@ -527,25 +527,26 @@ def gradient_penalty(group: dist.ProcessGroup) -> None:
         x = torch.ones(2, 4, requires_grad=True)
         y: torch.Tensor = model(x).sum()
         (slope,) = torch.autograd.grad(y, x, create_graph=True)
-        return y + slope.square().sum()
+        other: torch.Tensor = model(torch.full((2, 4), 0.5)).square().sum()  # its backward comes first
+        return slope.square().sum() + other
 
     def layers() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
     model, _ = wrap(layers(), group, gather=True)
-    with pytest.raises(RuntimeError) as caught:
-        penalised(model)
-    assert str(caught.value) == (
-        "a backward with create_graph=True came to unit 2, which is freed before the backward of its "
-        "result: run the forward and both of them inside of `with model.gathered():`"
-    )
     with model.gathered():
         penalised(model).backward()
     alone = layers()
     penalised(alone).backward()
     grads = [each.grad for each in alone.parameters() if each.grad is not None]
     torch.testing.assert_close(model.gradient_norm(), nn.utils.get_total_norm(grads))
+    with pytest.raises(RuntimeError) as caught:
+        penalised(model)
+    assert str(caught.value) == (
+        "a backward with create_graph=True came to unit 2, which is freed before the backward of its "
+        "result: run the forward and both of them inside of `with model.gathered():`"
+    )
 
 
 def autocast_for_long(group: dist.ProcessGroup) -> None:

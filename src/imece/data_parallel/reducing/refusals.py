@@ -18,7 +18,7 @@ def late(slot: Slot) -> RuntimeError:
     """A gradient of a unit of which all that will come was thought to be there."""
     return RuntimeError(
         f"parameter {slot.name} got a gradient after its unit was over: backward did not go in the "
-        f"opposite order of forward. Use another strategy, or larger units"
+        f"opposite order of forward. Run both inside of `with model.gathered():`, and the step outside"
     )
 
 

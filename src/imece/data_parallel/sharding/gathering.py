@@ -12,6 +12,8 @@ unit's forward inside of backward: then it is gathered there, and nothing of it 
 Which parameters of a unit have gradients may differ between ranks, and so, when its buckets are full. They
 leave when the unit is over, which all ranks know alike: autograd goes back in the opposite order of forward,
 so a gradient that comes to an output of one unit says that all that was entered after it was left is over.
+Inside of `gathered` nothing is said: there a backward of several forwards may go in any order, as one of a
+gradient's gradient does, and buckets leave at its end.
 """
 
 from __future__ import annotations
@@ -160,7 +162,7 @@ class Gathering:
                     f"of its result: run the forward and both of them inside of `with model.gathered():`"
                 )
             self._came.append((unit, entered))
-            if left is not None and self.when_over is not None:
+            if left is not None and self.when_over is not None and not self._held:
                 self.when_over({each.number for each in self.units if min(each.calls, default=0) > left})
             self._gather(unit, earlier)
 
