@@ -7,6 +7,8 @@ and so do importlib.import_module and __import__ with a constant name.
 from __future__ import annotations
 
 import ast
+import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -226,3 +228,18 @@ def _plant(src: Path, file: str, text: str) -> None:
     target = src / "imece" / file
     target.parent.mkdir(exist_ok=True)
     target.write_text(text)
+
+
+_FUNCTIONS = [name for name in imece.__all__ if inspect.isfunction(getattr(imece, name))]
+
+
+@pytest.mark.parametrize("name", [*_FUNCTIONS, "World"])
+def test_help_says_what_every_argument_is(name: str) -> None:
+    """Of functions, and of the fields of World; what has a signature of torch's is told of there."""
+    told = inspect.getdoc(getattr(imece, name)) or ""
+    missing = [
+        argument
+        for argument in inspect.signature(getattr(imece, name)).parameters
+        if not re.search(rf"\b{argument}\b", told)
+    ]
+    assert missing == []

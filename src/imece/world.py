@@ -38,27 +38,32 @@ _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
 @dataclass(frozen=True)
 class World:
-    """What one process knows of the ranks before it has met any of them."""
+    """What one process knows of the ranks before it has met any of them.
+
+    rank, world_size: this process among all of them, from 0 on, and how many there are.
+    local_rank, local_world_size: the same among the ranks of this host, as the launcher counts them.
+    host: equal for two ranks exactly if they share a host (see `host_id`).
+    launcher: whose variables say so, "torchrun" (`imece launch` too), "slurm", "openmpi", "mpich"; "single"
+        where there are none.
+    master_addr, master_port: where the store listens in which ranks meet; None if nothing says so.
+    job: names this job among others on the same host; None if only the port tells jobs apart.
+    member: this process' number as a member of its job, which never changes; None if the launcher gives none.
+    joining: whether it was started to take the place of one that died, and is alone until it is taken in.
+    agent_port: on loopback, the store of this host's launcher; None if that is the one in which ranks meet.
+    """
 
     rank: int
     world_size: int
     local_rank: int
-    """Index among the ranks of this host, as the launcher counts them."""
     local_world_size: int
     host: str
-    """Equal for two ranks exactly if they share a host (see `host_id`)."""
     launcher: Launcher
     master_addr: str | None = None
-    """Where the store listens in which ranks meet; None if nothing says so."""
     master_port: int | None = None
     job: str | None = None
-    """Names this job among others on the same host; None if only the port tells jobs apart."""
     member: int | None = None
-    """This process' number as a member of its job, which never changes; None if the launcher gives none."""
     joining: bool = False
-    """Whether it was started to take the place of one that died, and is alone until it is taken in."""
     agent_port: int | None = None
-    """On loopback, the store of this host's launcher; None if that is the one in which ranks meet."""
 
     @property
     def known_as(self) -> int:

@@ -44,6 +44,9 @@ def send(tensor: Tensor, dst: int, *, tag: int = 0, group: Group | None = None, 
     Messages of one pair and tag arrive in the order of sending. On a GPU what is sent so is received by
     `recv`, and not by `exchange`. ValueError if dst is this rank or not in the group, and for a tag over
     NCCL, which has none.
+
+    dst counts within the group: a ProcessGroup that holds both ranks, None for all. label: what the tensor
+    is, for errors. PeerLostError if the other rank is gone, CollectiveTimeoutError if it comes too late.
     """
     group = group_or_default(group)
     _check_peer("send to", dst, group)
@@ -54,7 +57,8 @@ def send(tensor: Tensor, dst: int, *, tag: int = 0, group: Group | None = None, 
 
 
 def recv(tensor: Tensor, src: int, *, tag: int = 0, group: Group | None = None, label: str = "") -> Tensor:
-    """Receives M bytes from rank src into `tensor`. Otherwise as `send`."""
+    """Receives M bytes from rank src of the group into `tensor`, and returns it. tag, label and errors are as
+    of `send`."""
     group = group_or_default(group)
     _check_peer("recv from", src, group)
     place = flat_place(tensor)
@@ -78,6 +82,9 @@ def exchange(
     another one, an all_reduce say, where a rank may have no messages. Returns None when all have ended
     (async_op: a Pending of None). ValueError for ranks outside the group, and for a Send and a Recv of this
     rank to itself that do not match.
+
+    group: a ProcessGroup that holds this rank; None for all ranks. label: what the tensors are, for errors.
+    PeerLostError if another rank is gone, CollectiveTimeoutError if it comes too late.
     """
     group = group_or_default(group)
     rank = group.rank()

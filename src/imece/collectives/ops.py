@@ -77,6 +77,13 @@ def all_reduce(
     "ring"; log2 N · M with "recursive_doubling"; "tree" and "root" lead through rank 0; "hierarchical" needs
     the mesh's hosts. wire="bf16": floating point, sum and avg only, half the bytes of a ring, sums in fp32
     (wire.py); with schedule "hierarchical", bf16 between hosts only.
+
+    op: "sum", "avg", "min", "max", "product", or torch's ReduceOp. schedule: one of these names, "auto" for
+    the fastest by the links, None for the backend's own way.
+    group: a ProcessGroup that holds this rank; None for all ranks, and each of them makes the call.
+    async_op: return a `Pending` at once, whose wait() gives the tensor. label: the tensor's name in errors.
+    MismatchError if ranks make other calls, PeerLostError if one is gone, CollectiveTimeoutError if one comes
+    too late; more in help("imece.collectives.ops").
     """
     group = group if group is not None else group_or_default(None)
     if (
@@ -137,6 +144,12 @@ def reduce_scatter(
     input's; with schedule "hierarchical" (K−1)/K · M/H of them between K hosts of H ranks. output may be its
     own slice of a contiguous input: nothing is copied then, and the other slices of the input are scratch.
     wire: as of all_reduce, but the sum is not rounded. ValueError if the sizes or dtypes do not fit.
+
+    op, schedule: as of all_reduce.
+    group: a ProcessGroup that holds this rank; None for all ranks, and each of them makes the call.
+    async_op: return a `Pending` at once, whose wait() gives output. label: the tensor's name in errors.
+    MismatchError if ranks make other calls, PeerLostError if one is gone, CollectiveTimeoutError if one comes
+    too late; more in help("imece.collectives.ops").
     """
     group, name = group_or_default(group), op_name(op)
     world_size = group.size()
@@ -198,6 +211,12 @@ def all_gather(
     output: N times as many elements as input, of its dtype. Bytes sent a rank: (N−1)/N · M, M being the
     output's; with schedule "hierarchical" (K−1)/K · M/H of them between K hosts of H ranks. input may be its
     own slice of a contiguous output. ValueError if the sizes or dtypes do not fit.
+
+    schedule: as of all_reduce.
+    group: a ProcessGroup that holds this rank; None for all ranks, and each of them makes the call.
+    async_op: return a `Pending` at once, whose wait() gives output. label: the tensor's name in errors.
+    MismatchError if ranks make other calls, PeerLostError if one is gone, CollectiveTimeoutError if one comes
+    too late; more in help("imece.collectives.ops").
     """
     group = group_or_default(group)
     world_size = group.size()
@@ -246,6 +265,12 @@ def broadcast(
     "pipelined_ring" nobody sends more than M, in `parts` parts (None: as many as is fastest by the links, if
     they were measured, or 8); with "root", src sends (N−1) · M; with "tree", ceil(log2 N) · M. ValueError if
     src is not in the group.
+
+    src counts within the group. schedule: as of all_reduce.
+    group: a ProcessGroup that holds this rank; None for all ranks, and each of them makes the call.
+    async_op: return a `Pending` at once, whose wait() gives the tensor. label: the tensor's name in errors.
+    MismatchError if ranks make other calls, PeerLostError if one is gone, CollectiveTimeoutError if one comes
+    too late; more in help("imece.collectives.ops").
     """
     group = group_or_default(group)
     check_rank("broadcast from", src, group)
@@ -284,6 +309,12 @@ def reduce(
 
     tensor: the same shape and dtype on every rank. Every rank but dst sends M bytes; rank dst receives (N−1)
     · M with schedule "root", ceil(log2 N) · M with "tree". ValueError if dst is not in the group.
+
+    dst counts within the group. op, schedule: as of all_reduce.
+    group: a ProcessGroup that holds this rank; None for all ranks, and each of them makes the call.
+    async_op: return a `Pending` at once, whose wait() gives the tensor. label: the tensor's name in errors.
+    MismatchError if ranks make other calls, PeerLostError if one is gone, CollectiveTimeoutError if one comes
+    too late; more in help("imece.collectives.ops").
     """
     group, name = group_or_default(group), op_name(op)
     check_rank("reduce to", dst, group)
@@ -318,7 +349,12 @@ def reduce(
 
 
 def barrier(*, group: Group | None = None, async_op: bool = False) -> Any:
-    """Nobody goes on before every rank of the group has come. Returns None, or a Pending of None."""
+    """Nobody goes on before every rank of the group has come. Returns None.
+
+    group: a ProcessGroup that holds this rank; None for all ranks. async_op: return a `Pending` of None at
+    once. MismatchError if ranks make other calls, PeerLostError if one is gone, CollectiveTimeoutError if one
+    comes too late.
+    """
     group = group_or_default(group)
     if _runs_now(group, async_op, None):
         group.barrier_now()

@@ -58,6 +58,11 @@ class SyncBatchNorm(_BatchNorm):
         self._join(_own_group(process_group), "")
 
     def forward(self, input: Tensor) -> Tensor:
+        """Normalised by the mean and variance over the samples of all ranks, which move the running ones.
+
+        input: [N, C, *], floating point; the result has its shape, dtype and memory format. All ranks of the
+        group make the call. ValueError for other dims, channels or dtypes, and for one value a channel.
+        """
         group = self._peers()
         if group is None:
             return super().forward(input)

@@ -73,6 +73,7 @@ def parallelize(
     parameters are whole, overlap also lets a step over a network return while they are gathered: whoever uses
     one waits for it, but not a tensor made from one before, `parameter.detach()`, and read after.
 
+    precision: in which dtypes a sharded model is kept and its gradients are summed; by default its own.
     wire="bf16": gradients travel in bf16 and are summed in fp32, between hosts only in hybrid strategies and
     on the CPUs of several hosts.
 

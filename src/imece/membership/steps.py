@@ -1,18 +1,4 @@
-"""`imece.steps`: a user's own loop goes on when ranks die.
-
-    for step in imece.steps(1_000, model, optimizer):
-        with step as number:
-            inputs, targets = batch(number, mesh.rank, mesh.world_size)
-            loss(model(inputs), targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-When another rank dies inside of the block, the block is left, the ranks that are there take the state of the
-one that is furthest, and the same step comes again (or the next one, if somebody had finished it). What is in
-the block must therefore depend on the step's number and on this rank and world alone. It may make several
-updates: those that were made are passed over. Of what is drawn from
-torch's generators, for dropout or to choose samples, the loop sees to that: each step begins them anew.
-"""
+"""`imece.steps`: a user's own loop goes on when ranks die."""
 
 from __future__ import annotations
 
@@ -84,7 +70,20 @@ def steps(
     seed: int | None = None,
     recovered: Callable[[Recovered], None] | None = None,
 ) -> Iterator[Step]:
-    """The steps from `start` to `total`, each a context to make an optimizer's update in; see above.
+    """The steps from `start` to `total`, each a context to make an optimizer's update in.
+
+        for step in imece.steps(1_000, model, optimizer):
+            with step as number:
+                inputs, targets = batch(number, mesh.rank, mesh.world_size)
+                loss(model(inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    When another rank dies inside of the block, the block is left, the ranks that are there take the state of
+    the one that is furthest, and the same step comes again (or the next one, if somebody had finished it).
+    What is in the block must therefore depend on the step's number and on this rank and world alone. It may
+    make several updates: those that were made are passed over. `step.made` says after the block whether this
+    rank has made the step.
 
     model, optimizer: as `imece.DistributedDataParallel` or `imece.parallelize` gave them; several optimizers
     as a list. recovered: called on every rank that has come into a generation. also: learning-rate
