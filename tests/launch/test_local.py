@@ -19,6 +19,7 @@ import pytest
 
 from imece.cli.main import main
 from imece.launch.crew import Crew
+from imece.store import serve
 from tests.launch.launcher import Launcher, run_launch
 
 Script = Callable[[str], Path]
@@ -282,6 +283,24 @@ def test_ranks_that_ignore_signals(script: Script, grace: bool) -> None:
             time.sleep(1.2)
             launcher.signal(signal.SIGINT)
         assert launcher.wait(20).status == 130
+
+
+def test_signals_and_output_do_not_wait_for_torch(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the launcher imports beside the ranks: from a cold disk that takes long."""
+
+    def late(listener: socket.socket) -> object:
+        time.sleep(8)
+        return serve(listener)
+
+    monkeypatch.setattr("imece.launch.host.serve", late)
+    text = "signal.signal(15, lambda *_: sys.exit('saved')); print('ready', flush=True); time.sleep(1000)"
+    begin = time.monotonic()
+    with Launcher("--ranks", "1", script(text)) as launcher:
+        time.sleep(1.2)  # by now it looks how far ranks are
+        launcher.wait_for("ready", 4)
+        launcher.signal(signal.SIGTERM)
+        outcome = launcher.wait(20)
+    assert outcome.status == 143 and "saved" in outcome.err and time.monotonic() - begin < 7
 
 
 @pytest.fixture

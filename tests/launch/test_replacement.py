@@ -518,7 +518,7 @@ print("generation", *generation.members, generation.lost, flush=True)
 def test_through_the_store(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, time\nrank = int(os.environ['RANK'])\n" + WITH_STORE)
-    with Launcher("--ranks", "2", "--log-dir", tmp_path / "logs", script) as launcher:
+    with Launcher("--ranks", "2", "--silent-s", "0", "--log-dir", tmp_path / "logs", script) as launcher:
         outcome = launcher.wait()
     assert outcome.status == 0, outcome.err
     assert sorted(outcome.out.splitlines()) == ["[rank 0] generation 0 2 ()", "[rank 1] generation 0 2 ()"]

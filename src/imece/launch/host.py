@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from threading import Thread
+from typing import TYPE_CHECKING, Protocol, cast
 
 from imece import status
 from imece.launch.crew import Crew
@@ -31,9 +33,10 @@ from imece.launch.view import View, hit
 from imece.membership.roster import Generation, Roster, forget_meetings
 from imece.store import listen_here, serve
 
-if TYPE_CHECKING:  # ranks are started before torch is imported here, which takes a second
+if TYPE_CHECKING:  # torch is imported beside a running job: that may take many seconds
     import torch.distributed as dist
 
+_SERVED_S = 0.05  # how often to look whether it is
 _STACKS_S = 0.5  # for a silent rank to show where it is
 _NEVER = float("inf")
 _GENERATIONS = 3  # so many follow each other within a moment at most
@@ -115,7 +118,10 @@ class Host:
         self.meeting_port = self.port
         """Of the store in which ranks meet each other: another one once all have started again."""
         self._meeting: dist.Store | None = None
-        self._unsaid: list[Generation] = []  # published before the store is served
+        self._serving: Future[dist.Store] | None = None
+        self._unserved: _Unserved | None = _Unserved()  # the store, as long as it is not served
+        self._store = cast("dist.Store", self._unserved)
+        self._roster = Roster(self._store)
         self._newest: deque[int] = deque(maxlen=_GENERATIONS)
         self._gone_on: dict[int, dict[int, tuple[float, int]]] = {}
         self._silence = Silence(order.silent_s)
@@ -125,23 +131,27 @@ class Host:
         self._evicted: set[int] = set()
         self._kill_at: dict[int, float] = {}
 
-    @cached_property
-    def _served(self) -> tuple[dist.Store, Roster]:
-        """The store and what is said in it, from the first use on: ranks that come earlier wait."""
-        store = serve(self._listener)
-        roster = Roster(store)
-        for generation in self._unsaid:
-            roster.publish(generation)
-        return store, roster
-
     @property
     def store(self) -> dist.Store:
-        """In which this host's ranks and launcher meet."""
-        return self._served[0]
+        """In which this host's ranks and launcher meet. Waits until it is served."""
+        self._serve(wait=True)
+        return self._store
 
-    @property
-    def _roster(self) -> Roster:
-        return self._served[1]
+    def _serve(self, *, wait: bool = False) -> None:
+        """Begin to serve the store in a thread, which imports torch; and once that is done, speak in it.
+
+        Ranks that come earlier wait. wait: until it is done.
+        """
+        if self._unserved is None:
+            return
+        if self._serving is None:
+            self._serving = Future()
+            Thread(target=_serve, args=(self._listener, self._serving), name="imece-serve").start()
+        if wait or self._serving.done():
+            self._store = self._serving.result()
+            for key, value in self._unserved.said.items():
+                self._store.set(key, value)
+            self._roster, self._unserved = Roster(self._store), None
 
     def hit(self, member: int, number: int) -> bool:
         """Send a member a signal that it is not prepared for; from any thread. False if it has ended."""
@@ -158,7 +168,7 @@ class Host:
 
     def view(self) -> View:
         """For a thread beside this one."""
-        self.beats(())  # the store is to be served before somebody else in this process asks it
+        self._serve(wait=True)  # before somebody else in this process asks it
         return View(self.port, self.crew, self.endings)
 
     # What a job asks for.
@@ -177,11 +187,8 @@ class Host:
     def publish(self, generation: Generation) -> None:
         """Tell its ranks of a new generation."""
         self._newest.append(generation.number)
-        if "_served" in self.__dict__:
-            self._roster.publish(generation)
-            forget_meetings(self._meeting or self.store, self._newest[0])
-        else:
-            self._unsaid.append(generation)
+        self._roster.publish(generation)
+        forget_meetings(self._meeting or self._store, self._newest[0])
 
     def end(self, members: Collection[int], number: int, grace_s: float) -> None:
         """Send them a signal, and after `grace_s` SIGKILL to them and to all they started."""
@@ -205,14 +212,15 @@ class Host:
             if member in self.crew.ended:
                 self.crew.reap(member)
                 self._roster.forget(member)
-                status.forget(self.store, member)
+                status.forget(self._store, member)
 
     def begin_anew(self) -> None:
         """All have ended, and all will start again."""
         self.forget(list(self.crew.ended))
         self._sent.clear()
         self._over_since = _NEVER
-        if self.endings:
+        self._serve()
+        if self.endings and self._unserved is None:
             # What torch's groups have left in a store, addresses too, would be found by the next ones.
             listener = listen_here()
             self.meeting_port = listener.getsockname()[1]
@@ -237,7 +245,7 @@ class Host:
 
     def closed(self, members: Iterable[int]) -> list[int]:
         """Those of them that have told that they leave in order, though they may still run."""
-        return [member for member in members if status.has_closed(self.store, member)]
+        return [member for member in members if status.has_closed(self._store, member)]
 
     def lost(self, members: Iterable[int], generation: int) -> list[int]:
         """Those of them that cannot reach others in that generation."""
@@ -245,8 +253,7 @@ class Host:
 
     def beats(self, members: Iterable[int]) -> dict[int, tuple[int, int]]:
         """(beats, finished steps) as they last said; without those that have said nothing yet."""
-        roster = self._roster
-        return {member: beat for member in members if (beat := roster.beat(member)) is not None}
+        return {member: beat for member in members if (beat := self._roster.beat(member)) is not None}
 
     def name(self, member: int, slot: int) -> str:
         """What a person knows a living member by."""
@@ -257,10 +264,13 @@ class Host:
     def next_time(self) -> float:
         """When `on_time` has something to do."""
         look_at = self._look_at if self._order.silent_s and self.crew.living else _NEVER
-        return min(look_at, *self._kill_at.values(), _NEVER)
+        serve_at = time.monotonic() + _SERVED_S if self._unserved is not None else _NEVER
+        return min(look_at, serve_at, *self._kill_at.values(), _NEVER)
 
     def on_time(self, now: float) -> None:
-        """Kill those whose time is over, and those that are silent."""
+        """Kill those whose time is over, and those that are silent; serve the store once there are ranks."""
+        if self._newest:
+            self._serve()
         for member in [member for member, at in self._kill_at.items() if now >= at]:
             del self._kill_at[member]
             if member in self._sent:
@@ -273,6 +283,7 @@ class Host:
 
     def ended(self, members: Sequence[int], now: float) -> dict[int, Ending]:
         """How these ended, which have just been seen to."""
+        self._serve()  # one that has come and ended meanwhile may have said something
         endings = {member: self._ending(member, now) for member in members}
         self.endings |= endings
         return endings
@@ -315,7 +326,7 @@ class Host:
     def _known_pid(self, member: int) -> int | None:
         """Which process a living member says it is: perhaps one that a wrapper has started, which was started
         here."""
-        pid = status.pid_of(self.store, member)
+        pid = status.pid_of(self._store, member)
         return pid if pid is not None and is_in_group(pid, self.crew.living[member].pid) else None
 
     def _pid_of(self, member: int) -> int:
@@ -326,13 +337,13 @@ class Host:
         info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert info is not None, "a pidfd is readable only once its process has ended"
         code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-        failure = status.read_failure(self.store, member)
+        failure = status.read_failure(self._store, member)
         by_us = member in self._sent and (failure is None or failure.time_s > self._over_since)
         signalled = member in self._sent or member in self._evicted
         if code < 0 and signalled and failure is not None and not (by_us or failure.because_of_peer):
             code = 1  # it had failed by itself before our signal cut its slow exit short
-        open_world = status.left_early(self.store, member)
-        wrapped = process.may_wrap and not status.has_closed(self.store, member)
+        open_world = status.left_early(self._store, member)
+        wrapped = process.may_wrap and not status.has_closed(self._store, member)
         if failure is None and (open_world or wrapped) and 128 < code < 128 + signal.NSIG:
             code = 128 - code  # so wrappers tell by which signal it died: it had decided nothing itself
         early = open_world and code == 0
@@ -342,3 +353,29 @@ class Host:
             process.slot, process.pid, code, now, failure, early, by_us, silent_s, self.number,
             where=process.where, by_our_signal=-code in self._sent.get(member, ()),
         )  # fmt: skip
+
+
+class _Unserved:
+    """A store as long as it is not served: what is said is kept, and no rank has said anything."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.said[key] = value
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self.said for key in keys)
+
+    def delete_key(self, key: str) -> None:
+        self.said.pop(key, None)
+
+    def list_keys(self) -> list[str]:
+        return list(self.said)
+
+
+def _serve(listener: socket.socket, serving: Future[dist.Store]) -> None:
+    try:
+        serving.set_result(serve(listener))
+    except BaseException as error:  # noqa: BLE001  (it is raised to whoever asks for the store)
+        serving.set_exception(error)
