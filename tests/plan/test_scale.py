@@ -120,6 +120,7 @@ def test_a_batch_that_cannot_be_shared_is_a_line_of_its_own() -> None:
     assert [point.candidate is None for point in points] == [False, True, True]
     said = "--global-batch 8 cannot be divided by 32 ranks; the nearest are 32 and 64"
     assert list(scale_lines(points, 110))[-1] == f"     32         8  {said}"
+    assert [each["why_none"] for each in scale_json(points, "strong")["points"]][::2] == [None, said]
     assert efficiency(points[-1], points[0]) == 0.0
 
 

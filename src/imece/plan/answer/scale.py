@@ -167,6 +167,7 @@ def scale_json(points: Sequence[Point], kind: Kind) -> dict[str, Any]:
                 "efficiency": efficiency(point, first),
                 "waits": point.exposed,
                 "plan": as_json(point.candidate, point.question) if point.candidate else None,
+                "why_none": None if point.candidate else _why_none(point),
             }
             for point in points
         ],
