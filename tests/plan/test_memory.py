@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import imece
 from imece.bench.reference_model import LARGE, REFERENCE, Decoder, Shape
 from imece.data_parallel.footprint import predict
 from imece.data_parallel.strategy import STRATEGIES
@@ -24,7 +30,7 @@ from imece.plan.memory.frameworks import (
     TORCHTITAN,
 )
 from imece.plan.memory.held import held, stage_layers
-from imece.plan.memory.memory import Memory, memory
+from imece.plan.memory.memory import Memory, memory, more_with_torchs_loss
 from imece.plan.models.by_name import find_model
 from imece.plan.models.from_code import of_module
 from imece.plan.models.model import Model
@@ -173,7 +179,57 @@ def test_what_eight_bits_adapters_and_the_host_save() -> None:
 @pytest.mark.parametrize(("activations", "each"), [(2, 4), (4, 8)])
 def test_logits_and_their_gradient_are_in_the_dtype_of_activations(activations: int, each: int) -> None:
     found = of(precision=Precision(4, 4, 0, 4, 4, activations))
-    assert found.logits == each * 4096 * MODEL.vocab_size
+    assert found.logits == each * 4096 * MODEL.vocab_size + 2**28  # of them a piece in fp32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_loss_takes_what_is_counted_of_logits(dtype: torch.dtype) -> None:
+    """imece's and torch's, at their peak; 2 % are targets and sums of rows."""
+    rows, words = 512, 4096
+    activations = dtype.itemsize
+    model = replace(MODEL, vocab_size=words, width=8)
+    setup = Setup(model, Parallel(), Recipe(rows, precision=Precision(activations=activations)))
+    targets = torch.randint(words, (rows,))
+
+    def peak(loss: Callable[[torch.Tensor], torch.Tensor]) -> int:
+        hidden, head = (torch.randn(size, 8, dtype=dtype, requires_grad=True) for size in (rows, words))
+        with (live := Live()):
+            loss(hidden @ head.T).backward()
+        return live.most
+
+    ours = memory(setup, framework=IMECE_CPU).logits
+    found = peak(lambda logits: imece.cross_entropy(logits, targets))
+    assert found == pytest.approx(ours, rel=0.02)
+    theirs = ours + more_with_torchs_loss(setup, IMECE_CPU)
+    found = peak(lambda logits: functional.cross_entropy(logits.float(), targets))
+    assert found == pytest.approx(theirs, rel=0.02)
+
+
+class Live(TorchDispatchMode):
+    """Bytes of tensors made under it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most: int = 0
+        self._now: int = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in self._seen:
+                storage = each.untyped_storage()
+                self._seen.add(storage._cdata)
+                self._now += storage.nbytes()
+                self.most = max(self.most, self._now)
+                weakref.finalize(storage, self._let_go, storage._cdata, storage.nbytes())
+        return made
+
+    def _let_go(self, key: int, nbytes: int) -> None:
+        self._seen.discard(key)
+        self._now -= nbytes
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "hybrid", "hybrid_zero2"])
@@ -223,7 +279,8 @@ def test_axes_divide_what_they_should() -> None:
     alone = memory(Setup(MODEL, Parallel(), recipe))
     context = memory(Setup(MODEL, Parallel(context=4), recipe))
     tensor = memory(Setup(MODEL, Parallel(tensor=4), recipe))
-    assert (context.parameters, context.logits) == (alone.parameters, alone.logits / 4)
+    assert context.parameters == alone.parameters
+    assert context.logits - 2**28 == (alone.logits - 2**28) / 4  # beside a piece in fp32
     assert context.activations == pytest.approx(alone.activations / 4)
     assert context.communication > alone.communication  # keys and values of a neighbour
     assert tensor.parameters == pytest.approx(alone.parameters / 4, rel=1e-3)

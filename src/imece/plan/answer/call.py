@@ -18,9 +18,11 @@ from imece.plan.answer.search import (
 )
 from imece.plan.answer.space import Question
 from imece.plan.answer.words import compared, count, device, gb, is_cpu, title
+from imece.plan.memory.memory import more_with_torchs_loss
 from imece.plan.setup import Setup
 
 _CPU_BUCKET = 5 * 2**20  # bytes: what parallelize takes by itself on CPUs, where gradients are sharded
+_MENTIONED = 10**7  # bytes: 0.01 GB
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 _OPTIMIZERS = {
     "adamw-8bit": "bitsandbytes.optim.AdamW8bit: pip install 'imece[quant]'",
@@ -67,8 +69,14 @@ class Call:
         elif self.precision == "autocast":
             kind = "cpu" if self._is_cpu() else "cuda"
             yield "forward", f'in fp32, under torch.autocast("{kind}", torch.bfloat16)'
+        more = more_with_torchs_loss(self.candidate.setup, framework_on(self.question.cluster))
+        if more >= _MENTIONED:
+            yield (
+                "loss",
+                f"imece.cross_entropy(logits, targets): torch's of fp32 logits needs {gb(more)} GB more",
+            )
         if self.precision == "fp16":
-            yield "loss", "through imece.GradScaler(), as fp16 has small gradients vanish"
+            yield "backward", "through imece.GradScaler(), as fp16 has small gradients vanish"
         if recipe.optimizer in _OPTIMIZERS:
             yield "optimizer", _OPTIMIZERS[recipe.optimizer]
         yield "batch", self._batch()

@@ -36,7 +36,8 @@ class Framework:
     norm_copies: int = 1  # of a norm's input
     gathered_inputs: bool = False  # with sequence parallelism: what products read is kept gathered
     logit_bytes: float | None = None  # of each where most are alive, from the head to its gradient; None:
-    # it and its gradient, in the dtype of activations
+    # it and its gradient, in the dtype of activations, and a piece of them in fp32:
+    logit_piece_bytes: int = 2**28
     selective: Selective = "scores"  # what is computed again
     stages: Stages = "even"
     waiting: int = 0  # hidden states, not divided by tensor parallelism, that wait for the network to let go
@@ -46,19 +47,27 @@ class Framework:
     def __hash__(self) -> int:  # of one field: a key of caches
         return hash(self.name)
 
-    def of_logit(self, precision: Precision) -> float:
-        """`logit_bytes` in that precision."""
-        return 2.0 * precision.activations if self.logit_bytes is None else self.logit_bytes
+    def of_logits(self, count: float, precision: Precision) -> float:
+        """Bytes of so many in that precision."""
+        if self.logit_bytes is not None:
+            return count * self.logit_bytes
+        return 2 * count * precision.activations + min(4 * count, self.logit_piece_bytes)
 
 
-# Cross-entropy of models/cross_entropy.py: logits and their gradient, in the dtype of activations. While the
-# gradients of one unit grow, those of the one before are summed.
+# Of a logit, in F.cross_entropy of fp32 logits: itself, its log-softmax, and a gradient of either at once.
+TORCH_LOSS_BYTES = 12.0
+
+# Cross-entropy of models/cross_entropy.py. While the gradients of one unit grow, those of the one before are
+# summed.
 IMECE = Framework("imece", grown_units=2)
 
 # Ours on the CPUs of one host, in fp32: zero3 leaves parameters in memory that the ranks have in common.
 # There RMSNorm is made of several operations, which keep what is normalised too, and what attention gives out
 # is copied to be multiplied with.
-IMECE_CPU = Framework("imece-cpu", Precision(4, 4, 0, 0, 4, 4), gathers=False, query_copies=1, norm_copies=2)
+IMECE_CPU = Framework(
+    "imece-cpu", Precision(4, 4, 0, 0, 4, 4), gathers=False, query_copies=1, norm_copies=2,
+    logit_piece_bytes=2**20,
+)  # fmt: skip
 
 # The papers' own counting: Rajbhandari et al. 2020, section 3.1 (K = 12); Korthikanti et al. 2022, section 4.
 PAPER = Framework("paper", sums_as_masters=False, units_at_once=0, grown_units=0)
@@ -85,19 +94,19 @@ MEGATRON = Framework(
 
 # microsoft/DeepSpeed: runtime/zero/stage_1_and_2.py and stage3.py: 2N + 18N/n and 18N/n.
 DEEPSPEED = Framework(
-    "deepspeed", Precision(2, 2, 4, 4, 4, 2), sums_as_masters=False, logit_bytes=12.0
+    "deepspeed", Precision(2, 2, 4, 4, 4, 2), sums_as_masters=False, logit_bytes=TORCH_LOSS_BYTES
 )  # fmt: skip
 
 # FSDP with fp32 parameters, as mosaicml/llm-foundry and pytorch/torchtitan use it: gathered in bf16, one unit
 # ahead. llm-foundry's loss is flash-attention's fused cross-entropy, on bf16 logits. torchtitan's selective
-# recomputation keeps every second product and attention's output, and its loss, F.cross_entropy of
-# logits.float(), has fp32 logits, their log-softmax and a gradient of either at once.
+# recomputation keeps every second product and attention's output, and its loss is F.cross_entropy of
+# logits.float().
 LLM_FOUNDRY = Framework(
     "llm-foundry", Precision(2, 4, 0, 4, 4, 2), masters_are_shards=True, units_at_once=3, logit_bytes=4.0,
 )  # fmt: skip
 TORCHTITAN = Framework(
-    "torchtitan", Precision(2, 4, 0, 4, 4, 2), masters_are_shards=True, units_at_once=3, logit_bytes=12.0,
-    selective="matrices", slack=0.05,
+    "torchtitan", Precision(2, 4, 0, 4, 4, 2), masters_are_shards=True, units_at_once=3,
+    logit_bytes=TORCH_LOSS_BYTES, selective="matrices", slack=0.05,
 )  # fmt: skip
 
 FRAMEWORKS = {

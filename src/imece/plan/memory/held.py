@@ -163,7 +163,7 @@ def _laid(
         largest = max(bucket.numel for bucket in laid.buckets if bucket.group)
         filling = root + min(grown_units, model.layers) * largest
         gathered = root + min(units_at_once, model.layers) * largest
-    elif divides.gradients:
+    elif divides.gradients:  # each has memory for the largest, which they hand on: data_parallel/shard.py
         filling = min(grown_units, len(laid.buckets)) * max(bucket.numel for bucket in laid.buckets)
     return Sizes(whole, whole / shards, filling, gathered)
 

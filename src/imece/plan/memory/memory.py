@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from imece.footprint import DIVIDED, Footprint, Sizes, footprint
 from imece.plan.memory.activations import kept_layer, layers_in_flight, tokens, whole_layer
-from imece.plan.memory.frameworks import IMECE, Framework
+from imece.plan.memory.frameworks import IMECE, TORCH_LOSS_BYTES, Framework
 from imece.plan.memory.held import Held, adapter_parameters, expert_sizes, held, sizes
 from imece.plan.memory.waiting import waiting_bytes
 from imece.plan.setup import Recipe, Setup
@@ -66,6 +66,12 @@ def memory(setup: Setup, stage: int | None = None, framework: Framework = IMECE)
         return _of_stage(setup, stage or 0, framework)
     ends = (_of_stage(setup, at, framework) for at in (0, setup.parallel.pipeline - 1))
     return max(ends, key=lambda each: each.total)
+
+
+def more_with_torchs_loss(setup: Setup, framework: Framework = IMECE) -> int:
+    """Bytes that a rank needs besides `memory` where the loss is F.cross_entropy of fp32 logits."""
+    logits = _logits(setup)
+    return round(logits * TORCH_LOSS_BYTES - framework.of_logits(logits, setup.recipe.precision))
 
 
 def _of_stage(setup: Setup, stage: int, framework: Framework) -> Memory:
@@ -209,6 +215,11 @@ def _activations(setup: Setup, stage: int, part: Held, framework: Framework) -> 
     count = tokens(recipe, parallel)
     sharded = parallel.tensor if parallel.sequence else 1
     activations += 2 * count * model.width * recipe.precision.activations / sharded
+    return activations, framework.of_logits(_logits(setup), recipe.precision)
+
+
+def _logits(setup: Setup) -> float:
+    """On a rank of the last stage."""
+    parallel, recipe = setup.parallel, setup.recipe
     at_once = recipe.accumulation if parallel.schedule == "gpipe" and parallel.pipeline > 1 else 1
-    logits = at_once * count * model.vocab_size / parallel.tensor
-    return activations, logits * framework.of_logit(recipe.precision)
+    return at_once * tokens(recipe, parallel) * setup.model.vocab_size / parallel.tensor
