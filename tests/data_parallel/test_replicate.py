@@ -1299,6 +1299,18 @@ def optimizers_in_backward(group: dist.ProcessGroup) -> None:
             model(own_input(step), [0, 2]).sum().backward()
             same(dict(inner.named_parameters()), dict(stepped.named_parameters()))
             assert all(each is None for each in gradients(model).values())
+    for strategy in ("replicate", "zero1"):
+        inner = Branches()
+        sgd = [torch.optim.SGD([each], lr=0.5) for each in inner.parameters()]
+        model, _ = parallelize(inner, sgd, strategy, group)
+        for each, one in zip(inner.parameters(), sgd, strict=True):
+            each.register_post_accumulate_grad_hook(lambda _, one=one: one.step())
+        with pytest.raises(RuntimeError) as early:
+            model(own_input(0).float(), [0]).sum().backward()
+        assert str(early.value).startswith(
+            "SGD steps layers.0.bias inside of backward, before its gradient is summed over the ranks: step "
+            "when backward is over, or with DistributedDataParallel give the optimizer to torch.distributed."
+        )
     for before in (True, False):
         inner = Branches()
         if before:

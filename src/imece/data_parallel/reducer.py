@@ -100,6 +100,7 @@ class Reducer:
         self._off = weakref.finalize(self, _remove, self._handles)
         self._off.atexit = False
         self.sharing = Sharing(self)
+        in_backward.refuse_early_steps()
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -122,6 +123,11 @@ class Reducer:
     def is_reducing(self) -> bool:
         """Whether a backward that is to be synchronised has reached this."""
         return self._syncing
+
+    @property
+    def has_unsummed(self) -> bool:
+        """Whether this is inside of such a backward, and not all of its gradients are summed."""
+        return self._syncing and not self._ending and task.current() != task.NO_TASK
 
     @property
     def takes_plain_mean(self) -> bool:

@@ -1,14 +1,21 @@
 """Optimizers that step inside of backward, as torch.distributed.optim applies them to parameters.
 
 On one rank they step as soon as a gradient is written. Here that gradient is not the mean yet: their own
-hooks are taken off, and they step when the reduced one has come.
+hooks are taken off, and they step when the reduced one has come. One that somebody's own hook on a parameter
+makes step is refused.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from imece.data_parallel.reducing import refusals, sharing, task
 
 
 def take_over(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -33,6 +40,24 @@ def refuse(named: Sequence[tuple[str, torch.Tensor]]) -> None:
                 f"and its gradient goes to ranks' parts: give imece.parallelize an optimizer in its place, "
                 f"or take strategy='replicate'"
             )
+
+
+@functools.cache
+def refuse_early_steps() -> None:
+    """From now on RuntimeError, in a step inside of a backward, for a parameter that is not reduced yet."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    if task.current() == task.NO_TASK:
+        return
+    ids = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for reducer in sharing.living():
+        # A hook on buckets may step what it has reduced. Alone, a rank's gradient is the mean.
+        if reducer.has_unsummed and reducer.hook is None and reducer.group.size() > 1:
+            for slot in reducer.slots:
+                if id(slot.parameter) in ids:
+                    raise refusals.early(optimizer, slot)
 
 
 def step(parameters: Iterable[torch.Tensor]) -> None:

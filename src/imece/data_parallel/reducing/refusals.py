@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from imece.data_parallel.reducing.buckets import Slot
 
 
@@ -19,6 +21,15 @@ def late(slot: Slot) -> RuntimeError:
     return RuntimeError(
         f"parameter {slot.name} got a gradient after its unit was over: backward did not go in the "
         f"opposite order of forward. Run both inside of `with model.gathered():`, and the step outside"
+    )
+
+
+def early(optimizer: torch.optim.Optimizer, slot: Slot) -> RuntimeError:
+    """A step in a hook on a parameter, say, which sees this rank's gradient: each rank would make another."""
+    return RuntimeError(
+        f"{type(optimizer).__name__} steps {slot.name} inside of backward, before its gradient is summed "
+        f"over the ranks: step when backward is over, or with DistributedDataParallel give the optimizer to "
+        f"torch.distributed.optim._apply_optimizer_in_backward"
     )
 
 

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 _living: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
+def living() -> list[Reducer]:
+    """All there are."""
+    return list(_living)
+
+
 class Sharing:
     """What one reducer has in common with others; empty for most."""
 

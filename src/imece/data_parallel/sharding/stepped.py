@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from imece.collectives import ops
 from imece.data_parallel.optimizer import parameters_of
+from imece.data_parallel.reducing import refusals
 from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharding.block_wise import followed
 from imece.data_parallel.sharding.parts import Part
@@ -170,6 +171,9 @@ class SteppedParts:
         """A step of it begins, or of one that shares its groups: perhaps inside of its own."""
         if optimizer is not self.optimizer and self._in_step not in (None, optimizer):
             return
+        if self._model.reducer.has_unsummed and self._parameters:
+            first = next(s for s in self._sharding.slots if s.parameter is self._parameters[0])
+            raise refusals.early(self.optimizer, first)
         self._model.before_step(self._number)
         if hasattr(self.optimizer, "found_inf") and not self._is_asking:
             raise RuntimeError(
