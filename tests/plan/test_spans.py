@@ -48,6 +48,7 @@ def test_what_is_gathered_once_a_step_is_drawn_whole() -> None:
         {"pipeline": 4, "interleave": 4, "micro_batch": 1},
         {"pipeline": 4, "interleave": 2, "micro_batch": 2, "batch": 16},
         {"tensor": 2},
+        {"context": 8, "gpu": "H200", "gpus": 1, "hosts": 8},
     ],
 )
 def test_lanes(changes: dict[str, object]) -> None:
@@ -64,7 +65,13 @@ def test_lanes(changes: dict[str, object]) -> None:
             assert other.start_s >= one.stop_s - 1e-9, (one, other)
     stage = stage_time(winner.setup, asked.cluster, IMECE)
     if asked.pipeline == 1:
-        for name, long in (("forward", stage.forward), ("backward", stage.backward)):
+        assert (stage.context > 0) == (asked.context == 8)
+        drawn = (
+            ("forward", stage.forward),
+            ("backward", stage.backward),
+            ("exposed: context", stage.context),
+        )
+        for name, long in drawn:
             assert sum(s.stop_s - s.start_s for s in found if s.name == name) == pytest.approx(long)
         if winner.setup.recipe.accumulation == 1 and asked.strategy == "zero2":  # gathered beside its forward
             (forward,) = (span for span in found if span.name == "forward")

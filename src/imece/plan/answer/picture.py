@@ -31,7 +31,7 @@ _SPANS = {
     "forward": "#6fa8dc", "recomputation": "#b4d0ec", "backward": "#1f4e8c", "optimizer": "#38761d",
     "sums within layers": "#f1c232", "waits for the CPU": "#d9d9d9", "gathers parameters": "#e69138",
     "sums gradients": "#cc4125", "exposed: parameters": "#f6c992", "exposed: gradients": "#e8a093",
-    "next forward": "#cfe2f3",
+    "exposed: context": "#a64d79", "next forward": "#cfe2f3",
 }  # fmt: skip
 _KINDS = (  # of ways, for the picture of all of them
     ("pipeline", "#741b47", "with a pipeline"),

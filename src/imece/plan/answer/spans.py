@@ -69,8 +69,10 @@ def _last_micro_batch(setup: Setup, cluster: Cluster, stage: StageTime) -> Itera
     for name, long in (
         ("forward", stage.forward),
         ("sums within layers", stage.tensor / 2),
+        ("exposed: context", stage.context / 2),
         ("recomputation", stage.recompute),
         ("backward", stage.backward),
+        ("exposed: context", stage.context / 2),
         ("sums within layers", stage.tensor / 2),
         ("waits for the CPU", stage.waiting),
     ):
