@@ -310,6 +310,8 @@ def test_who_interrupts_a_drill_is_given_no_advice(status: int) -> None:
         (["--ranks", "2", "--signal", "STOP", "--silent-s", "0", "x.py"], "--silent-s"),
         (["--ranks", "2", "--killz", "3", "x.py"], "did you mean --kills?"),
         (["--ranks", "0", "x.py"], "--ranks 0"),
+        (["--ranks", "1", "x.py"], "--ranks 1: a drill needs 2 ranks"),
+        (["--ranks", "2", "--log-dir", "", "x.py"], "--log-dir: there is nothing after it"),
         (["--ranks", "2", "--json", "/dev/null/all.json", __file__], "/dev/null"),
     ],
 )

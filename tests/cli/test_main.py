@@ -103,6 +103,8 @@ def test_help_and_version() -> None:
         ("launch --ranks 2 -m missing_module", "'missing_module'"),
         ("launch --ranks 2 -m ../x", "'../x'"),
         ("launch --ranks 2 -m __main__", "'__main__'"),
+        ("launch --ranks 2 -m tests/conftest.py", "that is a script and no module; leave -m out"),
+        ("launch --ranks 1 --log-dir= tests/conftest.py", "--log-dir: there is nothing after it"),
         ("launch --ranks 2 --no-python missing-program", "'missing-program'"),
         ("launch -m --no-python --ranks 2 x", "exclude"),
         ("launch --rank 2 x.py", "did you mean --ranks?"),

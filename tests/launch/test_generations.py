@@ -166,10 +166,16 @@ def test_the_last_that_lost_their_peers_end_the_run_at_once() -> None:
 def test_too_few() -> None:
     run = Run(min_ranks=3)
     assert isinstance(run.ends(0), GoOn)
-    assert isinstance(run.ends(1), End)
+    assert ended(run.ends(1)).why == "; fewer than --min-ranks 3 were left"
     run = Run(min_ranks=3, restart=True)
     assert isinstance(run.ends(0, 1), StartAgain)
-    assert isinstance(Run().ends(0, 1, 2, 3), End)
+    assert ended(Run().ends(0, 1, 2, 3)).why == ""
+    run = Run(min_ranks=4, restart=True, max_restarts=1)
+    assert isinstance(run.ends(0), StartAgain)
+    too_few = "; fewer than --min-ranks 4 were left; --max-restarts 1 is used up"
+    assert ended(run.ends(1)).why == too_few
+    run.resilient = False
+    assert ended(run.ends(2)).why == "; --max-restarts 1 is used up"
 
 
 def test_others_that_do_not_go_on() -> None:

@@ -87,3 +87,24 @@ def test_ranks_that_lost_each_other_meet_anew(clock: Clock) -> None:
     why = "rank 1 lost the connection to others, though no rank has ended"
     assert host.published == [Generation(0, (0, 1)), Generation(1, (0, 1), (why,))]
     assert host.said == [f"imece: {why}; 2 ranks go on"]
+
+
+@pytest.mark.parametrize(
+    ("status", "failure", "said"),
+    [
+        (1, None, "failed with exit status 1; rank 1 had finished before; the other rank was ended"),
+        (1, Failure(0.0, "ValueError", "no", False), "(exit status 1); the other rank was ended"),
+        (-11, None, "a segmentation fault; the other rank was ended"),
+    ],
+)
+def test_who_had_finished_may_be_why_another_fails(
+    clock: Clock, status: int, failure: Failure | None, said: str
+) -> None:
+    """torch's own collectives raise errors of many kinds where a rank has gone."""
+    host = FakeHost(0)
+    host.resilient = False
+    ours = Job(Limits(3), 30.0, False, {0: host}, 3)
+    ours.start()
+    ours.ended({1: Ending(1, 101, 0, 0.0)}, clock.now)
+    ours.ended({2: Ending(2, 102, status, 0.0, failure)}, clock.now)
+    assert ours.outcome().line.startswith("imece: rank 2 (pid 102) ") and ours.outcome().line.endswith(said)

@@ -30,10 +30,14 @@ def test_it_does_not_matter_where_reads_cut(text: bytes, cuts: list[int]) -> Non
     assert target.getvalue() == (b"".join(b"[rank 3] %s\n" % line for line in lines) if text else b"")
 
 
-def test_long_lines_come_in_pieces() -> None:
-    target = io.BytesIO()
-    RankOutput(0, Outlet(target), Printed()).feed(b"x" * 200_000)
+def test_long_lines_come_in_pieces(tmp_path: Path) -> None:
+    target, log = io.BytesIO(), LogFile(tmp_path / "log")
+    output = RankOutput(0, Outlet(target), Printed(), log)
+    output.feed(b"x" * 200_000)
     assert 130_000 < target.getvalue().count(b"x") < 200_000
+    output.feed(b"y\n")
+    log.close()
+    assert (tmp_path / "log").read_bytes() == b"x" * 200_000 + b"y\n", "there it is one line"
 
 
 def test_tracebacks_are_repeated_only_if_others_spoke_since() -> None:

@@ -56,6 +56,8 @@ class DrillOptions(LaunchOptions):
         for name, seconds in (("--every-s", self.every_s), ("--start-s", self.start_s)):
             if not 0 < seconds <= _MAX_SECONDS:
                 raise ValueError(f"{name} {seconds}: more than 0 and up to {_MAX_SECONDS:.0f} seconds")
+        if self.all_ranks < 2:
+            raise ValueError(f"--ranks {self.ranks}: a drill needs 2 ranks, so that one survives")
         if not 1 <= self.together < self.all_ranks:
             raise ValueError(
                 f"--together {self.together}: at least 1, and fewer than the {self.all_ranks} ranks, "

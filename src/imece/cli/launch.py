@@ -123,6 +123,9 @@ def read(
     with_value: those of `kind` that LaunchOptions has not and that take a value.
     """
     own, command = split(argv, with_value)
+    for before, word in zip(["", *own], own, strict=False):
+        if not word or (word.startswith("--") and word.endswith("=")):
+            raise UserError(f"{word[:-1] or before}: there is nothing after it; is a variable not set?")
     own, needless = hosts.as_ours(_counted(own))
     typed = {word.partition("=")[0].replace("_", "-") for word in own if word.startswith("-")}
     known = {*_WITH_VALUE, *with_value, "-m", "--module", "--no-python", "--standalone"}
@@ -225,6 +228,8 @@ def program(command: Sequence[str], options: LaunchOptions) -> list[str]:
     if any("\0" in word for word in command):
         raise UserError("a NUL byte among the script's arguments")
     if options.module:
+        if name.endswith(".py") and os.path.exists(name):
+            raise UserError(f"-m {name}: that is a script and no module; leave -m out")
         if not _module_exists(name):
             raise UserError(f"there is no module {name!r} that Python finds from {os.getcwd()}")
         return [sys.executable, "-m", name, *arguments]

@@ -269,10 +269,12 @@ class Generations:
 
     def _after_death(self, go_on: Callable[[Sequence[int]], bool], now: float) -> Verdict | None:
         living = self._living()
-        if len(living) < max(1, self._limits.min_ranks) or not self.all_go_on(go_on):
+        least, all_go_on = self._limits.min_ranks, self.all_go_on(go_on)
+        if len(living) < max(1, least) or not all_go_on:
             if self.stopping:
                 return None
-            return self._start_again(now) if self._limits.restart else self._end()
+            too_few = f"; fewer than --min-ranks {least} were left" if living and all_go_on else ""
+            return self._start_again(now, too_few) if self._limits.restart else self._end(too_few)
         # One that had not joined holds up nobody's steps: it is no sign that the others are in a loop.
         joined = [member for member in self._failed if member in self.newest.members]
         if joined and not self.stopping and self._is_loop(now):
@@ -313,14 +315,17 @@ class Generations:
         leaving = tuple(member for member in members if member in self.leaving)
         return Generation(self.newest.number + 1, members, lost, leaving)
 
-    def _start_again(self, now: float) -> Verdict:
+    def _start_again(self, now: float, why: str = "") -> Verdict:
+        """why: in words, why nobody goes on, if that is to be said."""
         if self._is_loop(now):
             return self._end(f", the {_LOOP}rd time in a row that ranks ended without finishing a step")
         cause = first_cause(list(self._failed.values()))
         limit = self._limits.max_restarts
         too_few = len(self.places) < self._limits.min_ranks
-        if cause is None or too_few or (limit is not None and self.starts >= limit):
-            return self._end()
+        if limit is not None and self.starts >= limit:
+            return self._end(f"{why}; --max-restarts {limit} is used up" if limit else why)
+        if cause is None or too_few:
+            return self._end(why)
         self.starts += 1
         self._failed, self.blame_at = {}, None
         wait_s = self._back_off_s()

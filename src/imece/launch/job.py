@@ -162,8 +162,10 @@ class Job:
         others = len(self._asked_to_end)
         ended = f"; the other {others} ranks were ended" if others > 1 else "; the other rank was ended"
         finished = [ending.rank for ending in self._endings.values() if ending.ok]
-        left = f"; rank {finished[0]} had finished before" if finished and cause.because_of_peer else ""
-        line = f"imece: {cause.describe()}{self._why}{left or (ended if others else '')}"
+        # Perhaps that is why: an exception that says nothing else, or one of a script that tells us nothing.
+        may_be_why = cause.status > 0 and (cause.failure is None or cause.because_of_peer)
+        left = f"; rank {finished[0]} had finished before" if finished and may_be_why else ""
+        line = f"imece: {cause.describe()}{self._why}{left}{ended if others else ''}"
         return Outcome(128 - cause.status if cause.status < 0 else cause.status or 1, line, cause)
 
     @property

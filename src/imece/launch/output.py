@@ -15,7 +15,7 @@ from typing import BinaryIO, TextIO
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _TAKEN_BYTES = select.PIPE_BUF  # that a pipe which is ready for any takes without waiting
-_LONGEST_BYTES = 65_536  # a longer line is passed on in pieces
+_LONGEST_BYTES = 65_536  # a longer line is passed on in pieces, of which each is shown as one
 _KEPT_LINES = 100
 _COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)  # no red: that is for what went wrong
 _TORCHS_PREFIX = re.compile(rb"^\[rank\d+\]: ")  # before tracebacks
@@ -122,14 +122,14 @@ class LogFile:
     def begin(self, rank: int, pid: int) -> None:
         """From here on it is another process' output."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        self.write(b"--- rank %d is pid %d since %s" % (rank, pid, now.encode()))
+        self.write(b"--- rank %d is pid %d since %s\n" % (rank, pid, now.encode()))
 
-    def write(self, line: bytes) -> None:
-        """Append one line. A full disk ends the file and not the job."""
+    def write(self, data: bytes) -> None:
+        """Append it. A full disk ends the file and not the job."""
         if self._file is None:
             return
         try:
-            self._file.write(line + b"\n")
+            self._file.write(data)
         except OSError as error:
             self.close()
             say(f"imece: {self._path} is not written any more: {error.strerror}")
@@ -169,7 +169,7 @@ class RankOutput:
         for piece in pieces:
             self._line(piece)
         while len(self._partial) > _LONGEST_BYTES:
-            self._line(self._partial[:_LONGEST_BYTES])
+            self._line(self._partial[:_LONGEST_BYTES], ends=False)
             self._partial = self._partial[_LONGEST_BYTES:]
 
     def finish(self) -> None:
@@ -196,10 +196,11 @@ class RankOutput:
             prefix = b"\x1b[%dm%s\x1b[0m" % (_COLOURS[self.rank % len(_COLOURS)], prefix)
         self.target.write(b"%s %s\n" % (prefix, line))
 
-    def _line(self, line: bytes) -> None:
+    def _line(self, line: bytes, *, ends: bool = True) -> None:
+        """ends: or it is a piece of one that goes on."""
         line = _TORCHS_PREFIX.sub(b"", line)
         self.printed.lines += 1
         self._kept.append((self.printed.lines, line))
         if self.log is not None:
-            self.log.write(line)
+            self.log.write(line + b"\n" if ends else line)
         self.show(line)
