@@ -80,13 +80,13 @@ def _head(files: RunFiles) -> str:
     if not done:
         state = "No step is recorded yet."
     elif files.ended:
-        state = f"Ended after step {done:,} of {total:,}: {_text(files.ended)}."
+        state = f"Ended after step {done:,} of {total:,}: {_text(files.ended.rstrip('.'))}."
     elif done >= total:
         state = f"Finished: {done:,} of {total:,} steps."
     else:
         state = f"Step {done:,} of {total:,}: the run goes on, or was killed here."
     if files.records and (at := files.records[-1].get("time")):
-        state += time.strftime(" The last one ended on %Y-%m-%d at %H:%M UTC.", time.gmtime(at))
+        state += time.strftime(" The last step ended on %Y-%m-%d at %H:%M UTC.", time.gmtime(at))
     return f'<h1>{_text(files.name)}</h1>\n<p class="under">{state}</p>'
 
 
