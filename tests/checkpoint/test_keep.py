@@ -171,7 +171,7 @@ def test_a_run_that_begins_anew_removes_none_of_later_steps(tmp_path: Path) -> N
             for step in steps:
                 assert ranks.save(step, state_of(step), metric=1 / step)
         assert all_steps(tmp_path) == list(steps)
-        said = alarm.format("and this job has not written them:")
+        said = alarm.format("written before this run began or was taken up again:")
         assert ranks.alarms == [[said] if said else [], []]
     assert_whole(newest_whole(tmp_path / "left-1"), 300, 2)
     assert_whole(best(tmp_path / "left-2", print), 100, 2)

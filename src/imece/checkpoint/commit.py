@@ -145,7 +145,8 @@ def prune(folder: Path, step: int, keep: int, session: str) -> str | None:
         return None
     aside = files.set_aside(folder, others)
     names = ", ".join(path.name for path in reversed(others))
-    return f"{names}: of later steps than {step}, and this job has not written them: set aside in {aside}"
+    before = "written before this run began or was taken up again"
+    return f"{names}: of later steps than {step}, {before}: set aside in {aside}"
 
 
 def what_stays(folder: Path) -> str:
