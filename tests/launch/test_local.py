@@ -282,7 +282,9 @@ def test_ranks_that_ignore_signals(script: Script, grace: bool) -> None:
         if not grace:
             time.sleep(1.2)
             launcher.signal(signal.SIGINT)
-        assert launcher.wait(20).status == 130
+        outcome = launcher.wait(20)
+    killed = "imece: ended by SIGINT, passed on to 1 ranks, of which 1 had to be killed"
+    assert outcome.status == 130 and outcome.err.splitlines()[-1] == killed
 
 
 def test_signals_and_output_do_not_wait_for_torch(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:

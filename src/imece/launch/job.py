@@ -43,6 +43,7 @@ class Job:
         self._got_signal: int | None = None
         self._passed_on = 0  # to how many ranks
         self._signalled_where = ""
+        self._killed: set[int] = set()  # after a signal, for they had not ended in time
         self._asked_to_end: set[int] = set()
         self._let_go: set[int] = set()  # those whom nobody needs any more
         self._replacements: list[tuple[float, int]] = []  # when, slot
@@ -79,6 +80,11 @@ class Job:
         self._endings |= endings
         if self._over:
             self._causes += endings.values()
+        if self._got_signal is not None:
+            killed = {
+                m for m, each in endings.items() if each.by_our_signal and each.status == -signal.SIGKILL
+            }
+            self._killed |= killed - self._let_go
         open_question = not self._over and self._again_at is None
         judged = {m: ending for m, ending in endings.items() if open_question and m not in self._let_go}
         for member in endings.keys() - judged.keys():
@@ -153,7 +159,8 @@ class Job:
         if self._got_signal is not None:
             name = signal.Signals(self._got_signal).name
             line = f"imece: ended by {name}{self._signalled_where}, passed on to {self._passed_on} ranks"
-            return Outcome(128 + self._got_signal, line)
+            killed = f", of which {len(self._killed)} had to be killed" if self._killed else ""
+            return Outcome(128 + self._got_signal, line + killed)
         cause = first_cause(self._causes)
         if cause is None:
             return Outcome(0)
