@@ -174,7 +174,7 @@ def impatient(folder: str) -> None:
         ranks = psutil.Process().children(recursive=True)
         assert len(ranks) == 3
         running.kill(signal.SIGINT)
-        time.sleep(0.3)  # the first one is noted, and waits for the step's end
+        time.sleep(1.3)  # the first one is noted, and waits for the step's end; two within a second are one
         assert running.running()
         running.kill(signal.SIGINT)
         outcome = running.wait(20)
