@@ -16,7 +16,8 @@ import imece
 from imece.checkpoint import Checkpoints, Slice, open_checkpoint
 from imece.checkpoint.deal import kinds
 from imece.checkpoint.files import step_folder
-from imece.checkpoint.kept import Kept
+from imece.checkpoint.kept import Entry, Kept
+from imece.checkpoint.plain import by_key, plain, value_of
 from imece.checkpoint.training_state import OPTIMIZER, TrainingState
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
@@ -201,7 +202,7 @@ def test_any_loads_any(tmp_path: Path, make: str) -> None:
 
 
 KEYS = {
-    "own": {"step:int", "sum:float", "begun:bool", "codes", "scale", "table"},
+    "own": {"step:int", "sum:float", "begun:bool", "nothing:none", "codes", "scale", "table"},
     "bitsandbytes": {"step:int", "state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2"},
     "torchao": {"step", "exp_avg", "exp_avg_sq"}
     | {
@@ -300,9 +301,9 @@ def test_numbers_come_back_as_they_were() -> None:
     again = own(nn.ParameterList([parameter]))
     Kept(again).put(parameter, {key: each for key, (each, _) in Kept(optimizer).entries(parameter).items()})
     after = again.state[parameter]
-    for key in ("step", "sum", "begun"):
+    for key in ("step", "sum", "begun", "nothing"):
         assert type(after[key]) is type(before[key]) and after[key] == before[key]
-    assert set(after) == set(before) - {"nothing"}
+    assert set(after) == set(before)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +323,7 @@ def test_a_count_of_steps_lies_where_torch_has_it(options: dict[str, bool], wher
     assert found == {"step": where, "exp_avg": "meta", "exp_avg_sq": "meta"}
 
 
-def test_no_number_without_the_lists_that_it_counts() -> None:
+def test_lists_come_back_as_they_were() -> None:
     weight = nn.Parameter(torch.ones(3))
     optimizer = LBFGS([weight], max_iter=3)
 
@@ -333,12 +334,33 @@ def test_no_number_without_the_lists_that_it_counts() -> None:
         return loss
 
     optimizer.step(closure)
-    assert optimizer.state[weight]["n_iter"] and optimizer.state[weight]["old_dirs"]
-    found = Kept(optimizer).entries(weight)
-    assert found and not [key for key in found if ":" in key]
+    before, found = weight.detach().clone(), Kept(optimizer).entries(weight)
+    found = {key: Entry(each.clone(), per) for key, (each, per) in found.items()}
+    assert optimizer.state[weight]["old_dirs"] and "old_dirs:list:0" in found
+    optimizer.step(closure)
+    expected = weight.detach().clone()
     optimizer.state.clear()
     Kept(optimizer).put(weight, {key: each for key, (each, _) in found.items()})
+    with torch.no_grad():
+        weight.copy_(before)
     optimizer.step(closure)
+    assert torch.equal(weight, expected) and not torch.equal(weight, before)
+
+
+def test_what_values_are_made_of() -> None:
+    value: dict[str, Any] = {
+        "a/b": [1, 2.5, (True, None)],
+        "empty": [[], {}, ""],
+        "text:": "ä",
+        "tensor": torch.ones(2),
+    }
+    found = dict(plain("key", value))
+    assert all(type(each) is Tensor for each in found.values()) and not any("/" in name for name in found)
+    again = value_of(by_key(found)["key"])
+    assert torch.equal(again.pop("tensor"), value.pop("tensor")) and again == value
+    for other in (object(), {1: 2}, [object()]):
+        with pytest.raises(TypeError, match="key"):
+            dict(plain("key", other))
 
 
 def test_of_another_optimizer() -> None:

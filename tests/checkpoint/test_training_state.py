@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from torch.optim import Adagrad, Adam, AdamW, Muon, Optimizer
 
 import imece
 from imece.checkpoint import Checkpoints, Saved, Slice, open_checkpoint
+from imece.checkpoint.deal import kinds
 from imece.checkpoint.files import step_folder
-from imece.checkpoint.training_state import MADE_BY, OPTIMIZER, TrainingState
+from imece.checkpoint.training_state import MADE_BY, NUMBERS, OPTIMIZER, TrainingState
 from imece.checkpoint.weights import MODEL, check_shapes
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
@@ -364,3 +366,245 @@ def test_what_a_kind_of_this_optimizer_kept(tmp_path: Path, mesh: object) -> Non
     again, another = small(MOMENTUM["SGD"])
     TrainingState(again, [another]).load(unnamed)
     assert [set(each) for each in another.state.values()] == [{"exp_avg", "exp_avg_sq", "step"}] * 2
+
+
+# ---------------------------------------------------------------- groups
+
+Groups = Callable[[nn.Linear], list[Optimizer]]
+
+
+class Counting(AdamW):
+    """A count of its own, a number for each of three things, and a text."""
+
+    def __init__(self, parameters: Any, count: int = 0, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        for group in self.param_groups:
+            group |= {"k": count, "scales": torch.ones(3), "mode": "x"}
+
+
+def linear(groups: Groups, strategy: str, dtype: torch.dtype = torch.float32) -> tuple[Any, list[Optimizer]]:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 1).to(dtype)
+    wrapped, optimizers = imece.parallelize(model, groups(model), strategy)
+    return wrapped, optimizers
+
+
+def linear_steps(model: DistributedDataParallel, optimizers: list[Optimizer], steps: range) -> None:
+    for step in steps:
+        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        model(inputs.to(weights(model).dtype)).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def saved_linear(folder: Path, model: DistributedDataParallel, optimizers: list[Optimizer]) -> Saved:
+    with crew(folder, 1) as ranks:
+        assert ranks.save(0, TrainingState(model, optimizers).tensors())
+    return open_checkpoint(step_folder(folder, 0))
+
+
+def apart(model: nn.Linear, **options: Any) -> list[Optimizer]:
+    return [
+        Counting(
+            [{"params": model.weight, "weight_decay": 0.1}, {"params": model.bias, "weight_decay": 0}],
+            **options,
+        )
+    ]
+
+
+def in_another_order(model: nn.Linear) -> list[Optimizer]:
+    return [
+        Counting([{"params": model.bias}, {"params": model.weight}], lr=torch.tensor(0.5), weight_decay=0.5)
+    ]
+
+
+def two(model: nn.Linear) -> list[Optimizer]:
+    return [AdamW([model.bias], lr=0.25), Counting([model.weight], lr=0.5)]
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+def test_numbers_find_their_group(tmp_path: Path, mesh: object, strategy: str) -> None:
+    """By the parameters in it and their names, wherever it stands and in whatever order they were given."""
+    model, optimizers = linear(lambda model: apart(model, count=5, lr=0.25, betas=(0.5, 0.99)), strategy)
+    torch.optim.lr_scheduler.StepLR(optimizers[0], 1)  # adds initial_lr
+    saved = saved_linear(tmp_path, model, optimizers)
+    for groups in (in_another_order, two):
+        again, others = linear(groups, strategy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            TrainingState(again, others).load(saved)
+        bias, weight = (group for each in others for group in each.param_groups)
+        for group, decay in ((weight, 0.1), (bias, 0)):
+            assert float(group["lr"]) == group["initial_lr"] == 0.25 and group["weight_decay"] == decay
+            assert group["betas"] == (0.5, 0.99) and group["eps"] == 1e-8
+            assert type(group["k"]) is int and group["k"] == 5
+        assert isinstance(weight["lr"], Tensor) == (groups is in_another_order)
+
+
+def test_other_groups_keep_their_numbers(tmp_path: Path, mesh: object) -> None:
+    model, optimizers = linear(lambda model: [AdamW(model.parameters(), lr=0.25)], "zero1")
+    saved = saved_linear(tmp_path / "one", model, optimizers)
+    again, others = linear(two, "zero1")
+    with pytest.warns(UserWarning, match="of those that begin with bias nothing is taken"):
+        TrainingState(again, others).load(saved)
+    assert [each.param_groups[0]["lr"] for each in others] == [0.25, 0.25]
+    tensors = TrainingState(model, optimizers).tensors()
+    old = {name: each for name, each in tensors.items() if not name.startswith(NUMBERS)}
+    with crew(tmp_path / "old", 1) as ranks:  # of before groups had names
+        assert ranks.save(0, old | {f"{NUMBERS}0": torch.ones(5, dtype=torch.float64)})
+    with pytest.warns(UserWarning, match="of those that begin with bias, weight nothing"):
+        TrainingState(again, others).load(open_checkpoint(step_folder(tmp_path / "old", 0)))
+    assert [each.param_groups[0]["lr"] for each in others] == [0.25, 0.25]
+
+
+# ---------------------------------------------------------------- what is kept of a parameter
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+def test_of_a_model_in_another_dtype(tmp_path: Path, mesh: object, strategy: str) -> None:
+    """The state is cast with the parameter, but for counts: as torch's load_state_dict does."""
+    model, optimizers = linear(lambda model: [AdamW(model.parameters())], strategy, torch.bfloat16)
+    linear_steps(model, optimizers, range(2))
+    saved = saved_linear(tmp_path, model, optimizers)
+    again, others = linear(lambda model: [AdamW(model.parameters())], strategy, torch.float64)
+    TrainingState(again, others).load(saved)
+    kept = [{key: value.dtype for key, value in each.items()} for each in others[0].state.values()]
+    assert kept == [{"step": torch.float32, "exp_avg": torch.float64, "exp_avg_sq": torch.float64}] * 2
+    linear_steps(again, others, range(2, 3))
+
+
+def test_an_option_that_needs_more_than_was_kept(tmp_path: Path, mesh: object) -> None:
+    model, optimizers = linear(lambda model: [AdamW(model.parameters())], "zero1")
+    linear_steps(model, optimizers, range(1))
+    saved = saved_linear(tmp_path, model, optimizers)
+    again, others = linear(lambda model: [AdamW(model.parameters(), amsgrad=True)], "zero1")
+    with pytest.raises(
+        UserError, match="weight was stepped without amsgrad=True, which cannot begin amid a run"
+    ):
+        TrainingState(again, others).load(saved)
+    assert not others[0].state
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.complex128))
+
+    def forward(self) -> Tensor:
+        return self.weight.abs().sum()
+
+
+def test_a_dtype_that_no_checkpoint_has(mesh: object) -> None:
+    wrapped, optimizer = imece.parallelize(model := Complex(), AdamW(model.parameters()), "zero1")
+    wrapped().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"'model/weight' is torch\.complex128"):
+        kinds(TrainingState(wrapped, [optimizer]).tensors())
+
+
+class Rows(Optimizer):
+    """Looks at whole matrices: keeps a vector of their rows, and lists. Of the weight [6, 1]."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], other: object = None) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.other = other
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state, gradient = self.state[parameter], parameter.grad.flatten(1)
+            if not state:
+                state |= {"step": 0, "row": torch.zeros(len(gradient)), "factors": [torch.zeros(6, 6), []]}
+                state |= {"other": self.other}
+            state["step"] += 1
+            state["row"] = 0.9 * state["row"] + gradient.square().mean(1)
+            state["factors"][0] += gradient @ gradient.T
+            update = state["factors"][0] @ (gradient / (state["row"].sqrt() + 0.1)[:, None])
+            parameter -= 0.1 / state["step"] * update / (1 + update.norm())
+
+
+def rows(strategy: str, other: object = None) -> tuple[DistributedDataParallel, list[Optimizer]]:
+    torch.manual_seed(0)
+    model = nn.Linear(1, 6, bias=False)
+    return imece.parallelize(model, [Rows(model.parameters(), other)], strategy)
+
+
+def rows_steps(model: DistributedDataParallel, optimizers: list[Optimizer], steps: range) -> None:
+    for step in steps:
+        optimizers[0].zero_grad()
+        model(torch.randn(4, 1, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        optimizers[0].step()
+
+
+@pytest.mark.parametrize("saves", ["replicate", "zero1"])
+@pytest.mark.parametrize("loads", ["replicate", "zero1"])
+def test_what_is_kept_of_whole_matrices(tmp_path: Path, mesh: object, saves: str, loads: str) -> None:
+    """A tensor of as many elements but another shape keeps that; lists are all there."""
+    model, optimizers = rows(saves)
+    rows_steps(model, optimizers, range(3))
+    saved = saved_linear(tmp_path, model, optimizers)
+    rows_steps(model, optimizers, range(3, 5))
+    again, others = rows(loads)
+    TrainingState(again, others).load(saved)
+    (kept,) = others[0].state.values()
+    assert kept["step"] == 3 and kept["row"].shape == (6,) and kept["factors"][1] == []
+    rows_steps(again, others, range(3, 5))
+    assert torch.equal(weights(again), weights(model))
+
+
+def test_of_rows_in_an_optimizer_that_has_stepped_before(mesh: object) -> None:
+    optimizer = Rows([weight := nn.Parameter(torch.ones(6, 1))])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    imece.parallelize(nn.ParameterList([weight]), optimizer, "zero1")
+    assert [each["row"].shape for each in optimizer.state.values()] == [(6,)]
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+def test_nothing_is_kept_by_halves(mesh: object, strategy: str) -> None:
+    model, optimizers = rows(strategy, other=object())
+    rows_steps(model, optimizers, range(1))
+    state = TrainingState(model, optimizers)
+    with pytest.warns(
+        UserWarning, match="what Rows keeps of weight is left out, .* other is of the type object"
+    ):
+        tensors = state.tensors()
+    assert not [name for name in tensors if name.startswith((OPTIMIZER, MADE_BY))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        assert set(state.own()) == {f"{MODEL}weight"}
+
+
+class Scaled(nn.Linear):
+    """What it has beside parameters and buffers."""
+
+    extra: object = None
+
+    def get_extra_state(self) -> object:
+        return self.extra
+
+    def set_extra_state(self, state: object) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+def test_extra_states_of_modules(tmp_path: Path, mesh: object, strategy: str) -> None:
+    def make() -> tuple[DistributedDataParallel, list[Optimizer], Scaled]:
+        model = nn.Sequential(inner := Scaled(2, 2))
+        return *imece.parallelize(model, [AdamW(model.parameters())], strategy), inner
+
+    model, optimizers, inner = make()
+    inner.extra = {"amax": 5.0, "history": torch.arange(3)}
+    saved = saved_linear(tmp_path, model, optimizers)
+    again, others, found = make()
+    TrainingState(again, others).load(saved)
+    assert isinstance(found.extra, dict) and found.extra["amax"] == 5.0
+    assert torch.equal(found.extra["history"], torch.arange(3))
+    state = TrainingState(model, optimizers)
+    first = state.own()
+    inner.extra = {"amax": 6.0}
+    assert state.own() is not first and state.own()["extra/0/state:dict:amax:float"] == 6.0
+    inner.extra = object()
+    with pytest.warns(UserWarning, match=r"extra state of 0 \(Scaled\) is left out"):
+        assert not [name for name in state.tensors() if name.startswith("extra/")]

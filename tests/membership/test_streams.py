@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import imece
@@ -77,6 +77,16 @@ class Asked(Pieces):
         super().fill(target, name, start)
 
 
+class Known(nn.Identity):
+    """Has an extra state."""
+
+    def get_extra_state(self) -> int:
+        return 7
+
+    def set_extra_state(self, state: int) -> None:
+        assert state == 7
+
+
 def is_found_again(state: TrainingState, optimizer: Optimizer) -> None:
     """What is copied after each step is looked for when it lies elsewhere, or has to be made."""
     own = state.own()
@@ -103,6 +113,8 @@ def ask() -> list[int]:
     for kind in kinds:
         for strategy in ("zero1", "zero3"):
             plain = network()
+            if kind is Blocks:
+                plain = nn.Sequential(plain, Known())
             model, optimizer = imece.parallelize(plain, kind(plain.parameters()), strategy)
             inputs, targets = batch(0)
             torch.nn.functional.mse_loss(model(inputs), targets).backward()

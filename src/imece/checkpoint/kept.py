@@ -1,29 +1,23 @@
-"""What an optimizer keeps of a parameter, as plain tensors: checkpoints and copies in memory hold no others.
-
-KEY          a tensor
-KEY:int      a number, without dims; int, float or bool
-KEY:scale    one of the tensors that make up a tensor: torchao's have codes, scale and qmap
-"""
+"""What an optimizer keeps of a parameter, as plain tensors (plain.py)."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from imece.checkpoint.plain import by_key, plain, value_of
+from imece.data_parallel.optimizer import may_be_cut
 from imece.data_parallel.sharding.block_wise import elements_per, join
 
-_NUMBERS = {
-    "bool": (bool, torch.bool),
-    "int": (int, torch.int64),
-    "float": (float, torch.float64),
-}  # a bool is an int to isinstance
+# What torch's own optimizers take for granted in a state that has anything, by the option for which they do.
+_NEEDED = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
 
 
 class Entry(NamedTuple):
@@ -39,6 +33,7 @@ class Kept:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._per = optimizer, elements_per(optimizer)
+        self._may_be_cut = may_be_cut(optimizer)
 
     def state(self, parameter: Tensor) -> dict[str, Any]:
         """As the optimizer has it. Empty before the first step."""
@@ -52,21 +47,36 @@ class Kept:
         return ".".join(kind.__name__ for kind in kinds)
 
     def entries(self, parameter: Tensor) -> dict[str, Entry]:
-        """By key. Empty before the first step."""
+        """By key. Empty before the first step. TypeError, with the key, for what is not made of tensors."""
         found = {}
-        for key, value in _plain(self.state(parameter)):
-            per = self._per.get(_last(key), 1)
-            spread = per and value.ndim and value.numel() == math.ceil(parameter.numel() / per)
-            found[key] = Entry(value, per if spread else 0)
+        for name, kept in self.state(parameter).items():
+            for key, value in plain(name, kept):
+                per = self.per(key, value.shape, parameter.shape)
+                spread = per and value.ndim and value.numel() == math.ceil(parameter.numel() / per)
+                found[key] = Entry(value, per if spread else 0)
         return found
 
-    def per(self, key: str, saved: tuple[int, ...], shape: tuple[int, ...]) -> int:
-        """`Entry.per` of a saved tensor; shape: of the whole parameter."""
-        spread = shape and saved and math.prod(saved) == math.prod(shape)
-        return self._per.get(_last(key), 1 if spread else 0)
+    def per(self, key: str, kept: tuple[int, ...], shape: tuple[int, ...]) -> int:
+        """`Entry.per` of a tensor of the shape `kept`; shape: of the parameter, both whole or both a part.
 
-    def put(self, parameter: Tensor, found: Mapping[str, Tensor]) -> None:
+        What an optimizer that looks at whole matrices keeps of one of [6, 1] may well have 6 elements and be
+        of its rows; only where matrices may be cut belongs each to one of the parameter's, in any shape.
+        """
+        alike = math.prod(kept) == math.prod(shape) if self._may_be_cut else kept == shape
+        return self._per.get(key.rpartition(":")[2], 1 if kept and shape and alike else 0)
+
+    def lacks(self, parameter: Tensor, keys: Collection[str]) -> str:
+        """The option for which its next step would look for a key that is not among these; "" for none."""
+        there = {key.partition(":")[0] for key in keys}
+        if not there or not type(self._optimizer).__module__.startswith("torch."):
+            return ""
+        group = self._group(parameter)
+        return next((each for each, key in _NEEDED.items() if group.get(each) and key not in there), "")
+
+    def put(self, parameter: Tensor, found: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
         """The inverse of `entries`: this, and nothing of what was kept before.
+
+        dtype: that of the parameter of which it was kept; tensors of the same get the dtype that it has now.
 
         ValueError for tensors in tensors that are none of this optimizer's.
         """
@@ -74,26 +84,27 @@ class Kept:
         if not found:
             return
         state = self._optimizer.state[parameter]
-        inner: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        for key, value in found.items():
-            of, _, last = key.rpartition(":")
-            if not of:
-                state[key] = value if self._stays(parameter, key, value) else _beside(parameter, value)
-            elif last in _NUMBERS:
-                state[of] = value.item()
-            else:
-                inner[of][last] = value
-        for key, values in inner.items():
-            state[key] = join(self._optimizer, parameter, values)
+        for key, each in by_key(found).items():
+            beside = functools.partial(self._beside, parameter, key, dtype)
+            state[key] = value_of(each, beside, lambda inner: join(self._optimizer, parameter, inner))
 
-    def _stays(self, parameter: Tensor, key: str, value: Tensor) -> bool:
-        """Whether it is for the CPU, wherever the parameter is, as for torch's load_state_dict: on a GPU each
-        step would wait for each count, unless what steps is a kernel there too.
+    def _beside(self, parameter: Tensor, key: str, dtype: torch.dtype | None, value: Tensor) -> Tensor:
+        """As torch's load_state_dict has it: what is of the parameter's dtype stays so, but for counts. These
+        stay on the CPU, as on a GPU each step would wait for each, unless what steps is a kernel there too.
         """
-        if key != "step" or value.ndim:
-            return False
-        there = [each for each in self._optimizer.param_groups if each.get("capturable") or each.get("fused")]
-        return not any(parameter is each for group in there for each in group["params"])
+        if key == "step":
+            group = self._group(parameter)
+            stays = not (value.ndim or group.get("capturable") or group.get("fused"))
+            return value if stays else value.to(parameter.device)
+        alike = value.dtype == dtype and value.ndim
+        return _laid_beside(parameter, value.to(parameter.dtype) if alike else value)
+
+    def _group(self, parameter: Tensor) -> Mapping[str, Any]:
+        return next(
+            group
+            for group in self._optimizer.param_groups
+            if any(parameter is each for each in group["params"])
+        )
 
 
 def are_alike(made_by: str, other: str) -> bool:
@@ -107,30 +118,9 @@ def shape_of(shape: tuple[int, ...], per: int) -> tuple[int, ...]:
     return shape if per == 1 else (math.ceil(math.prod(shape) / per),)
 
 
-def _beside(parameter: Tensor, value: Tensor) -> Tensor:
+def _laid_beside(parameter: Tensor, value: Tensor) -> Tensor:
     """On its device; with its strides where it has its shape, as an optimizer makes it: torch's fused ones on
     CPUs pair elements by where they lie in memory."""
     if value.shape != parameter.shape or parameter.is_contiguous():
         return value.to(parameter.device)
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-def _plain(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    # A count of steps means nothing without what the steps have left: LBFGS has that in lists, which are not
-    # kept, and begins anew.
-    numbers = all(isinstance(each, Tensor | int | float | None) for each in state.values())
-    for key, value in state.items():
-        if hasattr(value, "__tensor_flatten__"):  # torch's protocol for a tensor that is made of others
-            for name in value.__tensor_flatten__()[0]:
-                yield f"{key}:{name}", getattr(value, name).detach()
-        elif isinstance(value, Tensor):
-            yield key, value.detach()
-        elif numbers and value is not None:
-            name, dtype = next(
-                (name, dtype) for name, (kind, dtype) in _NUMBERS.items() if isinstance(value, kind)
-            )
-            yield f"{key}:{name}", torch.tensor(value, dtype=dtype)
-
-
-def _last(key: str) -> str:
-    return key.rpartition(":")[2]

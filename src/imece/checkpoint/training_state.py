@@ -3,7 +3,11 @@
     model/NAME             a parameter, in the dtype in which it is updated; a buffer of the model's state
     optimizer/NAME/KEY     what its optimizer keeps of it: exp_avg, momentum_buffer, step, ... (kept.py)
     made_by/NAME/CLASSES   which optimizer that was: a name without elements
-    numbers/AT             of each optimizer's groups, what schedulers change: learning rates, momenta, betas
+    numbers/NAME/KEY       what schedulers change of a parameter group: lr, momentum, betas, ...; its name is
+                           that of the first of its parameters, in the model's order
+    extra/NAME/STATE       what a module's get_extra_state gives
+
+What is no tensor is made of some, with other keys: plain.py.
 
 A rank hands in what it holds: whole tensors that all ranks have alike, of which `deal` gives it a share to
 write; or slices that it alone owns. So nothing is gathered, and whoever loads asks for the elements it owns.
@@ -17,6 +21,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,18 +30,31 @@ from torch.optim import Optimizer
 from imece.checkpoint.deal import Slice
 from imece.checkpoint.kept import Entry, Kept, are_alike, shape_of
 from imece.checkpoint.load import Source
-from imece.checkpoint.manifest import DTYPE_NAMES, DTYPES
-from imece.checkpoint.weights import MODEL, buffers_of, check_shapes, fill, shaped, together
+from imece.checkpoint.plain import by_key, plain, value_of
+from imece.checkpoint.weights import (
+    EXTRA,
+    MODEL,
+    buffers_of,
+    check_shapes,
+    fill,
+    kept_names,
+    keys_of,
+    shaped,
+    together,
+    with_extra_state,
+)
 from imece.collectives.texts import gather_json
-from imece.data_parallel.optimizer import numbers_of, set_numbers
+from imece.data_parallel.optimizer import numbers_by_key, set_number
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.sharding.parts import Part
+from imece.data_parallel.sharding.stepped import whole_groups
 from imece.errors import UserError
 
 OPTIMIZER = "optimizer/"
 MADE_BY = "made_by/"
 NUMBERS = "numbers/"
+_STATE = "state"
 
 
 class TrainingState:
@@ -45,22 +63,24 @@ class TrainingState:
     def __init__(self, model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
         self._model, self._optimizers = model, [(each, Kept(each)) for each in optimizers]
         self._names: dict[Tensor, str] = {each: name for name, each in model.module.named_parameters()}
+        self._extra = list(with_extra_state(model.module))
+        self._left_out = set[object]()  # of which it was said
         self._own: dict[str, Tensor | Slice] = {}
         self._own_lay: list[tuple[Tensor, int]] = []  # what that was made of, and where in memory
 
     def tensors(self) -> dict[str, Tensor | Slice]:
         """All of it, as this rank has it. All ranks call it, after as many steps."""
         if isinstance(self._model, ShardedDataParallel):
-            return self._slices(self._model) | self._buffers() | self._numbers()
+            return self._slices(self._model) | self._of_rank_0() | self._numbers()
         found: dict[str, Tensor | Slice] = {
             MODEL + name: parameter.detach() for parameter, name in self._names.items()
         }
-        for parameter, kept in self._stepped():
-            entries = kept.entries(parameter)
+        for name, parameter, kept in self._stepped():
+            entries = self._entries(name, parameter, kept)
             for key, entry in entries.items():
-                found[_key(self._names[parameter], key)] = entry.tensor
-            found |= _made_by(self._names[parameter], kept.made_by if entries else "")
-        return found | self._buffers() | self._numbers()
+                found[_key(name, key)] = entry.tensor
+            found |= _made_by(name, kept.made_by if entries else "")
+        return found | self._of_rank_0() | self._numbers()
 
     def own(self) -> dict[str, Tensor | Slice]:
         """What of `tensors()` lies on this rank, without asking another: to be copied after each step.
@@ -85,11 +105,11 @@ class TrainingState:
     def _lay(self) -> list[tuple[Tensor, int]] | None:
         """What `own` finds of a sharded model, and where; None if some of it has to be made for it."""
         found = list(self._parts())
-        if not found:
+        if not found or self._extra:
             return None
         for module in self._model.module.modules():
             found += [each for each in module._buffers.values() if each is not None]
-        for stepped, kept in self._stepped():
+        for _, stepped, kept in self._stepped():
             for value in kept.state(stepped).values():
                 if type(value) is Tensor:
                     found.append(value)
@@ -103,13 +123,12 @@ class TrainingState:
         found: dict[str, Tensor | Slice] = {
             MODEL + name: each.detach() for each, name in self._names.items() if is_whole
         }
-        found |= {MODEL + name: each.detach() for name, each in buffers_of(self._model.module)}
+        found |= self._of_modules()
         for part in parts.values():
             found[MODEL + part.name] = Slice(part.parameter.detach(), part.shape, part.start)
-        for stepped, kept in self._stepped():
+        for name, stepped, kept in self._stepped():
             of = parts.get(stepped)
-            name = of.name if of else self._names[stepped]
-            for key, (value, per) in kept.entries(stepped).items():
+            for key, (value, per) in self._entries(name, stepped, kept).items():
                 found[_key(name, key)] = (
                     Slice(value.contiguous(), shape_of(of.shape, per), of.start // per)
                     if of is not None and per
@@ -137,13 +156,10 @@ class TrainingState:
             self._fill(saved, shapes)
 
     def _fill(self, saved: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        parts, keys = self._parts(), _saved_keys(saved)
-        steps = [
-            (part.name if (part := parts.get(each)) else self._names[each], part, each, kept)
-            for each, kept in self._stepped()
-        ]
+        keys = keys_of(saved, OPTIMIZER)
+        parts, steps = self._parts(), list(self._stepped())
         makers = _makers(saved)
-        for name, _, _, kept in steps:  # before anything is changed here
+        for name, stepped, kept in steps:  # before anything is changed here
             maker = makers.get(name, kept.made_by)
             if not are_alike(maker, kept.made_by):
                 then, now = (each.partition(".")[0] for each in (maker, kept.made_by))
@@ -151,40 +167,62 @@ class TrainingState:
                     f"{saved.folder}: {name} was stepped by {then}, not by {now}: take {then} again, or the "
                     "weights alone with imece.load_weights"
                 )
+            if lacking := kept.lacks(stepped, keys.get(name, ())):
+                raise UserError(
+                    f"{saved.folder}: {name} was stepped without {lacking}=True, which cannot begin amid a "
+                    "run: make the optimizer as it was, or take the weights alone with imece.load_weights"
+                )
         fill(self._model, saved)
-        for name, part, stepped, kept in steps:
+        of_model = kept_names(saved)  # in memory without those that are frozen
+        for name, stepped, kept in steps:
             found = {}
             for key in keys.get(name, ()):
                 per = kept.per(key, saved.shape(_key(name, key)), shapes[name])
-                found[key] = _read(saved, _key(name, key), per, part, stepped)
+                found[key] = _read(saved, _key(name, key), per, parts.get(stepped), stepped)
+            dtype = saved.dtype(MODEL + name) if name in of_model else None
             try:
-                kept.put(stepped, found)
+                kept.put(stepped, found, dtype)
             except ValueError as error:
                 raise UserError(f"{saved.folder}: {name} had another optimizer: {error}") from error
         self._take_numbers(saved)
 
     def _numbers(self) -> dict[str, Tensor | Slice]:
         return {
-            f"{NUMBERS}{at}": torch.tensor(numbers, dtype=torch.float64)
-            for at, (each, _) in enumerate(self._optimizers)
-            if (numbers := numbers_of(each))
+            name: tensor
+            for of, group in self._groups()
+            for key, value in numbers_by_key(group).items()
+            for name, tensor in plain(f"{NUMBERS}{of}/{key}", value)
         }
 
     def _take_numbers(self, saved: Source) -> None:
-        """A scheduler goes on from them. Other groups than before keep their own, with a warning."""
-        names = {name for name in saved.names() if name.startswith(NUMBERS)}
-        for name, mine in self._numbers().items():
-            if name not in names:  # of before there was this, or of memory, where `imece.steps` has them
-                continue
-            if saved.shape(name) == tuple(mine.shape):
-                optimizer, _ = self._optimizers[int(name.removeprefix(NUMBERS))]
-                set_numbers(optimizer, saved.tensor(name).tolist())
-            else:
-                warnings.warn(
-                    f"{saved.folder}: optimizer {name.removeprefix(NUMBERS)} had other parameter groups: its "
-                    "learning rates and what else schedulers change stay as they are now",
-                    stacklevel=4,
-                )
+        """A scheduler goes on from them. Other groups than before keep their own, with a warning.
+
+        Of what only one side has nothing is said: schedulers add some, as initial_lr.
+        """
+        kept = keys_of(saved, NUMBERS)
+        if not kept:  # in memory, where `imece.steps` has them
+            return
+        groups = dict(self._groups())
+        for of, group in groups.items():
+            found = {key: saved.tensor(f"{NUMBERS}{of}/{key}") for key in kept.get(of, ())}
+            for key, value in by_key(found).items():
+                set_number(group, key, value_of(value))
+        if other := groups.keys() ^ kept.keys():
+            names = ", ".join(sorted(other - {""}))  # "": before groups had names
+            warnings.warn(
+                f"{saved.folder}: it has other parameter groups than the optimizers here: of those that "
+                f"begin with {names} nothing is taken: learning rates and what else schedulers change stay",
+                stacklevel=4,
+            )
+
+    def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Of all optimizers, by name and not by place: another program may have them in another order."""
+        places = {id(each): at for at, each in enumerate(self._names)}
+        names = list(self._names.values())
+        for optimizer, _ in self._optimizers:
+            for group, parameters in whole_groups(optimizer):
+                if found := [places[id(each)] for each in parameters if id(each) in places]:
+                    yield names[min(found)], group
 
     def _slices(self, model: ShardedDataParallel) -> dict[str, Tensor | Slice]:
         sharding = model.sharding
@@ -192,13 +230,12 @@ class TrainingState:
         found: dict[str, Tensor | Slice] = {
             MODEL + name: each.detach() for each, name in self._names.items() if name not in sharded
         }
-        stepped = dict(self._stepped())
-        states = {parameter: kept.entries(parameter) for parameter, kept in stepped.items()}
-        keys = self._all_keys(model, states, stepped)
+        parts = {part.index: part for part in model.parts}
+        states = {each: self._entries(name, each, kept) for name, each, kept in self._stepped()}
+        keys = self._all_keys(model, states, {each: kept for _, each, kept in self._stepped()})
         # Ranks that hold the same shard hand in a piece of it each.
         replicas = sharding.groups.replicas
         share, shares = (replicas.rank(), replicas.size()) if replicas is not None else (0, 1)
-        parts = {part.index: part for part in model.parts}
         for index, slot in enumerate(sharding.slots):
             shape, part = tuple(slot.parameter.shape), parts.get(index)
             low, high = (part.numel * at // shares if part else 0 for at in (share, share + 1))
@@ -208,7 +245,8 @@ class TrainingState:
             maker, own_keys = keys.get(slot.name, ("", {}))
             found |= _made_by(slot.name, maker)
             for key, (dtype, per, own_shape) in own_keys.items():
-                value = states[part.parameter][key].tensor if part else torch.empty(0, dtype=DTYPES[dtype])
+                nothing = torch.empty(0, dtype=getattr(torch, dtype))
+                value = states[part.parameter][key].tensor if part else nothing
                 if per:
                     low, high = (value.numel() * at // shares for at in (share, share + 1))
                     own = value.contiguous().view(-1)[low:high]
@@ -220,13 +258,41 @@ class TrainingState:
                     found[_key(slot.name, key)] = Slice(own, tuple(own_shape), 0)
         return found
 
-    def _buffers(self) -> dict[str, Tensor | Slice]:
-        """Rank 0's: it is its buffers that the others get in a forward."""
+    def _entries(self, name: str, stepped: Tensor, kept: Kept) -> Mapping[str, Entry]:
+        """All that is kept of it, or nothing: a count of steps without what they have left would do harm."""
+        try:
+            return kept.entries(stepped)
+        except TypeError as error:
+            who = kept.made_by.partition(".")[0]
+            self._warn(kept, f"what {who} keeps of {name} is left out, and of others alike: {error}")
+            return {}
+
+    def _of_modules(self) -> dict[str, Tensor]:
+        """Buffers, and extra states."""
+        found = {MODEL + name: each.detach() for name, each in buffers_of(self._model.module)}
+        for name, module in self._extra:
+            try:
+                found |= plain(f"{EXTRA}{name}/{_STATE}", module.get_extra_state())
+            except TypeError as error:
+                what = f"the extra state of {name or 'the model'} ({type(module).__name__})"
+                self._warn(type(module), f"{what} is left out, and of others alike: {error}")
+        return found
+
+    def _of_rank_0(self) -> dict[str, Tensor | Slice]:
+        """It is its buffers that the others get in a forward."""
         first = self._model.process_group.rank() == 0
         return {
-            MODEL + name: Slice(each.contiguous() if first else each.new_empty(0), tuple(each.shape), 0)
-            for name, each in buffers_of(self._model.module)
+            name: Slice(each.contiguous() if first else each.new_empty(0), tuple(each.shape), 0)
+            for name, each in self._of_modules().items()
         }
+
+    def _warn(self, of: object, text: str) -> None:
+        """Once of each, where every checkpoint would say it anew."""
+        if of not in self._left_out:
+            self._left_out.add(of)
+            warnings.warn(
+                f"TrainingState: {text}, which is not made of tensors, numbers and texts", stacklevel=5
+            )
 
     def _all_keys(
         self,
@@ -239,7 +305,7 @@ class TrainingState:
         for part in model.parts:
             if part.start == 0 and (entries := states.get(part.parameter)):  # one rank has it
                 kinds = {
-                    key: (DTYPE_NAMES[value.dtype], per, [] if per else list(value.shape))
+                    key: (str(value.dtype).removeprefix("torch."), per, [] if per else list(value.shape))
                     for key, (value, per) in entries.items()
                 }
                 mine[part.name] = stepped[part.parameter].made_by, kinds
@@ -259,11 +325,13 @@ class TrainingState:
     def _parts(self) -> dict[Tensor, Part]:
         return {part.parameter: part for part in self._model.parts}
 
-    def _stepped(self) -> Iterator[tuple[Tensor, Kept]]:
+    def _stepped(self) -> Iterator[tuple[str, Tensor, Kept]]:
+        """By the name of the whole parameter."""
+        parts = self._parts()
         for optimizer, kept in self._optimizers:
             for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    yield parameter, kept
+                for each in group["params"]:
+                    yield parts[each].name if each in parts else self._names[each], each, kept
 
 
 def _key(name: str, key: str) -> str:
@@ -280,15 +348,6 @@ def _makers(saved: Source) -> dict[str, str]:
     """By parameter. None in what is only in memory, and in checkpoints of before there was this."""
     tags = [name.removeprefix(MADE_BY) for name in saved.names() if name.startswith(MADE_BY)]
     return {name: classes for name, _, classes in (tag.rpartition("/") for tag in tags)}
-
-
-def _saved_keys(saved: Source) -> dict[str, list[str]]:
-    keys: dict[str, list[str]] = defaultdict(list)
-    for name in saved.names():
-        if name.startswith(OPTIMIZER):
-            of, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
-            keys[of].append(key)
-    return keys
 
 
 def _read(saved: Source, name: str, per: int, part: Part | None, parameter: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """A model's weights out of a checkpoint, and nothing that optimizers keep: into any model, wrapped or not.
 
 model/NAME    a parameter, or a buffer that belongs to the model's state, by its name in the plain model
+extra/NAME/STATE    what a module's get_extra_state gives, as plain tensors (plain.py)
 held          what a rank has of one of them: all of it, or the part that it owns
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 from imece.checkpoint.load import Saved, Source, newest, open_checkpoint
 from imece.checkpoint.manifest import MANIFEST
+from imece.checkpoint.plain import by_key, value_of
 from imece.collectives.mistakes import tried
 from imece.collectives.texts import gather_texts
 from imece.data_parallel.replicate import DistributedDataParallel
@@ -24,7 +27,7 @@ from imece.errors import UserError
 
 Result = TypeVar("Result")
 
-MODEL = "model/"
+MODEL, EXTRA = "model/", "extra/"
 _SHOWN = 3
 
 
@@ -110,6 +113,13 @@ def buffers_of(plain: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
+def with_extra_state(plain: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that have more in a state dict than parameters and buffers."""
+    for name, module in plain.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield name, module
+
+
 def held(model: nn.Module) -> Iterator[tuple[str, int, Tensor]]:
     """(name, first element, memory) of what this rank has. Of what is sharded, that is its part's master."""
     sharded = set[str]()
@@ -133,6 +143,22 @@ def fill(model: nn.Module, saved: Source) -> None:
     for name, start, memory in held(model):
         if name in kept:
             saved.fill(memory, MODEL + name, start)
+    plain = model.module if isinstance(model, DistributedDataParallel) else model
+    extra = keys_of(saved, EXTRA)
+    for name, module in with_extra_state(plain):
+        found = {key: saved.tensor(f"{EXTRA}{name}/{key}") for key in extra.get(name, ())}
+        for value in by_key(found).values():
+            module.set_extra_state(value_of(value))
+
+
+def keys_of(saved: Source, prefix: str) -> dict[str, list[str]]:
+    """{NAME: [KEY]} of tensors that are called prefix + NAME/KEY."""
+    keys: dict[str, list[str]] = defaultdict(list)
+    for name in saved.names():
+        if name.startswith(prefix):
+            of, _, key = name.removeprefix(prefix).rpartition("/")
+            keys[of].append(key)
+    return keys
 
 
 def kept_names(saved: Source) -> set[str]:

@@ -4,12 +4,14 @@ numbers that schedulers change.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+Number = float | tuple[float, ...]  # an int too
 
 _ELEMENT_WISE = frozenset(
     [
@@ -43,15 +45,21 @@ _NEVER = {
 
 
 def is_element_wise(optimizer: Optimizer) -> bool:
-    """Whether matrices may be cut for it. Of an optimizer that nobody knows: no, which is always right.
-
-    An optimizer says it itself with an attribute `element_wise`. ValueError for those that cannot be sharded.
-    """
+    """As `may_be_cut`. ValueError for those that cannot be sharded."""
     name = type(optimizer).__name__
     if name in _NEVER:
         raise ValueError(
             f"{name} cannot be sharded: {_NEVER[name]}; use strategy='replicate' or another optimizer"
         )
+    return may_be_cut(optimizer)
+
+
+def may_be_cut(optimizer: Optimizer) -> bool:
+    """Whether matrices may be cut for it. Of an optimizer that nobody knows: no, which is always right.
+
+    An optimizer says it itself with an attribute `element_wise`.
+    """
+    name = type(optimizer).__name__
     said = getattr(optimizer, "element_wise", None)
     known = type(optimizer).__module__.startswith(("torch.", "torchao.", "bitsandbytes."))
     return bool(said) if said is not None else known and name in _ELEMENT_WISE
@@ -97,7 +105,10 @@ def who_steps(named: Sequence[tuple[str, torch.Tensor]], optimizers: Sequence[Op
 def numbers_of(optimizer: Optimizer) -> list[float]:
     """What schedulers may change: learning rates, momenta, betas, of all groups."""
     return [
-        float(each) for group in optimizer.param_groups for _, values in _numbers(group) for each in values
+        float(each)
+        for group in optimizer.param_groups
+        for value in numbers_by_key(group).values()
+        for each in (value if isinstance(value, tuple) else (value,))
     ]
 
 
@@ -105,18 +116,38 @@ def set_numbers(optimizer: Optimizer, numbers: Iterable[float]) -> None:
     """The inverse of `numbers_of`."""
     following = iter(numbers)
     for group in optimizer.param_groups:
-        for key, values in list(_numbers(group)):
-            new = tuple(next(following) for _ in values)
-            if isinstance(group[key], torch.Tensor):
-                group[key].fill_(new[0])
-            elif new != values:  # or numbers of iterations would no longer be whole
-                group[key] = new if isinstance(group[key], tuple) else new[0]
+        for key, value in numbers_by_key(group).items():
+            many = tuple(next(following) for _ in value) if isinstance(value, tuple) else None
+            set_number(group, key, next(following) if many is None else many)
 
 
-def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+def numbers_by_key(group: Mapping[str, Any]) -> dict[str, Number]:
+    """The numbers of one group, those in tensors too, and tuples of numbers."""
+    found: dict[str, Number] = {}
     for key, value in group.items():
         values = value if isinstance(value, tuple) else (value,)
-        if all(
-            isinstance(each, float | int | torch.Tensor) and not isinstance(each, bool) for each in values
-        ):
-            yield key, values
+        if all(map(_is_number, values)):
+            numbers = tuple(each.item() if isinstance(each, torch.Tensor) else each for each in values)
+            found[key] = numbers if isinstance(value, tuple) else numbers[0]
+    return found
+
+
+def set_number(group: dict[str, Any], key: str, new: Number) -> None:
+    """In place of what there is; also where there is none yet."""
+    group[key] = _in_place_of(group.get(key), new)
+
+
+def _in_place_of(old: Any, new: Any) -> Any:
+    """A tensor stays the one that it is, and a whole number whole: it may be a count of iterations."""
+    if isinstance(new, tuple):
+        olds = old if isinstance(old, tuple) and len(old) == len(new) else new
+        return tuple(map(_in_place_of, olds, new))
+    if isinstance(old, torch.Tensor):
+        return old.fill_(new)
+    return int(new) if isinstance(old, int) and float(new).is_integer() else new
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, float | int) and not isinstance(value, bool)

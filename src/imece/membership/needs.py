@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from imece.checkpoint.kept import Kept
 from imece.checkpoint.training_state import OPTIMIZER
-from imece.checkpoint.weights import MODEL, held, shaped
+from imece.checkpoint.weights import EXTRA, MODEL, held, shaped
 from imece.data_parallel.sharded import ShardedDataParallel
 
 
@@ -25,6 +25,8 @@ class Needs:
         """The elements [start, stop) of a tensor of this whole shape; none of it: (0, 0)."""
         if name.startswith(MODEL):
             return self._held.get(name.removeprefix(MODEL), (0, 0))
+        if name.startswith(EXTRA):
+            return 0, math.prod(shape)
         of, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
         if of not in self._held or of not in self._kept:
             return 0, 0

@@ -319,6 +319,15 @@ class SteppedParts:
             parameter.grad = None
 
 
+def whole_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+    """Its groups, each with the parameters that the program has given it, whatever parts lie in it now."""
+    stepped = SteppedParts.of(optimizer)
+    groups = optimizer.param_groups
+    whole = stepped._whole if stepped is not None and stepped._whole else groups
+    for group, given in zip(groups, whole, strict=False):
+        yield group, given["params"]
+
+
 class _StateOfParts(defaultdict[Any, Any]):
     """What an optimizer keeps, by part."""
 
@@ -361,7 +370,9 @@ def _part_of_state(state: Mapping[str, Any], part: Part) -> dict[str, Any]:
     home = part.parameter.device
 
     def cut(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.numel() == whole and value.ndim:
+        # Of another shape it may be of rows, and no less of them for a part that is all.
+        spread = isinstance(value, torch.Tensor) and value.numel() == whole and value.ndim
+        if spread and (value.shape == part.shape or part.numel < whole):
             mine = value.reshape(-1)[part.start : part.stop].clone().view(part.parameter.shape)
             return mine.to(home)
         # A count of steps may lie on a GPU, but not beside a part that is stepped on the CPU.
