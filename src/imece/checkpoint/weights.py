@@ -43,7 +43,7 @@ class Loaded:
 
 
 def load_weights(model: nn.Module, source: Path | str | Saved, *, strict: bool = True) -> Loaded:
-    """Fill a model's parameters and buffers from a checkpoint of any number of ranks and any strategy.
+    """Fill a model's parameters, buffers and extra states from a checkpoint of any world and any strategy.
 
     model: any, or one that `imece.parallelize` or `imece.DistributedDataParallel` has wrapped; then all ranks
     call it, and each reads what it holds. source: a checkpoint, or a folder of checkpoints or a run folder,
