@@ -108,7 +108,7 @@ def test_help_explains_every_option(
         ("train", "On GPUs, what lies in the host's memory"),
         ("train", "A rank is called slow"),
         ("launch", "How many times in all a dead rank"),
-        ("plan", "none: bf16, or fp16"),
+        ("plan", "none: bf16, or where that is not multiplied fp16"),
     ],
 )
 def test_a_wide_screen_has_each_option_on_a_line(

@@ -69,8 +69,8 @@ def catch_up(run: Path) -> None:
     """
     report = run / "report.html"
     with contextlib.suppress(OSError):
-        steps_at = (run / METRICS).stat().st_mtime
-        if not report.exists() or report.stat().st_mtime < steps_at:
+        steps = (run / METRICS).stat()
+        if steps.st_size and (not report.exists() or report.stat().st_mtime < steps.st_mtime):
             write_loss_plot(run)
             write_report(run)
 
