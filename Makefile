@@ -36,7 +36,7 @@ train: setup  ## the main job: train a small language model, about 3 minutes on 
 	$(VENV_PYTHON) -m imece train $(ARGS)
 
 test: setup  ## the tests that need no GPU and are not slow
-	$(VENV_PYTHON) -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not slow and not faults" $(ARGS)
+	$(VENV_PYTHON) -m pytest -n $(JOBS) -m "not gpu and not slow and not faults" $(ARGS)
 
 test-all: setup  ## the slow tests too
 	$(VENV_PYTHON) -m pytest -m "not gpu" $(ARGS)

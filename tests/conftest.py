@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import psutil
@@ -46,16 +47,24 @@ hypothesis.settings.register_profile("imece", deadline=None, derandomize="CI" in
 hypothesis.settings.load_profile("imece")
 
 
-@pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")
-def keep_together(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `-n`: the tests of a file run in one process, for what its fixtures make, and so do those of all
     files that share a start of ranks (tests/data_parallel/checks.py), or that list /dev/shm.
     """
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        start = getattr(parameters.get("job"), "where", file)
-        item.add_marker(pytest.mark.xdist_group("dev_shm" if file.startswith(_LIST_SHM) else str(start)))
+    from xdist.scheduler import LoadScopeScheduling
+
+    scheduling = LoadScopeScheduling(config, log)
+    scheduling._split_scope = _together
+    return scheduling
+
+
+def _together(nodeid: str) -> str:
+    """What this test shares with all that are to run in the same process."""
+    if nodeid.startswith(_LIST_SHM):
+        return "/dev/shm"
+    start = re.search(r"-(\d+ (shm|gloo))\]$", nodeid)
+    return start[1] if start else nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(trylast=True)  # of what -m and -k have left
