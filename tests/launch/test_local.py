@@ -525,3 +525,11 @@ def test_a_real_process(script: Script) -> None:
     assert done.returncode == 1
     assert "[rank 0] hi" in done.stdout and "[rank 1] hi" in done.stdout
     assert done.stderr.startswith("imece: rank 1 (pid ")
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_signals_wait_for_a_rank_that_is_to_listen(listens: bool) -> None:
+    with Crew(None) as crew:
+        command = ["sh", "-c", "kill -INT $$; kill -TERM $$; exit 7"]
+        rank = crew.start(0, 0, command, os.environ, direct=True, listens=listens)
+        assert rank.popen.wait(20) == (7 if listens else -signal.SIGINT)

@@ -48,6 +48,17 @@ def test_a_rank_that_was_launched_notes_the_first_alone() -> None:
             signal.signal(each, handler)
 
 
+def test_one_that_came_before_anybody_listened_is_noted() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop = Stop(launched=True)
+        with stop.listening():
+            assert stop.signal == signal.SIGTERM
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
 def test_handlers_come_back_without_a_signal_too() -> None:
     before = [signal.getsignal(each) for each in SIGNALS]
     with pytest.raises(KeyError), Stop().listening():

@@ -134,9 +134,17 @@ class Crew:
         self._selector.register(wake, selectors.EVENT_READ, wake)
 
     def start(
-        self, member: int, slot: int, command: Sequence[str], environ: Mapping[str, str], *, direct: bool
+        self,
+        member: int,
+        slot: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        direct: bool,
+        listens: bool = False,
     ) -> Process:
         """Start one rank, the leader of its own process group. direct: it has this process' own output.
+        listens: signals that end it wait until it does (train/stopping.py).
 
         Raises OSError, ValueError or subprocess.SubprocessError.
         """
@@ -151,6 +159,8 @@ class Crew:
             die_together(reader)
             die_with_parent(launcher)
             hear_all()
+            if listens:  # while it imports, half a module would be left, and the others without it
+                signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
 
         try:
             popen = subprocess.Popen(

@@ -179,8 +179,9 @@ class Host:
             environ = self._environment(each, self)
             # Only the first of all: a person who looks on wants to know that it is another process now.
             direct = self._order.direct and each.member == 0
+            command, listens = self._order.command, self._order.direct
             try:
-                self.crew.start(each.member, each.slot, self._order.command, environ, direct=direct)
+                self.crew.start(each.member, each.slot, command, environ, direct=direct, listens=listens)
             except (OSError, ValueError, subprocess.SubprocessError) as error:
                 raise CannotStart(each, error) from None
 

@@ -45,8 +45,9 @@ def launch(
 
     0 if all ranks finished; the first failing rank's status, or 128 + its signal; 128 + the signal that this
     process got. SIGINT, SIGTERM and, as SIGTERM, SIGHUP are passed on to the ranks, which then have
-    `grace_s` seconds; one that comes a second later or more kills them at once. direct: rank 0 has this
-    process' own output, without a prefix, and a rank that ends with status 2, or with 1 and no exception, has
+    `grace_s` seconds; one that comes a second later or more kills them at once. direct: the ranks
+    are `imece train`'s: rank 0 has this process' own output, without a prefix, signals wait until a rank
+    listens for them (train/stopping.py), and a rank that ends with status 2, or with 1 and no exception, has
     said itself what is wrong. Call it from the main thread. Raises UserError if the ranks cannot be started.
 
     A rank that dies is replaced if the others go on without it (membership/roster.py) and are `min_ranks` or

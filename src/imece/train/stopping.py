@@ -22,13 +22,15 @@ class Stop:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """The first signal is noted; a second one acts as it would have without us, or does nothing in a rank
-        that was launched. One that this process was started to ignore stays ignored."""
+        that was launched. One that this process was started to ignore stays ignored; one that it was started
+        to hold back (launch/crew.py) is heard from now on."""
         if threading.current_thread() is not threading.main_thread():
             yield  # Python has handlers on the main thread alone
             return
         heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self._note) for number in heard}
         self._before = before
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
             yield
         finally:
