@@ -23,7 +23,7 @@ from imece.status import Failure
 
 
 def host(crew: Crew, *command: str) -> Host:
-    order: Any = Order(command, os.environ, 0.0, True, 0.0)
+    order: Any = Order(command, os.environ, 0.0, False, 0.0)
     return Host(order, crew, lambda *_: os.environ)
 
 
