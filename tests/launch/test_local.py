@@ -283,7 +283,7 @@ def test_ranks_that_ignore_signals(script: Script, grace: bool) -> None:
             time.sleep(1.2)
             launcher.signal(signal.SIGINT)
         outcome = launcher.wait(20)
-    killed = "imece: ended by SIGINT, passed on to 1 ranks, of which 1 had to be killed"
+    killed = "imece: ended by SIGINT, passed on to 1 rank, of which 1 had to be killed"
     assert outcome.status == 130 and outcome.err.splitlines()[-1] == killed
 
 

@@ -158,7 +158,8 @@ class Job:
         """What became of it, after its end."""
         if self._got_signal is not None:
             name = signal.Signals(self._got_signal).name
-            line = f"imece: ended by {name}{self._signalled_where}, passed on to {self._passed_on} ranks"
+            ranks = f"{self._passed_on} rank{'s' * (self._passed_on != 1)}"
+            line = f"imece: ended by {name}{self._signalled_where}, passed on to {ranks}"
             killed = f", of which {len(self._killed)} had to be killed" if self._killed else ""
             return Outcome(128 + self._got_signal, line + killed)
         cause = first_cause(self._causes)
