@@ -18,7 +18,7 @@ from imece.checkpoint.deal import kinds
 from imece.checkpoint.files import step_folder
 from imece.checkpoint.kept import Entry, Kept
 from imece.checkpoint.plain import by_key, plain, value_of
-from imece.checkpoint.training_state import OPTIMIZER, TrainingState
+from imece.checkpoint.training_state import NUMBERS, OPTIMIZER, TrainingState
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
 from imece.membership.copies import Copies
@@ -154,6 +154,8 @@ def own_differs(state: TrainingState) -> list[str]:
     """Names that own() has otherwise than tensors(), of what this rank has of both."""
     mine, wrong = state.own(), []
     for name, value in state.tensors().items():
+        if name.startswith(NUMBERS):
+            continue  # of groups: kept in memory by who goes on with these optimizers
         if name not in mine:  # of a part that another rank has
             wrong += [] if isinstance(value, Slice) and not value.tensor.numel() else [name]
             continue
