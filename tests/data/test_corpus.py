@@ -236,6 +236,8 @@ def test_what_is_not_text_in_a_folder_is_left_out_and_told(tmp_path: Path) -> No
     [
         ("a.txt", b"", ["a.txt", "empty"]),
         ("a.txt", b"ab\0c", ["a.txt", "NUL at byte 2"]),
+        ("a.txt", "größer".encode("utf-16"), ["a.txt", "UTF-16", "iconv -f UTF-16"]),
+        ("a.txt", "größer".encode("utf-32"), ["a.txt", "UTF-32", "iconv -f UTF-32"]),
         ("a.txt", b"ab\xe9c", ["a.txt", "not UTF-8 at byte 2"]),
         ("a.txt", b"ab\xe2\x82", ["a.txt", "not UTF-8 at byte 2"]),
         ("a.txt", b"x" * (1 << 20) + b"\xe2", ["not UTF-8 at byte 1048576"]),

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
-from imece.data.corpus import fraction, held_out
+from imece.data.corpus import documents, fraction, held_out
 from imece.data.files import digest
 from imece.data.tokenizer import END, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from tests.data.helpers import files_of_at_most, mistake
@@ -149,6 +149,20 @@ def test_also_the_one_document_of_a_small_corpus_is_held_out(tmp_path: Path) -> 
     learned_from_kept = train_bpe([kept], vocab_size=300, share=0).hash
     assert train_bpe([all_of_it], vocab_size=300, share=1e-9, seed=3).hash == learned_from_kept
     assert train_bpe([all_of_it], vocab_size=300, share=0).hash != learned_from_kept
+
+
+def test_of_one_small_file_too_the_held_out_pieces_are_not_learned_from(tmp_path: Path) -> None:
+    book, kept = tmp_path / "book.txt", tmp_path / "kept.jsonl"
+    book.write_text(
+        "".join(f"line {number} of a book that is {number % 7 * 'long '}\n" for number in range(2000))
+    )
+    pieces = [document.text for document in documents([book], to_hold_out=True)]
+    some = [text for text in pieces if not held_out(text, 0.3)]
+    assert 5 < len(some) < len(pieces)
+    kept.write_text("".join(json.dumps({"text": text}) + "\n" for text in some))
+    learned_from_kept = train_bpe([kept], vocab_size=320, share=0).hash
+    assert train_bpe([book], vocab_size=320, share=0.3).hash == learned_from_kept
+    assert train_bpe([book], vocab_size=320, share=0).hash != learned_from_kept
 
 
 def test_a_word_without_end_is_learned_from_in_pieces(tmp_path: Path) -> None:

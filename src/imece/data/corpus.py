@@ -28,12 +28,16 @@ _PIECE_BYTES = 1 << 16  # a larger one is cut at line ends into documents of abo
 _LINE_BYTES = 1 << 12  # a line up to this size is not cut
 _FEWEST_DOCUMENTS = 16  # of all text: where one is most of it, to hold that out leaves nothing to learn from
 _RUN = {"config.toml", "metrics.jsonl"}  # a folder with both is a run's: what it writes is no text to learn
-_PACKED = {  # by the first bytes of a file, what unpacks it
-    b"\x1f\x8b": "gunzip",
-    b"\x28\xb5\x2f\xfd": "zstd -d",
-    b"\xfd7zXZ\0": "unxz",
-    b"BZh": "bunzip2",
-    b"PK\3\4": "unzip",
+_CONVERTED = {  # by the first bytes of a file, what makes text of it
+    b"\x1f\x8b": "compressed: unpack it first, with gunzip",
+    b"\x28\xb5\x2f\xfd": "compressed: unpack it first, with zstd -d",
+    b"\xfd7zXZ\0": "compressed: unpack it first, with unxz",
+    b"BZh": "compressed: unpack it first, with bunzip2",
+    b"PK\3\4": "compressed: unpack it first, with unzip",
+    codecs.BOM_UTF32_LE: "UTF-32: convert it with iconv -f UTF-32 -t UTF-8",  # it begins as UTF-16 does
+    codecs.BOM_UTF32_BE: "UTF-32: convert it with iconv -f UTF-32 -t UTF-8",
+    codecs.BOM_UTF16_LE: "UTF-16: convert it with iconv -f UTF-16 -t UTF-8",
+    codecs.BOM_UTF16_BE: "UTF-16: convert it with iconv -f UTF-16 -t UTF-8",
 }
 # In the standard library: what others installed, and tests, of which many are not text on purpose.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -322,10 +326,10 @@ def _why_not_text(path: Path) -> str | None:
     """What is wrong with a file that is not UTF-8 text, and what to do; None for text."""
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
     with path.open("rb") as file:
-        start = file.read(max(map(len, _PACKED)))
-        for magic, unpack in _PACKED.items():
+        start = file.read(max(map(len, _CONVERTED)))
+        for magic, cure in _CONVERTED.items():
             if start.startswith(magic):
-                return f"compressed: unpack it first, with {unpack}"
+                return cure
         file.seek(0)
         while True:
             block = file.read(1 << 20)

@@ -226,7 +226,8 @@ def train_bpe(
 
     def sample() -> Iterator[str]:
         done = told = 0
-        for document in documents(files, field, skipped={}):
+        # Cut as for the token files: a document that is whole here may be held out in part there.
+        for document in documents(files, field, skipped={}, to_hold_out=share > 0):
             text = document.text
             drawn = total <= sample_bytes or fraction(text, "tokenizer") < sample_bytes / total
             if drawn and not held_out(text, share, seed):
