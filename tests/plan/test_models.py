@@ -7,18 +7,24 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from imece.bench.reference_model import LARGE, Decoder
 from imece.errors import UserError
 from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer
+from imece.plan.memory.activations import whole_layer
+from imece.plan.memory.frameworks import IMECE
+from imece.plan.memory.held import items
 from imece.plan.models.by_name import MODELS, find_model, from_shape
 from imece.plan.models.from_code import of_module
 from imece.plan.models.from_config import from_content
+from imece.plan.setup import Parallel, Recipe
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -58,7 +64,19 @@ LLAMA = {
     "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
 }  # fmt: skip
 MIXTURE = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
-CONFIGS: dict[str, tuple[dict[str, Any], int]] = {  # what it says, parameters published
+
+
+def _named(
+    kind: str, width: int, layers: int, heads: int, kv_heads: int, mlp_width: int, vocab_size: int,
+    **others: Any,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "model_type": kind, "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "intermediate_size": mlp_width, "vocab_size": vocab_size,
+    } | others  # fmt: skip
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], int]] = {  # what it says, parameters in transformers 5.23
     "Llama-3.1-8B": (LLAMA, 8_030_261_248),
     "Mistral-7B": (LLAMA | {"model_type": "mistral", "vocab_size": 32000}, 7_241_732_096),
     "Qwen3-8B": (
@@ -87,6 +105,105 @@ CONFIGS: dict[str, tuple[dict[str, Any], int]] = {  # what it says, parameters p
         LLAMA | {"model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8,
                  "num_experts_per_tok": 2}, 46_702_792_704,
     ),
+    "llama-bias": (
+        _named("llama", 2048, 16, 32, 8, 8192, 128256, attention_bias=True, mlp_bias=True), 1_498_859_520,
+    ),
+    "gemma-2-9b": (
+        _named("gemma2", 3584, 42, 16, 8, 14336, 256000, head_dim=256, sliding_window=4096), 9_241_705_984,
+    ),
+    "phi-2": (
+        {"model_type": "phi", "hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 32,
+         "intermediate_size": 10240, "vocab_size": 51200, "tie_word_embeddings": False}, 2_779_683_840,
+    ),
+    "phi-4-mini": (
+        _named("phi3", 3072, 32, 24, 8, 8192, 200064, sliding_window=262144, tie_word_embeddings=True),
+        3_836_021_760,
+    ),
+    "gpt-j-6b": (
+        {"model_type": "gptj", "n_layer": 28, "n_embd": 4096, "n_head": 16, "n_positions": 2048,
+         "vocab_size": 50400, "n_inner": None, "tie_word_embeddings": False}, 6_050_882_784,
+    ),
+    "gpt-neo-2.7b": (
+        {"model_type": "gpt_neo", "num_layers": 32, "hidden_size": 2560, "num_heads": 20,
+         "vocab_size": 50257, "max_position_embeddings": 2048,
+         "attention_types": [[["global", "local"], 16]]}, 2_651_307_520,
+    ),
+    "opt-6.7b": (
+        {"model_type": "opt", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+         "ffn_dim": 16384, "vocab_size": 50272, "max_position_embeddings": 2048,
+         "word_embed_proj_dim": 4096}, 6_658_473_984,
+    ),
+    "bloom-7b1": (
+        {"model_type": "bloom", "hidden_size": 4096, "n_layer": 30, "n_head": 32, "vocab_size": 250880},
+        7_069_016_064,
+    ),
+    "falcon-7b": (
+        {"model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71,
+         "vocab_size": 65024, "multi_query": True, "parallel_attn": True, "bias": False,
+         "new_decoder_architecture": False}, 6_921_720_704,
+    ),
+    "falcon-40b": (
+        {"model_type": "falcon", "hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128,
+         "num_kv_heads": 8, "vocab_size": 65024, "parallel_attn": True, "bias": False,
+         "new_decoder_architecture": True}, 41_303_293_952,
+    ),
+    "falcon-rw-1b": (
+        {"model_type": "falcon", "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32,
+         "vocab_size": 50304, "multi_query": False, "parallel_attn": False, "bias": True,
+         "new_decoder_architecture": False}, 1_311_625_216,
+    ),
+    "stablelm-2-12b": (
+        _named("stablelm", 5120, 40, 32, 8, 13824, 100352, use_qkv_bias=False, qk_layernorm=True,
+               use_parallel_residual=True), 12_143_185_920,
+    ),
+    "olmo-7b": (_named("olmo", 4096, 32, 32, 32, 11008, 50304), 6_888_095_744),
+    "olmo2-7b": (_named("olmo2", 4096, 32, 32, 32, 11008, 100352), 7_298_617_344),
+    "olmo3-7b": (_named("olmo3", 4096, 32, 32, 32, 11008, 100278, sliding_window=4096), 7_298_011_136),
+    "granite-3-8b": (
+        _named("granite", 4096, 40, 32, 8, 12800, 49155, tie_word_embeddings=True), 8_170_848_256,
+    ),
+    "command-r-plus": (_named("cohere", 12288, 64, 96, 8, 33792, 256000, use_qk_norm=True), 103_810_674_688),
+    "command-r7b": (_named("cohere2", 4096, 32, 32, 8, 14336, 256000, sliding_window=4096), 8_028_033_024),
+    "mpt-7b": (
+        {"model_type": "mpt", "d_model": 4096, "n_heads": 32, "n_layers": 32, "expansion_ratio": 4,
+         "vocab_size": 50432, "max_seq_len": 2048, "no_bias": True}, 6_649_286_656,
+    ),
+    "starcoder2-3b": (
+        _named("starcoder2", 3072, 30, 24, 2, 12288, 49152, sliding_window=4096, use_bias=True),
+        3_030_371_328,
+    ),
+    "starcoder": (
+        {"model_type": "gpt_bigcode", "n_embd": 6144, "n_layer": 40, "n_head": 48, "n_inner": 24576,
+         "n_positions": 8192, "vocab_size": 49152, "multi_query": True}, 15_517_456_384,
+    ),
+    "glm-4-9b": (
+        _named("glm", 4096, 40, 32, 2, 13696, 151552, head_dim=128, attention_bias=True), 9_399_951_360,
+    ),
+    "glm4-0414-9b": (
+        _named("glm4", 4096, 40, 32, 2, 13696, 151552, head_dim=128, attention_bias=True), 9_400_279_040,
+    ),
+    "seed-oss-36b": (
+        _named("seed_oss", 5120, 64, 80, 8, 27648, 155136, head_dim=128, attention_bias=True),
+        36_151_104_512,
+    ),
+    "nemotron-4-mini": (_named("nemotron", 3072, 32, 24, 8, 9216, 256000, head_dim=128), 4_190_509_056),
+    "ernie4.5-0.3b": (
+        _named("ernie4_5", 1024, 18, 16, 2, 3072, 103424, head_dim=128, tie_word_embeddings=True),
+        360_748_032,
+    ),
+    "qwen3-30b-a3b": (
+        _named("qwen3_moe", 2048, 48, 32, 4, 6144, 151936, head_dim=128, moe_intermediate_size=768,
+               num_experts=128, num_experts_per_tok=8, decoder_sparse_step=1, mlp_only_layers=[]),
+        30_532_122_624,
+    ),
+    "olmoe": (
+        _named("olmoe", 2048, 16, 16, 16, 1024, 50304, num_experts=64, num_experts_per_tok=8),
+        6_919_161_856,
+    ),
+    "codegen": (
+        {"model_type": "codegen", "n_embd": 1024, "n_layer": 20, "n_head": 16, "n_positions": 2048,
+         "vocab_size": 51200}, 356_712_448,
+    ),
 }  # fmt: skip
 
 
@@ -96,8 +213,29 @@ def test_a_config_json_gives_the_parameters_of_the_model(name: str, tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(content))
     found = find_model(str(tmp_path / "config.json"))
     assert found == find_model(str(tmp_path))  # its folder does too
-    # Biases of queries alone and norms of heads are left out.
-    assert found.parameters == pytest.approx(parameters, rel=5e-5)
+    assert found.parameters == parameters
+
+
+def test_a_config_json_has_the_names_that_the_version_of_transformers_gave() -> None:
+    old = LLAMA | {"model_type": "qwen3_moe", "moe_intermediate_size": 768, "num_experts_per_tok": 8}
+    new = from_content(old | {"num_local_experts": 128}, "x", "x")
+    assert new == from_content(old | {"num_experts": 128}, "x", "x") and new.experts == 128
+
+
+@pytest.mark.parametrize(
+    ("name", "norms", "head_norms"),
+    [("Mistral-7B", 2, False), ("Qwen3-8B", 2, True), ("gemma-2-9b", 4, False), ("phi-2", 1, False)],
+)
+def test_norms_whose_inputs_are_kept(name: str, norms: int, head_norms: bool) -> None:
+    found = from_content(CONFIGS[name][0], "x", "x")
+    assert (found.norms, found.head_norms) == (norms, head_norms)
+    recipe, plain = Recipe(seq=512), replace(found, norms=2, head_norms=False)
+    layer, usual = (whole_layer(each, Parallel(), recipe, IMECE) for each in (found, plain))
+    vector = 2 * 512  # bytes of all tokens, for each channel
+    turned = (found.heads + found.kv_heads) * found.head_width * head_norms
+    assert layer.norms - usual.norms == (norms - 2) * vector * found.width
+    assert layer.inputs - usual.inputs == min(0, norms - 2) * vector * found.width
+    assert layer.attention - usual.attention == turned * vector
 
 
 def test_gemma_3_as_it_is_published_leaves_out_what_transformers_knows() -> None:
@@ -105,7 +243,7 @@ def test_gemma_3_as_it_is_published_leaves_out_what_transformers_knows() -> None
     four = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
     twelve = {"hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,
               "num_attention_heads": 16, "num_key_value_heads": 8}  # fmt: skip
-    for own, heads, kv_heads, parameters in ((four, 8, 4, 3_880_099_328), (twelve, 16, 8, 11_765_788_416)):
+    for own, heads, kv_heads, parameters in ((four, 8, 4, 3_880_263_168), (twelve, 16, 8, 11_766_034_176)):
         content = {"model_type": "gemma3", "text_config": text | own}
         found = from_content(content, "x", "x")
         seeing = from_content(content | {"vision_config": {"hidden_size": 1152}}, "x", "gemma")
@@ -113,10 +251,9 @@ def test_gemma_3_as_it_is_published_leaves_out_what_transformers_knows() -> None
         assert (found.heads, found.kv_heads, found.head_width, found.vocab_size) == (
             heads, kv_heads, 256, 262208,
         )  # fmt: skip
-        assert found.parameters == pytest.approx(
-            parameters, rel=5e-4
-        )  # four norms a layer, and those of heads
-        assert (found.window, found.windowed) == (1024, 5 / 6)
+        assert found.parameters == parameters
+        full = own["num_hidden_layers"] // 6
+        assert (found.window, found.windowed) == (1024, 1 - full / own["num_hidden_layers"])
 
 
 def test_the_head_of_smollm3_is_tied_unless_its_file_says_that_it_is_not() -> None:
@@ -124,7 +261,7 @@ def test_the_head_of_smollm3_is_tied_unless_its_file_says_that_it_is_not() -> No
         "model_type": "smollm3", "num_hidden_layers": 36, "hidden_size": 2048, "num_attention_heads": 16,
         "num_key_value_heads": 4, "intermediate_size": 11008,
     }  # fmt: skip
-    assert from_content(config, "x", "x").parameters == pytest.approx(3_075_098_624, rel=1e-6)
+    assert from_content(config, "x", "x").parameters == 3_075_098_624
     assert not from_content(config | {"tie_word_embeddings": False}, "x", "x").tied_head
 
 
@@ -157,7 +294,22 @@ def test_sliding_windows(change: dict[str, Any], window: int, windowed: float) -
         ({"model_type": "mistral", "sliding_window": "wide"}, "sliding_window is 'wide', not a whole number"),
         ({"hidden_size": None}, "without hidden_size"),
         ({"intermediate_size": None, "vocab_size": None}, "without vocab_size, intermediate_size"),
-        ({"model_type": "bert"}, "model_type is 'bert'; there are llama"),
+        ({"model_type": "x"}, "model_type is 'x'; there are llama, .* does for other decoders"),
+        ({"model_type": "bert"}, "model_type is 'bert': an encoder; such models are not planned for"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "'t5': an encoder and a decoder"),
+        ({"model_type": "gpt2", "add_cross_attention": True}, "an encoder and a decoder"),
+        ({"model_type": "vit", "image_size": 224, "patch_size": 16}, "'vit': a model of images"),
+        ({"model_type": "mamba"}, "states instead of attention"),
+        (
+            {"model_type": "gpt_oss", "num_local_experts": 32},
+            "a mixture of experts unlike mixtral, qwen3_moe",
+        ),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "something else than the next token"),
+        (
+            {"model_type": "opt", "ffn_dim": 4096, "word_embed_proj_dim": 512},
+            "its embedding is not as wide as its layers",
+        ),
+        ({"attention_bias": 1}, "attention_bias is 1, not true or false"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide', not a whole number"),
         ({"vocab_size": 10**310}, r"0, not a whole number below 1e\+12"),
         ({"head_dim": float("inf")}, "head_dim is inf, not a whole number"),
@@ -167,7 +319,7 @@ def test_sliding_windows(change: dict[str, Any], window: int, windowed: float) -
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', not true or false"),
         (MIXTURE | {"num_experts_per_tok": 9}, "9 of 8 experts work for a token: get the file again"),
         (MIXTURE | {"num_experts_per_tok": 0}, "0 of 8 experts work for a token: get the file again"),
-        (MIXTURE | {"mlp_only_layers": [3]}, "some of its layers have no experts, which is not planned for"),
+        (MIXTURE | {"mlp_only_layers": [3]}, "some of its layers have no experts; such models"),
         (
             {"model_type": "qwen2", "sliding_window": 9, "max_window_layers": "x"},
             "max_window_layers is 'x', not a whole number",
@@ -231,6 +383,54 @@ def test_what_code_makes_is_read_off_its_tensors(tmp_path: Path) -> None:
     file.write_text("import sys\nsys.exit(3)\n")
     with pytest.raises(UserError, match=r"mine.py cannot be imported: SystemExit\(3\)"):
         find_model(f"{file}:make")
+
+
+class _Uneven(nn.Module):
+    """Heads wider than the residual says, norms of queries and keys, biases of queries, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = 32
+        self.q, self.kv, self.out = nn.Linear(64, 128), nn.Linear(64, 128), nn.Linear(128, 64, bias=False)
+        self.gate, self.up, self.down = (
+            nn.Linear(*two, bias=False) for two in ((64, 192), (64, 192), (192, 64))
+        )
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for width in (64, 64, 64, 64, 32, 32))
+
+
+def _uneven() -> nn.Module:
+    return nn.ModuleDict(
+        {"embed": nn.Embedding(1000, 64), "layers": nn.ModuleList(_Uneven() for _ in range(3)),
+         "norm": nn.RMSNorm(64), "head": nn.Linear(64, 1000)}
+    )  # fmt: skip
+
+
+def test_what_code_makes_has_exactly_its_parameters() -> None:
+    module = _uneven()
+    found = of_module(module, "x")
+    assert found.parameters == sum(each.numel() for each in module.parameters())
+    assert (found.heads, found.kv_heads, found.head_width, found.norms) == (4, 2, 32, 4)
+    assert found.head_norms and not found.tied_head
+    laid = items(found, 2, by_unit=True)
+    assert sum(each.numel for each in laid) == found.parameters
+
+
+class _Transformers(nn.Module):
+    """With a config, as models of transformers have it."""
+
+    def __init__(self, **content: Any) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(to_dict=lambda: content)
+        self.weight = nn.Parameter(torch.empty(CONFIGS["gpt2"][1], device="meta"))
+
+
+def test_a_model_of_transformers_is_as_its_config_says() -> None:
+    content, _ = CONFIGS["gpt2"]
+    assert of_module(_Transformers(**content), "x") == from_content(content, "", "x")
+    with pytest.raises(ValueError, match="its config: model_type is 'bert': an encoder"):
+        of_module(_Transformers(model_type="bert"), "x")
+    with pytest.raises(ValueError, match=r"no nn\.Embedding"):  # it has other parameters than its config says
+        of_module(_Transformers(**content | {"n_layer": 13}), "x")
 
 
 def test_finding_a_model_and_its_memory_waits_for_no_torch() -> None:

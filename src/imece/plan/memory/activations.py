@@ -23,7 +23,7 @@ _STATISTIC = 4  # bytes of a number that a row has, in fp32
 class Layer:
     """Bytes of one layer and one micro-batch, on one rank."""
 
-    norms: float = 0.0  # inputs of norms: the residual, twice
+    norms: float = 0.0  # inputs of norms: the residual, for most models twice
     inputs: float = 0.0  # outputs of norms: what the first products of attention and MLP read
     attention: float = 0.0  # queries, keys, values, and what attention gives out
     scores: float = 0.0  # T x T, or one number a row of it with flash attention
@@ -48,12 +48,14 @@ def whole_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Fra
     count, tensor, size = tokens(recipe, parallel), parallel.tensor, recipe.precision.activations
     sharded = tensor if parallel.sequence else 1
     residual = 2 * count * model.width
-    norms = framework.norm_copies * residual * _of_residual(recipe) / sharded
-    inputs = residual * size / (1 if framework.gathered_inputs else sharded)
+    norms = framework.norm_copies * count * model.norms * model.width * _of_residual(recipe) / sharded
+    read = min(model.norms, 2)
     if recipe.precision.autocast:  # a copy for each product: queries, keys, values; gate, up
-        inputs *= (5 if model.gated else 4) / 2
+        read = 5 if model.gated else 4
+    inputs = count * read * model.width * size / (1 if framework.gathered_inputs else sharded)
     query, key = model.heads * model.head_width, model.kv_heads * model.head_width
     widths = (2 + framework.query_copies) * query + (2 + framework.key_copies) * key
+    widths += (query + key) if model.head_norms else 0
     attention = count * widths * size / tensor
     heads = recipe.micro_batch * model.heads * recipe.seq / parallel.context / tensor
     if recipe.attention == "flash":

@@ -176,7 +176,10 @@ def items(model: Model, itemsize: int, by_unit: bool) -> list[layout.Item]:
     for at in range(model.layers):
         group = at + 1 if by_unit else 0
         found += [(f"blocks.{at}.{name}", shape, group) for name, shape in _layer_items(model)]
-    found += [(f"norm.{name}", (model.width,), 0) for name in _norm_names(model)]
+    if model.others is None:
+        found += [(f"norm.{name}", (model.width,), 0) for name in _norm_names(model)]
+    elif model.others:
+        found.append(("norm", (model.others,), 0))
     if not model.tied_head:
         found.append(("head.weight", (model.vocab_size, model.width), 0))
     dtype = f"bytes{itemsize}"
@@ -192,6 +195,9 @@ def _layer_items(model: Model) -> list[tuple[str, tuple[int, ...]]]:
     mlp = [("mlp.gate", model.mlp_width, model.width)] if model.gated else []
     mlp += [("mlp.up", model.mlp_width, model.width), ("mlp.down", model.width, model.mlp_width)]
     found: list[tuple[str, tuple[int, ...]]] = []
+    if model.vectors is not None:
+        vectors = [("vectors", (model.vectors,))] if model.vectors else []
+        return [*vectors, *((f"{name}.weight", (rows, columns)) for name, rows, columns in matrices + mlp)]
     for norm, group in (("attention.norm", matrices), ("mlp.norm", mlp)):
         found += [(f"{norm}.{name}", (model.width,)) for name in _norm_names(model)]
         for name, rows, columns in group:
@@ -207,7 +213,9 @@ def _norm_names(model: Model) -> list[str]:
 
 def _vectors(model: Model) -> int:
     """Of one layer: norms, and biases of what is added to the residual; no rank has a part of them."""
-    norms = 2 * model.width * (2 if model.norm == "layer" and model.biases else 1)
+    if model.vectors is not None:
+        return model.vectors
+    norms = model.norms * model.norm_parameters
     return norms + (model.width * (1 if model.experts else 2) if model.biases else 0)
 
 

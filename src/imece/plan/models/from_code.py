@@ -1,7 +1,8 @@
 """The shape of a model that a person's own code makes, on torch's meta device: no memory is taken.
 
-Its widths are read off its tensors: the embedding with most rows, the largest list of modules of one class,
-and in the first of these the matrices. What was read is compared with what the model has.
+A model of transformers brings its config along. Of others the widths are read off the tensors: the embedding
+with most rows, the largest list of modules of one class, and in the first of these the matrices. What was
+read is compared with what the model has.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imece.errors import UserError
+from imece.plan.models.from_config import from_content, is_known, unplanned
 from imece.plan.models.model import Model
 
 if TYPE_CHECKING:
@@ -50,6 +52,11 @@ def of_module(module: nn.Module, name: str) -> Model:
     """ValueError, with what is missing, for a module that is no decoder-only transformer."""
     from torch import nn
 
+    has = sum(each.numel() for each in module.parameters())
+    if (told := _as_its_config_says(module, name)) is not None and (
+        told.name != name or _is_close(told.parameters, has)  # its vision or its ears are left out
+    ):
+        return told
     tables = [each for each in module.modules() if isinstance(each, nn.Embedding)]
     if not tables:
         raise ValueError("it has no nn.Embedding")
@@ -57,7 +64,6 @@ def of_module(module: nn.Module, name: str) -> Model:
     vocab_size, width = table.num_embeddings, table.embedding_dim
     blocks = _blocks(module)
     matrices = {key: each for key, each in blocks[0].named_parameters() if each.ndim == 2}
-    heads = _heads(blocks[0], width)
     out = [each.shape[1] for each in matrices.values() if each.shape[0] == width]
     rows = sum(each.shape[0] for each in matrices.values() if each.shape[1] == width)
     if not out:
@@ -67,10 +73,15 @@ def of_module(module: nn.Module, name: str) -> Model:
     rows -= width if inner == width else 0
     gated = rows - inner >= 2 * mlp_width
     kv_width = (rows - inner - (2 if gated else 1) * mlp_width) // 2
-    if kv_width < 1 or inner % heads or kv_width % (inner // heads):
+    head_width = _head_width(blocks[0], inner)
+    if kv_width < 1 or inner % head_width or kv_width % head_width:
+        heads = inner // head_width
         raise ValueError(f"its matrices are not those of attention with {heads} heads and an MLP")
+    norms = [each for each in blocks[0].modules() if "norm" in type(each).__name__.lower()]
+    over_residual = [each for each in norms if sum(one.shape[0] == width for one in each.parameters())]
+    in_blocks = {id(each) for block in blocks for each in block.parameters()}
     found = Model(
-        name, len(blocks), width, heads, kv_width // (inner // heads), inner // heads, mlp_width, gated,
+        name, len(blocks), width, inner // head_width, kv_width // head_width, head_width, mlp_width, gated,
         vocab_size,
         tied_head=not any(
             isinstance(each, nn.Linear) and each.out_features == vocab_size
@@ -79,11 +90,32 @@ def of_module(module: nn.Module, name: str) -> Model:
         learned_positions=sum(each.num_embeddings for each in tables if each is not table),
         biases=any(key.endswith("bias") for key, _ in blocks[0].named_parameters()),
         norm="layer" if any(isinstance(each, nn.LayerNorm) for each in blocks[0].modules()) else "rms",
+        norms=len(over_residual) or 2,
+        head_norms=any(0 < one.shape[0] < width for each in norms for one in each.parameters()),
+    ).with_vectors(
+        sum(each.numel() for each in blocks[0].parameters() if each.ndim == 1),
+        sum(each.numel() for each in module.parameters() if each.ndim == 1 and id(each) not in in_blocks),
     )  # fmt: skip
-    has = sum(each.numel() for each in module.parameters())
-    if abs(found.parameters - has) > _CLOSE * has:
+    if not _is_close(found.parameters, has):
         raise ValueError(f"it has {has:,} parameters, and a transformer of its widths {found.parameters:,}")
     return found
+
+
+def _as_its_config_says(module: nn.Module, name: str) -> Model | None:
+    """None if it has no config of transformers, or one of a kind that only its tensors tell of. ValueError:
+    what it says cannot be planned for."""
+    to_dict = getattr(getattr(module, "config", None), "to_dict", None)
+    content = to_dict() if callable(to_dict) else None
+    if not isinstance(content, dict) or (not is_known(content) and unplanned(content) is None):
+        return None
+    try:
+        return from_content(content, "its config", name)
+    except UserError as error:
+        raise ValueError(str(error)) from error
+
+
+def _is_close(parameters: int, has: int) -> bool:
+    return abs(parameters - has) <= _CLOSE * has
 
 
 def _function(path: Path, function: str) -> Any:
@@ -122,12 +154,12 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
     return max(lists, key=lambda each: sum(one.numel() for part in each for one in part.parameters()))
 
 
-def _heads(block: nn.Module, width: int) -> int:
-    """As an attribute of it, of a part of it or of its config says; else of 64 channels each."""
+def _head_width(block: nn.Module, inner: int) -> int:
+    """As an attribute of it, of a part of it or of its config says; else 64. inner: channels of all heads."""
     for part in block.modules():
         for holder in (part, getattr(part, "config", None)):
-            for name in (*_HEADS, *_HEAD_WIDTHS):
+            for name in (*_HEAD_WIDTHS, *_HEADS):
                 value = getattr(holder, name, None)
-                if isinstance(value, int) and value > 0 and width % value == 0:
-                    return value if name in _HEADS else width // value
-    return max(1, width // 64)
+                if isinstance(value, int) and value > 0 and inner % value == 0:
+                    return value if name in _HEAD_WIDTHS else inner // value
+    return min(64, inner)

@@ -1,12 +1,14 @@
 """The shape of a model from Hugging Face's config.json; no weights are read, and nothing of it is run.
 
-Biases of queries, keys and values alone (Qwen 2) and norms of heads (Qwen 3) are too few numbers to count.
+It has exactly the parameters that transformers gives a model of that file; of what that cannot be said is
+refused.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from imece.plan.models.model import Model, Norm
 CONFIG = "config.json"
 _WINDOW = "sliding_window"
 _MOST = 10**12  # of layers, channels, heads ...
+_Switch = bool | str  # a str: the field that says whether
 
 
 @dataclass(frozen=True)
@@ -29,41 +32,195 @@ class _Family:
     mlp_width: str = "intermediate_size"
     gated: bool = True
     norm: Norm = "rms"
-    biases: bool = False
+    norm_vectors: int = 1  # of the residual's width, in each norm: a weight; 2: a bias too; 0: neither
+    norms: int = 2  # in a layer
+    one_norm: _Switch = False  # in a layer: attention and MLP read the same
+    head_norms: _Switch = False  # of queries and of keys, one for all heads
+    own_head_norms: _Switch = False  # likewise, with numbers of their own for each head
+    query_biases: _Switch = False  # of queries, keys and values
+    out_biases: _Switch = False  # of what attention gives out
+    mlp_biases: _Switch = False
+    head_biases: bool = False
+    table_norm: bool = False  # after the embedding
     tied: bool = False  # where the file does not say
     positions: str = ""  # the field with the rows of learned positions
+    unused_positions: int = 0  # rows of them that no token has
     experts: str = ""  # the field with their number
-    defaults: Mapping[str, int] = field(default_factory=dict)  # of fields that are left out, as transformers'
-    windowed: float = 1.0  # part of the layers that have a sliding window, where the file does not list them
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that are left out, as transformers'
+    full_every: int = 0  # layers of which the last has no window, where the file does not say; 0: all have it
+    translated: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict  # into the fields named above
 
 
-_GPT_2 = _Family(
-    "n_layer", "n_embd", "n_head", "n_inner", gated=False, norm="layer", biases=True, tied=True,
-    positions="n_positions",
-)  # fmt: skip
+def _one(content: Mapping[str, Any], *names: str) -> Any:
+    """Of names for the same, the first that is there."""
+    return next((content[name] for name in names if content.get(name) is not None), None)
+
+
+def _bloom(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **content,
+        "hidden_size": _one(content, "hidden_size", "n_embed"),
+        "num_hidden_layers": _one(content, "num_hidden_layers", "n_layer"),
+        "num_attention_heads": _one(content, "num_attention_heads", "n_head"),
+    }
+
+
+def _falcon(content: Mapping[str, Any]) -> dict[str, Any]:
+    found = _bloom(content)
+    if content.get("new_decoder_architecture"):
+        key_value, one_norm = content.get("num_kv_heads"), content.get("num_ln_in_parallel_attn") == 1
+    else:
+        key_value = 1 if content.get("multi_query", True) else None
+        one_norm = bool(content.get("parallel_attn", True))
+    return found | {"num_key_value_heads": key_value, "one_norm": one_norm}
+
+
+def _mpt(content: Mapping[str, Any]) -> dict[str, Any]:
+    width, ratio = content.get("d_model"), content.get("expansion_ratio", 4)
+    if not isinstance(width, int) or not isinstance(ratio, int):
+        return dict(content)
+    return {**content, "intermediate_size": ratio * width}
+
+
+def _opt(content: Mapping[str, Any]) -> dict[str, Any]:
+    if content.get("word_embed_proj_dim") not in (None, content.get("hidden_size")):
+        raise ValueError("its embedding is not as wide as its layers")
+    if content.get("do_layer_norm_before") is False or content.get("_remove_final_layer_norm"):
+        raise ValueError("it has no norm at its end")
+    return dict(content)
+
+
+def _big_code(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {**content, "num_key_value_heads": 1 if content.get("multi_query", True) else None}
+
+
+def _windows_of_gpt_neo(content: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = content.get("attention_layers")
+    if not isinstance(kinds, list):
+        groups = content.get("attention_types")
+        try:
+            kinds = [kind for names, times in groups or [] for _ in range(times) for kind in names]
+        except (TypeError, ValueError):
+            raise ValueError("attention_types is no list of kinds and times") from None
+    types = ["sliding_attention" if kind == "local" else "full_attention" for kind in kinds]
+    return {**content, _WINDOW: content.get("window_size", 256), "layer_types": types}
+
+
+def _experts(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {**content, "num_experts": _one(content, "num_experts", "num_local_experts")}
+
+
+def _phi(content: Mapping[str, Any]) -> dict[str, Any]:
+    if content.get("qk_layernorm"):
+        raise ValueError("it has norms of queries and keys")
+    return dict(content)
+
+
+def _biases(switch: _Switch) -> dict[str, Any]:
+    return dict.fromkeys(("query_biases", "out_biases", "mlp_biases"), switch)
+
+
+_ATTENTION_BIASES: dict[str, Any] = {"query_biases": "attention_bias", "out_biases": "attention_bias"}
+_ASKED_BIASES = _ATTENTION_BIASES | {"mlp_biases": "mlp_bias"}
+_LAYER_NORM: dict[str, Any] = {"norm": "layer", "norm_vectors": 2}
+_PLAIN = _LAYER_NORM | {"gated": False}
+
+
+def _gpt(**differs: Any) -> _Family:
+    names: dict[str, Any] = {
+        "layers": "n_layer",
+        "width": "n_embd",
+        "heads": "n_head",
+        "mlp_width": "n_inner",
+    }
+    return _Family(**names | _PLAIN | differs)
+
+
+def _kv(heads: int, **others: Any) -> dict[str, Any]:
+    return {"num_key_value_heads": heads} | others
+
+
+_GLM = _kv(2, head_dim=128, attention_bias=True)
 _GEMMA_3 = _Family(
-    tied=True, windowed=5 / 6,
-    defaults={
-        "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        _WINDOW: 4096,
-    },
+    norms=4, head_norms=True, **_ATTENTION_BIASES, tied=True, full_every=6,
+    defaults=_kv(4, vocab_size=262208, num_attention_heads=8, head_dim=256, **{_WINDOW: 4096}),
 )  # fmt: skip
 _FAMILIES = {
-    **dict.fromkeys(("llama", "phi3", "olmo2"), _Family()),
-    "qwen2": _Family(),
-    "qwen3": _Family(defaults={"head_dim": 128}),
-    "mistral": _Family(defaults={_WINDOW: 4096}),
-    "smollm3": _Family(tied=True),
-    "gemma": _Family(tied=True, defaults={"head_dim": 256}),
-    "gemma2": _Family(tied=True, defaults={"head_dim": 256, _WINDOW: 4096}, windowed=1 / 2),
+    **dict.fromkeys(("llama", "granite", "helium"), _Family(**_ASKED_BIASES)),
+    "phi3": _Family(),
+    "qwen2": _Family(query_biases=True),
+    "qwen3": _Family(**_ATTENTION_BIASES, head_norms=True, defaults={"head_dim": 128}),
+    "mistral": _Family(defaults=_kv(8, **{_WINDOW: 4096})),
+    "ministral": _Family(defaults=_kv(8, **{_WINDOW: 4096})),
+    "smollm3": _Family(**_ASKED_BIASES, tied=True, defaults=_kv(4)),
+    "ernie4_5": _Family(**_biases("use_bias"), tied=True, defaults=_kv(2, head_dim=128)),
+    "seed_oss": _Family(
+        query_biases="attention_bias", out_biases="attention_out_bias", mlp_biases="mlp_bias",
+        defaults=_kv(8, head_dim=128, attention_bias=True),
+    ),
+    "gemma": _Family(**_ATTENTION_BIASES, tied=True, defaults={"head_dim": 256}),
+    "gemma2": _Family(
+        norms=4, **_ATTENTION_BIASES, tied=True, full_every=2,
+        defaults=_kv(4, head_dim=256, **{_WINDOW: 4096}),
+    ),
     **dict.fromkeys(("gemma3", "gemma3_text"), _GEMMA_3),
-    "gpt2": _GPT_2,
-    "gpt_neox": _Family(gated=False, norm="layer", biases=True),
-    "mixtral": _Family(experts="num_local_experts"),
-    "qwen3_moe": _Family(mlp_width="moe_intermediate_size", experts="num_experts"),
-    "olmoe": _Family(experts="num_experts"),
+    "glm": _Family(query_biases="attention_bias", defaults=_GLM),
+    "glm4": _Family(query_biases="attention_bias", norms=4, defaults=_GLM),
+    "olmo": _Family(**_ATTENTION_BIASES, norm="layer", norm_vectors=0),
+    "olmo2": _Family(**_ATTENTION_BIASES, own_head_norms=True),
+    "olmo3": _Family(**_ATTENTION_BIASES, own_head_norms=True, full_every=4, defaults={_WINDOW: 4096}),
+    "cohere": _Family(
+        **_ATTENTION_BIASES, norm="layer", norms=1, own_head_norms="use_qk_norm", tied=True
+    ),
+    "cohere2": _Family(
+        **_ATTENTION_BIASES, norm="layer", norms=1, tied=True, full_every=4, defaults={_WINDOW: 4096}
+    ),
+    "stablelm": _Family(
+        **_LAYER_NORM, query_biases="use_qkv_bias", one_norm="use_parallel_residual",
+        own_head_norms="qk_layernorm",
+    ),
+    "starcoder2": _Family(
+        **_PLAIN, **_biases("use_bias"), tied=True,
+        defaults=_kv(2, use_bias=True),
+    ),
+    "nemotron": _Family(**_PLAIN, **_ASKED_BIASES),
+    "phi": _Family(**_PLAIN, **_biases(True), norms=1, head_biases=True, translated=_phi),
+    "gpt2": _gpt(**_biases(True), tied=True, positions="n_positions"),
+    "gpt_bigcode": _gpt(**_biases(True), tied=True, positions="n_positions", translated=_big_code),
+    **dict.fromkeys(("gptj", "codegen"), _gpt(mlp_biases=True, norms=1, head_biases=True)),
+    "gpt_neo": _Family(
+        "num_layers", heads="num_heads", **_PLAIN, out_biases=True, mlp_biases=True, tied=True,
+        positions="max_position_embeddings", translated=_windows_of_gpt_neo,
+    ),
+    "gpt_neox": _Family(
+        **_PLAIN, **_ATTENTION_BIASES, mlp_biases=True, defaults={"attention_bias": True},
+    ),
+    "opt": _Family(
+        mlp_width="ffn_dim", **_PLAIN, **_biases("enable_bias"),
+        tied=True, positions="max_position_embeddings", unused_positions=2, defaults={"enable_bias": True},
+        translated=_opt,
+    ),
+    "bloom": _Family(**_PLAIN, **_biases(True), table_norm=True, tied=True, translated=_bloom),
+    "falcon": _Family(
+        mlp_width="ffn_hidden_size", **_PLAIN, **_biases("bias"),
+        one_norm="one_norm", tied=True, translated=_falcon,
+    ),
+    "mpt": _Family("n_layers", "d_model", "n_heads", gated=False, norm="layer", tied=True, translated=_mpt),
+    "mixtral": _Family(experts="num_local_experts", defaults=_kv(8)),
+    "qwen3_moe": _Family(
+        mlp_width="moe_intermediate_size", **_ATTENTION_BIASES, head_norms=True, experts="num_experts",
+        translated=_experts,
+    ),
+    "olmoe": _Family(**_ATTENTION_BIASES, own_head_norms=True, experts="num_experts", translated=_experts),
 }  # fmt: skip
+_MIXTURES = [kind for kind, family in _FAMILIES.items() if family.experts]
 _ASKED = ("qwen2", "qwen3", "smollm3", "qwen3_moe")  # use their window only where use_sliding_window says so
+_ENCODERS = (
+    "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "longformer",
+    "modernbert", "mpnet", "roberta", "xlm-roberta",
+)  # fmt: skip
+_STATES = ("bamba", "falcon_mamba", "jamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "zamba", "zamba2")
+_OTHER_HEAD = re.compile(r".*For(Sequence|Token|Image)\w*|.*For\w*(Classification|Answering|MaskedLM)")
 
 
 def read_config(path: Path) -> Model:
@@ -91,17 +248,18 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
     if isinstance(content.get("text_config"), dict):
         content = {"tie_word_embeddings": content.get("tie_word_embeddings")} | content["text_config"]
     kind = content.get("model_type")
+    if (reason := unplanned(content)) is not None:
+        raise UserError(f"{where}: model_type is {kind!r}: {reason}; such models are not planned for")
     family = _FAMILIES.get(str(kind))
     if family is None:
         raise UserError(
             f"{where}: model_type is {kind!r}; there are {', '.join(_FAMILIES)}. "
-            "file.py:function does for others"
+            "file.py:function does for other decoders"
         )
-    content = {**family.defaults, **content}
-    if content.get("shared_expert_intermediate_size") or content.get("n_shared_experts"):
-        raise UserError(f"{where}: it has experts that all tokens share, which are not planned for")
-    if content.get("mlp_only_layers") or content.get("decoder_sparse_step") not in (None, 1):
-        raise UserError(f"{where}: some of its layers have no experts, which is not planned for")
+    try:
+        content = family.translated({**family.defaults, **content})
+    except ValueError as error:
+        raise UserError(f"{where}: {error}, which is not planned for") from error
     needed = [family.layers, family.width, family.heads, "vocab_size"]
     needed += [each for each in (family.positions, family.experts) if each]
     needed += ["num_experts_per_tok"] if family.experts else []
@@ -112,8 +270,9 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
     numbers = {each: _whole(content, each, where) for each in needed}
     width, heads = numbers[family.width], numbers[family.heads]
     window = _whole(content, _WINDOW, where, 0)
+    asks = _Asks(content, where)
     try:
-        return Model(
+        model = Model(
             name,
             numbers[family.layers],
             width,
@@ -125,15 +284,77 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
             vocab_size=numbers["vocab_size"],
             tied_head=_either(content, "tie_word_embeddings", where, family.tied),
             learned_positions=numbers[family.positions] if family.positions else 0,
-            biases=family.biases,
+            biases=asks(family.mlp_biases),
             norm=family.norm,
             experts=numbers[family.experts] if family.experts else 0,
             active_experts=numbers["num_experts_per_tok"] if family.experts else 0,
             window=window,
             windowed=_windowed(content, family, numbers[family.layers], where) if window else 0.0,
+            norms=1 if asks(family.one_norm) else family.norms,
+            head_norms=asks(family.head_norms) or asks(family.own_head_norms),
         )
+        return model.with_vectors(_vectors(model, family, asks), _others(model, family))
     except (ValueError, TypeError, ArithmeticError) as error:
         raise UserError(f"{where}: {error}: get the file again") from error
+
+
+@dataclass(frozen=True)
+class _Asks:
+    """Whether a model has what its family has, or has where the file says so. UserError as `_either`."""
+
+    content: Mapping[str, Any]
+    where: str
+
+    def __call__(self, switch: _Switch) -> bool:
+        return switch if isinstance(switch, bool) else _either(self.content, switch, self.where, False)
+
+
+def _vectors(model: Model, family: _Family, asks: _Asks) -> int:
+    """Numbers of a layer's norms and biases."""
+    query, key = model.heads * model.head_width, model.kv_heads * model.head_width
+    found = model.norms * family.norm_vectors * model.width
+    found += 2 * model.head_width if asks(family.head_norms) else 0
+    found += query + key if asks(family.own_head_norms) else 0
+    found += query + 2 * key if asks(family.query_biases) else 0
+    found += model.width if asks(family.out_biases) else 0
+    if asks(family.mlp_biases):
+        found += (2 if model.gated else 1) * model.mlp_width + model.width
+    return found
+
+
+def _others(model: Model, family: _Family) -> int:
+    """Numbers outside of the layers, but for tables and the positions that tokens have."""
+    norms = 2 if family.table_norm else 1
+    found = (norms * family.norm_vectors + family.unused_positions) * model.width
+    return found + (model.vocab_size if family.head_biases else 0)
+
+
+def is_known(content: Mapping[str, Any]) -> bool:
+    """Whether it is of a kind that can be read, or has a decoder of text that may be."""
+    return content.get("model_type") in _FAMILIES or isinstance(content.get("text_config"), dict)
+
+
+def unplanned(content: Mapping[str, Any]) -> str | None:
+    """What a model is, if it is no decoder of text made of equal layers with attention."""
+    kind = str(content.get("model_type"))
+    built = content.get("architectures")
+    if content.get("is_encoder_decoder") or content.get("add_cross_attention"):
+        return "an encoder and a decoder"
+    if kind in _ENCODERS:
+        return "an encoder"
+    if kind in _STATES:
+        return "a model with states instead of attention"
+    if content.get("image_size") is not None and content.get("patch_size") is not None:
+        return "a model of images"
+    if content.get("shared_expert_intermediate_size") or content.get("n_shared_experts"):
+        return "it has experts that all tokens share"
+    if content.get("mlp_only_layers") or content.get("decoder_sparse_step") not in (None, 1):
+        return "some of its layers have no experts"
+    if kind not in _FAMILIES and _one(content, "num_experts", "num_local_experts", "n_routed_experts"):
+        return f"a mixture of experts unlike {', '.join(_MIXTURES)}"
+    if isinstance(built, list) and any(_OTHER_HEAD.fullmatch(str(each)) for each in built):
+        return f"{built[0]}, which gives out something else than the next token"
+    return None
 
 
 def _windowed(content: Mapping[str, Any], family: _Family, layers: int, where: str) -> float:
@@ -142,7 +363,8 @@ def _windowed(content: Mapping[str, Any], family: _Family, layers: int, where: s
     if isinstance(types, list) and types:
         return types.count("sliding_attention") / len(types)
     if content["model_type"] not in _ASKED:
-        return family.windowed
+        every = _whole(content, "sliding_window_pattern", where, family.full_every)
+        return (layers - layers // every) / layers if every else 1.0
     first = _whole(content, "max_window_layers", where, 28)  # layers that have none
     return max(0, layers - first) / layers if _either(content, "use_sliding_window", where, False) else 0.0
 

@@ -6,7 +6,7 @@ LayerNorm, ungated MLPs and experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Norm = Literal["rms", "layer"]
@@ -33,6 +33,10 @@ class Model:
     active_experts: int = 0  # that one token goes through
     window: int = 0  # tokens that one attends to in layers with a sliding window; 0: there are none
     windowed: float = 0.0  # part of the layers that have one
+    norms: int = 2  # in a layer, of the residual's width
+    head_norms: bool = False  # whether queries and keys have norms, too
+    vectors: int | None = None  # numbers of a layer's norms and biases; None: as `norm` and `biases` say
+    others: int | None = None  # likewise of all outside of the layers, but for tables and positions
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "kv_heads", "head_width", "mlp_width", "vocab_size"):
@@ -51,13 +55,31 @@ class Model:
         query, key_value = self.heads * self.head_width, self.kv_heads * self.head_width
         attention = self.width * (2 * query + 2 * key_value)
         mlp = (3 if self.gated else 2) * self.width * self.mlp_width
-        norms = 2 * self.width * (2 if self.norm == "layer" and self.biases else 1)
-        if self.biases:
-            attention += query + 2 * key_value + self.width
-            mlp += (2 if self.gated else 1) * self.mlp_width + self.width
+        if self.vectors is not None:
+            vectors = self.vectors
+        else:
+            vectors = self.norms * self.norm_parameters
+            if self.biases:
+                vectors += query + 2 * key_value + self.width
+                mlp += (2 if self.gated else 1) * self.mlp_width + self.width
         if self.experts:
             mlp = self.experts * mlp + self.experts * self.width
-        return attention + mlp + norms
+        return attention + mlp + vectors
+
+    def with_vectors(self, vectors: int, others: int) -> Model:
+        """The same with so many of them; None stays where `norm` and `biases` say as much: such can be laid
+        one by one, as the engine does."""
+        usual, exact = replace(self, vectors=None, others=None), replace(self, vectors=vectors, others=others)
+        return replace(
+            self,
+            vectors=None if usual.layer_parameters == exact.layer_parameters else vectors,
+            others=None if usual.other_parameters == exact.other_parameters else others,
+        )
+
+    @property
+    def norm_parameters(self) -> int:
+        """Of one norm."""
+        return self.width * (2 if self.norm == "layer" and self.biases else 1)
 
     def scores_part(self, seq: int) -> float:
         """Of the scores of causal attention over `seq` tokens, how many windows leave, in the mean layer."""
@@ -73,9 +95,9 @@ class Model:
 
     @property
     def other_parameters(self) -> int:
-        """Of the norm at the end and of positions."""
-        last = self.width * (2 if self.norm == "layer" and self.biases else 1)
-        return last + self.learned_positions * self.width
+        """Of all outside of the layers but for tables: the norm at the end, positions."""
+        others = self.norm_parameters if self.others is None else self.others
+        return others + self.learned_positions * self.width
 
     @property
     def parameters(self) -> int:

@@ -130,7 +130,8 @@ def _thin_s(gpu: Gpu, recipe: Recipe, shapes: Sequence[tuple[int, int, int, int]
 
 def _moved_forward(model: Model, tokens: int, split: int, turned: float, activated: int) -> float:
     """Elements that a layer's kernels read and write in forward but for products, one kernel an operation."""
-    width = tokens * model.width * (2 * 2 + 2 * 3) / split  # two norms, two sums with the residual
+    width = tokens * model.width * (2 * model.norms + 2 * 3) / split  # norms, two sums with the residual
+    turned *= 2 if model.head_norms else 1  # queries and keys: their norm, as what turns them
     positions = 0 if model.learned_positions else 2 * tokens * turned
     activation = activated * (5 if model.gated else 2)
     biases = 2 * activated if model.biases else 0
