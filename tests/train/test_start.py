@@ -112,6 +112,18 @@ def test_gpus_that_torch_cannot_use_are_no_ranks(monkeypatch: pytest.MonkeyPatch
         assert start.default_ranks() == ranks
 
 
+def test_of_many_texts_the_first_are_named(tmp_path: Path) -> None:
+    """As a shell makes of a pattern: the header is one line for each of its rows."""
+    files = [tmp_path / f"{number}.txt" for number in range(9)]
+    for file in files:
+        file.write_text(f"{file.name} and more\n")
+    for given, named in ((3, "0.txt, 1.txt, 2.txt: 3 files"), (9, "0.txt, 1.txt, 2.txt and 6 more: 9 files")):
+        config = TrainConfig(data=DataSection(paths=tuple(map(str, files[:given])), tokenizer="bytes"))
+        made = tmp_path / f"run of {given}"
+        said = start.describe_data(prepare(config.data.source(), made / "tokenizer.json", made), config)
+        assert said.replace(f"{tmp_path}/", "").startswith(f"{named}, ")
+
+
 def test_what_is_unexpected_of_the_text_is_told(tmp_path: Path) -> None:
     """The share that is held out is that of the text, whatever was asked for."""
     lines = [json.dumps({"text": "h" * size}) + "\n" for size in (99, 199, 9999)]

@@ -42,6 +42,7 @@ from imece.writing import write_whole
 
 Progress = Callable[[str, int, int], None]
 
+_NAMED = 3  # of the texts that a command was given
 _FAR = 4.0  # times as much as was asked for is held out, or that part of it: worth a word
 
 
@@ -227,7 +228,9 @@ def _memory(session: Session) -> str:
 
 def describe_data(prepared: Prepared, config: TrainConfig) -> str:
     """The text in a line."""
-    name = ", ".join(config.data.paths) or "Python standard library"
+    name = ", ".join(config.data.paths[:_NAMED]) or "Python standard library"
+    if more := len(config.data.paths[_NAMED:]):  # as a shell makes of a pattern
+        name += f" and {more:,} more"
     tokens = _tokens(prepared)
     skipped = f", {prepared.tokens.skipped} that are not text left out" if prepared.tokens.skipped else ""
     runs = prepared.run_folders
