@@ -129,8 +129,8 @@ def test_the_hosts_of_those_that_talk_are_named() -> None:
         assert _over(cause, Setup(LLAMA_70B, parallel, Recipe(4096)), cluster) == said, (cause, parallel)
     hosted = Recipe(4096, offload="parameters")
     for parallel, said in (
-        (Parallel("zero3", 1, 1, tensor=8), "from the host's memory, 20.0 GB/s a GPU"),
-        (Parallel("zero3", 8, 8), "from the host's memory, 20.0 GB/s a GPU"),
+        (Parallel("zero3", 1, 1, tensor=8), "from the host's memory, 32.0 GB/s a GPU"),
+        (Parallel("zero3", 8, 8), "from the host's memory, 32.0 GB/s a GPU"),
         (Parallel("zero3", 64, 64), over.format(8)),
     ):
         assert _over("parameters", Setup(LLAMA_70B, parallel, hosted), cluster) == said, parallel

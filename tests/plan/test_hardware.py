@@ -49,11 +49,40 @@ def test_the_network_of_each_generation() -> None:
 def test_fp32_is_without_tf32(name: str) -> None:
     """At most half of what tensor cores do in TF32, which is half of their bf16."""
     gpu = find_gpu(name)
-    assert gpu.peak_fp32 < 110e12 and gpu.peak_fp32 <= gpu.peak * 0.51
+    assert gpu.peak_fp32 < 130e12 and gpu.peak_fp32 <= gpu.peak * 0.51
 
 
-def test_two_presets_have_no_bf16() -> None:
-    assert [name for name in gpu_names() if not find_gpu(name).bf16] == ["V100", "CPU"]
+def test_four_presets_have_no_bf16() -> None:
+    assert [name for name in gpu_names() if not find_gpu(name).bf16] == ["V100", "V100-16", "T4", "CPU"]
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-80"), ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe"), ("NVIDIA H100 80GB HBM3", "H100"), ("H100 SXM5", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"), ("NVIDIA H100 NVL", "H100-NVL"),
+        ("Tesla V100-SXM2-16GB", "V100-16"), ("Tesla V100-SXM2-32GB", "V100"), ("Tesla T4", "T4"),
+        ("NVIDIA A10G", "A10G"), ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+    ],
+)  # fmt: skip
+def test_names_as_nvidia_smi_has_them(written: str, name: str) -> None:
+    assert find_gpu(written).name == name
+    assert find_cluster(parse_gpus(f"4x{written}")[1]).gpu.name == name
+
+
+@pytest.mark.parametrize(("name", "rate"), [("V100", 12e9), ("A100-40", 24e9), ("H100", 48e9)])
+def test_a_gpu_reaches_its_hosts_memory_through_its_slot(name: str, rate: float, tmp_path: Path) -> None:
+    assert find_cluster(name).host.best == rate
+    path = tmp_path / "my.toml"
+    path.write_text("[host]\nbandwidth = 400e9\n")
+    assert find_cluster(name, hardware=path).host.best == 300e9
+    path.write_text("[host]\nefficiency = 2\n")
+    with pytest.raises(UserError, match=r"\[host\] efficiency is 2; it is a part"):
+        find_cluster(name, hardware=path)
 
 
 def test_preset_inherits_what_it_does_not_say() -> None:
@@ -98,7 +127,7 @@ def test_bytes_are_no_bits(text: str) -> None:
     ("ask", "told"),
     [
         (lambda: find_gpu("H10O"), "did you mean H100"),
-        (lambda: find_gpu("H100 PCIe"), r"did you mean H100\? --hardware FILE describes others"),
+        (lambda: find_gpu("GH200"), r"did you mean H200 .*\? --hardware FILE describes others"),
         (lambda: find_cluster(parse_gpus("5070 Ti")[1]), "GPU '5070 Ti' is unknown: .*--hardware FILE"),
         (lambda: find_gpu("quux"), "there are H100, H200"),
         (lambda: find_gpu("MI300X"), "there are H100, .*, CPU; --hardware FILE describes others"),

@@ -3,7 +3,7 @@
 All rates are of one direction: an H100's NVLink is 450 GB/s, not the 900 that counts both, and an NDR port is
 400 Gb/s = 50 GB/s.
 
-A file of one's own (`--hardware my.toml`) has up to three tables, with the fields of the dataclasses below.
+A file of one's own (`--hardware my.toml`) has up to four tables, with the fields of the dataclasses below.
 --gpus names the GPU as the file does, or as the preset that it is like:
 
     [gpu]
@@ -15,6 +15,8 @@ A file of one's own (`--hardware my.toml`) has up to three tables, with the fiel
     latency = 4e-6
     [between]                   # between hosts, for each device; left out: the preset's, or --network's
     bandwidth = 50e9
+    [host]                      # between a device and its host's memory, for --offload; left out: its slot's
+    bandwidth = 64e9
 """
 
 from __future__ import annotations
@@ -60,6 +62,11 @@ class Link:
         whole = self.bandwidth * self.efficiency * lanes
         return whole * message_bytes / (message_bytes + self.half_bytes + 1)
 
+    @property
+    def best(self) -> float:
+        """Bytes/s that large messages see."""
+        return self.bandwidth * self.efficiency
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -100,6 +107,7 @@ class Cluster:
     hosts: int
     inside: Link  # between the devices of a host
     between: Link  # between hosts, for each device
+    host: Link = Link(32e9, latency=6e-6, efficiency=0.75)  # between a device and its host's memory
 
     @property
     def gpus(self) -> int:
@@ -170,11 +178,13 @@ def find_cluster(
         links = _presets()["links"]
         inside = _link(links[_named(table.get("inside", "pcie4"), links, "link")])
         inside = replace(inside, **_known(Link, own.get("inside", {}), "inside"))
-        slot = links[_named(table["slot"], links, "link")]["bandwidth"] if "slot" in table else math.inf
-        between = find_network(network or str(table.get("network", "infiniband-ndr")), count, slot)
+        slot = _link(links[_named(table.get("slot", "pcie4"), links, "link")])
+        host = replace(slot, **_known(Link, own.get("host", {}), "host"))
+        most = slot.bandwidth if "slot" in table else math.inf
+        between = find_network(network or str(table.get("network", "infiniband-ndr")), count, most)
         if network is None:
             between = replace(between, **_known(Link, own.get("between", {}), "between"))
-        return Cluster(_gpu(table), count, hosts, inside, between)
+        return Cluster(_gpu(table), count, hosts, inside, between, host)
     except ValueError as error:
         raise UserError(f"{hardware}: {error}") from None
 
@@ -308,9 +318,9 @@ def _read_own(path: Path) -> dict[str, dict[str, Any]]:
     except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, too long a number, too deep a list
         raise UserError(f"--hardware {path} is no TOML: {' '.join(str(error).split())}") from None
     for name, table in tables.items():
-        if name not in ("gpu", "inside", "between") or not isinstance(table, dict):
+        if name not in ("gpu", "inside", "between", "host") or not isinstance(table, dict):
             raise UserError(
-                f"--hardware {path}: [{name}] is unknown; there are [gpu], [inside] and [between]"
+                f"--hardware {path}: [{name}] is unknown; there are [gpu], [inside], [between] and [host]"
             )
     for name, kind, needed in _NOT_RATES:
         value = tables.get("gpu", {}).get(name)
@@ -331,10 +341,11 @@ def _named(name: str, presets: Iterable[str], what: Literal["GPU", "network", "l
     """The preset that `name` means. UserError with the nearest."""
     plain = {_plain(preset): preset for preset in presets}
     key = _plain(name)
-    for spelling in (key, key.removesuffix("gb"), key.removesuffix("sxm"), _OTHER_NAMES.get(key, key)):
-        if spelling in plain:
-            return plain[spelling]
-    near = difflib.get_close_matches(key, list(plain), n=3, cutoff=0.6)
+    short = _plain(_OF_NVIDIA.sub("", name.lower()))  # "NVIDIA A100-SXM4-80GB", as nvidia-smi has it
+    for spelling in (key, short, short.removesuffix("gb")):
+        if (found := _OTHER_NAMES.get(spelling, spelling)) in plain:
+            return plain[found]
+    near = difflib.get_close_matches(key, list(plain), n=3, cutoff=0.65)
     hint = f"did you mean {' or '.join(plain[n] for n in near)}?"
     if not near:
         hint = f"there are {', '.join(plain.values())}" + ";" * (what == "GPU")
@@ -342,9 +353,14 @@ def _named(name: str, presets: Iterable[str], what: Literal["GPU", "network", "l
     raise UserError(f"{what} {name!r} is unknown: {hint}{others}")
 
 
+_OF_NVIDIA = re.compile(
+    r"\b(nvidia|tesla|geforce|generation|blackwell|server|workstation|edition|hbm\de?)\b|sxm\d?\b"
+)
 _OTHER_NAMES = {
-    "a100": "a10080", "h10080": "h100", "3090": "rtx3090", "4090": "rtx4090", "5090": "rtx5090",
-    "ndr": "infinibandndr", "hdr": "infinibandhdr", "h10080gb": "h100", "v10032": "v100",
+    "a100": "a10080", "a10080gbpcie": "a100pcie", "a10080pcie": "a100pcie", "h10080": "h100",
+    "3090": "rtx3090", "4090": "rtx4090", "5090": "rtx5090", "rtxa6000": "a6000", "6000ada": "rtx6000ada",
+    "pro6000": "rtxpro6000", "ndr": "infinibandndr", "hdr": "infinibandhdr", "edr": "infinibandedr",
+    "v10032": "v100",
 }  # fmt: skip
 
 

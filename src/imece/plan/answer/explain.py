@@ -23,7 +23,6 @@ from imece.plan.hardware import Cluster
 from imece.plan.setup import FP32, Parallel, Setup
 from imece.plan.speed.communication import along
 from imece.plan.speed.step_time import StepTime
-from imece.plan.speed.synchronise import HOST_LINK
 
 _WORTH = 0.02  # of the step's time: what saves less is no gain
 _PINS = ("strategy", "tensor", "pipeline", "interleave", "context")  # of a question: how ranks are arranged
@@ -222,10 +221,9 @@ def _over(cause: str, setup: Setup, cluster: Cluster) -> str:
         ranks = parallel.shard
     hosts = along(cluster, ranks, stride).hosts
     link = cluster.between if hosts > 1 else cluster.inside
-    if cause == "parameters" and setup.recipe.offload == "parameters":
-        each = (ranks - 1) / (link.bandwidth * link.efficiency)  # s for each byte of a rank's part
-        if each < 1 / HOST_LINK:
-            return f"from the host's memory, {gb(HOST_LINK)} GB/s a {device(cluster)}"
+    hosted = cause == "parameters" and setup.recipe.offload == "parameters"
+    if hosted and (ranks - 1) / link.best < 1 / cluster.host.best:  # s for each byte of a rank's part
+        return f"from the host's memory, {gb(cluster.host.bandwidth)} GB/s a {device(cluster)}"
     if hosts > 1:
         return f"over {hosts:,} hosts, {gb(link.bandwidth)} GB/s a {device(cluster)}"
     return f"in the host, {gb(link.bandwidth)} GB/s"

@@ -16,7 +16,6 @@ from imece.plan.speed.manner import Manner
 from imece.plan.speed.stage import StageTime
 from imece.plan.speed.timeline import exposed_after, exposed_before
 
-HOST_LINK = 20e9  # bytes/s between a device and its host's memory
 _HOST_MEMORY = 410e9  # bytes/s with which a host's CPUs step what is offloaded: 16 x DDR4-3200, as DGX A100
 _RANK_MEMORY = 100e9  # of it, what those of one rank reach
 _HOST_FLOPS = 4e12  # FLOP/s of fp32 products on the same CPUs: assumed, about half of what two EPYC 7742 can
@@ -206,7 +205,7 @@ def _sharded(
     gather = collective_s(cluster, "all_gather", held, group)
     gather_busy = busy_s(cluster, "all_gather", held, group)
     if offloaded:
-        gather += held / group.ranks / HOST_LINK
+        gather += held / group.ranks / cluster.host.best
 
     def micro_batches(times: int, scattered: float) -> Synchronisation:
         scatter = collective_s(cluster, "reduce_scatter", scattered, group)
@@ -245,7 +244,7 @@ def optimizer_s(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime
         sent = size * (1 if recipe.offload == "parameters" else 2)
         rate = min(_RANK_MEMORY, _HOST_MEMORY / cluster.gpus_per_host)
         products = flops / (_HOST_FLOPS * rate / _HOST_MEMORY)
-        return stepped * (sent / HOST_LINK + _OFFLOADED / rate) + products
+        return stepped * (sent / cluster.host.best + _OFFLOADED / rate) + products
     products = flops / (cluster.gpu.peak * cluster.gpu.reachable * cluster.gpu.sustained)
     return stream_s(cluster.gpu, moved) + products
 
