@@ -46,7 +46,28 @@ def test_in_words() -> None:
 @pytest.mark.parametrize(
     ("section", "ranks", "said"),
     [
-        ({"sequences": 30}, 4, "sequences 30 cannot be divided by 4 ranks; the nearest are 28 and 32"),
+        (
+            {"sequences": 30},
+            4,
+            "sequences 30 cannot be divided by 4 ranks; the nearest are 28 and 32, or 3 or 5 ranks",
+        ),
+        (
+            {"sequences": 8},
+            7,
+            "sequences 8 cannot be divided by 7 ranks; the nearest are 7 and 14, or 4 or 8 ranks",
+        ),
+        (
+            {"sequences": 8, "micro": 2},
+            3,
+            "sequences 8 cannot be divided by 3 ranks x micro-batch 2; the nearest are 6 and 12, or 2 or 4 "
+            "ranks",
+        ),
+        (
+            {"sequences": 7, "tokens": 144},
+            2,
+            "tokens 144, which is 9 sequences, cannot be divided by 2 ranks; the nearest are 128 and 160, or "
+            "1 or 3 ranks",
+        ),
         (
             {"sequences": 30, "micro": 4},
             4,
@@ -87,3 +108,5 @@ def test_more_ranks_than_sequences() -> None:
     assert str(mistake.value) == (
         "--ranks 4 are more than the 3 sequences of a step: at most 3 ranks, or at least --batch.sequences 4"
     )
+    with pytest.raises(UserError, match=r"at most 3 ranks, or at least --batch.tokens 64$"):
+        plan_batch(BatchSection(tokens=48), 16, 4)

@@ -60,7 +60,7 @@ def plan_batch(section: BatchSection, seq: int, ranks: int) -> BatchPlan:
     if sequences < ranks:
         raise UserError(
             f"--ranks {ranks} are more than the {sequences} sequence{'s' * (sequences != 1)} of a step: "
-            f"at most {sequences} rank{'s' * (sequences != 1)}, or at least --batch.sequences {ranks}"
+            f"at most {sequences} rank{'s' * (sequences != 1)}, or at least {_option(section, seq, ranks)}"
         )
     share = sequences // ranks
     if section.micro > share:
@@ -73,12 +73,26 @@ def plan_batch(section: BatchSection, seq: int, ranks: int) -> BatchPlan:
         by = f"{ranks} rank{'s' * (ranks != 1)}" + (
             f" x micro-batch {section.micro}" if section.micro else ""
         )
+        also = f", which is {sequences} sequences," if section.tokens else ""
+        unit = seq if section.tokens else 1
         raise UserError(
-            f"--batch.sequences {sequences} cannot be divided by {by}; "
-            f"the nearest are {_nearest(sequences, step)}"
+            f"{_option(section, seq, sequences)}{also} cannot be divided by {by}; the nearest are "
+            f"{_nearest(sequences * unit, step * unit)}{_other_ranks(sequences, section.micro or 1, ranks)}"
         )
     micro = section.micro or max(n for n in range(1, min(share, _MOST_AT_ONCE) + 1) if share % n == 0)
     return BatchPlan(seq, sequences, ranks, micro, share // micro)
+
+
+def _option(section: BatchSection, seq: int, sequences: int) -> str:
+    """That asks for so many: tokens, where they are given, count before sequences."""
+    return f"--batch.tokens {sequences * seq}" if section.tokens else f"--batch.sequences {sequences}"
+
+
+def _other_ranks(sequences: int, micro: int, ranks: int) -> str:
+    """Those that divide it: a run that is gone on with keeps its global batch."""
+    fit = [each for each in range(1, sequences // micro + 1) if sequences % (each * micro) == 0]
+    near = [*[each for each in fit if each < ranks][-1:], *[each for each in fit if each > ranks][:1]]
+    return f", or {' or '.join(map(str, near))} rank{'s' * (near != [1])}" if near else ""
 
 
 def _nearest(number: int, step: int) -> str:
