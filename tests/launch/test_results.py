@@ -37,7 +37,8 @@ def test_tensors_come_back_as_they_were() -> None:
         torch.tensor(5),
         torch.randn(3, requires_grad=True),
     ]
-    tensors += [torch.randn(3, dtype=torch.complex64)]
+    tensors += [torch.randn(3, dtype=torch.complex64), torch.randn(3, dtype=torch.complex64).conj()]
+    tensors += [torch.randn(3, dtype=torch.complex64).conj().imag]
     back = decode(encode({"all": tensors, "one": tensors[0]}))
     for sent, came in zip([*tensors, tensors[0]], [*back["all"], back["one"]], strict=True):
         assert sent.dtype == came.dtype and sent.shape == came.shape
@@ -46,10 +47,22 @@ def test_tensors_come_back_as_they_were() -> None:
     assert math.isnan(decode(encode(float("nan"))))
 
 
-@pytest.mark.parametrize("value", [object(), {1: 2}, {3}, b"bytes", torch.eye(2).to_sparse(), lambda: 0])
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(), {1: 2}, {3}, b"bytes", lambda: 0, torch.Size([2]),
+        torch.eye(2).to_sparse(), torch.ones(2, device="meta"),
+    ],
+)  # fmt: skip
 def test_other_things_are_refused(value: Any) -> None:
     with pytest.raises(TypeError, match=f"returned a {type(value).__name__}"):
         encode([value])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch is about to give them up
+def test_a_quantized_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"returned a Tensor; return .* dense tensors"):
+        encode(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
 
 
 @given(st.binary(max_size=60))

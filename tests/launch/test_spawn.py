@@ -177,6 +177,20 @@ def test_arguments_that_are_no_list_of_them(args: Any) -> None:
         spawn(int, args, ranks=2)
 
 
+def test_what_is_no_function_and_variables_that_are_no_strings() -> None:
+    script: Any = "train.py"
+    with pytest.raises(TypeError, match=r"^fn='train.py': a function is wanted"):
+        spawn(script, ranks=2)
+    env: Any = {"SEED": 1}
+    with pytest.raises(TypeError, match=r"^env=\{'SEED': 1\}: names and values of variables are strings"):
+        spawn(lambda: None, ranks=2, env=env)
+
+
+def test_a_limit_of_any_length() -> None:
+    for timeout_s in (float("inf"), 1e30):
+        assert spawn(lambda: 3, ranks=1, timeout_s=timeout_s) == [3]
+
+
 def test_time_is_up() -> None:
     def body() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from imece import mesh as meshes
+from imece import status
 from imece.membership import gpu_errors, member
 from imece.membership.roster import Generation, Roster
 
@@ -37,10 +38,8 @@ def test_it_beats_until_all_else_at_the_exit_is_done(monkeypatch: pytest.MonkeyP
 
 def test_it_asks_for_a_new_generation_when_nobody_is_seen_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A network closed its connections."""
-    roster, ours = Roster(dist.HashStore()), member.Member.__new__(member.Member)
-    roster.publish(Generation(4, (0, 1)))
     monkeypatch.setattr(member, "_LOST_S", 0.05)
-    ours.number, ours._at, ours._alone, ours._roster = 1, 4, False, roster
+    ours, roster = member_of(Generation(4, (0, 1)))
     assert ours.move(0.04, lambda: None) is None and not roster.has_lost(1, 4)
     monkeypatch.setattr(ours, "_enter", lambda *_: True)
 
@@ -60,3 +59,23 @@ def test_it_asks_for_a_new_generation_when_nobody_is_seen_to_end(monkeypatch: py
         assert ours._is_over(Generation(5, (0, 1)), 4.0)
         answered.result()
     assert ours._ask_at(float("inf")) == float("inf"), "it waits for others to leave in order"
+
+
+def test_it_does_not_wait_where_a_peer_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It left the loop before the others, by `break` or sys.exit(0): no generation follows that."""
+    monkeypatch.setattr(member, "_LOST_S", 0.05)
+    ours, roster = member_of(Generation(4, (0, 1)))
+    status.tell_closed(ours._store, 0)
+    begin = time.monotonic()
+    assert ours.move(10.0, lambda: None) is None and not roster.has_lost(1, 4)
+    assert 0.05 < time.monotonic() - begin < 5
+
+
+def member_of(generation: Generation) -> tuple[member.Member, Roster]:
+    """Its member 1, which has no thread, and what its launcher sees."""
+    ours, store = member.Member.__new__(member.Member), dist.HashStore()
+    roster = Roster(store)
+    roster.publish(generation)
+    ours.number, ours._at, ours._alone, ours._members = 1, generation.number, False, {*generation.members}
+    ours._store, ours._roster = store, roster
+    return ours, roster

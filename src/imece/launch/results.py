@@ -38,28 +38,25 @@ def decode(frame: bytes) -> Any:
 def _pack(value: object, tensors: list[bytes]) -> object:
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, list | tuple):
-        return (
-            {type(value).__name__: [_pack(each, tensors) for each in value]}
-            if type(value)
-            in (
-                list,
-                tuple,
-            )
-            else _refuse(value)
-        )
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return {type(value).__name__: [_pack(each, tensors) for each in value]}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": {key: _pack(each, tensors) for key, each in value.items()}}
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-        whole = value.detach().cpu().contiguous()
+    if isinstance(value, torch.Tensor) and _is_dense(value):
+        whole = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         tensors.append(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
         return {"tensor": [str(whole.dtype).removeprefix("torch."), *whole.shape]}
     return _refuse(value)
 
 
+def _is_dense(value: torch.Tensor) -> bool:
+    """Whether its bytes are its numbers."""
+    return value.layout == torch.strided and not value.is_quantized and not value.is_meta
+
+
 def _refuse(value: object) -> object:
     raise TypeError(
-        f"a rank's function returned a {type(value).__name__}; return None, numbers, strings, tensors, "
+        f"a rank's function returned a {type(value).__name__}; return None, numbers, strings, dense tensors, "
         "or lists, tuples and dicts (with str keys) of these"
     )
 

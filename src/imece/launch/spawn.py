@@ -33,6 +33,7 @@ from imece.launch.results import decode, encode
 from imece.store import listen_here, serve
 
 _BLAME_S = 1.0  # how long a rank that lost its peer waits for that peer's own end to be seen
+_LONGEST_S = 60.0  # of one wait: no number of seconds that a caller may give is too large for it
 _RESULT, _FAILURE = b"r", b"f"
 
 
@@ -63,15 +64,20 @@ def spawn(
     starts in a copy of this process (fork), with one thread; this process must not have used CUDA or
     torch.distributed then.
 
-    Raises TypeError if `args` is no list or tuple, RankFailedError with the traceback of the rank that failed
-    first, UserError if that rank did, TimeoutError naming the ranks that still ran after `timeout_s`. All
-    processes are dead when it returns or raises, and they die with this process. Call it from a thread that
-    lives as long.
+    Raises TypeError if `fn` cannot be called, `args` is no list or tuple, or `env` has other than strings,
+    RankFailedError with the traceback of the rank that failed first, UserError if that rank did, TimeoutError
+    naming the ranks that still ran after `timeout_s`. All processes are dead when it returns or raises, and
+    they die with this process. Call it from a thread that lives as long.
     """
+    if not callable(fn):
+        raise TypeError(f"fn={fn!r}: a function is wanted, as in spawn(fn, (1, 2), ranks=2)")
     if isinstance(args, str | bytes) or not isinstance(args, Sequence):
         raise TypeError(
             f"args={args!r}: the arguments of a call are wanted, as in spawn(fn, (1, 2), ranks=2)"
         )
+    for name, value in (env or {}).items():
+        if not (isinstance(name, str) and isinstance(value, str)):
+            raise TypeError(f"env={{{name!r}: {value!r}}}: names and values of variables are strings")
     if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:
         raise UserError(f"ranks={ranks!r}: from 1 to {MAX_RANKS} ranks can run on one host")
     if timeout_s is not None and not timeout_s > 0:
@@ -129,8 +135,8 @@ class _Crew:
         deadline = time.monotonic() + timeout_s if timeout_s is not None else None
         blame_at: float | None = None
         while len(self._endings) < len(self._processes):
-            times = [at for at in (deadline, blame_at) if at is not None]
-            self._collect(max(0.0, min(times) - time.monotonic()) if times else None)
+            until = min(at for at in (deadline, blame_at, time.monotonic() + _LONGEST_S) if at is not None)
+            self._collect(max(0.0, until - time.monotonic()))
             failed = [each for each in self._endings.values() if not each.ok]
             now = time.monotonic()
             if failed:
@@ -162,7 +168,7 @@ class _Crew:
             os.close(pidfd)
         self.store = None  # now, and not when an exception that refers to this crew is forgotten
 
-    def _collect(self, timeout_s: float | None) -> None:
+    def _collect(self, timeout_s: float) -> None:
         """Read messages and ends that come within `timeout_s`."""
         running = [rank for rank in range(len(self._processes)) if rank not in self._endings]
         readers = {self._readers[rank]: rank for rank in running if rank not in self._frames}

@@ -25,7 +25,7 @@ from imece.membership.guarded import GuardedStore
 from imece.membership.roster import Generation, Roster, meeting_in
 from imece.membership.where import Where
 from imece.mesh import Mesh
-from imece.status import says_peer_gone
+from imece.status import has_closed, says_peer_gone
 from imece.store import client
 from imece.world import JOINING, LOOPBACK
 
@@ -54,7 +54,8 @@ class Member:
         self._meeting = (world.master_addr, world.master_port)
         own = world.agent_port
         self._launcher = self._meeting if own is None else (LOOPBACK, own)
-        self._roster = Roster(_connect(self._launcher))
+        self._store = _connect(self._launcher)
+        self._roster = Roster(self._store)
         self._alone = world.joining
         self._at = -1 if world.joining else self._first()
         self._newest = self._at
@@ -107,7 +108,8 @@ class Member:
         All members of the new generation call it. One that is joining waits without an end. leave: lets go of
         what belongs to the old groups, before they are destroyed: then whoever waits for this rank sees it.
         If the launcher sees nobody end, it is asked for a generation of the same members: a network that
-        closes connections and goes on is no death. But not by whoever waits without an end for others to go.
+        closes connections and goes on is no death. But not by whoever waits without an end for others to go;
+        and where a peer of this host has finished, there is nothing to wait for: no generation follows that.
         SystemExit for a member that others have given up.
         """
         if self._alone:
@@ -126,6 +128,8 @@ class Member:
             elif not self._alone and time.monotonic() > until:
                 return None
             elif time.monotonic() > ask_at:
+                if any(has_closed(self._store, other) for other in self._members):
+                    return None
                 self._roster.say_lost(self.number, self._at)
                 ask_at = math.inf
             time.sleep(_POLL_S)
