@@ -32,7 +32,9 @@ def texts(*files: Path, **options: object) -> list[str]:
 
 
 def test_a_folder_gives_what_its_suffixes_say_but_nothing_hidden(tmp_path: Path) -> None:
-    wanted = [write(tmp_path / name, "x") for name in ("a.py", "b/c.txt", "b/d/e.md", "f.jsonl", "g.rst")]
+    wanted = [
+        write(tmp_path / name, "x") for name in ("A.TXT", "a.py", "b/c.txt", "b/d/e.md", "f.jsonl", "g.rst")
+    ]
     for name in ("a.bin", "b/.git/h.py", ".i/j.txt", "k", "l.py~"):
         write(tmp_path / name, "x")
     (tmp_path / "m.py").mkdir()
@@ -210,7 +212,7 @@ def test_the_texts_of_a_jsonl(tmp_path: Path) -> None:
     ]
     file = write(tmp_path / "a.jsonl", "\r\n".join(lines))
     assert texts(file) == ["first", "a\nb\0😀"]
-    assert texts(write(tmp_path / "b.jsonl", '{"body": "x"}'), field="body") == ["x"]
+    assert texts(write(tmp_path / "b.JSONL", '{"body": "x"}'), field="body") == ["x"]
 
 
 def test_what_is_not_text_in_a_folder_is_left_out_and_told(tmp_path: Path) -> None:

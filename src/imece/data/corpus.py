@@ -21,7 +21,7 @@ from pathlib import Path
 from imece.data import tables
 from imece.errors import UserError
 
-SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl", ".parquet")  # what is looked for in folders
+SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl", ".parquet")  # looked for in folders; capitals are as good
 
 _WHOLE_BYTES = 1 << 18  # a file up to this size is one document
 _PIECE_BYTES = 1 << 16  # a larger one is cut at line ends into documents of about this size
@@ -83,7 +83,7 @@ def sources(
     if run_folders is not None:
         run_folders += map(Path, sorted(passed))
     files = sorted(found.values())
-    if any(path.suffix in tables.SUFFIXES for path in files):
+    if any(_suffix(path) in tables.SUFFIXES for path in files):
         tables.require()
     return files
 
@@ -125,12 +125,12 @@ def documents(
     for path in files:
         name = os.path.relpath(path, root)
         with _reading(path):
-            if path.suffix in tables.SUFFIXES:
+            if _suffix(path) in tables.SUFFIXES:
                 yield from (Document(f"{name}:{row}", text) for row, text in tables.rows(path, field))
             elif (why_not := why_not_text(path)) is None:
                 yield from (
                     _lines(path, name, field)
-                    if path.suffix == ".jsonl"
+                    if _suffix(path) == ".jsonl"
                     else _pieces(path, name, largest_bytes)
                 )
             elif skipped is None:
@@ -157,7 +157,7 @@ def _largest_bytes(files: Sequence[Path], why_not_text: Callable[[Path], str | N
     total_bytes = 0
     for path in files:
         with _reading(path):
-            if path.suffix in tables.SUFFIXES or why_not_text(path) is None:
+            if _suffix(path) in tables.SUFFIXES or why_not_text(path) is None:
                 total_bytes += path.stat().st_size
         if total_bytes >= _FEWEST_DOCUMENTS * _WHOLE_BYTES:
             return _WHOLE_BYTES
@@ -308,8 +308,13 @@ def _is_run(folder: Path) -> bool:
     return all(os.path.isfile(folder / name) for name in _RUN)
 
 
+def _suffix(path: Path) -> str:
+    """By which a file is read: other systems also write it in capitals."""
+    return path.suffix.lower()
+
+
 def _is_wanted(folder: str, name: str) -> bool:
-    return name.endswith(SUFFIXES) and os.path.isfile(os.path.join(folder, name))
+    return name.lower().endswith(SUFFIXES) and os.path.isfile(os.path.join(folder, name))
 
 
 def _check_named(path: Path, field: str) -> None:

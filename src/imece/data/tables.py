@@ -99,7 +99,7 @@ def _chosen(splits: list[str], split: str | None, where: str) -> str:
 
 def _columns(arrow: Any, file: Any, path: Path, field: str) -> Iterator[Any]:
     """The column, a piece after the other."""
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         table = importlib.import_module("pyarrow.parquet").ParquetFile(file)
         _check(arrow, table.schema_arrow, path, field)
         batches = table.iter_batches(_ROWS, columns=[field])
