@@ -6,7 +6,7 @@
     def test_sum(job: Job, request: pytest.FixtureRequest) -> None:
         passed(job, request)
 
-All selected tests of one number of ranks and one backend, of all files, share one start.
+The selected tests of one number of ranks and one backend, of all files, share starts of _TOGETHER checks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from tests.ranks import run_ranks
 
 Check = Callable[[dist.ProcessGroup], None]
 
-_GROUP_TIMEOUT_S = 10.0  # a check that fails on one rank alone keeps the others waiting so long
+_GROUP_TIMEOUT_S = 60.0  # a check that fails on one rank alone keeps the others waiting so long
+_TOGETHER = 25  # checks of one start: few enough for its time limit on any machine
 _START_TIMEOUT_S = 240.0
 
 
@@ -81,7 +82,9 @@ _told: dict[Job, list[str] | AssertionError] = {}  # by job: what each rank told
 def passed(job: Job, request: pytest.FixtureRequest) -> None:
     """AssertionError with the tracebacks of the job's check. The first test of a start runs all of it."""
     if job not in _told:
-        _start([each for each in _selected(request) if each.where == job.where])
+        alike = [each for each in _selected(request) if each.where == job.where]
+        first = alike.index(job) // _TOGETHER * _TOGETHER
+        _start(alike[first : first + _TOGETHER])
     told = _told[job]
     if isinstance(told, AssertionError):
         raise told
@@ -105,7 +108,7 @@ def _start(together: list[Job]) -> None:
             args=[[[job.module, job.name] for job in together]],
             backend=first.backend,
             timeout_s=_START_TIMEOUT_S,
-            after_failure_s=30,
+            after_failure_s=_GROUP_TIMEOUT_S,
         )
     except AssertionError as error:
         _told.update(dict.fromkeys(together, error))

@@ -16,7 +16,7 @@ from imece.errors import MismatchError
 from tests.data_parallel.checks import Check, Job, jobs, passed
 
 ODD = 1  # the rank that is not like the others
-SOON_S = 2.0
+SOON_S = 30.0  # and not the 60 of the group (tests/data_parallel/checks.py)
 
 
 def net(**changes: Any) -> nn.Module:
