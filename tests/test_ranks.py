@@ -284,7 +284,7 @@ def test_time_up_shows_the_stacks_then_kills_and_reaps() -> None:
         ranks.kill(1, signal.SIGSTOP)  # a stopped rank can show nothing, and must go all the same
         began = time.monotonic()
         results = ranks.wait(0.5)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50
     assert [r.hung for r in results] == [True, True]
     assert "in hang_in_here" in results[0].report()
     assert results[0].returncode == -signal.SIGABRT
@@ -303,7 +303,7 @@ def test_the_first_failure_ends_the_wait_and_is_shown_first() -> None:
         run_ranks(rank_1_fails_others_hang, 2, backend=None, after_failure_s=2)
     text = str(caught.value)
     assert text.index("rank 1 went first") < text.index("rank 0: still running when time was up")
-    assert time.monotonic() - began < 30  # the hanging rank would take 60
+    assert time.monotonic() - began < 50  # the hanging rank would take 60
 
 
 @FORKED_AND_FRESH
@@ -404,13 +404,13 @@ def test_half_a_start_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
 def test_what_a_test_leaves_behind_fails_it(tmp_path: Path) -> None:
     conftest = (Path(__file__).parent / "conftest.py").read_text()
-    assert "_GRACE_S = 3.0" in conftest
-    (tmp_path / "conftest.py").write_text(conftest.replace("_GRACE_S = 3.0", "_GRACE_S = 0.3"))
+    assert "_GRACE_S = 20.0" in conftest
+    (tmp_path / "conftest.py").write_text(conftest.replace("_GRACE_S = 20.0", "_GRACE_S = 0.3"))
     (tmp_path / "test_leaks.py").write_text(
         "import os, pathlib, subprocess\n"
         "name = f'imece-test-{os.getpid()}'\n"
         "def test_shm(): pathlib.Path('/dev/shm', name).write_text('left')\n"
-        "def test_orphan(): subprocess.run('sleep 20 >/dev/null 2>&1 & echo $! > orphan', shell=True)\n"
+        "def test_orphan(): subprocess.run('sleep 100 >/dev/null 2>&1 & echo $! > orphan', shell=True)\n"
         "def test_zombie(): globals().update(kept=subprocess.Popen(['true']))\n"
         "def test_clean(): subprocess.run(['true'])\n"
     )
@@ -418,11 +418,12 @@ def test_what_a_test_leaves_behind_fails_it(tmp_path: Path) -> None:
     run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     name = f"imece-test-{run.pid}"
     try:
-        out, _ = run.communicate(timeout=60)
+        out, _ = run.communicate(timeout=200)
     finally:
-        (Path("/dev/shm") / name).unlink(missing_ok=True)
-        os.kill(int((tmp_path / "orphan").read_text()), signal.SIGKILL)
         run.kill()
+        (Path("/dev/shm") / name).unlink(missing_ok=True)
+        if (tmp_path / "orphan").exists():
+            os.kill(int((tmp_path / "orphan").read_text()), signal.SIGKILL)
     assert f"left in /dev/shm: {name}" in out
     assert out.count("processes left behind") >= 2
     assert "4 passed, 3 errors" in out

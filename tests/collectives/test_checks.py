@@ -105,7 +105,7 @@ def test_every_mismatch_is_an_error_on_every_rank() -> None:
         for index, name in enumerate(MISMATCHES):
             told = [found[sync][index] for found in by_rank]
             check_words(name, index % WORLD, {text for _, text in told})
-            assert max(took for took, _ in told) < 1.0
+            assert max(took for took, _ in told) < 20  # and not the 30 of the group
     slowest = max(took for rank in by_rank for found in rank for took, _ in found)
     print(f"\nslowest error: {slowest * 1e3:.1f} ms")
 

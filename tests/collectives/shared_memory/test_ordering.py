@@ -157,8 +157,8 @@ def test_a_bell_rings_after_the_word_was_read() -> None:
         store.set(f"rung/{rank}", "")
         store.wait([f"rung/{other}" for other in range(WORLD_SIZE)])
         started = time.monotonic()
-        made.sleep(seen, 5.0)
-        assert time.monotonic() - started < 2.0, "slept through the bell"
+        made.sleep(seen, 60.0)
+        assert time.monotonic() - started < 30, "slept through the bell"
         assert made.sleepers == 0
         made.close()
 

@@ -112,7 +112,7 @@ def test_the_agent_of_a_killed_process_is_surely_gone() -> None:
             os.waitpid(pid, 0)
         down = zero.next(Down)
         assert down.host == 1 and down.surely
-        assert zero.probe(zero.address, 1.0) == "there"
+        assert zero.probe(zero.address, 20.0) == "there"
 
 
 def test_who_closes_a_link_but_listens_on_is_not_surely_gone() -> None:
@@ -169,7 +169,7 @@ def test_a_dial_in_vain_says_what_there_is() -> None:
     with agents(1) as (one,):
         with socket.create_server((LOOPBACK, 0)) as other:
             port = other.getsockname()[1]
-        assert one.probe((LOOPBACK, port), 1.0) == "refused"
+        assert one.probe((LOOPBACK, port), 20.0) == "refused"
         one.dial(0, (LOOPBACK, port), patience_s=0.0)
         assert one.next(Down) == Down(0, f"nothing listens at 127.0.0.1:{port}", surely=False)
         one.dial(0, ("no such host.invalid", 1), patience_s=0.0)
@@ -208,7 +208,7 @@ def test_another_job_and_another_version_are_told_so_by_name(monkeypatch: pytest
 
 
 def test_a_second_one_with_the_same_host_rank_is_told_that_the_first_is_here() -> None:
-    with agents(0, silent_s=0.4) as (zero,), agents(1, 1) as (one, double):
+    with agents(0, silent_s=2.0) as (zero,), agents(1, 1) as (one, double):
         link(one, zero)
         double.dial(0, zero.address, patience_s=60)
         assert double.next(Down) == Down(0, "host 1 is here already", surely=False, told=True)
