@@ -46,6 +46,7 @@ Env = Mapping[str, str] | Callable[[int], Mapping[str, str]]
 _MAIN = Path(__file__).with_name("_rank_main.py")
 _OUTPUT_LIMIT = 20_000  # characters of each rank's output that a report shows, the last ones
 _POLL_S = 0.005
+_LIMIT_S = 200.0  # limits are for what hangs: ranks of a busy machine take ten times as long as alone
 _STACKS_S = 2.0  # time a rank has to print its stacks before SIGKILL
 
 
@@ -121,7 +122,7 @@ class Ranks:
             return self._results[rank].entered
         return (self._directory / f"{rank}.entered").exists()
 
-    def wait_entered(self, timeout_s: float = 60) -> None:
+    def wait_entered(self, timeout_s: float = _LIMIT_S) -> None:
         """Wait until every rank's function has been called. AssertionError if one ends before that."""
         deadline = time.monotonic() + timeout_s
         while waiting := [rank for rank in range(self.world_size) if not self.entered(rank)]:
@@ -131,7 +132,7 @@ class Ranks:
             assert time.monotonic() < deadline, f"ranks {waiting} had not started after {timeout_s} s"
             time.sleep(_POLL_S)
 
-    def wait(self, timeout_s: float = 60, *, after_failure_s: float | None = None) -> list[RankResult]:
+    def wait(self, timeout_s: float = _LIMIT_S, *, after_failure_s: float | None = None) -> list[RankResult]:
         """What became of each rank. Ranks that still run after `timeout_s` are ended, and marked `hung`.
 
         With `after_failure_s`, the time left shrinks to that once a rank has failed: the others would
@@ -267,10 +268,10 @@ def run_ranks(
     *,
     args: Sequence[Any] = (),
     backend: str | None = "shm",
-    timeout_s: float = 60,
+    timeout_s: float = _LIMIT_S,
     env: Env | None = None,
     ranks_per_host: int | None = None,
-    after_failure_s: float = 10,
+    after_failure_s: float = 30,
     expect: str | None = None,
     fresh: bool = False,
 ) -> list[Any]:

@@ -410,16 +410,16 @@ def stay_away() -> list[Any]:
             imece.all_reduce(torch.ones(1), group=group)
         store.set("told", "")
     else:
-        store.wait(["told"], timedelta(seconds=20))
+        store.wait(["told"], timedelta(seconds=100))
     return [time.monotonic() - began, group.group_name, list(recorder.attach(os.getpid()).groups)]
 
 
 @pytest.mark.parametrize("ranks_per_host", [2, 1])
 def test_a_companion_has_the_timeout_of_its_group_and_is_not_recorded(ranks_per_host: int) -> None:
     for waited_s, name, groups in run_ranks(
-        stay_away, 2, backend="gloo", timeout_s=40, ranks_per_host=ranks_per_host
+        stay_away, 2, backend="gloo", timeout_s=200, ranks_per_host=ranks_per_host
     ):
-        assert 0.9 < waited_s < 10
+        assert 0.9 < waited_s < 60
         assert groups == [name]  # what its checks send is nobody's call
 
 

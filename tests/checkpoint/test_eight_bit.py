@@ -242,7 +242,7 @@ def test_copies_in_memory_hold_it(make: str) -> None:
     if make != "own":
         pytest.importorskip(make)
     expected = [[True] * len(STRATEGIES)] * 2
-    assert run_ranks(recovers, 2, args=(make,), backend=None, timeout_s=120) == expected
+    assert run_ranks(recovers, 2, args=(make,), backend=None, timeout_s=200) == expected
 
 
 def stepped(make: Callable[[nn.Module], Optimizer], size: int) -> tuple[nn.Parameter, Optimizer]:

@@ -262,7 +262,7 @@ def test_interrupted_at_the_very_beginning(monkeypatch: pytest.MonkeyPatch) -> N
     code = "import sys, imece.cli.main; print({'tyro', 'pathlib', 'torch'} & {*sys.modules})"
     done = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path}; {code}"],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=200, check=True,
     )  # fmt: skip
     assert done.stdout == "set()\n"
 
@@ -299,7 +299,7 @@ def test_interrupted_in_an_import(monkeypatch: pytest.MonkeyPatch, launched: boo
 
 def test_as_a_module() -> None:
     command = [sys.executable, "-m", "imece", "launch", "--ranks", "0", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "imece: --ranks 0: from 1 to 1024 ranks can run on one host\n"
 
@@ -314,7 +314,7 @@ def test_a_reader_that_has_gone_is_no_failure(argv: list[str], unbuffered: str) 
     os.close(reader)
     done = subprocess.run(
         [sys.executable, "-m", "imece", *argv], stderr=unread if argv == ["lunch"] else subprocess.PIPE,
-        stdout=unread, text=True, timeout=60, check=False, env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        stdout=unread, text=True, timeout=200, check=False, env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
     )  # fmt: skip
     os.close(unread)
     assert done.returncode == 141 and not done.stderr, done.stderr
@@ -325,7 +325,7 @@ def test_a_full_disk(argv: str, unbuffered: str) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "imece", *argv.split()], stdout=full, stderr=subprocess.PIPE, text=True,
-            timeout=60, check=False, env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+            timeout=200, check=False, env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
         )  # fmt: skip
     said = "standard output cannot be written (No space left on device): make room, or send it elsewhere"
     assert (done.returncode, done.stderr) == (1, f"imece: {said}\n")
@@ -362,7 +362,7 @@ def test_what_prints_nothing_needs_no_room() -> None:
     """As a launcher, whose ranks' output is not worth the job."""
     code = "import sys; from imece.cli import main; main._run = lambda words: 3; sys.exit(main.main([]))"
     with open("/dev/full", "w") as full:
-        assert subprocess.run([sys.executable, "-c", code], stdout=full, timeout=60).returncode == 3
+        assert subprocess.run([sys.executable, "-c", code], stdout=full, timeout=200).returncode == 3
 
 
 def test_another_broken_pipe_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:

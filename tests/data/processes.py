@@ -42,7 +42,7 @@ from imece.errors import UserError
 def run_processes(name: str, folder: Path) -> Any:
     """What the function of this file returned, called with the folder in a process of its own."""
     command = [sys.executable, __file__, name, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

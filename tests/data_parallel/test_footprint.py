@@ -131,7 +131,7 @@ def test_a_network_has_time_for_the_buckets_under_way(where: str, device: str, e
     hosts = {"ranks_per_host": 2} if where == "two hosts" else {"env": {"IMECE_BACKEND": where}}
     ranks = 4 if where == "two hosts" else 2
     for most, predicted, found in run_ranks(
-        under_way, ranks, args=(device,), backend=None, timeout_s=90, **hosts
+        under_way, ranks, args=(device,), backend=None, timeout_s=200, **hosts
     ):
         assert (most, found) == (expected_most, predicted)
 

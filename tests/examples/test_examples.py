@@ -52,7 +52,7 @@ def run(commands: Sequence[Sequence[str | Path]], environs: Sequence[Mapping[str
         for command, environ in zip(commands, environs, strict=True)
     ]
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -67,7 +67,7 @@ def torchrun(script: Path, out: Path) -> str:
 
 
 def imece_launch(script: Path, out: Path) -> str:
-    outcome = run_launch("--ranks", "2", script, *TWO_RANKS, out, timeout_s=120)
+    outcome = run_launch("--ranks", "2", script, *TWO_RANKS, out, timeout_s=200)
     assert outcome.status == 0, outcome.err
     return outcome.out
 

@@ -108,7 +108,7 @@ def test_two_indexes_train(tmp_path: Path) -> None:
             )
         )  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=120) for process in processes]
+        outputs = [process.communicate(timeout=200) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -74,7 +74,7 @@ def run(tmp_path: Path, name: str, *launcher: str, jobs: int = 1) -> list[list[l
     found = []
     try:
         for process in processes:
-            out, err = process.communicate(timeout=90)
+            out, err = process.communicate(timeout=200)
             assert process.returncode == 0, err
             said = f"imece: started by {name}: a rank that dies ends the run; imece launch would replace it"
             assert err.count(said + "\n") == 1 and err.count("a rank that dies") == 1, err

@@ -96,7 +96,7 @@ class Agents:
         return max((beat[1] for beat in beats if beat is not None), default=0)
 
     def watch(
-        self, until: Callable[[], bool] = lambda: False, timeout_s: float = 60
+        self, until: Callable[[], bool] = lambda: False, timeout_s: float = 200
     ) -> dict[int, RankResult]:
         """Until all have ended, or `until`: the others go on without those that died. What became of each."""
         deadline = time.monotonic() + timeout_s

@@ -16,7 +16,7 @@ from tests.membership import two_updates
 
 def test_a_step_of_two_updates_made_again(tmp_path: Path) -> None:
     """Deaths before the first update, between both, and after them beside a collective of the script's."""
-    outcome = run_launch("--ranks", "4", two_updates.__file__, tmp_path, timeout_s=120)
+    outcome = run_launch("--ranks", "4", two_updates.__file__, tmp_path, timeout_s=200)
     assert outcome.status == 0, outcome.err
     assert outcome.err.count("was killed by signal 9") == len(two_updates.DEATHS), outcome.err
 

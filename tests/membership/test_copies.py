@@ -162,7 +162,7 @@ def survivors(folder: str) -> list[float]:
 
 def test_steps_without_sums_and_states_that_come_late(tmp_path: Path) -> None:
     """Ranks whose copies are a step apart at most, though nothing holds them together; a frozen part."""
-    outcome = run_launch("--ranks", str(seldom_sums.RANKS), seldom_sums.__file__, tmp_path, timeout_s=120)
+    outcome = run_launch("--ranks", str(seldom_sums.RANKS), seldom_sums.__file__, tmp_path, timeout_s=200)
     assert outcome.status == 0, outcome.err
     assert outcome.err.count("was killed by signal 9") == len(seldom_sums.DEATHS), outcome.err
     joined = [line.partition(" joined; ")[0] for line in outcome.err.splitlines() if " joined; " in line]

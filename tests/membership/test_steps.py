@@ -109,7 +109,7 @@ print("after it", roster.all_resilient(members))
 @pytest.mark.slow
 def test_a_loop_that_is_left_protects_nobody(tmp_path: Path) -> None:
     (tmp_path / "breaks.py").write_text(BREAKS)
-    outcome = run_launch("--ranks", "2", tmp_path / "breaks.py", timeout_s=120)
+    outcome = run_launch("--ranks", "2", tmp_path / "breaks.py", timeout_s=200)
     assert outcome.status == 0, outcome.err
     assert outcome.out.count("in the loop True") == 2 and outcome.out.count("after it False") == 2
 
@@ -139,7 +139,7 @@ def test_ranks_ask_each_other_at_the_same_borders(tmp_path: Path, strategy: str)
     """As seldom as the slower one wishes."""
     expected = [1, 6, 11, 16, 21, 23]
     (tmp_path / "borders.py").write_text(BORDERS)
-    outcome = run_launch("--ranks", "2", tmp_path / "borders.py", strategy, timeout_s=120)
+    outcome = run_launch("--ranks", "2", tmp_path / "borders.py", strategy, timeout_s=200)
     assert outcome.status == 0, outcome.err
     assert sorted(outcome.out.splitlines()) == [f"[rank {rank}] {expected}" for rank in range(2)]
 

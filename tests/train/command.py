@@ -39,7 +39,7 @@ from tests._rank_main import die_with
 from tests.ranks import run_ranks
 from tests.zygote import Forked
 
-TIME_LIMIT_S = 100.0
+TIME_LIMIT_S = 200.0
 _POLL_S = 0.001
 _NOT_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
 _prepared = False  # whether this process is one that may fork launchers

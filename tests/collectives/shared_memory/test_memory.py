@@ -112,7 +112,7 @@ def test_works_with_a_full_dev_shm() -> None:
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert found.stdout.strip() == "[2.0, 2.0]", found.stdout + found.stderr
@@ -195,7 +195,7 @@ def pass_on(tensor: torch.Tensor, room: torch.Tensor, group: Any) -> None:
 
 
 def test_groups_and_tensors_that_come_and_go_leave_nothing() -> None:
-    results: list[Any] = run_ranks(make_and_drop, 3, timeout_s=90)
+    results: list[Any] = run_ranks(make_and_drop, 3, timeout_s=200)
     for rank, (first, second, kept, given_back) in enumerate(results):
         # One board and one arena of its own and of both others. Each mapping holds a descriptor (Python's
         # mmap does), the own ones another by which the others open them.

@@ -242,7 +242,7 @@ def whoever_looks() -> list[str]:
 
 
 def test_whoever_looks_at_a_parameter_waits_for_it() -> None:
-    assert run_ranks(whoever_looks, 4, backend=None, ranks_per_host=2, timeout_s=90) == [[]] * 4
+    assert run_ranks(whoever_looks, 4, backend=None, ranks_per_host=2, timeout_s=200) == [[]] * 4
 
 
 class Extension(nn.Linear):
@@ -421,7 +421,7 @@ def each_waits_for_its_own() -> None:
 
 
 def test_steps_and_compiled_code() -> None:
-    run_ranks(each_waits_for_its_own, 2, backend=None, ranks_per_host=1, timeout_s=90)
+    run_ranks(each_waits_for_its_own, 2, backend=None, ranks_per_host=1, timeout_s=200)
 
 
 def let_go() -> None:

@@ -71,7 +71,7 @@ class Agent:
         found = re.findall(r"^\[rank (\d+)\] step (\d+) (\d+) (\d+) ([\d.]+)$", self.text, re.MULTILINE)
         return [Line(int(a), int(b), int(c), int(d), float(e)) for a, b, c, d, e in found]
 
-    def wait_for(self, done: Callable[[Agent], object], what: str, timeout_s: float = 90) -> None:
+    def wait_for(self, done: Callable[[Agent], object], what: str, timeout_s: float = 200) -> None:
         """Until `done` of this one."""
         deadline = time.monotonic() + timeout_s
         while not done(self):
@@ -79,7 +79,7 @@ class Agent:
             assert time.monotonic() < deadline, f"{what} did not come\n{self.text}"
             time.sleep(0.02)
 
-    def wait_for_step(self, step: int, ranks: int | None = None, timeout_s: float = 90) -> None:
+    def wait_for_step(self, step: int, ranks: int | None = None, timeout_s: float = 200) -> None:
         """Until one of its ranks has finished that step, or a later one (as one of `ranks`)."""
         self.wait_for(
             lambda self: any(line.step >= step and ranks in (None, line.ranks) for line in self.steps()),
@@ -87,7 +87,7 @@ class Agent:
             timeout_s,
         )
 
-    def end(self, timeout_s: float = 60) -> int:
+    def end(self, timeout_s: float = 200) -> int:
         """Its exit status."""
         try:
             return self.process.wait(timeout_s)
