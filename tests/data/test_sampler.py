@@ -304,6 +304,20 @@ def resumed(
     return ranks
 
 
+def test_one_that_is_made_in_each_step_follows_from_its_number() -> None:
+    """As help() shows it: the ranks may be others in each step, and any step may come again."""
+    length, global_batch = 50, 8
+    order = [order_of(length, epoch) for epoch in range(2)]
+    for number, world_size in ((0, 1), (1, 3), (1, 2), (5, 4), (6, 5), (6, 3), (11, 8)):
+        epoch, step = divmod(number, length // global_batch)
+        ranks = []
+        for sampler in samplers(length, world_size):
+            sampler.load_state_dict({**sampler.state_dict(), "epoch": epoch, "consumed": step * global_batch})
+            mine = range(sampler.rank, global_batch, sampler.num_replicas)
+            ranks.append([index for _, index in zip(mine, sampler, strict=False)])
+        assert in_turns(ranks) == order[epoch][step * global_batch :][:global_batch]
+
+
 @pytest.mark.parametrize("uneven", UNEVEN)
 def test_a_finished_epoch_is_followed_by_the_next_unless_it_is_named(uneven: Uneven) -> None:
     for world_size, next_world_size in ((4, 4), (4, 3), (3, 2)):

@@ -52,6 +52,15 @@ class DistributedSampler(TorchDistributedSampler[int]):
       torch: "drop" if `drop_last`, else "pad".
     - Without a process group it serves a single process.
 
+    Rank and number of ranks are those of when it was made. Where ranks come and go while it is in use, as in
+    `imece.steps`, and where a step may come again, one that is made in each step follows from its number:
+
+        sampler = imece.DistributedSampler(dataset)
+        epoch, step = divmod(number, len(dataset) // global_batch)
+        sampler.load_state_dict({**sampler.state_dict(), "epoch": epoch, "consumed": step * global_batch})
+        mine = range(sampler.rank, global_batch, sampler.num_replicas)
+        inputs, targets = default_collate([dataset[i] for _, i in zip(mine, sampler)])
+
     The indices of a (seed, epoch) are not torch's. They are computed in blocks: no memory for each sample.
     `len()` is the number of this rank's samples in a whole epoch, also for one that was resumed in its midst.
     """
