@@ -34,7 +34,7 @@ def sum_in_a_fresh_process(factor: float) -> dict[str, Any]:
 
 
 def test_results_in_the_order_of_ranks() -> None:
-    results = spawn(sum_in_a_fresh_process, (2.0,), ranks=3, timeout_s=60, env={"EXTRA": "e"})
+    results = spawn(sum_in_a_fresh_process, (2.0,), ranks=3, timeout_s=200, env={"EXTRA": "e"})
     assert [result["rank"] for result in results] == [0, 1, 2]
     assert all(torch.equal(result["sum"], torch.full((3,), 12.0)) for result in results)
     assert results[2]["pair"] == (3, "e")
@@ -49,7 +49,7 @@ def test_a_closure_runs_in_copies_of_this_process() -> None:
         dist.all_reduce(tensor)
         return [mesh.rank, int(tensor), torch.get_num_threads()]
 
-    assert spawn(here, ranks=3, timeout_s=60) == [[0, 111, 1], [1, 111, 1], [2, 111, 1]]
+    assert spawn(here, ranks=3, timeout_s=200) == [[0, 111, 1], [1, 111, 1], [2, 111, 1]]
     assert not dist.is_initialized(), "the parent itself takes no part"
 
 
@@ -63,7 +63,7 @@ def failing(fault: Callable[[], Any], *, ranks: int = 3) -> RankFailedError:
         dist.all_reduce(torch.ones(1))
 
     with pytest.raises(RankFailedError) as caught:
-        spawn(body, ranks=ranks, timeout_s=60)
+        spawn(body, ranks=ranks, timeout_s=200)
     assert caught.value.rank == 1
     return caught.value
 
@@ -106,7 +106,7 @@ def test_one_failure_ends_ranks_that_wait_for_nothing() -> None:
     begin = time.monotonic()
     with pytest.raises(RankFailedError, match="the cause"):
         spawn(body, ranks=3)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
 
 
 def test_a_copy_does_not_destroy_what_its_parent_holds() -> None:
@@ -132,7 +132,7 @@ def test_a_copy_does_not_destroy_what_its_parent_holds() -> None:
 
 def test_what_cannot_be_returned() -> None:
     with pytest.raises(RankFailedError, match="returned a set"):
-        spawn(lambda: {1}, ranks=1, timeout_s=60)
+        spawn(lambda: {1}, ranks=1, timeout_s=200)
 
 
 def test_a_users_mistake_stays_one() -> None:
@@ -140,7 +140,7 @@ def test_a_users_mistake_stays_one() -> None:
         imece.init({"replicate": 3})
 
     with pytest.raises(UserError, match=r"^rank [01]: replicate 3 = 3 ranks, but the world has 2$"):
-        spawn(body, ranks=2, timeout_s=60)
+        spawn(body, ranks=2, timeout_s=200)
 
 
 def test_a_copy_of_a_process_that_has_asked_for_gpus() -> None:
@@ -152,12 +152,12 @@ def test_a_copy_of_a_process_that_has_asked_for_gpus() -> None:
             torch.cuda.init()
         return 1
 
-    assert spawn(body, (False,), ranks=1, timeout_s=60) == [1]
+    assert spawn(body, (False,), ranks=1, timeout_s=200) == [1]
     told = (
         r"^rank 0: <function .*body.*> cannot be imported by .*is_available.*: move the function to a module$"
     )
     with pytest.raises(UserError, match=told):
-        spawn(body, (True,), ranks=1, timeout_s=60)
+        spawn(body, (True,), ranks=1, timeout_s=200)
 
 
 @pytest.mark.parametrize(
@@ -199,9 +199,9 @@ def test_time_is_up() -> None:
             time.sleep(1000)
 
     begin = time.monotonic()
-    with pytest.raises(TimeoutError, match="after 2 s, rank 0, 2 still ran"):
-        spawn(body, ranks=3, timeout_s=2)
-    assert time.monotonic() - begin < 10
+    with pytest.raises(TimeoutError, match="after 5 s, rank 0, 2 still ran"):
+        spawn(body, ranks=3, timeout_s=5)
+    assert time.monotonic() - begin < 60
 
 
 def test_a_rank_whose_child_lives_on_has_ended() -> None:
@@ -211,11 +211,11 @@ def test_a_rank_whose_child_lives_on_has_ended() -> None:
             os._exit(0)
         return 5
 
-    assert spawn(body, ranks=2, timeout_s=30) == [5, 5]
+    assert spawn(body, ranks=2, timeout_s=200) == [5, 5]
 
 
 def test_large_results() -> None:
-    results = spawn(lambda: torch.arange(3_000_000), ranks=2, timeout_s=60)
+    results = spawn(lambda: torch.arange(3_000_000), ranks=2, timeout_s=200)
     assert all(torch.equal(each, torch.arange(3_000_000)) for each in results)
 
 
@@ -226,7 +226,7 @@ def test_only_loopback_is_listened_on() -> None:
         processes = [psutil.Process(), psutil.Process(os.getppid())]
         return [c.laddr.ip for p in processes for c in p.net_connections("tcp") if c.status == "LISTEN"]
 
-    for addresses in spawn(body, ranks=2, timeout_s=60):
+    for addresses in spawn(body, ranks=2, timeout_s=200):
         assert len(addresses) >= 2, "Gloo and the store both listen"
         assert set(addresses) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
@@ -241,9 +241,9 @@ def test_ten_jobs_at_once_never_meet() -> None:
         return [int(each) for each in all_of_us]
 
     def job() -> list[list[int]]:
-        return spawn(body, (int(os.environ["RANK"]),), ranks=2, timeout_s=60)
+        return spawn(body, (int(os.environ["RANK"]),), ranks=2, timeout_s=200)
 
-    assert spawn(job, ranks=10, timeout_s=90) == [[[number, number]] * 2 for number in range(10)]
+    assert spawn(job, ranks=10, timeout_s=200) == [[[number, number]] * 2 for number in range(10)]
 
 
 def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
@@ -251,16 +251,18 @@ def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     script.write_text(
         "import imece, os, time\n"
         "def main():\n"
-        "    imece.spawn(lambda: (print(os.getpid(), flush=True), time.sleep(1000)), ranks=2)\n"
+        "    imece.spawn(lambda: (os.write(1, b'%d\\n' % os.getpid()), time.sleep(1000)), ranks=2)\n"
         "main()\n"
     )
     with Launcher("--ranks", "1", script) as launcher:
-        while len(launcher.out().splitlines()) < 2:
+        deadline = time.monotonic() + 60
+        while launcher.out().count("\n") < 2:
+            assert time.monotonic() < deadline, launcher.err()
             time.sleep(0.02)
         pids = [int(line.split()[-1]) for line in launcher.out().splitlines()]
         parent = psutil.Process(pids[0]).ppid()
         os.kill(parent, signal.SIGKILL)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
             assert time.monotonic() < deadline, "ranks outlived their parent"
             time.sleep(0.02)
