@@ -149,6 +149,8 @@ def explain(answer: Answer, tokens: float, precision: str) -> Explained:
     notes, gpu = tuple(winner.memory.notes), answer.question.cluster.gpu
     if not gpu.bf16 and answer.question.precision.activations == 2:
         notes = (*notes, f"{gpu.name} has no bf16: parameters and activations are in fp16")
+    if answer.question.precision.fp8:
+        notes = (*notes, "FP8 in the layers' products alone; MFU is told of the peak in bf16")
     following = next_of(answer, precision)
     return Explained(
         answer.question, winner, others(answer), gains(answer), tokens, answer.considered, following, notes,

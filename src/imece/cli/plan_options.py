@@ -20,7 +20,7 @@ StrategyName = Literal[
     "auto", "replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2",
     "ddp", "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2",
 ]  # fmt: skip
-PrecisionName = Literal["bf16", "fp16", "autocast", "fp32", "bf16-pure"]
+PrecisionName = Literal["bf16", "fp16", "autocast", "fp32", "bf16-pure", "fp8"]
 
 _STRATEGIES: dict[str, Strategy] = {
     "replicate": "replicate", "ddp": "replicate", "NO_SHARD": "replicate", "zero1": "zero1",
@@ -34,6 +34,7 @@ _PRECISIONS = {
     "autocast": Precision(parameters=4, gradients=4, masters=0, moments=4, activations=2),
     "fp32": FP32,
     "bf16-pure": Precision(parameters=2, gradients=2, masters=0, moments=2, activations=2),
+    "fp8": Precision(fp8=True),
 }
 _TIMES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
@@ -81,7 +82,8 @@ class PlanOptions:
     offload: Offload | None = None
     #: none: bf16, or where that is not multiplied fp16, and on CPUs fp32. bf16 and fp16 have fp32 masters, 16
     #: bytes a parameter with AdamW; autocast: fp32 weights, products in bf16, as imece train does it where it
-    #: is multiplied; fp32; bf16-pure: no masters.
+    #: is multiplied; fp32; bf16-pure: no masters; fp8: bf16, with the products of the layers' matrices in FP8
+    #: (torchao.float8), which is for --compile.
     precision: PrecisionName | None = None
     attention: Literal["flash", "plain"] = "flash"
     """plain keeps all scores for backward."""
@@ -119,6 +121,8 @@ class PlanOptions:
         names += ["fp32"] if gpu.is_cpu else ["fp16", "fp32"]
         if self.precision is None:
             return names[0]
+        if self.precision == "fp8":  # goes by the model too: answer/space.py
+            return self.precision
         if self.precision not in names:
             numbers = "fp16" if self.precision == "fp16" else "bf16"
             raise UserError(

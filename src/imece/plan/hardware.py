@@ -84,6 +84,7 @@ class Gpu:
     flash: tuple[float, float] = (0.4, 0.34)  # part of `peak` in flash attention, forward and backward
     multiprocessors: int = 100  # among which the tiles of a product are dealt; 1: a CPU
     bf16: bool = True  # whether its matrix units have it
+    fp8: float = 0.0  # dense products in FP8, summed in fp32, over `peak`; 0: its matrix units have none
 
     def __hash__(self) -> int:  # of one field: it is a key of caches that are asked for each candidate
         return hash(self.name)
@@ -128,6 +129,11 @@ def _presets() -> dict[str, dict[str, dict[str, Any]]]:
 def gpu_names() -> tuple[str, ...]:
     """Of all presets."""
     return tuple(_presets()["gpus"])
+
+
+def gpus_with_fp8() -> tuple[str, ...]:
+    """Of all presets those that multiply in FP8."""
+    return tuple(name for name in gpu_names() if find_gpu(name).fp8)
 
 
 def find_gpu(name: str) -> Gpu:

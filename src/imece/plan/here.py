@@ -67,7 +67,7 @@ def cluster_of(figures: Mapping[str, Any]) -> Cluster:
         base, name=str(figures["device"]), reachable=1.0, sustained=1.0, peak=1.0, peak_fp32=1.0,
         memory_bandwidth=1e18, multiprocessors=int(figures["multiprocessors"]),
         memory_bytes=int(figures["memory_bytes"]), overhead_bytes=int(figures["overhead_bytes"]),
-        price_per_hour=None, bf16=figures["dtype"] == "bfloat16",
+        price_per_hour=None, bf16=figures["dtype"] == "bfloat16", fp8=0.0,
     )  # fmt: skip
     side = int(figures["side"])
     # At a peak of 1 the formula says how many seconds that product takes; it took this many.

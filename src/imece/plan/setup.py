@@ -50,6 +50,7 @@ class Precision:
     moments: int = 4  # each of the optimizer's states
     activations: int = 2
     reduced: int | None = None  # on the wire; None: as `gradients`
+    fp8: bool = False  # products of the layers' matrices, as torchao.float8 makes them; all else as it is
 
     @property
     def autocast(self) -> bool:

@@ -10,7 +10,13 @@ from typing import get_args
 from imece.footprint import DIVIDED, Sizes, footprint
 from imece.plan.accuracy.published import Table, read
 from imece.plan.accuracy.statistics import Row
-from imece.plan.accuracy.steps import llm_foundry, torchtitan, ultrascale_setup
+from imece.plan.accuracy.steps import (
+    Case,
+    llm_foundry,
+    torchtitan,
+    torchtitan_float8,
+    ultrascale_setup,
+)
 from imece.plan.hardware import GIB, Gpu, find_gpu
 from imece.plan.memory.activations import kept_layer, layers_in_flight
 from imece.plan.memory.frameworks import IMECE_CPU, LLM_FOUNDRY, MEGATRON, NANOTRON, PAPER, TORCHTITAN
@@ -157,12 +163,25 @@ def llm_foundry_fits() -> Fits:
 
 
 def torchtitan_memory(own: Table | None = None) -> list[Row]:
-    """GiB reserved, rows in bf16. Their slack, one number, is fitted on them: there are no others."""
-    measured = [r for r in (own or read("torchtitan")).rows if r["float8"] != "1"]
-    return [
-        Row(case.name, float(r["memory_gib"]), memory(case.setups[0], None, TORCHTITAN).total / GIB)
-        for case, r in zip(torchtitan(own), measured, strict=True)
-    ]
+    """GiB reserved, rows in bf16. Their slack, one number, is fitted on those of 8 GPUs."""
+    table = own or read("torchtitan")
+    return _reserved(table, torchtitan(table), held_out=False)
+
+
+def torchtitan_float8_memory(own: Table | None = None) -> list[Row]:
+    """GiB reserved; nothing is fitted on them."""
+    table = own or read("torchtitan_float8")
+    return _reserved(table, torchtitan_float8(table), held_out=True)
+
+
+def _reserved(table: Table, cases: Iterator[Case], held_out: bool) -> list[Row]:
+    found = []
+    for case, r in zip(cases, table.rows, strict=True):
+        predicted = memory(case.setups[0], None, TORCHTITAN).total / GIB
+        found.append(
+            Row(case.name, float(r["memory_gib"]), predicted, held_out=held_out or int(r["gpus"]) > 8)
+        )
+    return found
 
 
 def megatron_ci(family: str, own: Table | None = None) -> list[Row]:
@@ -259,6 +278,7 @@ TABLES: dict[str, tuple[str, Callable[[Table | None], list[Row]]]] = {
     "own_engine": ("own_engine", own_engine),
     "ultrascale_memory": ("ultrascale", ultrascale_memory),
     "torchtitan_memory": ("torchtitan", torchtitan_memory),
+    "torchtitan_float8_memory": ("torchtitan_float8", torchtitan_float8_memory),
     **{
         f"megatron_ci_{family}": ("megatron_ci", partial(megatron_ci, family))
         for family in ("gpt", "moe", "mixtral", "bert")

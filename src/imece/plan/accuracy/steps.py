@@ -113,11 +113,18 @@ def llm_foundry(own: Table | None = None) -> Iterator[Case]:
 
 
 def torchtitan(own: Table | None = None) -> Iterator[Case]:
-    """bf16 rows; nothing is fitted on them."""
-    for r in (own or read("torchtitan")).rows:
-        if r["float8"] == "1":
-            continue
-        gpus = int(r["gpus"])
+    """Rows in bf16; nothing is fitted on them."""
+    return _torchtitan(own or read("torchtitan"))
+
+
+def torchtitan_float8(own: Table | None = None) -> Iterator[Case]:
+    """Rows whose layers are multiplied in FP8; nothing is fitted on them."""
+    return _torchtitan(own or read("torchtitan_float8"))
+
+
+def _torchtitan(table: Table) -> Iterator[Case]:
+    for r in table.rows:
+        gpus, model = int(r["gpus"]), _LLAMAS[r["model"]]
         cluster = find_cluster("H100", 8, -(-gpus // 8), "infiniband-ndr")
         gpu = replace(
             cluster.gpu,
@@ -125,24 +132,30 @@ def torchtitan(own: Table | None = None) -> Iterator[Case]:
             memory_bandwidth=2.4e12,
             sustained=cluster.gpu.sustained * _AT_500_W,
         )
-        batch = int(r["local_batch"])
+        batch, data, tensor, context = (int(r[name]) for name in ("local_batch", "fsdp", "tp", "cp"))
         recipe = Recipe(
-            int(r["seq"]), batch, int(r["global_batch"]) // (batch * int(r["fsdp"])),
-            recompute="selective", compiled=r["compiled"] == "1",
+            int(r["seq"]), batch, int(r["global_batch"]) // (batch * data),
+            recompute="full" if r["checkpoint"] == "full" else "selective", compiled=r["compiled"] == "1",
+            precision=Precision(fp8=r["float8"] == "1"),
         )  # fmt: skip
-        setup = Setup(_LLAMA_8B, Parallel("zero3", data=gpus, shard=gpus), recipe)
+        setup = Setup(model, Parallel("zero3", data, data * context, tensor, context=context), recipe)
+        name = f"{r['model']} x{gpus}"
+        name += "".join(f" {axis}{r[axis]}" for axis in ("tp", "cp") if r[axis] != "1")
         yield Case(
-            f"{r['model']} x{gpus}" + (" compiled" if r["compiled"] == "1" else ""),
+            name + (" compiled" if r["compiled"] == "1" else ""),
             setup.tokens_a_step / (float(r["tokens_per_s_per_gpu"]) * gpus),
             (setup,),
             replace(cluster, gpu=gpu),
             TORCHTITAN,
-            cell="8B",
+            cell=f"{model.name}, {gpus} GPUs, {r['seq']}",
             held_out=True,
         )
 
 
-_LLAMA_8B = Model("Llama-3.1-8B", 32, 4096, 32, 8, 128, 14336, True, 128256, tied_head=False)
+_LLAMAS = {
+    "Llama3.1-8B": Model("8B", 32, 4096, 32, 8, 128, 14336, True, 128256, tied_head=False),
+    "Llama3.1-70B": Model("70B", 80, 8192, 64, 8, 128, 28672, True, 128256, tied_head=False),
+}
 _AT_500_W = (500 / 700) ** (1 / 3)  # clocks go with the cube root of power
 
 
@@ -236,6 +249,7 @@ TABLES: dict[str, Callable[[Table | None], Iterator[Case]]] = {
     "ultrascale": ultrascale,
     "llm_foundry": llm_foundry,
     "torchtitan": torchtitan,
+    "torchtitan_float8": torchtitan_float8,
     "vtrain": vtrain,
     "sc21": sc21,
     "korthikanti_iteration": korthikanti,

@@ -23,7 +23,11 @@ from imece.plan.setup import Setup
 
 _CPU_BUCKET = 5 * 2**20  # bytes: what parallelize takes by itself on CPUs, where gradients are sharded
 _MENTIONED = 10**7  # bytes: 0.01 GB
-_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp8": "torch.bfloat16"}
+_FP8 = (  # the head is left out, as is usual: logits need the digits
+    "torchao.float8.convert_to_float8_training(model, module_filter_fn=lambda module, name: "
+    '"head" not in name) before imece.parallelize'
+)
 _OPTIMIZERS = {
     "adamw-8bit": "bitsandbytes.optim.AdamW8bit: pip install 'imece[quant]'",
     "sgd": "torch.optim.SGD",
@@ -62,13 +66,16 @@ class Call:
         if _has_masters(self.candidate.setup):
             yield (
                 "model",
-                f"its trained parameters in fp32, for the masters; parallelize makes them {self.precision}",
+                "its trained parameters in fp32, for the masters; parallelize makes them "
+                f"{'fp16' if self.precision == 'fp16' else 'bf16'}",
             )
         elif self.precision == "bf16-pure":
             yield "model", "model.bfloat16() first: there are no masters"
         elif self.precision == "autocast":
             kind = "cpu" if self._is_cpu() else "cuda"
             yield "forward", f'in fp32, under torch.autocast("{kind}", torch.bfloat16)'
+        if self.precision == "fp8":
+            yield "FP8", _FP8
         more = more_with_torchs_loss(self.candidate.setup, framework_on(self.question.cluster))
         if more >= _MENTIONED:
             yield (

@@ -17,7 +17,7 @@ from imece.plan.answer.search import (
     settled,
     with_best_bucket,
 )
-from imece.plan.answer.space import STRATEGIES, Question
+from imece.plan.answer.space import STRATEGIES, Question, why_no_fp8
 from imece.plan.answer.words import CAUSES, compared, device, gb, seconds, share, strategy_name, title
 from imece.plan.hardware import Cluster
 from imece.plan.setup import FP32, Parallel, Setup
@@ -101,6 +101,7 @@ def gains(answer: Answer) -> list[str]:
         *_unpinned(answer),
         *_optimizer(answer),
         *_precision(answer),
+        *_fp8(answer),
         *_batch(answer),
         *_network(answer),
     ]
@@ -314,6 +315,36 @@ def _precision(answer: Answer) -> Iterator[str]:
     found = settled(search(replace(question, precision=precision))).winner
     if found is not None and (gain := 1 - found.seconds / winner.seconds) >= _WORTH:
         yield f"--precision fp32: {_percent(gain)} faster, its products are faster here than in fewer bits"
+
+
+def _fp8(answer: Answer) -> Iterator[str]:
+    """Faster products, which casting in kernels of its own makes slower than those that are not."""
+    question, winner = answer.question, answer.winner
+    assert winner is not None
+    precision, compiled = question.precision, replace(question, compiled=True)
+    if precision.fp8:
+        for option, asked in (
+            ("--compile", compiled),
+            ("--precision bf16", replace(question, precision=replace(precision, fp8=False))),
+        ):
+            found = settled(search(asked)).winner
+            if found is not None and (gain := 1 - found.seconds / winner.seconds) >= _WORTH:
+                yield f"{option}: {_percent(gain)} faster, as casting to FP8 takes long here"
+        return
+    in_bf16 = (precision.parameters, precision.masters, precision.activations) == (2, 4, 2)
+    if not in_bf16 or why_no_fp8(question) is not None:
+        return
+    found = settled(search(replace(compiled, precision=replace(precision, fp8=True)))).winner
+    without = winner if question.compiled else settled(search(compiled)).winner
+    if found is None or without is None or found.seconds > (1 - _WORTH) * without.seconds:
+        return
+    alone = (
+        "" if question.compiled else f" (--compile alone: {_percent(1 - without.seconds / winner.seconds)})"
+    )
+    yield (
+        f"--precision fp8{'' if question.compiled else ' --compile'}: "
+        f"{_percent(1 - found.seconds / winner.seconds)} faster, the layers' products in FP8{alone}"
+    )
 
 
 def _batch(answer: Answer) -> Iterator[str]:

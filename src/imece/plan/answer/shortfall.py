@@ -110,7 +110,8 @@ def _larger_gpus(question: Question, gpus: Sequence[str], find: Find) -> Iterato
     found = [find(name, cluster.gpus_per_host, cluster.hosts) for name in gpus]
     for each in sorted(found, key=lambda one: (one.gpu.memory_bytes, -(one.gpu.price_per_hour or 0))):
         larger = each.gpu.memory_bytes > cluster.gpu.memory_bytes
-        if larger and each.gpu.bf16 >= cluster.gpu.bf16:  # another precision would be another change
+        same = each.gpu.bf16 >= cluster.gpu.bf16  # another precision would be another change
+        if larger and same and (each.gpu.fp8 or not question.precision.fp8):
             yield _on(each, question)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from imece.errors import UserError
 from imece.footprint import DIVIDED, Offload
-from imece.plan.hardware import Cluster
+from imece.plan.hardware import Cluster, gpus_with_fp8
 from imece.plan.models.model import Model
 from imece.plan.setup import (
     Adapters,
@@ -34,6 +34,7 @@ _MOST_AT_ONCE = 64  # sequences of a micro-batch: products gain nothing more lon
 _LEAST_TOKENS = 1024  # of a sequence, on each rank of a context group
 _LONG_SEQ = 8192  # tokens: of shorter sequences nobody needs to share one among ranks
 _MOST_CHUNKS = 8  # of the model on a pipeline rank
+_FP8_SIDE = 16  # of which the sides of what is multiplied in FP8 are multiples
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ def check(question: Question) -> None:
         raise UserError(
             f"--seq {question.seq}: {question.model.name} has learned positions for {rows:,} tokens, no more"
         )
+    if question.precision.fp8 and (why := why_no_fp8(question)) is not None:
+        raise UserError(f"--precision fp8: {why}")
     if not 0 <= question.reserve < 1:
         raise UserError(f"--reserve is {question.reserve}: a part of the memory, at least 0 and less than 1")
     _check_axes(question)
@@ -103,6 +106,23 @@ def check(question: Question) -> None:
         raise UserError(f"--offload {question.offload} is for {needs}, not for --strategy {strategy}")
     if not _has_ways(question):
         raise UserError(why_none(question))
+
+
+def why_no_fp8(question: Question) -> str | None:
+    """What stands against products in FP8, as torchao.float8 makes them of nn.Linear; None: nothing."""
+    model, gpu = question.model, question.cluster.gpu
+    if not gpu.fp8:
+        *some, last = gpus_with_fp8()
+        return f"{gpu.name} multiplies no FP8; {', '.join(some)} and {last} do"
+    if question.adapters != "none":
+        return f"torchao makes gradients of frozen matrices too: leave out --adapters {question.adapters}"
+    if model.experts:
+        return f"torchao multiplies no experts in it, and {model.name} has {model.experts} a layer"
+    query, key = model.heads * model.head_width, model.kv_heads * model.head_width
+    for side in (question.seq, model.width, query, key, model.mlp_width):
+        if side % _FP8_SIDE:
+            return f"GPUs multiply sides in it that are multiples of {_FP8_SIDE}, and here one is {side}"
+    return None
 
 
 def arrangements(question: Question) -> Iterator[Parallel]:

@@ -27,6 +27,7 @@ _SCORES_BACKWARD = 24
 _BATCHED = 0.5  # of the sustained rate, products of single heads
 _HALF_SEQ = 256  # tokens at which flash attention reaches half of its rate
 _WIDE = 128  # channels of a head for which Gpu.flash is told
+_ONE_BYTE = 1  # of an element that is multiplied in FP8; what comes of it has two
 _FUSED = 0.5  # bytes of element-wise work and loss that are left where they are compiled into few kernels
 
 
@@ -39,7 +40,7 @@ class LayerTime:
     weights: float  # these
     core: float  # of forward: scores, softmax and their product with the values
     core_backward: float  # of inputs, likewise
-    products: float  # of forward: matrix products
+    products: float  # of forward: matrix products, and casting what they read
     columns: float  # one backward product of those split by columns, beside which a collective can run
 
 
@@ -52,18 +53,44 @@ class HeadTime:
     weights: float
 
 
+@dataclass(frozen=True)
+class _Casts:
+    """Bytes moved for each element that becomes FP8 with one scale a tensor: it is read for its largest
+    number, read again, and written in the order in which the product that comes reads it."""
+
+    input: float
+    input_again: float  # in backward
+    matrix: float
+    matrix_again: float
+    gradient: float
+
+
+# As torchao's own roofline has them (torchao/testing/training/roofline_utils.py): 2 to find the largest,
+# 2 + 1 to write; inputs and gradients at once in both orders, a matrix in its second one in backward.
+_CASTS = _Casts(input=6, input_again=0, matrix=5, matrix_again=3, gradient=6)
+# Not compiled, a kernel an operation (float8_utils.py, float8_training_tensor.py): the absolute value 4, its
+# largest 2, to fp32 6, times the scale 8, clamped 8, to a byte 5; and 2 where the order has to change.
+_CASTS_ALONE = _Casts(input=33, input_again=35, matrix=33, matrix_again=35, gradient=33 + 35)
+
+
 @functools.lru_cache(maxsize=65536)
 def product_s(gpu: Gpu, rows: int, columns: int, terms: int, element_bytes: int = 2, times: int = 1) -> float:
-    """Seconds of `times` products [rows, terms] x [terms, columns] at once, without what software adds."""
+    """Seconds of `times` products [rows, terms] x [terms, columns] at once, without what software adds.
+
+    element_bytes: of what is multiplied; 1 is FP8, which gives elements of 2.
+    """
     units = gpu.multiprocessors
-    rate = gpu.peak * gpu.reachable * gpu.sustained / units
+    rate, fill = gpu.peak * gpu.reachable * gpu.sustained / units, float(_FILL)
+    if element_bytes == _ONE_BYTE:  # filling and emptying a pipeline takes as long as it does otherwise
+        rate, fill = rate * gpu.fp8, fill * gpu.fp8
     best = float("inf")
     for height, width, share in _TILES:
         tiles = times * -(-rows // height) * -(-columns // width)
         split = max(1, min(units // tiles, terms // _SPLIT)) if tiles < units else 1
         waves = -(-tiles * split // units)
-        best = min(best, waves * 2 * height * width * (terms / split + _FILL) / (rate * share))
-    moved = times * element_bytes * (rows * terms + terms * columns + rows * columns)
+        best = min(best, waves * 2 * height * width * (terms / split + fill) / (rate * share))
+    read, written = rows * terms + terms * columns, rows * columns
+    moved = times * (element_bytes * read + max(element_bytes, 2) * written)
     return max(best, stream_s(gpu, moved))
 
 
@@ -92,9 +119,13 @@ def layer_time(
         (tokens, model.width, query, 1),
         (each, model.width, mlp, at_work),
     )
-    forward = sum(product_s(gpu, m, n, k, size, times) for m, n, k, times in shapes) / manner.products
-    inputs = [product_s(gpu, m, k, n, size, times) / manner.products for m, n, k, times in shapes]
-    weights = sum(product_s(gpu, k, n, m, size, times) for m, n, k, times in shapes) / manner.products
+    read = _ONE_BYTE if recipe.precision.fp8 else size
+    forward = sum(product_s(gpu, m, n, k, read, times) for m, n, k, times in shapes) / manner.products
+    inputs = [product_s(gpu, m, k, n, read, times) / manner.products for m, n, k, times in shapes]
+    weights = sum(product_s(gpu, k, n, m, read, times) for m, n, k, times in shapes) / manner.products
+    cast = (0.0, 0.0)
+    if recipe.precision.fp8:
+        cast = _cast_s(gpu, recipe, shapes, (3, 2 if model.gated else 1, 1, 1))
     moved = size * _moved_forward(model, tokens, tensor if sequence else 1, query + both / 2, through * mlp)
     around = stream_s(gpu, moved * manner.elementwise * (_FUSED if recipe.compiled else 1))
     core, core_backward = _core(gpu, model, manner, recipe, context, heads)
@@ -105,14 +136,30 @@ def layer_time(
         alone += (2 if model.gated else 1) * [(each, mlp, model.width, at_work)]
         thin = _thin_s(gpu, recipe, [*alone, *shapes[2:]]) / manner.products
     return LayerTime(
-        forward=forward + around + core + thin,
-        inputs=sum(inputs) + 2 * around + core_backward + 2 * thin,
+        forward=forward + around + core + thin + cast[0],
+        inputs=sum(inputs) + 2 * around + core_backward + 2 * thin + cast[1],
         weights=weights,
         core=core,
         core_backward=core_backward,
-        products=forward,
+        products=forward + cast[0],
         columns=(inputs[0] + inputs[1]) / 2,
     )
+
+
+def _cast_s(
+    gpu: Gpu, recipe: Recipe, shapes: Sequence[tuple[int, int, int, int]], readers: Sequence[int]
+) -> tuple[float, float]:
+    """Forward and backward of making FP8 of all that these products read.
+
+    readers: matrices that read the same input, which a compiler finds to be cast alike.
+    """
+    of, forward, backward = _CASTS if recipe.compiled else _CASTS_ALONE, 0.0, 0.0
+    for (rows, columns, terms, times), alike in zip(shapes, readers, strict=True):
+        inputs, matrix, gradient = (times * n for n in (rows * terms, terms * columns, rows * columns))
+        inputs *= 1 if recipe.compiled else alike
+        forward += of.input * inputs + of.matrix * matrix
+        backward += of.input_again * inputs + of.matrix_again * matrix + of.gradient * gradient
+    return stream_s(gpu, forward), stream_s(gpu, backward)
 
 
 def _thin_s(gpu: Gpu, recipe: Recipe, shapes: Sequence[tuple[int, int, int, int]]) -> float:
