@@ -252,6 +252,8 @@ def test_the_state_is_sixteen_bytes_a_parameter(too_large: Question) -> None:
     said = state_arithmetic(too_large)
     assert said.startswith("2 + 2 + 4 + 4 + 4 = 16 bytes a parameter x 70.6B = 1,129 GB; 8 GPUs have 684 GB")
     assert state_arithmetic(eight_bit(too_large)).startswith("2 + 2 + 4 + 1 + 1 = 10 bytes")
+    small = replace(too_large, model=find_model("small"))
+    assert "16 bytes a parameter x 4.2M = 0.07 GB" in state_arithmetic(small)
 
 
 def test_the_state_is_that_of_the_memory(too_large: Question) -> None:

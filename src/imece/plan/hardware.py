@@ -198,6 +198,10 @@ def find_cluster(
 def parse_gpus(text: str) -> tuple[int | None, str]:
     """ "8xH100", "8 H100" -> (8, "H100"); "H100" -> (None, "H100"). Whether there is such a GPU, find_cluster
     knows. UserError."""
+    if re.search(r"\d\s*[xX*].*[,+&;]\s*\d+\s*[xX*]", text):
+        raise UserError(
+            f"--gpus {text!r}: GPUs of one kind are planned for, and all wait for the slowest: ask for each"
+        )
     found = re.fullmatch(r"\s*(?:(\d{1,9})\s*[xX*]\s*|(\d{1,3})\s+)?([^\s].*?)\s*", text)
     if found is None:
         raise UserError(f"--gpus {text!r}: write it like 8xH100")
@@ -257,7 +261,10 @@ def _gpu(table: Mapping[str, Any]) -> Gpu:
             f"[gpu] is without {', '.join(missing)}: add {'it' if len(missing) == 1 else 'them'}, or like = "
             "the preset that has what is left out"
         )
-    return Gpu(**known)
+    gpu = Gpu(**known)
+    if not gpu.name.strip():
+        raise ValueError(f"[gpu] name is {gpu.name!r}: how --gpus names it, or leave it out")
+    return gpu
 
 
 def _link(table: Mapping[str, Any]) -> Link:

@@ -78,13 +78,13 @@ def state_arithmetic(question: Question) -> str:
     shown = [size for size in (*sizes, *(precision.moments * number for number in moments)) if size]
     each, added = sum(shown), f"{' + '.join(f'{size:.3g}' for size in shown)} = {sum(shown):.3g} bytes"
     if question.adapters == "none":
-        state, whole = f"{added} a parameter x {model.parameters / 1e9:.1f}B", each * model.parameters
+        state, whole = f"{added} a parameter x {si(model.parameters)}", each * model.parameters
     else:
         frozen = float(precision.parameters)
         if question.adapters == "qlora":
             frozen += in_layers * (FOUR_BIT - frozen)
         trained = model.layers * adapter_parameters(model, question.adapter_rank)
-        state = f"{frozen:.2g} bytes a frozen parameter x {model.parameters / 1e9:.1f}B, and {added} each "
+        state = f"{frozen:.2g} bytes a frozen parameter x {si(model.parameters)}, and {added} each "
         state += f"for {si(trained)} of adapters"
         whole = frozen * model.parameters + each * trained
     return (
