@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from imece.collectives.schedules import nearest
+from imece.collectives.shared_memory.tensors import check_dense
 
 REDUCE_OPS = ("sum", "avg", "min", "max", "product")
 
@@ -89,7 +90,9 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in order, 1D with stride 1: the tensor's own memory if it is contiguous, else a copy.
 
     view(-1) would not do: one element is contiguous with any stride, and such a tensor has no view as bytes.
+    ValueError for a sparse tensor.
     """
+    check_dense(tensor)
     tensor = tensor.detach().contiguous()
     return tensor.as_strided((tensor.numel(),), (1,))
 

@@ -367,6 +367,11 @@ def check_mistakes() -> None:
             (lambda: dist.all_reduce(few, async_op=True), summed),  # noqa: B023
             (lambda: imece.all_reduce(few), summed),  # noqa: B023
         ]
+        sparse = torch.eye(2).to_sparse()
+        mistakes += [
+            (lambda: dist.all_reduce(sparse), "is sparse, .* pass its to_dense"),  # noqa: B023
+            (lambda: dist.broadcast(sparse, 0), "is sparse"),  # noqa: B023
+        ]
         for wrong in (-1, world_size):
             there = f"rank {wrong}: the group has ranks 0 to {world_size - 1}"
             mistakes += [

@@ -7,14 +7,17 @@ from ours and they agree within rounding. The control: without the wrapper the l
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.checkpoint import async_save
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -177,3 +180,29 @@ def test_half_precision_was_really_used(losses: list[dict[str, Any]]) -> None:
     for found in losses:
         plain = found["shm"]["DDP"]
         assert found["shm"]["DDP, bf16 hook"] != plain and found["shm"]["DDP, fp16 hook"] != plain
+
+
+def state_of_rank_0() -> dict[str, Any]:
+    """What torch's own tools make of it, that ask the group which devices it moves."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    wanted = {name: value.clone() for name, value in model.state_dict().items()} if rank == 0 else {}
+    fully_shard(model)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, {name: value.clone() for name, value in wanted.items()}, options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        group, place = dist.new_group(), [folder]
+        dist.broadcast_object_list(place, src=0)
+        target = f"{place[0]}/saved"
+        cast(Any, async_save(model.state_dict(), checkpoint_id=target, process_group=group)).result()
+        dist.barrier()  # before the folder goes
+    loaded: Any = {name: cast(Any, value).full_tensor() for name, value in model.state_dict().items()}
+    same = all(torch.equal(loaded[name], value) for name, value in wanted.items())
+    world = cast(Any, dist.group.WORLD)
+    backends = [world._get_backend(device).name() for device in world._device_types]
+    return {"same": same, "backends": backends}
+
+
+def test_torchs_state_dicts_travel() -> None:
+    assert run_ranks(state_of_rank_0, 2, backend="shm") == [{"same": True, "backends": ["shm"]}] * 2

@@ -62,7 +62,17 @@ class GroupBase(dist.ProcessGroup):
         """The name in torch's tables."""
         return "shm"
 
-    # torch's own accessors of these two read them from a backend in C++, which this group does not have.
+    # torch's own accessors of these read them from backends in C++, which this group does not have.
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Those whose tensors it moves. torch chooses by them where a state dict travels, for one."""
+        return [torch.device(device) for device in self._others.asked(self)]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """torch's backend for a device; for the CPU this group itself. ValueError if there is none."""
+        other = self._others.on(torch.device(device), self)
+        return self if other is None else other._get_backend(device)
 
     @property
     def group_name(self) -> GroupName:

@@ -43,14 +43,18 @@ class OtherDevices:
         """torch's, of the groups that were made."""
         return [group._get_backend(torch.device(device)) for device, group in list(self._groups.items())]
 
-    def _make(self, device: str, owner: dist.ProcessGroup) -> dist.ProcessGroup:
+    def asked(self, owner: dist.ProcessGroup) -> dict[str, str]:
+        """The backend for each kind of device, as the group was made."""
         asked = distributed_c10d._world.pg_backend_config.get(owner, "cpu:shm")
-        backends = dict(part.split(":") for part in asked.split(",") if ":" in part)
-        backend = backends.get(device)
-        if backend != "nccl" or not dist.is_nccl_available():
+        return dict(part.split(":") for part in asked.split(",") if ":" in part)
+
+    def _make(self, device: str, owner: dist.ProcessGroup) -> dist.ProcessGroup:
+        asked = self.asked(owner)
+        if asked.get(device) != "nccl" or not dist.is_nccl_available():
+            made = ",".join(":".join(each) for each in asked.items())
+            cure = "; use init_process_group('cpu:shm,cuda:nccl')" if device == "cuda" else ""
             raise ValueError(
-                f"this group has no backend for {device} tensors: it was made with {asked!r}; "
-                f"use init_process_group('cpu:shm,{device}:nccl')"
+                f"this group has no backend for {device} tensors: it was made with {made!r}{cure}"
             )
         store = dist.PrefixStore(f"{device}/", self._store)
         group = dist.ProcessGroup(store, self._rank, self._world_size)

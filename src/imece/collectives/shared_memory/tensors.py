@@ -25,7 +25,11 @@ def writing() -> AbstractContextManager[None]:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor contiguous, and its bytes its values: those of `z.conj()` and of its `.imag` are not."""
+    """The tensor contiguous, and its bytes its values: those of `z.conj()` and of its `.imag` are not.
+
+    ValueError for a sparse one.
+    """
+    check_dense(tensor)
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -58,8 +62,18 @@ def check_rank(what: str, rank: int, group: dist.ProcessGroup) -> None:
         raise ValueError(f"{what} rank {rank}: the group has ranks 0 to {group.size() - 1}")
 
 
+def check_dense(tensor: Tensor) -> None:
+    """ValueError for a sparse tensor, whose ranks may have different indices."""
+    if tensor.layout is not torch.strided:
+        raise ValueError(
+            f"{text(tensor)} is sparse, and ranks exchange dense tensors: pass its to_dense(); or make the "
+            "layer whose gradient it is with sparse=False"
+        )
+
+
 def check_written(tensor: Tensor) -> None:
     """ValueError for a tensor that no result can be written to, which torch would say after the exchange."""
+    check_dense(tensor)
     if not tensor.is_contiguous() and any(
         size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     ):
