@@ -266,8 +266,10 @@ def test_models_that_cannot_be_read(tmp_path: Path, values: dict[str, Any], mess
     assert str(tmp_path) in str(refused.value) and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
-def test_weights_without_their_scales(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "said"), [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.float8_e4m3fn, "F8_E4M3")]
+)
+def test_weights_without_their_scales(tmp_path: Path, dtype: torch.dtype, said: str) -> None:
     """Also where several are packed into one, so that the shape is another."""
     written, key = write(tmp_path, model_of(PLAIN)), "model.layers.1.mlp.up_proj.weight"
     written[key] = torch.ones(48, 16).to(dtype)
@@ -275,7 +277,7 @@ def test_weights_without_their_scales(tmp_path: Path, dtype: torch.dtype) -> Non
     with pytest.raises(UserError) as refused:
         from_hugging_face(tmp_path)
     assert str(refused.value) == (
-        f"{tmp_path}/model.safetensors: {key} is {str(dtype).removeprefix('torch.')}, so quantised; only "
+        f"{tmp_path}/model.safetensors: {key} is {said}, so quantised; only "
         "floating point of 16 bits or more can be read: get the model as it was before"
     )
 

@@ -12,7 +12,7 @@ import imece
 from imece.checkpoint.training_state import TrainingState
 from imece.models.presets import preset
 from imece.train.beginning import begin_again, new_model
-from imece.train.config import OptimizerSection
+from imece.train.config import OptimizerSection, TrainConfig
 from imece.train.optimizer import make_optimizers
 
 SHAPE = replace(preset("tiny"), layers=1, width=16, heads=2, kv_heads=1, mlp_width=24)
@@ -22,7 +22,7 @@ SHAPE = replace(preset("tiny"), layers=1, width=16, heads=2, kv_heads=1, mlp_wid
 def test_the_same_steps_again(strategy: str) -> None:
     mesh = imece.init()
     try:
-        model = new_model(SHAPE, 7)
+        model = new_model(TrainConfig(seed=7), SHAPE)
         optimizers = make_optimizers(model, OptimizerSection())
         wrapped, _ = imece.parallelize(model, optimizers, strategy, mesh)
         state = TrainingState(wrapped, optimizers)
@@ -40,7 +40,7 @@ def test_the_same_steps_again(strategy: str) -> None:
             return found
 
         first = steps()
-        begin_again(state, optimizers, SHAPE, 7)
+        begin_again(state, optimizers, TrainConfig(seed=7), SHAPE)
         again = steps()
         assert all(map(torch.equal, first, again)) and not torch.equal(first[0], first[2])
     finally:

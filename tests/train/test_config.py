@@ -58,6 +58,8 @@ def models(draw: st.DrawFn) -> ModelSection:
     }
     chosen = shape if draw(st.booleans()) else {}
     chosen = chosen | {name: draw(st.none() | values) for name, values in others.items()}
+    if draw(st.integers(0, 9)) == 0:
+        return ModelSection(preset="", weights=draw(NAMES), max_seq=chosen.get("max_seq"))
     return ModelSection(preset=draw(st.sampled_from(sorted(PRESETS))), **chosen)
 
 
@@ -222,6 +224,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 # A value for each field that is none of TrainConfig()'s.
 OTHER: dict[str, Any] = {
     "run": "x", "ranks": 3, "steps": 9, "strategy": "ddp", "seed": 2, "model.preset": "tiny",
+    "model.weights": "x",
     "model.layers": 1, "model.width": 64, "model.heads": 4, "model.kv_heads": 2, "model.mlp_width": 8,
     "model.max_seq": 9, "model.tied_head": False, "data.paths": ("a",), "data.field": "body",
     "data.tokenizer": "bytes", "data.vocab_size": 300, "data.held_out": 0.5, "data.folder": "x",

@@ -50,7 +50,7 @@ def test_where_nothing_is_held_out_the_sample_begins_as_the_text_does() -> None:
         Part("", each, np.array(at), 10, 0) for each, at in zip(tokens, ([0, 22], [0, 7], [0]), strict=True)
     ]
     train, held_out, nothing = parts
-    tokenizer = SimpleNamespace(decode=lambda ids: bytes(ids).decode())
+    tokenizer = SimpleNamespace(decode=lambda ids: bytes(ids).decode(), begin=None)
 
     def prompt(paths: tuple[str, ...], validation: Part) -> str:
         both = SimpleNamespace(train=train, validation=validation)

@@ -287,7 +287,7 @@ def test_back_to_the_beginning(
     session.recovery.member.steps = made  # type: ignore[union-attr]
     assert session._from_checkpoint() == 0
     begun.assert_called_once_with(
-        session.training_state, session.optimizers, session.model.config, session.config.seed
+        session.training_state, session.optimizers, session.config, session.model.config
     )
     assert session._counters() == {
         "done": 0, "first": 0, "skipped_steps": 0, "bad_steps": 0, "counted": 0, "seconds": 0.0, "tokens": 0,

@@ -28,6 +28,7 @@ from imece.errors import UserError
 from imece.observe.units import si
 from imece.train.config import Dtype, TrainConfig
 from imece.train.evaluate import evaluate
+from imece.train.origin import sequence_length
 from imece.train.precision import Precision, choose_precision
 from imece.train.run_folder import RunFolder, Which
 
@@ -70,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
     tokenizer = tokenizer_of(folder, saved)
     with _data(options, folder, config, tokenizer, saved) as (part, others):
         precision = _precision(config.compute.dtype, device)
-        nats, tokens = evaluate(model, part, model.config.max_seq, _SEQUENCES, precision)
+        nats, tokens = evaluate(model, part, sequence_length(config, model.config), _SEQUENCES, precision)
         found: dict[str, Any] = {
             "run": options.run,
             "step": saved.step,

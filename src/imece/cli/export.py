@@ -21,12 +21,15 @@ import tyro
 from imece.checkpoint.load import Saved
 from imece.cli.options import parse
 from imece.cli.trained import open_run, tokenizer_of
+from imece.data.tokenizer import CONFIG as TOKENIZER_CONFIG
 from imece.data.tokenizer import Tokenizer
 from imece.errors import UserError
 from imece.models.hugging_face import (
     CONFIG,
+    TOKENIZER_FILES,
     generation_config,
     hugging_face_shapes,
+    read_json,
     to_hugging_face,
     tokenizer_config,
 )
@@ -41,6 +44,7 @@ DESCRIPTION = (
 )
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OF_MODEL = "model/"
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # in config.json
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ def run(argv: Sequence[str]) -> int:
     saved = folder.saved(options.which)
     tokenizer = tokenizer_of(folder, saved)
     with _whole(target) as partial:
-        parameters = write_hugging_face(partial, saved, tokenizer, _DTYPES[options.dtype], most_bytes)
+        dtype = _DTYPES[options.dtype]
+        parameters = write_hugging_face(partial, saved, tokenizer, folder.origin, dtype, most_bytes)
     size = sum(path.stat().st_size for path in target.iterdir())
     print(
         f"{options.folder}: step {saved.step}, {si(parameters)} parameters, {options.dtype}, {si(size)} bytes"
@@ -80,10 +85,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def write_hugging_face(
-    folder: Path, saved: Saved, tokenizer: Tokenizer, dtype: torch.dtype, most_bytes: int
+    folder: Path, saved: Saved, tokenizer: Tokenizer, origin: Path, dtype: torch.dtype, most_bytes: int
 ) -> int:
     """All files, into a folder that exists; the number of parameters. OSError if not.
 
+    origin: what the run has kept of the folder that it began with, if that is there: its tokenizer as it was.
     One tensor is in memory at a time. config.json, without which nobody reads the rest, comes after them.
     """
     shape = read_shape(saved.state["model"])
@@ -94,6 +100,13 @@ def write_hugging_face(
     )
     config, tensors = to_hugging_face(shape, stored, dtype=dtype, end=tokenizer.end)
     write_weights(folder, hugging_face_shapes(shape), tensors, dtype=dtype, most_bytes=most_bytes)
+    kept = {path.name: path for path in map(origin.joinpath, TOKENIZER_FILES) if path.exists()}
+    if TOKENIZER_CONFIG in kept:
+        ids = {key: value for key, value in read_json(origin / CONFIG).items() if key in _TOKENS}
+        _write_json(folder / CONFIG, config | ids)
+        for name, path in kept.items():
+            shutil.copyfile(path, folder / name)
+        return shape.parameter_count
     # Their post-processor would put tokens around each text that this model was not trained with.
     plain = {**json.loads(tokenizer.to_json()), "post_processor": None}
     end = tokenizers.Tokenizer.from_str(json.dumps(plain)).id_to_token(tokenizer.end)

@@ -73,8 +73,8 @@ def run(argv: Sequence[str]) -> int:
     model, saved = folder.model(options.which, device)
     tokenizer = tokenizer_of(folder, saved)
     prompt = _standard_input() if options.prompt == "-" else options.prompt
-    # Training puts an end token before each document, so the model knows it as the sign of a beginning.
-    ids = [tokenizer.end, *tokenizer.encode(prompt)]
+    # Training puts this token before each document, so the model knows it as the sign of a beginning.
+    ids = [tokenizer.before, *tokenizer.encode(prompt)]
     most = model.config.max_seq
     if len(ids) > most:
         _say(f"the prompt has {len(ids):,} tokens, the model's context {most:,}: it reads the last {most:,}")
@@ -90,6 +90,7 @@ def run(argv: Sequence[str]) -> int:
         top_p=options.top_p,
         generator=generator.manual_seed(seed),
         stop={tokenizer.end} if options.stop else (),
+        entries=tokenizer.vocab_size,
     )
     began, text = time.perf_counter(), Text(tokenizer, ids)
     _show(prompt)

@@ -20,7 +20,7 @@ from imece.launch.local import launch
 from imece.observe.display import Display
 from imece.observe.report import catch_up
 from imece.observe.run_files import as_argument
-from imece.train.config import TrainConfig
+from imece.train.config import TrainConfig, defaults
 from imece.train.config_file import read_toml, to_toml
 from imece.train.drift import DriftError
 from imece.train.loop import NotFiniteError
@@ -83,15 +83,31 @@ def read_config(words: list[str]) -> TrainConfig:
     file = Path(words.pop(0)) if words and not words[0].startswith("-") else None
     if file is not None and os.path.isdir(file):
         raise UserError(f"{file} is a folder: to go on with a run say {PROG} --run {as_argument(file)}")
-    start = read_toml(file) if file is not None else TrainConfig()
-    if file is not None and _is_of_run(file) and not _is_same(start.folder, file.parent):
-        start = dataclasses.replace(start, run=str(file.parent))
-    config = parse(TrainConfig, words, PROG, DESCRIPTION, start)
+    config = parse(TrainConfig, words, PROG, DESCRIPTION, _start(file))
+    if config.model.weights:  # of which other values are usual
+        config = parse(TrainConfig, words, PROG, DESCRIPTION, _start(file, config.model.weights))
+    config.check_origin()
     folder = RunFolder(config.folder)
     if file is None and os.path.isfile(folder.config_file):
         before = dataclasses.replace(folder.config(), run=config.run)
+        if config.model.weights and config.absolute().model.weights != before.absolute().model.weights:
+            began = f"the weights of {before.model.weights}" if before.model.weights else "random weights"
+            raise UserError(
+                f"{config.folder} holds a run that began with {began}, not with those of "
+                f"{config.model.weights}: name another folder with --run"
+            )
         config = parse(TrainConfig, words, PROG, DESCRIPTION, before)
     return config
+
+
+def _start(file: Path | None, weights: str = "") -> TrainConfig:
+    """What options change. weights: the folder that they name to begin with."""
+    if file is None:
+        return defaults(weights)
+    start = read_toml(file, weights)
+    if _is_of_run(file) and not _is_same(start.folder, file.parent):
+        start = dataclasses.replace(start, run=str(file.parent))
+    return start
 
 
 def _is_of_run(file: Path) -> bool:

@@ -98,13 +98,14 @@ def _wanted(
     files: Sequence[Path], field: str, tokenizer: Tokenizer, share: float, seed: int
 ) -> dict[str, Any]:
     """All that the content of the token files depends on."""
-    return {
+    wanted = {
         "source": _source_hash(files, field),
         "tokenizer": tokenizer.hash,
         "vocab_size": tokenizer.vocab_size,
         "end": tokenizer.end,
         "held_out": {"share": share, "seed": seed},
     }
+    return wanted if tokenizer.begin is None else wanted | {"begin": tokenizer.begin}
 
 
 def _manifest_file(folder: Path) -> tuple[int, int] | None:
@@ -152,6 +153,7 @@ def _build(
     share, seed = wanted["held_out"]["share"], wanted["held_out"]["seed"]
     share = share_of_one(files, field, share, seed)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    begin = np.array([] if tokenizer.begin is None else [tokenizer.begin], np.uint32)
     total, done, skipped = total_bytes(files), 0, dict[Path, str]()
     with (
         closing(_PartWriter(folder, "train", dtype)) as train,
@@ -162,7 +164,7 @@ def _build(
             for document, ids in zip(batch, encoded, strict=True):
                 part = validation if held_out(document.text, share, seed) else train
                 text_bytes = len(document.text.encode())
-                part.add(ids, tokenizer.end, text_bytes)
+                part.add(np.append(begin, ids), tokenizer.end, text_bytes)
                 done += text_bytes
             progress(min(done, total), total)  # tables hold more text than they have bytes on disk
         progress(total, total)

@@ -24,6 +24,7 @@ from imece.errors import UserError
 from imece.writing import write_whole
 
 END = "<|end|>"
+CONFIG = "tokenizer_config.json"  # Hugging Face's, beside a tokenizer.json: which tokens begin and end a text
 SMALLEST_VOCAB = 257  # all bytes, and END
 LARGEST_VOCAB = 1 << 20  # four times what published models have
 
@@ -48,6 +49,12 @@ class Tokenizer(ABC):
 
     vocab_size: int
     end: int  # id of the token that follows each document
+    begin: int | None = None  # of the one at the head of each, if there is such a token
+
+    @property
+    def before(self) -> int:
+        """The token that stands before the text of a document: its own, or the end of the one before."""
+        return self.end if self.begin is None else self.begin
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.encode_batch([text])[0].tolist()
@@ -120,7 +127,13 @@ class ByteTokenizer(Tokenizer):
 class JsonTokenizer(Tokenizer):
     """Whatever a tokenizer.json describes."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, end: int, content: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        end: int,
+        content: str | None = None,
+        begin: int | None = None,
+    ) -> None:
         """content: that the tokenizer was read from."""
         before = tokenizer.to_str()
         # As saved, these may cut texts off, fill them up or split them at random: each is wanted as it is.
@@ -136,7 +149,7 @@ class JsonTokenizer(Tokenizer):
         added = (each for each in tokenizer.get_added_tokens_decoder().values() if not each.special)
         self._known = {letter for each in added for letter in each.content}  # it does not drop these
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
-        self.end = end
+        self.end, self.begin = end, begin
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         for text in texts:
@@ -244,7 +257,9 @@ def train_bpe(
 def load_tokenizer(path: Path | str) -> Tokenizer:
     """From a tokenizer.json, ours or any other, or from the folder that holds one.
 
-    UserError if there is none, if it is damaged, or if no token of it ends a document.
+    A tokenizer_config.json beside it says which tokens begin and end a document; without one, or if it does
+    not say, none begins it, and the name of its end is one of those that are usual.
+    UserError if there is none, if one of the files is damaged, or if no token of it ends a document.
     """
     path = Path(path)
     if os.path.isdir(path):
@@ -262,9 +277,11 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         raise UserError(f"{path}: not a tokenizer.json ({reason}): name one, or train a new one") from error
     if tokenizer.to_str() == ByteTokenizer().to_json():
         return ByteTokenizer(content)
-    for name in _ENDS:
+    begin, end = _said_beside(path.with_name(CONFIG), tokenizer)
+    for name in _ENDS if end is None else (end,):
         if tokenizer.token_to_id(name) is not None:
-            return JsonTokenizer(tokenizer, _token_of(tokenizer, name), content)
+            token = _token_of(tokenizer, name)
+            return JsonTokenizer(tokenizer, token, content, begin if begin != token else None)
     raise UserError(f"{path}: no token that ends a document ({', '.join(_ENDS)}): add one as a special token")
 
 
@@ -273,6 +290,28 @@ def _make_byte_level(tokenizer: tokenizers.Tokenizer) -> None:
     # The package's stubs know neither attribute as one that can be set.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
+
+
+def _said_beside(path: Path, tokenizer: tokenizers.Tokenizer) -> tuple[int | None, str | None]:
+    """The id of the token that begins a text, and the name of the one that ends it, as far as it says so."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"a JSON {type(content).__name__}, not an object")
+    except FileNotFoundError:
+        return None, None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({error}): get the file again") from error
+    begin, end = (
+        each.get("content") if isinstance(each, dict) else each
+        for each in (content.get(f"{name}_token") for name in ("bos", "eos"))
+    )
+    known = end is not None and tokenizer.token_to_id(str(end)) is not None
+    adds = content.get("add_bos_token")
+    if adds is None:  # then what is put around a text says so
+        special = tokenizer.encode("", add_special_tokens=True).tokens[:1]
+        adds = special == [begin]
+    return tokenizer.token_to_id(str(begin)) if adds else None, str(end) if known else None
 
 
 def _letters() -> list[str]:

@@ -1,6 +1,7 @@
 """The token files: what tokenizing makes once, and all processes of a host map into memory.
 
-train.bin       the tokens of all training documents; each document ends with the tokenizer's `end`
+train.bin       the tokens of all training documents; each document ends with the tokenizer's `end`, and
+                begins with its `begin` if it has one
 train.idx       int64 [documents + 1]: where in train.bin each document begins, then the number of tokens
 validation.bin, validation.idx
 manifest.json   what they were made from, their sizes and checksums; written last: without it there is nothing

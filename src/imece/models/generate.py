@@ -24,9 +24,11 @@ def generate(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
     stop: Collection[int] = (),
+    entries: int | None = None,
 ) -> Iterator[int]:
     """At most max_new tokens that follow the prompt; ends before a token of `stop`, which is not given out.
 
+    entries: only the first so many of the vocabulary, for a tokenizer that has fewer than the model.
     temperature 0, or one too small for float32, takes the likeliest token each time. Otherwise one is drawn,
     among the top_k likeliest, and of these among the fewest that together have probability top_p. `generator`
     must be on the model's device.
@@ -67,7 +69,7 @@ def generate(
                 del seen[: -max(1, config.max_seq // 2)]
                 new = list(seen)
             logits = model(torch.tensor([new], device=weight.device), cache=cache, last_only=True)[0, -1]
-            token = _choose(logits.float(), temperature, top_k, top_p, generator)
+            token = _choose(logits[:entries].float(), temperature, top_k, top_p, generator)
             if token in stop:
                 return
             yield token

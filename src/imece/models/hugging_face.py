@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,18 @@ Shape = tuple[int, ...]
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # of a model in several files: which tensor is in which
+# What belongs to the tokenizer of a folder, and how text is to be made with it.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 
 _ENDS = {
     "embed": "model.embed_tokens",
@@ -51,7 +65,10 @@ _DEFAULTS = {
     "mlp_bias": False,
 }
 _DEFAULT_THETA = 10000.0
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # others need scales, which are apart
+_DTYPES = ("F64", "F32", "F16", "BF16")  # others need scales, which are apart
+# In some files, and nothing that is trained: a tied head once more, and tables that positions say.
+_COMPUTED = ("lm_head.weight", ".rotary_emb.inv_freq")
+_SHOWN = 3
 
 
 def hugging_face_name(name: str) -> str:
@@ -85,26 +102,66 @@ def to_hugging_face(
 def from_hugging_face(folder: Path | str) -> tuple[TransformerConfig, dict[str, Tensor]]:
     """The shape, and all parameters by the names that `Transformer` has for them, in the dtype of the file.
 
-    UserError, with the file's name, if it is missing or damaged, if the model is none that `Transformer` can
-    be (another architecture, biases, other rotary positions, quantised), or if a tensor is missing or of
-    another shape.
+    UserError as `HuggingFaceModel.open`.
     """
-    folder = Path(folder)
-    path = folder / CONFIG
-    content = _read_json(path)
+    model = HuggingFaceModel.open(folder)
+    return model.config, {name: model.tensor(name) for name in shapes_of(model.config)}
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel:
+    """A folder's model. Its tensors are on the disk until they are asked for."""
+
+    folder: Path
+    config: TransformerConfig
+    _files: Mapping[str, Path]
+    """Hugging Face's name of a tensor -> the file that has it."""
+
+    @classmethod
+    def open(cls, folder: Path | str) -> HuggingFaceModel:
+        """UserError, with the file's name, if it is missing or damaged, if the model is none that
+        `Transformer` can be (another architecture, biases, other rotary positions, quantised), or if a tensor
+        is missing, of another shape, or too many. Of the files of tensors only the headers are read.
+        """
+        folder = Path(folder)
+        config = read_config(folder / CONFIG)
+        files = _files(folder)
+        _check_tensors(folder, files, config)
+        return cls(folder, config, files)
+
+    def tensor(self, name: str) -> Tensor:
+        """By its name in `Transformer`, in the dtype of the file. UserError if it cannot be read."""
+        key = hugging_face_name(name)
+        with _opened(self._files[key]) as file:
+            tensor: Tensor = file.get_tensor(key)
+        return tensor
+
+    @torch.no_grad()
+    def fill(self, target: Tensor, name: str) -> None:
+        """A parameter, on any device, of any dtype. UserError if it cannot be read, or is not finite."""
+        target.copy_(self.tensor(name))
+        if not target.isfinite().all():
+            raise UserError(
+                f"{self._files[hugging_face_name(name)]}: {hugging_face_name(name)} has numbers that are not "
+                "finite: get the file again"
+            )
+
+
+def read_config(path: Path) -> TransformerConfig:
+    """What a config.json describes. UserError, with its name, if it is missing, or no model to read here."""
+    content = read_json(path)
     try:
-        config = _read_config(content)
+        return _read_config(content)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
         raise UserError(
             f"{path}: not a model that can be read here ({reason}): name another folder"
         ) from error
-    return config, _read_tensors(folder, config)
 
 
 def hugging_face_shapes(config: TransformerConfig) -> dict[str, Shape]:
     """Of all tensors, by their new names, in the order of the model."""
-    return {hugging_face_name(name): shape for name, shape in _shapes(config).items()}
+    return {hugging_face_name(name): shape for name, shape in shapes_of(config).items()}
 
 
 def generation_config(end: int) -> Json:
@@ -169,7 +226,7 @@ def _config_json(config: TransformerConfig, dtype: torch.dtype, end: int | None)
 def _renamed(
     config: TransformerConfig, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    expected = _shapes(config)
+    expected = shapes_of(config)
     for name, tensor in tensors:
         shape = expected.pop(name, None)
         if shape != tuple(tensor.shape):
@@ -180,7 +237,8 @@ def _renamed(
         raise ValueError(f"{len(expected)} tensors are missing, such as {next(iter(expected))}")
 
 
-def _shapes(config: TransformerConfig) -> dict[str, Shape]:
+def shapes_of(config: TransformerConfig) -> dict[str, Shape]:
+    """Of all parameters, by their names in `Transformer`."""
     with torch.device("meta"):
         model = Transformer(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -247,58 +305,70 @@ def _whole(content: Json, key: str, otherwise: str | None = None) -> int:
     return value
 
 
-def _read_tensors(folder: Path, config: TransformerConfig) -> dict[str, Tensor]:
-    stored = _files(folder)
-    found = {}
-    for name, shape in _shapes(config).items():
-        key = hugging_face_name(name)
-        if key not in stored:
-            raise UserError(
-                f"{folder}: there is no tensor {key}, but {CONFIG} asks for it: get the folder again"
-            )
-        try:
-            with safe_open(stored[key], framework="pt") as file:
-                tensor = file.get_tensor(key)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{stored[key]}: cannot be read ({error}): get the file again") from error
-        if tensor.dtype not in _DTYPES:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            raise UserError(
-                f"{stored[key]}: {key} is {dtype}, so quantised; only floating point of 16 bits or more can "
-                "be read: get the model as it was before"
-            )
-        if tuple(tensor.shape) != shape:
-            raise UserError(
-                f"{stored[key]}: {key} is {list(tensor.shape)}, by {CONFIG} it is {list(shape)}: "
-                "get both files again, from one place"
-            )
-        found[name] = tensor
-    return found
+def _check_tensors(folder: Path, files: Mapping[str, Path], config: TransformerConfig) -> None:
+    """By the files' headers alone."""
+    shapes = hugging_face_shapes(config)
+    if missing := [key for key in shapes if key not in files]:
+        more = f", nor {len(missing) - 1} more" if missing[1:] else ""
+        raise UserError(
+            f"{folder}: there is no tensor {missing[0]}{more}, but {CONFIG} asks for it: get the folder again"
+        )
+    if extra := [key for key in files if key not in shapes and not key.endswith(_COMPUTED)]:
+        more = f" and {len(extra) - _SHOWN} more" if extra[_SHOWN:] else ""
+        raise UserError(
+            f"{folder}: {', '.join(extra[:_SHOWN])}{more}, of which {CONFIG} knows nothing: get the folder "
+            "again, or name another"
+        )
+    for path in dict.fromkeys(files[key] for key in shapes):
+        with _opened(path) as file:
+            for key in (key for key in shapes if files[key] == path):
+                _check_tensor(path, key, file.get_slice(key), shapes[key])
+
+
+def _check_tensor(path: Path, key: str, stored: Any, shape: Shape) -> None:
+    if (dtype := stored.get_dtype()) not in _DTYPES:
+        raise UserError(
+            f"{path}: {key} is {dtype}, so quantised; only floating point of 16 bits or more can "
+            "be read: get the model as it was before"
+        )
+    if tuple(found := stored.get_shape()) != shape:
+        raise UserError(
+            f"{path}: {key} is {found}, by {CONFIG} it is {list(shape)}: get both files again, from one place"
+        )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file, but {INDEX} names it: get the folder again") from error
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read ({error}): get the file again") from error
 
 
 def _files(folder: Path) -> dict[str, Path]:
     """Tensor -> the file that has it."""
     index = folder / INDEX
     if index.is_file():
-        where = _read_json(index).get("weight_map")
+        where = read_json(index).get("weight_map")
         if not isinstance(where, dict) or not all(_is_plain_name(name) for name in where.values()):
             raise UserError(f"{index}: damaged, no weight_map of file names: get the file again")
         return {key: folder / name for key, name in where.items()}
     path = folder / WEIGHTS
     if not path.is_file():
         raise UserError(f"{path}: no such file, nor {INDEX}: only safetensors are read, no pickles")
-    try:
-        with safe_open(path, framework="pt") as file:
-            return dict.fromkeys(file.keys(), path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: cannot be read ({error}): get the file again") from error
+    with _opened(path) as file:
+        return dict.fromkeys(file.keys(), path)
 
 
 def _is_plain_name(name: object) -> bool:
     return isinstance(name, str) and Path(name).name == name
 
 
-def _read_json(path: Path) -> Json:
+def read_json(path: Path) -> Json:
+    """A file of one JSON object. UserError, with its name, if it is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

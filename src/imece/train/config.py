@@ -18,6 +18,7 @@ import tyro
 
 from imece.data.corpus import absolute_name
 from imece.data.prepare import TextSource
+from imece.errors import UserError
 from imece.models.presets import preset
 from imece.models.shape import TransformerConfig
 
@@ -30,6 +31,11 @@ Optimizer = Literal["muon", "adamw"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Dtype = Literal["auto", "bf16", "fp32", "fp16"]
 Offload = Literal["none", "optimizer", "parameters"]
+
+# For weights that are trained already, by default: with AdamW, as most of them were. A rate that is good for
+# random ones would make them forget.
+TUNING_LR = 5e-5
+OF_MODEL = "model"  # the tokenizer that a model of others comes with
 
 MOST = 2**63 - 1  # of whole numbers: tensors, files and TOML have no larger ones
 _LEAST_EPS = 1e-37  # what is much less is 0 in float32, and the update of a gradient of 0 is then 0/0
@@ -53,10 +59,12 @@ def _least(name: str, value: float, least: float, unit: str = "", most: float | 
 
 @dataclass(frozen=True)
 class ModelSection:
-    """The shape of the model: a preset, and what is to be different in it."""
+    """Where the model comes from: a preset, and what is to be different in it; or a folder that holds one."""
 
     preset: Annotated[str, _also("--model")] = "small"
-    """tiny, small, medium, 1.3b, llama-8b, llama-70b or llama-405b."""
+    """tiny, small, medium, 1.3b, llama-8b, llama-70b or llama-405b; empty only with `weights`."""
+    weights: Annotated[str, _also("--from")] = ""
+    """Begin with the model and the tokenizer of this folder: Hugging Face's format, or a run of imece's."""
     layers: int | None = None
     """Blocks; none: as the preset says, here and below."""
     width: int | None = None
@@ -67,8 +75,9 @@ class ModelSection:
     """Heads of keys and values."""
     mlp_width: int | None = None
     """Channels inside the MLP."""
+    #: Context, in tokens: also the length of the sequences it is trained on. With `weights` only that length;
+    #: none: 512, or the model's context where that is shorter.
     max_seq: int | None = None
-    """Context, in tokens: also the length of the sequences it is trained on."""
     tied_head: bool | None = None
     """The embedding is the head too."""
 
@@ -78,13 +87,35 @@ class ModelSection:
                 _least(f"model.{name}", value, 1)
         if self.max_seq == 1:
             raise ValueError("model.max_seq is 1: at least 2, for a token is learned from those before it")
-        self.shape(preset(self.preset).vocab_size)
+        if not self.weights:
+            self.shape(preset(self.preset).vocab_size)
+        elif changed := self._changes().keys() - {"max_seq"}:
+            raise ValueError(
+                f"model.{min(changed)} is given, and model.weights too, whose shape is what it is: "
+                "leave one of them out"
+            )
 
     def shape(self, vocab_size: int) -> TransformerConfig:
-        """The model for a tokenizer of `vocab_size` entries. ValueError for a shape that cannot be."""
+        """A preset's model for a tokenizer of `vocab_size` entries. ValueError for a shape that cannot be."""
+        return dataclasses.replace(preset(self.preset), vocab_size=vocab_size, **self._changes())
+
+    @property
+    def name(self) -> str:
+        """The preset, or what the folder is called."""
+        return self.preset or os.path.basename(self.absolute().weights)
+
+    def absolute(self) -> ModelSection:
+        """With a name that means the same wherever a later command is started."""
+        weights = os.path.abspath(os.path.expanduser(self.weights)) if self.weights else ""
+        return dataclasses.replace(self, weights=weights)
+
+    def _changes(self) -> dict[str, Any]:
         own = dataclasses.asdict(self)
-        changes = {name: value for name, value in own.items() if name != "preset" and value is not None}
-        return dataclasses.replace(preset(self.preset), vocab_size=vocab_size, **changes)
+        return {
+            name: value
+            for name, value in own.items()
+            if name not in ("preset", "weights") and value is not None
+        }
 
 
 @dataclass(frozen=True)
@@ -96,7 +127,7 @@ class DataSection:
     field: str = "text"
     """Where the text is in a .jsonl or .parquet record."""
     tokenizer: str = "bpe"
-    """bpe: trained on this text; bytes; or the path of a tokenizer.json."""
+    """bpe: trained on this text; bytes; the path of a tokenizer.json; or model: that of model.weights."""
     vocab_size: int = 4096
     """Entries of a tokenizer that is trained here."""
     held_out: float = 0.02
@@ -122,7 +153,7 @@ class DataSection:
         return dataclasses.replace(
             self,
             paths=tuple(map(absolute_name, self.paths)),
-            tokenizer=self.tokenizer if self.tokenizer in ("bpe", "bytes") else tokenizer,
+            tokenizer=self.tokenizer if self.tokenizer in ("bpe", "bytes", OF_MODEL) else tokenizer,
             folder=folder if self.folder else "",
         )
 
@@ -148,10 +179,12 @@ class BatchSection:
 class OptimizerSection:
     """What makes an update of a gradient."""
 
+    #: muon: torch's Muon for the matrices of the blocks and AdamW for the rest; adamw: AdamW for all, the
+    #: default with model.weights.
     kind: Optimizer = "muon"
-    """muon: torch's Muon for the matrices of the blocks and AdamW for the rest; adamw: AdamW for all."""
+    #: The highest learning rate. adamw wants about a third of what muon does. With model.weights the default
+    #: is 5e-5.
     lr: float = 4e-3
-    """The highest learning rate. adamw wants about a third of what muon does."""
     schedule: Schedule = "cosine"
     """cosine: down to min_lr at the last step; wsd: level, then down over the last fifth; constant."""
     warmup: int = 20
@@ -250,7 +283,7 @@ class TrainConfig:
     """All of a run."""
 
     run: str = ""
-    """The run folder; empty: runs/MODEL. If it holds a run, that one is gone on with."""
+    """The run folder; empty: runs/MODEL, or runs/FOLDER's name. A run that it holds is gone on with."""
     ranks: int = 0
     """Processes that train together; 0: one for each GPU, or without any 2 (1 on a single core)."""
     steps: int = 250
@@ -286,7 +319,38 @@ class TrainConfig:
     @property
     def folder(self) -> Path:
         """The run folder."""
-        return Path(os.path.expanduser(self.run)) if self.run else Path("runs") / self.model.preset
+        return Path(os.path.expanduser(self.run)) if self.run else Path("runs") / self.model.name
+
+    def absolute(self) -> TrainConfig:
+        """With names that mean the same wherever a later command is started."""
+        return dataclasses.replace(self, model=self.model.absolute(), data=self.data.absolute())
+
+    def check_origin(self) -> None:
+        """UserError if it says twice where its model or tokenizer comes from."""
+        weights, tokenizer = self.model.weights, self.data.tokenizer
+        if weights and self.model.preset:
+            raise UserError(
+                f"--model {self.model.preset} and --from {weights}: a model is new or that of a folder: "
+                "leave one of them out"
+            )
+        if weights and tokenizer != OF_MODEL:
+            raise UserError(
+                f"--data.tokenizer {tokenizer}: the model of --from {weights} knows its own tokens only: "
+                "leave it out"
+            )
+        if tokenizer == OF_MODEL and not weights:
+            raise UserError(f"--data.tokenizer {OF_MODEL}: that of --from FOLDER, which is not given")
+
+
+def defaults(weights: str = "") -> TrainConfig:
+    """What is not said: for a model of random weights, or one that begins with those of a folder."""
+    if not weights:
+        return TrainConfig()
+    return TrainConfig(
+        model=ModelSection(preset="", weights=weights),
+        data=DataSection(tokenizer=OF_MODEL),
+        optimizer=OptimizerSection(kind="adamw", lr=TUNING_LR),
+    )
 
 
 def flat(config: object, prefix: str = "") -> dict[str, Any]:

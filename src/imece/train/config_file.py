@@ -8,10 +8,10 @@ import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from imece.errors import UserError
-from imece.train.config import MOST, TrainConfig, flat
+from imece.train.config import MOST, TrainConfig, defaults, flat
 
 Section = TypeVar("Section")
 
@@ -30,8 +30,9 @@ def to_toml(config: TrainConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-def read_toml(path: Path) -> TrainConfig:
-    """The config in a file; what it does not say is as in TrainConfig().
+def read_toml(path: Path, weights: str = "") -> TrainConfig:
+    """The config in a file; what it does not say is as in `defaults` of the folder that it begins with, or of
+    `weights` if that is named beside it.
 
     UserError, with the file's name, for one that cannot be read, is no TOML, or says what cannot be.
     """
@@ -44,14 +45,16 @@ def read_toml(path: Path) -> TrainConfig:
             f"{path}: not TOML ({error}); imece train --print-config shows a whole one"
         ) from error
     try:
-        return _section(TrainConfig, content, "")
+        model = content.get("model")
+        named = model.get("weights", "") if isinstance(model, dict) else ""
+        return _section(defaults(weights or str(named)), content, "")
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
 
 
-def _section(kind: type[Section], content: Mapping[str, Any], prefix: str) -> Section:
-    """A dataclass from a table. ValueError for an unknown key, with the nearest one, and for a wrong type."""
-    hints = get_type_hints(kind)
+def _section(start: Section, content: Mapping[str, Any], prefix: str) -> Section:
+    """`start` changed by a table. ValueError for an unknown key, with the nearest, and for a wrong type."""
+    hints = get_type_hints(type(start))
     values: dict[str, Any] = {}
     for key, value in content.items():
         if key not in hints:
@@ -61,10 +64,11 @@ def _section(kind: type[Section], content: Mapping[str, Any], prefix: str) -> Se
         if dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, dict):
                 raise ValueError(f"{prefix}{key} is a section, [{prefix}{key}], not a value")
-            values[key] = _section(hints[key], value, f"{prefix}{key}.")
+            values[key] = _section(getattr(start, key), value, f"{prefix}{key}.")
         else:
             values[key] = _value(hints[key], value, prefix + key)
-    return kind(**values)
+    changed: Section = dataclasses.replace(cast(Any, start), **values)
+    return changed
 
 
 def _value(kind: Any, value: Any, name: str) -> Any:

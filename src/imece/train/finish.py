@@ -175,13 +175,15 @@ def _prompt(session: Session) -> str:
     if not session.config.data.paths:
         return "class Queue:\n    def __init__(self"
     part = tokens.validation if tokens.validation.documents else tokens.train
-    return session.prepared.tokenizer.decode(part.document(0)[:8].tolist()[:-1]) or " "
+    tokenizer = session.prepared.tokenizer
+    first = part.document(0)[:8].tolist()[:-1]
+    return tokenizer.decode([token for token in first if token != tokenizer.begin]) or " "
 
 
 def _sample(session: Session, prompt: str) -> dict[str, str] | None:
     """The prompt, and it with what the model adds; None if the model's numbers are not finite."""
     tokenizer, model = session.prepared.tokenizer, session.model
-    ids = [tokenizer.end, *tokenizer.encode(prompt)]  # training puts an end before each document
+    ids = [tokenizer.before, *tokenizer.encode(prompt)]  # as training puts it before each document
     generator = torch.Generator(session.mesh.device).manual_seed(_SAMPLE_SEED)
     tokens = generate(
         model,
@@ -191,6 +193,7 @@ def _sample(session: Session, prompt: str) -> dict[str, str] | None:
         top_p=0.95,
         generator=generator,
         stop={tokenizer.end},
+        entries=tokenizer.vocab_size,
     )
     model.eval()
     try:

@@ -58,7 +58,7 @@ class Loop:
         self._stragglers = Stragglers(session.config.watch.slow_ratio)
         self._drift = self._new_drift()
         peak = measured_peak(mesh.device, session.precision.dtype)
-        self._tokens_per_s_of_rank = peak / flops_per_token(session.model.config)
+        self._tokens_per_s_of_rank = peak / flops_per_token(session.model.config, session.plan.seq)
 
     def run(self) -> int:
         """Go on to the last step; the signal that ended it before, or 0.

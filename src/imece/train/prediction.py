@@ -155,7 +155,7 @@ def predict(
         offload=config.offload,
         precision=Bytes(parameters=4, gradients=4, masters=0, moments=4, activations=itemsize),
     )
-    model = from_shape(config.model.preset, shape)
+    model = from_shape(config.model.name, shape)
     name = cast(Strategy, strategy)  # as data_parallel/strategy.py has them
     parallel = Parallel(strategy=name, data=ranks, shard=shard.get(strategy, ranks))
     setup = Setup(model, parallel, recipe)

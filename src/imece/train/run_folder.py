@@ -19,6 +19,7 @@ from imece.data.build import discard
 from imece.data.files import other_place
 from imece.data.tokenizer import Tokenizer, load_tokenizer
 from imece.errors import UserError
+from imece.models.hugging_face import CONFIG, TOKENIZER_FILES
 from imece.models.shape import RopeScaling, TransformerConfig
 from imece.models.transformer import Transformer
 from imece.observe.metrics import FILE as FIGURES
@@ -44,8 +45,15 @@ class RunFolder:
         return self.path / "config.toml"
 
     @property
+    def origin(self) -> Path:
+        """What is kept of the folder whose model it began with: see origin.py."""
+        return self.path / "from"
+
+    @property
     def tokenizer_file(self) -> Path:
-        return self.path / "tokenizer.json"
+        """Where it is, or is to be made."""
+        kept = self.origin / "tokenizer.json"
+        return kept if kept.exists() else self.path / kept.name
 
     @property
     def checkpoints(self) -> Path:
@@ -86,7 +94,7 @@ class RunFolder:
         """
         new = not os.path.isdir(self.path)
         try:
-            content = to_toml(dataclasses.replace(config, data=config.data.absolute())).encode()
+            content = to_toml(config.absolute()).encode()
             if not self.config_file.exists():
                 if self.path.exists() and not self.path.is_dir():
                     raise UserError(f"{self.path} is a file: name a folder with --run")
@@ -144,13 +152,15 @@ class RunFolder:
 
         there: the folder itself stays, as it was there before.
         """
-        lock = self.tokenizer_file.with_name(f".{self.tokenizer_file.name}.lock")
-        for path in (self.config_file, self.tokenizer_file, lock, self.path / FILE, *self._leftovers()):
+        tokenizer = self.path / "tokenizer.json"
+        lock = tokenizer.with_name(f".{tokenizer.name}.lock")
+        kept = (self.origin / name for name in (CONFIG, *TOKENIZER_FILES))
+        for path in (self.config_file, tokenizer, lock, self.path / FILE, *kept, *self._leftovers()):
             path.unlink(missing_ok=True)
         run, tokens, checkpoints = map(os.path.abspath, (self.path, self.tokens(config), self.checkpoints))
         if Path(tokens).is_relative_to(run):
             discard(Path(tokens))
-        for folder in {tokens, checkpoints} - {run}:
+        for folder in {tokens, checkpoints, os.path.abspath(self.origin)} - {run}:
             if Path(folder).is_relative_to(run):
                 with suppress(OSError):  # it is not there, or holds something else too
                     os.rmdir(folder)
@@ -159,8 +169,10 @@ class RunFolder:
 
     def _leftovers(self) -> set[Path]:
         """Of processes that were killed before the first step."""
-        names = (self.config_file.name, self.tokenizer_file.name)
-        return {path for name in names for path in self.path.glob(f"{name}.*.partial")}
+        names = (self.config_file.name, "tokenizer.json")
+        return {path for name in names for path in self.path.glob(f"{name}.*.partial")} | {
+            *self.origin.glob("*.partial")
+        }
 
     def _check_steps(self, config: TrainConfig) -> None:
         done = max(all_steps(self.checkpoints), default=0)  # damaged ones too: those may be mended

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from imece.train.config import TrainConfig, flat
 from imece.train.config_file import as_toml
 
 _MOST_NAMED = 3  # of the values in which two runs differ, besides the first
+
+_PLACES = ("data.paths", "model.weights")  # where the run found what it has of its own since
 
 # What may differ between the commands that go on with one run: nothing that changes what it computes, but
 # the number of ranks and of steps. Gradients are averaged over tokens, so ranks only change the rounding.
@@ -49,8 +50,8 @@ def check_same_run(before: TrainConfig, now: TrainConfig) -> None:
 
 
 def computed_with(config: TrainConfig) -> dict[str, Any]:
-    """For a checkpoint's state: what `check_computed_with` compares. Where the text lies is no part of it."""
-    return {name: value for name, value in _computing(config).items() if name != "data.paths"}
+    """For a checkpoint's state: what `check_computed_with` compares, without where text and weights lie."""
+    return {name: value for name, value in _computing(config).items() if name not in _PLACES}
 
 
 def check_computed_with(before: Mapping[str, Any], now: TrainConfig, where: Path) -> None:
@@ -66,7 +67,7 @@ def check_computed_with(before: Mapping[str, Any], now: TrainConfig, where: Path
 
 
 def _computing(config: TrainConfig) -> dict[str, Any]:
-    values = flat(dataclasses.replace(config, data=config.data.absolute()))
+    values = flat(config.absolute())
     return {name: value for name, value in values.items() if name not in MAY_CHANGE}
 
 

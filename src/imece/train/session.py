@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from imece.checkpoint.commit import METRIC_ON, METRIC_OVER
-from imece.checkpoint.load import Saved
+from imece.checkpoint.load import Saved, all_steps
 from imece.checkpoint.reading import newest_of_all
 from imece.checkpoint.save import Checkpoints
 from imece.checkpoint.training_state import TrainingState
@@ -31,12 +31,13 @@ from imece.models.transformer import Transformer
 from imece.train.agreeing import together
 from imece.train.alike import check_same_tokens
 from imece.train.batch import BatchPlan, plan_batch, shared_among
-from imece.train.beginning import begin_again, new_model
+from imece.train.beginning import begin_again, first_model, new_model
 from imece.train.clock import Clock
 from imece.train.compiling import compile_now
 from imece.train.config import TrainConfig
 from imece.train.evaluate import windows_read
 from imece.train.optimizer import make_optimizers
+from imece.train.origin import keep, sequence_length, shape_of
 from imece.train.peak import measured_peak
 from imece.train.precision import Precision, choose_precision
 from imece.train.prediction import Machine, Prediction, choose, chosen_before, machine_of, predict
@@ -90,19 +91,22 @@ class Session:
         """
         folder = RunFolder(config.folder)
 
-        def inputs() -> tuple[Prepared, BatchPlan, Batches, Precision]:
+        def inputs() -> tuple[Prepared, TransformerConfig, BatchPlan, Batches, Precision]:
+            keep(config)
             # The others read what was made when they began, and the text may have changed since.
             get = reopen if mesh.world.joining else prepare
             prepared = get(config.data.source(), folder.tokenizer_file, folder.tokens(config))
-            shape = config.model.shape(prepared.tokenizer.vocab_size)
-            plan = plan_batch(config.batch, shape.max_seq, _first_ranks(config, mesh))
+            shape = shape_of(config, prepared.tokenizer.vocab_size)
+            plan = plan_batch(config.batch, sequence_length(config, shape), _first_ranks(config, mesh))
             batches = Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed)
-            return prepared, plan, batches, choose_precision(config.compute.dtype, mesh.device)
+            return prepared, shape, plan, batches, choose_precision(config.compute.dtype, mesh.device)
 
-        prepared, plan, batches, precision = together(mesh, inputs)
+        prepared, shape, plan, batches, precision = together(mesh, inputs)
         check_same_tokens(prepared, mesh)
-        shape = config.model.shape(prepared.tokenizer.vocab_size)
-        model = new_model(shape, config.seed).to(mesh.device)
+        # A rank that joins, and a run that goes on, get their weights below.
+        begins = not mesh.world.joining and not all_steps(folder.checkpoints)
+        make = first_model if begins else new_model
+        model = together(mesh, lambda: make(config, shape)).to(mesh.device)
         model.checkpoint_blocks = config.compute.recompute
         compile_s = 0.0
         if config.compute.compile:
@@ -238,7 +242,7 @@ class Session:
 
     def _begin_again(self) -> None:
         """As `open` began. All ranks call it."""
-        begin_again(self.training_state, self.optimizers, self.model.config, self.config.seed)
+        begin_again(self.training_state, self.optimizers, self.config, self.model.config)
         if (scaler := self.precision.scaler()) is not None:
             self.step.load_scaler(scaler.state_dict())
         self.done = self.first = self.skipped_steps = self.bad_steps = self.counted = self.tokens = 0

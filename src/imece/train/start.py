@@ -31,6 +31,8 @@ from imece.train.config import TrainConfig
 from imece.train.drift import DriftError
 from imece.train.finish import end_early, finish, is_finished, newest_kept
 from imece.train.loop import Loop, NotFiniteError
+from imece.train.origin import keep as keep_origin
+from imece.train.origin import sequence_length, shape_of
 from imece.train.precision import choose_precision
 from imece.train.prediction import keep
 from imece.train.run_folder import RunFolder
@@ -56,9 +58,11 @@ def make_ready(config: TrainConfig, progress: Progress | None, lock: RunLock) ->
     choose_precision(config.compute.dtype, kind)
     _check_strategy(config.strategy)
     _check_offload(config, kind)
-    plan = plan_batch(config.batch, config.model.shape(config.data.vocab_size).max_seq, ranks)
+    seq = sequence_length(config, shape_of(config, config.data.vocab_size))
+    plan = plan_batch(config.batch, seq, ranks)
     folder = RunFolder(config.folder)
     with folder.begun(config, lock):
+        keep_origin(config)
         prepared = prepare(config.data.source(), folder.tokenizer_file, folder.tokens(config), progress)
         Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed)
     return ranks
@@ -203,9 +207,10 @@ def header(session: Session) -> list[tuple[str, str]]:
     return [
         (
             "model",
-            f"{config.model.preset}, {si(shape.parameter_count)} parameters, "
+            f"{config.model.name}, {si(shape.parameter_count)} parameters, "
             f"{shape.layers} layers x {shape.width}, vocabulary {shape.vocab_size:,}",
         ),
+        *([("weights", _weights(session))] if config.model.weights else []),
         ("data", describe_data(session.prepared, config)),
         (
             "ranks",
@@ -219,6 +224,14 @@ def header(session: Session) -> list[tuple[str, str]]:
         ("steps", _steps(session)),
         ("run", str(session.folder.path)),
     ]
+
+
+def _weights(session: Session) -> str:
+    """Where they come from, of a run that began with others'."""
+    weights = session.config.model.weights
+    if session.done:
+        return f"of its own checkpoint of step {session.done:,}; {weights} is not read again"
+    return f"of {weights}"
 
 
 def _memory(session: Session) -> str:

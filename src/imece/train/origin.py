@@ -1,0 +1,156 @@
+"""The folder whose model a run begins with: one in Hugging Face's format, or another run.
+
+Its weights are read once, before the first step. All else that the run needs of it, the shape and the
+tokenizer, lies in the run's own folder from then on:
+
+    from/config.json       the shape, in Hugging Face's format
+    from/tokenizer.json    and what else belongs to the tokenizer, as it was: `imece export` writes it again
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from imece.checkpoint.load import Saved
+from imece.checkpoint.weights import MODEL, check_shapes
+from imece.data.files import other_place
+from imece.data.tokenizer import load_tokenizer
+from imece.errors import UserError
+from imece.models.hugging_face import (
+    CONFIG,
+    TOKENIZER_FILES,
+    HuggingFaceModel,
+    read_config,
+    shapes_of,
+    to_hugging_face,
+)
+from imece.models.shape import TransformerConfig
+from imece.models.transformer import Transformer
+from imece.train.config import TrainConfig
+from imece.train.run_folder import RunFolder, read_shape
+from imece.writing import write_whole
+
+_LONGEST = 512  # tokens of a sequence, where nothing is said: contexts are as long as 131,072
+
+
+class Weights(Protocol):
+    """A model on the disk."""
+
+    @property
+    def config(self) -> TransformerConfig:
+        """Its shape."""
+
+    def fill(self, target: Tensor, name: str) -> None:
+        """One of its parameters, by its name in `Transformer`. UserError if it cannot be read."""
+
+
+@dataclass(frozen=True)
+class _OfRun:
+    config: TransformerConfig
+    saved: Saved
+
+    def fill(self, target: Tensor, name: str) -> None:
+        self.saved.fill(target.detach(), MODEL + name)
+
+
+def open_weights(name: str) -> Weights:
+    """The model of a folder; of a run, its best checkpoint. UserError for what is wrong with it."""
+    folder = Path(os.path.expanduser(name))
+    if not os.path.isdir(folder):
+        raise UserError(
+            f"--from {name}: no such folder: name a run, or a folder with {CONFIG}, safetensors and "
+            "tokenizer.json; a model of the Hub has to be downloaded first"
+        )
+    run = RunFolder(folder)
+    if not run.config_file.exists():
+        return HuggingFaceModel.open(folder)
+    saved = run.saved("best")
+    shape = read_shape(saved.state["model"])
+    check_shapes(saved, shapes_of(shape))
+    return _OfRun(shape, saved)
+
+
+def keep(config: TrainConfig) -> None:
+    """Put into the run's folder what it needs of the folder that it begins with, unless it is there.
+
+    Any number of processes may call it at once. UserError for what is wrong with that folder or this one.
+    """
+    run = RunFolder(config.folder)
+    if not config.model.weights or (run.origin / CONFIG).exists():
+        return
+    shape = _check(config)
+    source = RunFolder(Path(os.path.expanduser(config.model.weights)))
+    files = dict[str, Path]()
+    for folder in (source.path, source.origin):  # of a run, what it has kept itself counts
+        files |= {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+    try:
+        run.origin.mkdir(parents=True, exist_ok=True)
+        for name, path in files.items():
+            write_whole(run.origin / name, path.read_bytes(), durable=True)
+        # Last: once it is there, all of it is. As it is, for what it says besides the shape.
+        for path in (source.origin / CONFIG, source.path / CONFIG):
+            if path.exists():
+                content = path.read_bytes()
+                break
+        else:
+            content = json.dumps(to_hugging_face(shape, ())[0], indent=2).encode()
+        write_whole(run.origin / CONFIG, content, durable=True)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or run.origin}: cannot be kept in the run folder ({error.strerror}): "
+            f"{other_place(error)} folder"
+        ) from error
+
+
+def _check(config: TrainConfig) -> TransformerConfig:
+    """The shape. UserError unless folder, tokenizer and config go together."""
+    name = config.model.weights
+    shape = open_weights(name).config
+    sequence_length(config, shape)
+    source = RunFolder(Path(os.path.expanduser(name)))
+    tokenizer = load_tokenizer(source.tokenizer_file)
+    if tokenizer.vocab_size > shape.vocab_size:
+        raise UserError(
+            f"{source.tokenizer_file} has {tokenizer.vocab_size:,} entries, the model beside it only "
+            f"{shape.vocab_size:,}: they are not of one model, get both from one place"
+        )
+    return shape
+
+
+def shape_of(config: TrainConfig, vocab_size: int) -> TransformerConfig:
+    """Of the run's model; vocab_size: of the tokenizer, for one of random weights. UserError."""
+    if not config.model.weights:
+        return config.model.shape(vocab_size)
+    kept = RunFolder(config.folder).origin / CONFIG
+    return read_config(kept) if kept.exists() else open_weights(config.model.weights).config
+
+
+def sequence_length(config: TrainConfig, shape: TransformerConfig) -> int:
+    """Tokens in the sequences that this model is trained on. UserError for more than it has positions."""
+    if not config.model.weights:
+        return shape.max_seq
+    asked = config.model.max_seq
+    if asked is not None and asked > shape.max_seq:
+        raise UserError(
+            f"--model.max-seq {asked}: the model of {config.model.weights} has {shape.max_seq} positions: "
+            f"at most {shape.max_seq}"
+        )
+    return asked or min(_LONGEST, shape.max_seq)
+
+
+@torch.no_grad()
+def read_model(weights: Weights, device: torch.device) -> Transformer:
+    """All of it, tensor by tensor."""
+    with torch.device("meta"):
+        model = Transformer(weights.config)
+    model.to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        weights.fill(parameter, name)
+    return model
