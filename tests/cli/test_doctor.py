@@ -56,6 +56,42 @@ def test_interfaces(name: str, value: str, status: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("IMECE_BACKEND", "goo", "IMECE_BACKEND=goo: 'goo' is none of shm, gloo"),
+        ("IMECE_SCHEDULE", "rign", "IMECE_SCHEDULE=rign is no schedule: did you mean 'ring'?"),
+        ("IMECE_BACKEND", "gloo", None),
+        ("IMECE_SCHEDULE", "auto", None),
+    ],
+)
+def test_own_variables(name: str, value: str, said: str | None) -> None:
+    finding = only(doctor.own_variables({name: value}))
+    assert finding.status == ("fail" if said else "ok") and finding.text.startswith(said or f"{name}={value}")
+    assert not list(doctor.own_variables({name: ""}))
+
+
+def test_a_wrong_schedule_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def crew(*_: object, extra: Any) -> Any:
+        asked.append(extra)
+        raise CrewError("ranks: rank 0 did not start")
+
+    monkeypatch.setattr(Crew, "of_ranks", crew)
+    (*_, last) = doctor.rank_findings(2, {"IMECE_SCHEDULE": "rign"}, {})
+    assert last.text == "2 ranks on gloo: ranks: rank 0 did not start"
+    assert asked == [[{"IMECE_BACKEND": "", "IMECE_SCHEDULE": ""}] * 2] * 2
+
+
+def test_what_became_of_a_rank_is_told_beside_what_it_wrote_last() -> None:
+    raised = CrewError("x: rank 1 failed in order 'open'\nTraceback\nOSError: no memory\n")
+    silent = CrewError("x: no rank came within 60 s\n[WARNING] Setting accelerator to CPU.\n")
+    assert raised.brief() == "OSError: no memory"
+    last = "the last line of the ranks: [WARNING] Setting accelerator to CPU."
+    assert silent.brief() == f"x: no rank came within 60 s; {last}"
+
+
+@pytest.mark.parametrize(
     ("value", "status"), [("1", "ok"), ("4", "ok"), ("5", "warn"), ("many", "warn"), ("²", "warn")]
 )
 def test_threads(value: str, status: str) -> None:

@@ -32,11 +32,19 @@ _SOCKET, _RANK, _PARENT = "IMECE_CREW_SOCKET", "IMECE_CREW_RANK", "IMECE_CREW_PA
 _SOURCES = str(Path(__file__).resolve().parents[2])
 
 Start = Callable[[Sequence[str], Mapping[str, str], BinaryIO], "subprocess.Popen[bytes]"]
+_RAISED = "failed in order"  # and its traceback follows
 Handlers = Mapping[str, Callable[..., dict[str, Any]]]
 
 
 class CrewError(RuntimeError):
     """A rank of a crew failed, ended or did not answer in time."""
+
+    def brief(self) -> str:
+        """In one line: what a rank raised, or what became of it and the last that the ranks wrote."""
+        what, *told = [line.strip() for line in str(self).splitlines() if line.strip()] or [""]
+        if not told:
+            return what
+        return told[-1] if _RAISED in what else f"{what}; the last line of the ranks: {told[-1]}"
 
 
 def start_here(argv: Sequence[str], environ: Mapping[str, str], output: BinaryIO) -> subprocess.Popen[bytes]:
@@ -191,7 +199,7 @@ class Crew:
         if "error" in answer:
             ended = [child.returncode for child in self._children if child.poll() is not None]
             also = f", and a rank ended with status {ended[0]}" if ended else ""
-            raise CrewError(f"{self.name}: rank {rank} failed in order {do!r}{also}\n{answer['error']}")
+            raise CrewError(f"{self.name}: rank {rank} {_RAISED} {do!r}{also}\n{answer['error']}")
         return answer
 
     def _read(self, line: BinaryIO, who: str) -> dict[str, Any]:

@@ -18,15 +18,17 @@ import torch
 from imece.bench import machine
 from imece.bench.crew import Crew, CrewError
 from imece.bench.every import COLLECTIVES
+from imece.cli.launch import check_variables
 from imece.cli.options import parse
 from imece.collectives import recording, who_waits
 from imece.collectives.shared_memory import segment
 from imece.errors import UserError
 from imece.launch.signals import signals_as_exit
-from imece.world import LOOPBACK, read_world
+from imece.world import BACKEND, LOOPBACK, read_world
 
 Status = Literal["ok", "warn", "fail", "link"]
 BACKENDS = ("shm", "gloo")
+SCHEDULE = "IMECE_SCHEDULE"
 _MODULE = "imece.bench.every"
 _ANSWER_S = 45.0  # longer than the ranks' own time limit, so that their message comes first
 _OLDEST_TORCH = (2, 11)
@@ -88,6 +90,7 @@ def host_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from threads(environ, machine.usable_cores())
     yield from host_name(environ, socket.gethostname(), socket.getaddrinfo)
     yield from launcher(environ, socket.getaddrinfo)
+    yield from own_variables(environ)
     yield from open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield from locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], Path("/dev/infiniband").exists())
 
@@ -212,6 +215,19 @@ def launcher(environ: Mapping[str, str], resolve: Callable[..., Any]) -> Iterato
         yield Finding("ok", f"MASTER_ADDR={address} has an address")
 
 
+def own_variables(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """imece's: no rank begins with a value that these refuse."""
+    for name in (BACKEND, SCHEDULE):
+        if not environ.get(name):
+            continue
+        try:
+            check_variables({name: environ[name]})
+        except UserError as error:
+            yield Finding("fail", str(error))
+        else:
+            yield Finding("ok", f"{name}={environ[name]}")
+
+
 def open_files(limit: int) -> Iterator[Finding]:
     """Sockets and segments are files."""
     if limit != resource.RLIM_INFINITY and limit < _FEW_FILES:
@@ -236,10 +252,14 @@ def rank_findings(ranks: int, environ: Mapping[str, str], links: dict[str, Any])
     """
     talking = max(2, min(ranks, machine.usable_cores()))
     load = machine.load()  # before there are ranks
-    # A variable that names no interface was told already; here it would hide everything else.
+    # A variable that is wrong was told already; here it would hide everything else.
     names = sorted(psutil.net_if_addrs())
-    wrong = any(f.status == "warn" for f in interface(environ, "GLOO_SOCKET_IFNAME", names))
-    extra = [{"GLOO_SOCKET_IFNAME": _loopback(names)}] * ranks if wrong else None
+    instead: dict[str, str] = {}
+    if any(f.status == "warn" for f in interface(environ, "GLOO_SOCKET_IFNAME", names)):
+        instead["GLOO_SOCKET_IFNAME"] = _loopback(names)
+    if any(f.status == "fail" for f in own_variables(environ)):
+        instead |= {BACKEND: "", SCHEDULE: ""}
+    extra = [instead] * ranks if instead else None
     good: list[str] = []
     lines: list[str] = []
     crew: Crew | None = None
@@ -253,7 +273,7 @@ def rank_findings(ranks: int, environ: Mapping[str, str], links: dict[str, Any])
                     lines.append(str(answer.pop("line")))
                     links[backend] = answer
             except CrewError as error:
-                yield Finding("fail", f"{ranks} ranks on {backend}: {_short(error)}")
+                yield Finding("fail", f"{ranks} ranks on {backend}: {error.brief()}")
                 if crew is not None:
                     crew.close()
                 crew = None
@@ -322,9 +342,3 @@ def _free_bytes(folder: Path) -> int | None:
 
 def _loopback(interfaces: Sequence[str]) -> str:
     return next((name for name in interfaces if name.startswith("lo")), interfaces[0])
-
-
-def _short(error: CrewError) -> str:
-    """The line that matters of a rank's traceback."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else str(error)

@@ -146,7 +146,7 @@ def start(
     watch: Callable[[Watched], None] | None = None,
 ) -> int:
     """Run `words` as these options say. UserError for a variable with which no rank could begin."""
-    _check_variables(environ)
+    check_variables(environ)
     if options.hosts > 1:
         return hosts.start(options, words, environ, watch)
     return launch(
@@ -164,8 +164,8 @@ def start(
     )
 
 
-def _check_variables(environ: Mapping[str, str]) -> None:
-    """Here, or every rank would say so with a traceback of its own."""
+def check_variables(environ: Mapping[str, str]) -> None:
+    """UserError for a value of imece's own. Here, or every rank would say so with a traceback of its own."""
     asked = environ.get(BACKEND)
     for part in asked.split(",") if asked else ():
         if (name := part.rpartition(":")[2]) not in BACKENDS:

@@ -205,7 +205,7 @@ def _crews(plan: Plan, ranks: int, stack: ExitStack, say: Callable[[str], None])
             else:
                 crews[library] = torch_crew
         except CrewError as error:
-            say(f"{library} is left out: {str(error).splitlines()[-1]}")
+            say(f"{library} is left out: {error.brief().removeprefix(f'{library}: ')}")
     crews[LIMIT] = torch_crew
     return crews
 
