@@ -17,7 +17,8 @@ import pytest
 from imece import status
 from imece.launch.crew import Crew
 from imece.launch.host import Host, Order, Start
-from imece.launch.processes import prints_stacks
+from imece.launch.processes import is_stopped, prints_stacks
+from imece.launch.view import Place
 from imece.membership.roster import Generation, Roster, meeting_in
 from imece.status import Failure
 
@@ -93,16 +94,24 @@ def test_a_rank_behind_a_wrapper(tmp_path: Path) -> None:
             while not (children := shell.children()) or not prints_stacks(children[0].pid):
                 crew.wait(time.monotonic() + 0.01)
             rank = children[0]
-            assert ours._pid_of(0) == shell.pid
+            assert ours.pid_of(0) == shell.pid
             ours.store.set("imece/member/0/pid", str(os.getpid()))
-            assert ours._pid_of(0) == shell.pid, "of another group"
+            assert ours.pid_of(0) == shell.pid, "of another group"
             ours.store.set("imece/member/0/pid", str(rank.pid))
             if state:
                 ours.store.set("imece/member/0/state", state)
-            assert ours._pid_of(0) == rank.pid and ours._ask_for_stacks(0)
+            assert ours.pid_of(0) == rank.pid and ours._ask_for_stacks(0)
+            assert ours.name(0, 0) == f"rank 0 (pid {rank.pid})"
+            assert ours.view().living() == {0: Place(0, rank.pid)}
+            assert ours.hit(0, signal.SIGSTOP)
+            while not is_stopped(rank.pid):
+                time.sleep(0.001)
+            assert not is_stopped(shell.pid)
+            rank.resume()
             ours.end([0], signal.SIGTERM, 60.0)
             while not crew.ended:
                 crew.wait(time.monotonic() + 30)
             ending = ours.ended([0], time.monotonic())[0]
         assert ending.status == (143 if closed else -signal.SIGTERM)
+        assert ending.pid == rank.pid
         assert ending.died == ending.by_our_signal == (not closed)

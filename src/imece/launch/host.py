@@ -23,13 +23,12 @@ from imece.launch.processes import (
     Ending,
     Outcome,
     cpu_s_of,
-    is_in_group,
     is_stopped,
     name_of,
     prints_stacks,
 )
 from imece.launch.silence import Silence
-from imece.launch.view import View, hit
+from imece.launch.view import View, hit, known_pid
 from imece.membership.roster import Generation, Roster, forget_meetings
 from imece.store import listen_here, serve
 
@@ -155,7 +154,7 @@ class Host:
 
     def hit(self, member: int, number: int) -> bool:
         """Send a member a signal that it is not prepared for; from any thread. False if it has ended."""
-        return hit(self.crew, member, number)
+        return hit(self.crew, member, number, self._store)
 
     def went_on(self, member: int) -> list[tuple[int, float, int]]:
         """Of the newest generations: the number, when a member finished its first step in it, and how many it
@@ -258,7 +257,11 @@ class Host:
 
     def name(self, member: int, slot: int) -> str:
         """What a person knows a living member by."""
-        return name_of(slot, self.crew.living[member].pid, self.number)
+        return name_of(slot, self.pid_of(member), self.number)
+
+    def pid_of(self, member: int) -> int:
+        """Of the process that is a living member: the one that says so, or the one that was started here."""
+        return self._known_pid(member) or self.crew.living[member].pid
 
     # What it does by itself.
 
@@ -294,21 +297,22 @@ class Host:
 
         Once the crew has left: nothing is printed later.
         """
-        for process in self.crew.ended.values():
-            if outcome.cause is not None and process.pid == outcome.cause.pid:
+        for member, process in self.crew.ended.items():
+            ending = self.endings.get(member)
+            if outcome.cause is not None and ending is not None and ending.pid == outcome.cause.pid:
                 self.crew.show_failure(process.outputs[1])
         if outcome.line:
             self.crew.say(outcome.line)
 
     def _look_for_silence(self, beats: Mapping[int, int], now: float) -> None:
-        cpu_s = {member: cpu_s_of(self._pid_of(member)) for member in beats}
+        cpu_s = {member: cpu_s_of(self.pid_of(member)) for member in beats}
         silent = [member for member in self._silence.look(beats, now, cpu_s) if member not in self._evicted]
         closed = self.closed(silent)
         silent = [member for member in silent if member not in closed]
         if not silent:
             return
         suspects = [member for member in self._silence.suspects() if member not in self._evicted]
-        stopped = [member for member in suspects if is_stopped(self._pid_of(member))]
+        stopped = [member for member in suspects if is_stopped(self.pid_of(member))]
         if stopped:
             self._silence.forgive()
         for member in stopped or silent:
@@ -318,20 +322,14 @@ class Host:
 
     def _ask_for_stacks(self, member: int) -> bool:
         """Let it print where it is, if it can."""
-        pid = self._pid_of(member)
+        pid = self.pid_of(member)
         if not prints_stacks(pid):
             return False
         self.crew.signal(member, signal.SIGUSR1, pid)
         return True
 
     def _known_pid(self, member: int) -> int | None:
-        """Which process a living member says it is: perhaps one that a wrapper has started, which was started
-        here."""
-        pid = status.pid_of(self._store, member)
-        return pid if pid is not None and is_in_group(pid, self.crew.living[member].pid) else None
-
-    def _pid_of(self, member: int) -> int:
-        return self._known_pid(member) or self.crew.living[member].pid
+        return known_pid(self._store, member, self.crew.living[member].pid)
 
     def _ending(self, member: int, now: float) -> Ending:
         process = self.crew.ended[member]
@@ -350,8 +348,9 @@ class Host:
         early = open_world and code == 0
         silent_s = self._order.silent_s if member in self._evicted else None
         self._kill_at.pop(member, None)
+        pid = status.pid_of(self._store, member) or process.pid
         return Ending(
-            process.slot, process.pid, code, now, failure, early, by_us, silent_s, self.number,
+            process.slot, pid, code, now, failure, early, by_us, silent_s, self.number,
             where=process.where, by_our_signal=-code in self._sent.get(member, ()),
         )  # fmt: skip
 

@@ -29,7 +29,7 @@ class Ending:
     """How a rank ended."""
 
     rank: int
-    pid: int
+    pid: int  # that it has told of itself, or of what was started
     status: int  # exit status; negative: ended by that signal
     time_s: float  # monotonic, when its end was seen
     failure: Failure | None = None  # what the rank itself said of it

@@ -8,12 +8,16 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
+from imece import status
 from imece.launch.crew import Crew
-from imece.launch.processes import Ending
+from imece.launch.processes import Ending, is_in_group
 from imece.membership.roster import Generation, Roster
 from imece.world import LOOPBACK
+
+if TYPE_CHECKING:  # a launcher does not wait for torch before it starts ranks
+    import torch.distributed as dist
 
 
 class Place(NamedTuple):
@@ -34,7 +38,8 @@ class View:
         import torch.distributed as dist
 
         # A connection of its own: the job must not wait for what a watcher asks.
-        self._roster = Roster(dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False))
+        self._store = dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
+        self._roster = Roster(self._store)
         self.over = threading.Event()
         """Set once every rank has ended."""
         self._crew, self._endings = crew, endings
@@ -46,9 +51,9 @@ class View:
 
     def living(self) -> dict[int, Place]:
         """The members that have not ended."""
-        return {
-            member: Place(process.slot, process.pid) for member, process in list(self._crew.living.items())
-        }
+        living = list(self._crew.living.items())
+        pids = [known_pid(self._store, member, process.pid) or process.pid for member, process in living]
+        return {member: Place(process.slot, pid) for (member, process), pid in zip(living, pids, strict=True)}
 
     def ending(self, member: int) -> Ending | None:
         """How it ended; None as long as it lives, or if there is none."""
@@ -56,20 +61,26 @@ class View:
 
     def signal(self, member: int, number: int) -> bool:
         """Send it a signal; False if it has ended."""
-        return hit(self._crew, member, number)
+        return hit(self._crew, member, number, self._store)
 
     def end(self) -> None:
         """End the job as a person's SIGTERM would."""
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def hit(crew: Crew, member: int, number: int) -> bool:
+def known_pid(store: dist.Store, member: int, started: int) -> int | None:
+    """Which process a living member says it is: `started`, or one that this has started (a wrapper has)."""
+    pid = status.pid_of(store, member)
+    return pid if pid is not None and is_in_group(pid, started) else None
+
+
+def hit(crew: Crew, member: int, number: int, store: dist.Store) -> bool:
     """Send a member a signal, from any thread; False if it has ended."""
     process = crew.living.get(member)
     if process is None:
         return False
     try:
-        pidfd = os.pidfd_open(process.pid)
+        pidfd = os.pidfd_open(known_pid(store, member, process.pid) or process.pid)
     except ProcessLookupError:
         return False
     try:

@@ -114,6 +114,10 @@ class FakeHost:
     def beats(self, members: Iterable[int]) -> dict[int, tuple[int, int]]:
         return {}
 
+    def pid_of(self, member: int) -> int:
+        pid: int = self.crew.living[member].pid
+        return pid
+
     def name(self, member: int, slot: int) -> str:
         return f"rank {slot}"
 

@@ -142,7 +142,7 @@ class Here:
             gone_on = tuple(host.went_on(member))
             found[member] = Seen(
                 process.slot,
-                process.pid,
+                host.pid_of(member),
                 count,
                 steps,
                 member in ready,
