@@ -15,9 +15,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from imece.bench import report, targets
-from imece.bench.collectives import collectives
+from imece.bench.collectives import collectives, plot
 from imece.bench.collectives.collectives import Result
 from imece.bench.collectives.contenders import OPS, Contender, numel_of
 from imece.bench.collectives.limit import CHUNKS_BYTES, Limit
@@ -305,3 +307,18 @@ def test_both_backends_train_the_same_model(wrap: str) -> None:
 
 def _maps(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/maps").read_text().splitlines()
+
+
+def test_the_title_of_a_plot_is_inside_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[tuple[float, float]] = []
+
+    def measured(figure: Figure, *_: object, **__: object) -> None:
+        title = figure._suptitle.get_window_extent(FigureCanvasAgg(figure).get_renderer())  # type: ignore[attr-defined]
+        widths.append((title.width, figure.bbox.width))
+
+    monkeypatch.setattr(Figure, "savefig", measured)
+    busy = "load 12.3 (busy: figures will be worse than they could be)"
+    machine = f"AMD EPYC 7B13 64-Core Processor, 64 cores, 512 GB; Python 3.11.7, torch 2.13.0+cpu; {busy}"
+    plot.draw([Result(2, "all_reduce", 1024, "shm", True, 1, [1e-5])], tmp_path / "plot.png", machine)
+    ((title, whole),) = widths
+    assert title < whole

@@ -66,6 +66,7 @@ def draw(results: Sequence[Result], path: Path, subtitle: str) -> None:
     figure.legend(
         list(named.values()), list(named), loc="outside lower center", ncols=3, fontsize=9, frameon=False
     )
-    figure.suptitle(f"Collectives on one host, one thread a rank\n{subtitle}", fontsize=11)
+    lines = subtitle.replace("; load", "\nload")  # in one it is wider than one panel
+    figure.suptitle(f"Collectives on one host, one thread a rank\n{lines}", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
