@@ -64,7 +64,7 @@ def write_tokenizer(folder: Path, adds: bool = True) -> None:
     content = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
-        "eos_token": {"content": EOS, "special": True},
+        "eos_token": {"__type": "AddedToken", "content": EOS, "special": True},
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(content))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
