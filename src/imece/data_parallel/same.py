@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from imece.collectives import ops
 from imece.collectives.texts import gather_texts
@@ -63,7 +64,7 @@ def sync_from(
     """
     flats: list[list[torch.Tensor]] = []
     open_flat: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
-    for tensor in tensors:
+    for tensor in (inner for each in tensors for inner in tensors_inside(each)):
         key = (tensor.dtype, tensor.device)
         members, nbytes = open_flat.get(key, ([], 0))
         if not members or nbytes + tensor.nbytes > _FLAT_BYTES:
@@ -107,6 +108,8 @@ def check_drift(named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGr
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
     """int64 of all bits, in any order of summation the same."""
+    if is_made_of_others(tensor):
+        return digest(torch.stack([digest(each) for each in tensors_inside(tensor)]))
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     padded = raw.new_zeros(-(-raw.numel() // 8) * 8)
     padded[: raw.numel()] = raw
@@ -114,6 +117,20 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     # A plain sum would not see two words that changed places.
     places = torch.arange(words.numel(), device=words.device, dtype=torch.int64)
     return ((words ^ (words >> 29)) * (2 * places + 1)).sum()
+
+
+def is_made_of_others(tensor: object) -> bool:
+    """Whether its class keeps its values in other tensors, that of a quantised one codes and scales."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def tensors_inside(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Those of which it is made; itself if of none."""
+    if not is_made_of_others(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        yield from tensors_inside(getattr(tensor, name))
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -36,7 +36,7 @@ from imece.data_parallel.sharding.offload import Offload
 from imece.data_parallel.sharding.parts import Part
 from imece.data_parallel.sharding.stepped import SteppedParts
 from imece.data_parallel.sharding.stores import Division
-from imece.data_parallel.sharding.trained import Trained, refuse_tied_by_data
+from imece.data_parallel.sharding.trained import Trained, refuse_subclasses, refuse_tied_by_data
 from imece.data_parallel.sharding.units import Unit, find_units, owners_of
 from imece.data_parallel.strategy import ShardGroups, Strategy
 from imece.mesh import Mesh
@@ -88,6 +88,7 @@ class ShardedDataParallel(DistributedDataParallel):
         if self._dtypes is None:
             in_backward.refuse(named)
             torch_calls.refuse_shared(self.module, named)
+            refuse_subclasses(named)
             refuse_tied_by_data(named)
             self._options.precision.check(named)
         units, gathering, fill = self._divide()

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import swap_tensors
+
+from imece.data_parallel.same import is_made_of_others
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,10 @@ def cast_frozen(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
     """Cast those of floating point, which are in no bucket; they stay the objects that others know."""
     for each in parameters:
         if each.is_floating_point() and each.dtype != dtype:
-            each.data = each.to(dtype)
+            if is_made_of_others(each):  # its values are not in its data
+                swap_tensors(each, nn.Parameter(each.to(dtype), requires_grad=False))
+            else:
+                each.data = each.to(dtype)
 
 
 def cast_buffers(model: nn.Module, dtype: torch.dtype, ignored: Collection[str]) -> None:

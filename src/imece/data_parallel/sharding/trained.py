@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from imece import layout
 from imece.data_parallel.optimizer import is_element_wise, kinds_of
+from imece.data_parallel.same import is_made_of_others
 from imece.data_parallel.sharding.block_wise import block_of
 from imece.data_parallel.sharding.parts import ALIGN_BYTES, items_of
 from imece.data_parallel.sharding.units import Unit, unit_numbers
@@ -36,6 +37,16 @@ def refuse_tied_by_data(named: Sequence[tuple[str, torch.Tensor]]) -> None:
                 f"{reached[2]} and {name} share memory but are two parameters: assign the Parameter itself"
             )
         reached = device, stop, name
+
+
+def refuse_subclasses(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """ValueError that names a parameter which keeps its values in other tensors: it cannot be a view."""
+    for name, each in named:
+        if is_made_of_others(each):
+            raise ValueError(
+                f"parameter {name} is of the class {type(each).__name__}, which keeps its values in tensors "
+                f"of its own and cannot be cut into parts: freeze it, or use strategy='replicate'"
+            )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
