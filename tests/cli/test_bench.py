@@ -312,9 +312,9 @@ def _maps(pid: int) -> list[str]:
 def test_the_title_of_a_plot_is_inside_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     widths: list[tuple[float, float]] = []
 
-    def measured(figure: Figure, *_: object, **__: object) -> None:
-        title = figure._suptitle.get_window_extent(FigureCanvasAgg(figure).get_renderer())  # type: ignore[attr-defined]
-        widths.append((title.width, figure.bbox.width))
+    def measured(figure: Any, *_: object, **__: object) -> None:
+        canvas: Any = FigureCanvasAgg(figure)
+        widths.append((figure._suptitle.get_window_extent(canvas.get_renderer()).width, figure.bbox.width))
 
     monkeypatch.setattr(Figure, "savefig", measured)
     busy = "load 12.3 (busy: figures will be worse than they could be)"
