@@ -81,9 +81,8 @@ class PlanOptions:
     #: of the parameters too.
     offload: Offload | None = None
     #: none: bf16, or where that is not multiplied fp16, and on CPUs fp32. bf16 and fp16 have fp32 masters, 16
-    #: bytes a parameter with AdamW; autocast: fp32 weights, products in bf16, as imece train does it where it
-    #: is multiplied; fp32; bf16-pure: no masters; fp8: bf16, with the products of the layers' matrices in FP8
-    #: (torchao.float8), which is for --compile.
+    #: bytes a parameter with AdamW; autocast: fp32 weights, products in bf16, as imece train does it; fp32;
+    #: bf16-pure: no masters; fp8: bf16 with the layers' products in FP8 (torchao, with --compile).
     precision: PrecisionName | None = None
     attention: Literal["flash", "plain"] = "flash"
     """plain keeps all scores for backward."""
