@@ -15,6 +15,7 @@ from unittest import mock
 import psutil
 import pytest
 
+from imece.checkpoint import files as checkpoint_files
 from imece.train.step import Step
 from tests.membership.deaths import dropping
 from tests.train.command import Train, in_fork, train
@@ -38,13 +39,25 @@ def reached(run: Path, lines: int) -> Callable[[], bool]:
     return lambda: line_count(run) >= lines
 
 
+def saving_slowly() -> None:
+    """A checkpoint is half written for long enough to be seen."""
+    put = checkpoint_files.put_in_place
+
+    def slow(partial: Path, final: Path) -> None:
+        time.sleep(0.05)
+        put(partial, final)
+
+    mock.patch.object(checkpoint_files, "put_in_place", slow).start()
+
+
 def kills(folder: str, instants: list[str], seed: int, forked: bool, more: list[str]) -> dict[str, int]:
     """One run undisturbed; another one killed at each of the instants, and then left alone. What was seen."""
     path, draw = Path(folder), random.Random(seed)
     run = path / "killed"
 
     def command(name: str) -> Train:
-        return Train(words(path, name, *more), path, forked=forked)
+        said = words(path, name, *more)
+        return Train(said, path, forked=True, fault=saving_slowly) if forked else Train(said, path)
 
     begin = time.monotonic()
     with command("whole") as running:
