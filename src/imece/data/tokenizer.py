@@ -267,9 +267,11 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     try:
         content = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file: name a tokenizer.json") from error
+        raise UserError(
+            f"{path}: no such file: it belongs to the model, copy it from where that is from"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}): name a tokenizer.json") from error
+        raise UserError(f"{path}: cannot be read ({error}): get it from where the model is from") from error
     try:
         tokenizer = tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # the package raises this very class for whatever it cannot read

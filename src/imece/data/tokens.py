@@ -88,7 +88,9 @@ def _manifest(folder: Path) -> dict[str, Any]:
             raise UserError(f"{path}: damaged, its checksum is another: delete it, then build again")
         return dict(manifest)
     except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file, so no finished token files: build them first") from error
+        raise UserError(
+            f"{path}: no such file, so no finished token files: imece train makes them"
+        ) from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}): check its permissions") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -26,7 +26,7 @@ _looped: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
 class Stateful(Protocol):
-    """A learning-rate scheduler, a sampler: what has a state of JSON, whose keys may be numbers too."""
+    """A learning-rate scheduler, say: what has a state of JSON, whose keys may be numbers too."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
