@@ -29,6 +29,8 @@ BACKEND = "IMECE_BACKEND"
 """The environment variable with the backend that `imece.init` takes where a script names none."""
 BACKENDS = ("shm", "gloo", "nccl", "mpi", "ucc", "xccl")
 """What it may name: ours and torch's."""
+SCHEDULE = "IMECE_SCHEDULE"
+"""The one with the schedule of every collective that knows it (collectives/auto.py)."""
 MAX_RANKS = 1_000_000
 # Below Linux' ephemeral ports (32768 and up), so that a derived port is rarely taken by a client.
 _FIRST_PORT, _PORTS = 15_000, 17_000

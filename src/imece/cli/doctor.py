@@ -24,11 +24,10 @@ from imece.collectives import recording, who_waits
 from imece.collectives.shared_memory import segment
 from imece.errors import UserError
 from imece.launch.signals import signals_as_exit
-from imece.world import BACKEND, LOOPBACK, read_world
+from imece.world import BACKEND, LOOPBACK, SCHEDULE, read_world
 
 Status = Literal["ok", "warn", "fail", "link"]
 BACKENDS = ("shm", "gloo")
-SCHEDULE = "IMECE_SCHEDULE"
 _MODULE = "imece.bench.every"
 _ANSWER_S = 45.0  # longer than the ranks' own time limit, so that their message comes first
 _OLDEST_TORCH = (2, 11)

@@ -21,7 +21,7 @@ from imece.errors import UserError
 from imece.launch.local import launch
 from imece.launch.processes import MAX_RANKS
 from imece.launch.view import Watched
-from imece.world import BACKEND, BACKENDS
+from imece.world import BACKEND, BACKENDS, SCHEDULE
 
 PROG = "imece launch"
 DESCRIPTION = (
@@ -173,7 +173,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
                 f"{BACKEND}={environ[BACKEND]}: {name!r} is none of {', '.join(BACKENDS)}; one of your own "
                 "is named in the script, imece.init(backend=...)"
             )
-    if schedule := environ.get("IMECE_SCHEDULE"):
+    if schedule := environ.get(SCHEDULE):
         check_forced(schedule)
 
 

@@ -15,8 +15,9 @@ from imece.collectives.choice import Choice, best_parts, choose
 from imece.collectives.link_types import Links
 from imece.collectives.links import measure
 from imece.collectives.schedules import DEFAULT_PARTS
+from imece.world import SCHEDULE
 
-FORCED = os.environ.get("IMECE_SCHEDULE", "")
+FORCED = os.environ.get(SCHEDULE, "")
 """A schedule for every operation that knows it, or "auto"; the same on all ranks. Read once, at import."""
 
 _links: weakref.WeakKeyDictionary[dist.ProcessGroup, Links] = weakref.WeakKeyDictionary()
