@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import io
 import os
@@ -128,6 +129,53 @@ def test_a_copy_does_not_destroy_what_its_parent_holds() -> None:
         assert spawn(body, ranks=2, timeout_s=20) == [[True, 2.0]] * 2
     finally:
         gc.enable()
+
+
+class Cycle:
+    """Garbage that goes to file descriptor `told` by itself, and says there in which process."""
+
+    def __init__(self, told: int) -> None:
+        self.me, self.told = self, told
+
+    def __del__(self) -> None:
+        os.write(self.told, b"%d\n" % os.getpid())
+
+
+garbage_at_fork: list[int] = []  # descriptors
+os.register_at_fork(before=lambda: [Cycle(told) for told in garbage_at_fork])
+
+
+def test_a_copy_does_not_destroy_garbage_of_its_parent() -> None:
+    """Not even before it runs anything of ours: its own first lines, or multiprocessing's, may collect."""
+
+    def body() -> bool:
+        return gc.isenabled()
+
+    told, tell = os.pipe()
+    thresholds = gc.get_threshold()
+    gc.collect()
+    garbage_at_fork.append(tell)
+    gc.set_threshold(1, 1, 1)
+    try:
+        assert spawn(body, ranks=2, timeout_s=200) == [True, True]
+    finally:
+        garbage_at_fork.clear()
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    os.close(tell)
+    with os.fdopen(told) as file:
+        assert {int(line) for line in file} == {os.getpid()}
+    assert gc.isenabled()
+
+
+def test_a_copy_that_crashes_says_where(capfd: pytest.CaptureFixture[str]) -> None:
+    def body() -> None:
+        ctypes.string_at(0)
+
+    with pytest.raises(RankFailedError, match=r"^rank 0 .* signal 11 \(SIGSEGV\), a segmentation fault$"):
+        spawn(body, ranks=1, timeout_s=200)
+    said = capfd.readouterr().err
+    assert "Fatal Python error: Segmentation fault" in said and "in body" in said
 
 
 def test_what_cannot_be_returned() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import json
 import multiprocessing
@@ -10,7 +11,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -91,10 +93,10 @@ def spawn(
     crew = _Crew()
     try:
         context = multiprocessing.get_context("spawn" if fresh else "fork")
+        inherited = None if fresh else (listener.fileno(), gc.isenabled())
         for rank in range(ranks):
             reader, writer = context.Pipe(duplex=False)
             variables = worker_environment({**os.environ, **(env or {})}, rank, ranks, port, job)
-            inherited = None if fresh else listener.fileno()
             process = context.Process(  # type: ignore[attr-defined]
                 target=_run_rank,
                 args=(fn, tuple(args), variables, os.getpid(), writer, inherited),
@@ -125,7 +127,8 @@ class _Crew:
         """Start one more rank."""
         self._processes.append(process)
         self._readers.append(reader)
-        process.start()
+        with _no_collection():
+            process.start()
         assert process.pid is not None
         # Not its sentinel, a pipe that its own children hold open as well.
         self._pidfds.append(os.pidfd_open(process.pid))
@@ -212,6 +215,18 @@ class _Crew:
         raise RankFailedError(message, cause.rank, cause.pid)
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A copy of this process is not to destroy garbage of ours: it lacks the threads that this may own."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _importable(fn: Callable[..., Any]) -> bool:
     """Whether a fresh process finds `fn` by its module and name."""
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
@@ -235,11 +250,12 @@ def _run_rank(
     variables: Mapping[str, str],
     parent_pid: int,
     writer: Connection,
-    inherited: int | None,
+    inherited: tuple[int, bool] | None,
 ) -> None:
     """The life of one rank: the call, one message to the parent, and the end in order.
 
-    `inherited`: the parent's listening descriptor if this is a fork, None if it is a fresh process.
+    `inherited`: None if this is a fresh process; in a fork the parent's listening descriptor, and whether the
+    parent collects garbage, which is off until its own can no longer be collected here.
     """
     die_with_parent(parent_pid)
     os.setpgid(0, 0)  # so that what it starts can be killed with it
@@ -247,8 +263,12 @@ def _run_rank(
     # After a fork, OpenMP's threads are gone and a parallel region would wait for them for ever.
     torch.set_num_threads(int(variables["OMP_NUM_THREADS"]) if inherited is None else 1)
     if inherited is not None:
-        os.close(inherited)
+        listener, collects = inherited
+        os.close(listener)
         gc.freeze()  # to destroy what the parent holds, a store say, would wait for threads that only it has
+        if collects:
+            gc.enable()
+        faulthandler.enable(file=2)  # PYTHONFAULTHANDLER does it in a fresh process
         atexit._clear()  # what the parent would do at its end is not for its copy to do
     try:
         message = _RESULT + encode(fn(*args))
