@@ -416,6 +416,18 @@ def test_ranks_that_lost_each_other_though_nobody_has_ended() -> None:
     assert generations.renew_for(lost, run.go_on) is None, "others would not come"
 
 
+def test_no_generation_follows_from_one_that_has_finished() -> None:
+    run = Run(3)
+    generations = run.generations
+    assert not generations.is_last([]) and generations.is_last([1])
+    assert generations.leave([1]) is not None
+    assert not generations.is_last([1]), "it was asked to"
+    assert generations.closed([1], 0.0) is not None
+    assert not generations.is_last([1]) and generations.is_last([0, 1])
+    assert run.ends(2, status=0) is None
+    assert generations.is_last([])
+
+
 def test_those_who_lost_a_rank_that_has_ended_wait_for_what_follows() -> None:
     run = Run(3)
     assert run.ends(1, status=1, failure=PEER_LOST) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -87,6 +88,26 @@ def test_ranks_that_lost_each_other_meet_anew(clock: Clock) -> None:
     why = "rank 1 lost the connection to others, though no rank has ended"
     assert host.published == [Generation(0, (0, 1)), Generation(1, (0, 1), (why,))]
     assert host.said == [f"imece: {why}; 2 ranks go on"]
+
+
+@pytest.mark.parametrize("how", ["ended", "closed", "asked to end"])
+def test_ranks_that_have_lost_one_that_has_finished_are_told_so(clock: Clock, how: str) -> None:
+    """They would wait a minute for a generation in which they meet anew."""
+    host = FakeHost(0)
+    ours = Job(Limits(3), 30.0, False, {0: host}, 3)
+    ours.start()
+    if how == "asked to end":
+        host.obstinate = True
+        ours.signalled(signal.SIGTERM)
+    if how == "closed":
+        host.told = {1}
+    else:
+        host.dies(1, 0)
+        ours.ended(host.news, clock.now)
+    host.lost_in = {2: 0}
+    for clock.now in (1.5, 3.0):
+        ours.on_time(clock.now)
+    assert (host.published, host.last) == ([Generation(0, (0, 1, 2))], [0])
 
 
 @pytest.mark.parametrize(

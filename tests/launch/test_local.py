@@ -355,14 +355,14 @@ def test_killing_the_launcher_ends_all(
     text = "signal.signal(15, signal.SIG_IGN); print(os.getpid(), os.environ['MASTER_PORT'], flush=True)"
     text += "; time.sleep(1000)"
     with Launcher("--ranks", "3", *(wrapped(text) if wraps else (script(text),))) as launcher:
-        while launcher.out().count("\n") < 3:
-            time.sleep(0.01)
+        for rank in range(3):
+            launcher.wait_for(f"[rank {rank}] ")
         words = [line.split() for line in launcher.out().splitlines()]
         pids = [int(each[2]) for each in words]
         port = int(words[0][3])
         assert all(psutil.pid_exists(pid) for pid in pids)
         launcher.signal(signal.SIGKILL)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 5
         while any(alive(pid) for pid in pids):
             assert time.monotonic() < deadline, "ranks outlived their launcher"
             time.sleep(0.01)

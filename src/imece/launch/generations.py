@@ -168,6 +168,11 @@ class Generations:
         who = [*lost[:_NAMED], *([f"{len(lost) - _NAMED} more"] if len(lost) > _NAMED else [])]
         return self.renew((f"{' and '.join(who)} lost the connection to others, though no rank has ended",))
 
+    def is_last(self, closed: Collection[int]) -> bool:
+        """Whether no generation follows the newest one unless somebody dies: some members have finished,
+        or leave the job though nobody has asked them to (`closed`)."""
+        return not self.leaving and (self._finished or not self.left.issuperset(closed))
+
     @property
     def is_ending(self) -> bool:
         """Whether nobody new is of use: ranks finish their work, or have been asked to end."""

@@ -48,6 +48,7 @@ class Job:
         self._let_go: set[int] = set()  # those whom nobody needs any more
         self._replacements: list[tuple[float, int]] = []  # when, slot
         self._poll_at = 0.0
+        self._last = -1  # the generation that was last said to be the last
 
     @property
     def is_done(self) -> bool:
@@ -178,9 +179,8 @@ class Job:
 
     @property
     def _looks(self) -> bool:
-        """Whether to look at what members say: after a signal too, while others wait for those that leave."""
-        ends = self._over or self._again_at is not None
-        return not ends and (self._got_signal is None or bool(self.generations.leaving))
+        """Whether to look at what members say; after a signal too, for some may wait for those that leave."""
+        return not self._over and self._again_at is None
 
     @property
     def _poll_s(self) -> float:
@@ -208,13 +208,19 @@ class Job:
             self._end_ranks(left_over, signal.SIGTERM, AFTER_FAILURE_S)
 
     def _renew_for_lost(self) -> None:
-        """Members that cannot reach each other any more, and live, meet anew."""
+        """Members that cannot reach each other any more, and live, meet anew; unless some have finished."""
         generations = self.generations
         number, living = generations.newest.number, set(generations.newest.members) & generations.slots.keys()
         asked = [
             (self.hands[host], those) for host, those in self._by_host(living).items() if host in self.hands
         ]
         lost = [self._name(member) for hands, those in asked for member in hands.lost(those, number)]
+        if lost and generations.is_last([each for hands, those in asked for each in hands.closed(those)]):
+            if self._last != number:
+                self._last = number
+                for hands in self.hands.values():
+                    hands.publish_last(number)
+            return
         generation = generations.renew_for(lost, self._all_resilient)
         if generation is not None:
             self._publish(generation)

@@ -25,7 +25,7 @@ from imece.membership.guarded import GuardedStore
 from imece.membership.roster import Generation, Roster, meeting_in
 from imece.membership.where import Where
 from imece.mesh import Mesh
-from imece.status import has_closed, says_peer_gone
+from imece.status import says_peer_gone
 from imece.store import client
 from imece.world import JOINING, LOOPBACK
 
@@ -108,8 +108,8 @@ class Member:
         All members of the new generation call it. One that is joining waits without an end. leave: lets go of
         what belongs to the old groups, before they are destroyed: then whoever waits for this rank sees it.
         If the launcher sees nobody end, it is asked for a generation of the same members: a network that
-        closes connections and goes on is no death. But not by whoever waits without an end for others to go;
-        and where a peer of this host has finished, there is nothing to wait for: no generation follows that.
+        closes connections and goes on is no death. But not by whoever waits without an end for others to go.
+        Where a peer has finished, the launcher says that there is nothing to wait for.
         SystemExit for a member that others have given up.
         """
         if self._alone:
@@ -125,11 +125,9 @@ class Member:
                         return generation
                 elif not self._alone:
                     raise SystemExit(f"imece: member {self.number} was given up by generation {newest}")
-            elif not self._alone and time.monotonic() > until:
+            elif not self._alone and (time.monotonic() > until or self._roster.is_last(newest)):
                 return None
             elif time.monotonic() > ask_at:
-                if any(has_closed(self._store, other) for other in self._members):
-                    return None
                 self._roster.say_lost(self.number, self._at)
                 ask_at = math.inf
             time.sleep(_POLL_S)
@@ -175,6 +173,8 @@ class Member:
         """The ranks may know of a death before the launcher does, or while another one takes its place."""
         until, ask_at = time.monotonic() + within_s, self._ask_at(within_s)
         while self._roster.newest() == generation.number and time.monotonic() < until:
+            if self._roster.is_last(generation.number):
+                return False
             if time.monotonic() > ask_at:
                 self._roster.say_lost(self.number, generation.number)
                 ask_at = math.inf

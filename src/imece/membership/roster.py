@@ -6,6 +6,7 @@
     ready       a member that was started later and may be taken into the next generation
     leaving     a member that is asked to go: it hands over what it alone holds, and ends with status 0
     lost        what a member says that has lost another one, though for a while nobody is seen to have ended
+    last        the launcher's answer to that where the other one has finished: no generation follows from it
 
 Only the launcher makes generations: it is the first to know of a death, and while it lives no member has to
 agree with another on who is there. What is said is JSON of limited size.
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # a launcher does not wait for torch before it starts ranks
 
 _PREFIX = "imece/members/"
 _NEWEST = _PREFIX + "newest"
+_LAST = _PREFIX + "last"
 _MEETING = "imece/generation/"
 _GENERATION_BYTES = 1 << 20  # the most ranks that can be started need a fifth of it
 
@@ -76,6 +78,10 @@ class Roster:
         }
         self._store.set(f"{_PREFIX}{generation.number}", json.dumps(content))
         self._store.set(_NEWEST, str(generation.number))
+
+    def say_last(self, generation: int) -> None:
+        """No generation follows that one as long as nobody dies: some of its members have finished."""
+        self._store.set(_LAST, str(generation))
 
     def forget(self, member: int) -> None:
         """One that has ended: what it has said of itself is not asked for any more."""
@@ -130,6 +136,10 @@ class Roster:
                 raise UserError(f"the launcher's generation {number} names no members")
         assert members is not None
         return Generation(number, tuple(members), tuple(map(str, lost or ())), tuple(leaving))
+
+    def is_last(self, generation: int) -> bool:
+        """Whether none follows that one as long as nobody dies: lost peers have finished."""
+        return self._store.check([_LAST]) and self._store.get(_LAST) == str(generation).encode()
 
     def say_resilient(self, member: int, resilient: bool = True) -> None:
         """From now on `member` goes on without others, or no longer does."""

@@ -45,6 +45,7 @@ class FakeHost:
         self.endings: dict[int, Ending] = {}
         self.news: dict[int, Ending] = {}
         self.published: list[Generation] = []
+        self.last: list[int] = []  # generations that were said to be the last
         self.said: list[str] = []
         self.ended_by: list[int] = []
         self.graces_s: list[float] = []
@@ -62,6 +63,9 @@ class FakeHost:
 
     def publish(self, generation: Generation) -> None:
         self.published.append(generation)
+
+    def publish_last(self, generation: int) -> None:
+        self.last.append(generation)
 
     def dies(self, member: int, status: int = -9, by_us: bool = False) -> None:
         process = self.crew.ended[member] = self.crew.living.pop(member)

@@ -209,6 +209,18 @@ def test_nonsense_from_a_peer_ends_its_link_and_nothing_else(cluster: Make) -> N
     assert any("not understood" in line for line in made.hosts[0].said)
 
 
+@pytest.mark.parametrize("host", [0, 1])
+def test_ranks_that_have_lost_one_that_has_finished_on_another_host_are_told_so(
+    cluster: Make, host: int
+) -> None:
+    made = cluster(2)
+    made.hosts[1 - host].dies(2 * (1 - host), 0)
+    made.hosts[host].lost_in[2 * host + 1] = 0
+    made.settle()
+    for each in (0, 1):
+        assert (len(made.hosts[each].published), made.hosts[each].last) == (1, [0])
+
+
 @pytest.mark.parametrize("member", [0, 3])
 def test_ranks_that_cannot_reach_each_other_any_more_meet_anew(cluster: Make, member: int) -> None:
     """All connections were closed on the way, and nobody has ended."""

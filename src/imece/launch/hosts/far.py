@@ -26,6 +26,9 @@ class Far:
     def publish(self, generation: Generation) -> None:
         self._send({"do": "publish", **of_generation(generation)})
 
+    def publish_last(self, generation: int) -> None:
+        self._send({"do": "last", "number": generation})
+
     def end(self, members: Collection[int], number: int, grace_s: float) -> None:
         self._send({"do": "end", "members": list(members), "signal": number, "grace_s": grace_s})
 

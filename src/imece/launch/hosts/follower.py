@@ -153,6 +153,8 @@ class Follower:
             case {"do": "publish"}:
                 here.newest = to_generation(message)
                 host.publish(here.newest)
+            case {"do": "last", "number": int(number)}:
+                host.publish_last(number)
             case {"do": "end", "members": list(members), "signal": int(number), "grace_s": float(grace_s)}:
                 host.end(members, number, grace_s)
             case {"do": "hit", "member": int(member), "signal": int(number)}:
