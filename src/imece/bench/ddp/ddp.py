@@ -10,6 +10,7 @@ from typing import Any
 from imece.bench import machine
 from imece.bench.crew import Crew
 from imece.bench.ddp.rank import BACKENDS, WRAP
+from imece.bench.rounds import Taken, alternate
 
 _MODULE = "imece.bench.ddp.rank"
 
@@ -37,6 +38,8 @@ class Results:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     losses: dict[str, list[float]] = field(default_factory=dict)
     """Rank 0's at the end of each round."""
+    taken: Taken = field(default_factory=Taken)
+    """What others had of the processor meanwhile."""
 
     @property
     def ratio(self) -> float:
@@ -60,15 +63,14 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
     with Crew.of_ranks(plan.wrap, _MODULE, plan.ranks, extra=extra) as crew:
         facts = crew.ask("describe")[0]
         results = Results(plan, facts["parameters"], facts["tokens"])
-        results.seconds = {backend: [] for backend in BACKENDS}
-        results.losses = {backend: [] for backend in BACKENDS}
         for backend in BACKENDS:  # the first steps build buckets and optimizer states
             crew.ask("measure", backend=backend, steps=2)
-        for turn in range(plan.rounds):
-            for backend in BACKENDS if turn % 2 == 0 else BACKENDS[::-1]:
-                answers = crew.ask("measure", backend=backend, steps=plan.steps)
-                results.seconds[backend].append(max(answer["seconds"] for answer in answers))
-                results.losses[backend].append(answers[0]["loss"])
+        rounds, results.taken = alternate(
+            BACKENDS, plan.rounds, lambda backend: crew.ask("measure", backend=backend, steps=plan.steps)
+        )
+        for backend in BACKENDS:
+            results.seconds[backend] = [max(answer["seconds"] for answer in each) for each in rounds[backend]]
+            results.losses[backend] = [each[0]["loss"] for each in rounds[backend]]
     for line in lines(results):
         say(line)
     return results
@@ -86,6 +88,7 @@ def lines(results: Results) -> list[str]:
             f"last loss {results.losses[backend][-1]:.4f}"
             for backend in BACKENDS
         ),
+        *results.taken.lines,
         f"  {'met   ' if results.ratio > 1 else 'MISSED'}  shm faster than gloo: {results.ratio:.3f} x",
     ]
     if not results.same_losses:

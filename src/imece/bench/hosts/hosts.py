@@ -21,6 +21,7 @@ from imece.bench.hosts.namespaces import ADDRESSES, Hosts, two_hosts
 from imece.bench.hosts.rank import WAYS
 from imece.bench.hosts.step import StepResults
 from imece.bench.report import size_text
+from imece.bench.rounds import Taken, alternate
 from imece.bench.targets import HOSTS, Target
 
 _MODULE = "imece.bench.hosts.rank"
@@ -56,6 +57,8 @@ class Results:
     steps: StepResults | None = None
     broadcast_s: dict[int, list[float]] = field(default_factory=dict)
     """Of the pipelined ring, by number of parts."""
+    taken: Taken = field(default_factory=Taken)
+    """What others had of the processor in the rounds of all_reduce."""
 
     def ratio(self, target: Target) -> float | None:
         """How many times as fast as the other way; None if this run measured another size."""
@@ -140,6 +143,7 @@ def all_reduce_lines(results: Results) -> list[str]:
             f"{gloo / seconds:>8.2f}{'' if results.right[way] else '  WRONG RESULT'}"
         )
     check = statistics.median(results.check_s)
+    lines += results.taken.lines
     lines.append(f"  of which the check before each of imece's calls takes {check * 1e3:.1f} ms")
     return lines
 
@@ -175,12 +179,10 @@ def _crew(hosts: Hosts, places: str) -> Crew:
 def _all_reduce(crew: Crew, results: Results) -> None:
     answers = crew.ask("prepare", size_bytes=results.plan.size_bytes)
     results.right = {way: all(answer["right"][way] for answer in answers) for way in WAYS}
-    results.seconds = {way: [] for way in WAYS}
-    for turn in range(results.plan.rounds):
-        for at in range(len(WAYS)):
-            way = WAYS[(turn + at) % len(WAYS)]
-            results.seconds[way].append(_slowest(crew.ask("measure", way=way)))
-        results.check_s.append(_slowest(crew.ask("check")))
+    results.seconds, results.taken = alternate(
+        WAYS, results.plan.rounds, lambda way: _slowest(crew.ask("measure", way=way))
+    )
+    results.check_s = [_slowest(crew.ask("check")) for _ in range(results.plan.rounds)]
 
 
 def _broadcast(crew: Crew, results: Results) -> None:

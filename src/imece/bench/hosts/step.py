@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import imece
 from imece.bench.crew import Crew
 from imece.bench.reference_model import REFERENCE, batch, new_decoder, optimizer_of
+from imece.bench.rounds import Taken, alternate
 from imece.bench.targets import verdict
 
 TOKENS = (128, 512)
@@ -43,6 +44,8 @@ class StepResults:
     losses: dict[str, float] = field(default_factory=dict)
     sent_bytes: dict[str, float] = field(default_factory=dict)
     """Way -> what one host sent to the other in a step: the busier one."""
+    taken: dict[int, Taken] = field(default_factory=dict)
+    """Tokens -> what others had of the processor meanwhile."""
 
     def saved_s(self, tokens: int, bytes_per_s: float) -> tuple[float, float]:
         """By how much a step of hybrid is shorter than one of zero3, and by how much its bytes are."""
@@ -90,17 +93,16 @@ def measure(crew: Crew, rounds: int) -> StepResults:
     results = StepResults()
     every = [*WAYS, *STRATEGIES]
     for tokens in TOKENS:
-        results.seconds[tokens] = {way: [] for way in every}
+
+        def seconds(way: str, tokens: int = tokens) -> float:
+            answers: list[dict[str, Any]] = crew.ask("train", way=way, tokens=tokens, steps=STEPS)
+            results.losses[way] = float(answers[0]["loss"])
+            results.sent_bytes[way] = max(float(answer["sent_bytes"]) for answer in answers)
+            return max(float(answer["seconds"]) for answer in answers)
+
         for way in every:
-            crew.ask("train", way=way, tokens=tokens, steps=STEPS)
-        for turn in range(rounds):
-            ways = list(every)
-            first = turn % len(ways)
-            for way in ways[first:] + ways[:first]:
-                answers: list[dict[str, Any]] = crew.ask("train", way=way, tokens=tokens, steps=STEPS)
-                results.seconds[tokens][way].append(max(float(answer["seconds"]) for answer in answers))
-                results.losses[way] = float(answers[0]["loss"])
-                results.sent_bytes[way] = max(float(answer["sent_bytes"]) for answer in answers)
+            seconds(way)
+        results.seconds[tokens], results.taken[tokens] = alternate(every, rounds, seconds)
     return results
 
 
@@ -118,6 +120,7 @@ def lines(results: StepResults, bytes_per_s: float = 125e6) -> list[str]:
                 f"  {way:<14}{statistics.median(seconds) * 1e3:>9.1f}{results.speed(tokens, way):>14.2f}"
                 f"{results.losses[way]:>11.4f}{results.sent_bytes.get(way, 0.0) / 1e6:>9.1f}"
             )
+        shown += results.taken.get(tokens, Taken()).lines
     shown += ["", "targets of the training step"]
     for tokens, way, least in TARGETS:
         found = results.speed(tokens, way)

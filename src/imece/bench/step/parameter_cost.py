@@ -9,6 +9,7 @@ from typing import Any
 
 from imece.bench import machine
 from imece.bench.crew import Crew
+from imece.bench.rounds import Taken, alternate
 from imece.bench.step.step import MODULE
 from imece.bench.step.ways import ALONE, OURS
 from imece.bench.targets import PARAMETER_COST_US, PARAMETER_GROWTH, verdict
@@ -36,6 +37,8 @@ class Results:
     processor_s: dict[int, dict[str, list[float]]] = field(default_factory=dict)
     """The same in processor time of the thread that runs backward: without waiting for other ranks, and
     without other programs' time on a busy machine."""
+    taken: dict[int, Taken] = field(default_factory=dict)
+    """Number of parameters -> what others had of the processor meanwhile."""
 
     def cost_us(self, parameters: int, way: str) -> float:
         """Microseconds of processor time that `way` adds for each parameter: median of the differences."""
@@ -73,13 +76,13 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
             for way in _WAYS:
                 crew.ask("chain", way=way, parameters=parameters)
                 crew.ask("backward", way=way)  # the first one makes buckets
-            seconds = results.seconds[parameters] = {way: [] for way in _WAYS}
-            processor = results.processor_s[parameters] = {way: [] for way in _WAYS}
-            for turn in range(plan.rounds):
-                for way in _WAYS if turn % 2 == 0 else _WAYS[::-1]:
-                    answers = crew.ask("backward", way=way)
-                    seconds[way].append(max(answer["seconds"] for answer in answers))
-                    processor[way].append(max(answer["processor"] for answer in answers))
+            rounds, results.taken[parameters] = alternate(
+                _WAYS, plan.rounds, lambda way: crew.ask("backward", way=way)
+            )
+            for name, figures in (("seconds", results.seconds), ("processor", results.processor_s)):
+                figures[parameters] = {
+                    way: [max(answer[name] for answer in answers) for answers in rounds[way]] for way in _WAYS
+                }
     for line in lines(results):
         say(line)
     return results
@@ -103,6 +106,7 @@ def lines(results: Results) -> list[str]:
             number = f"{parameters:,}" if way == ALONE else ""
             median = statistics.median(rounds[way]) * 1e3
             shown.append(f"  {number:>10}  {way:<12}{median:>12.2f}{added:>22}{cost:>19}")
+        shown += results.taken.get(parameters, Taken()).lines
     return shown
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from imece.bench import machine, report
 from imece.bench.crew import Crew
+from imece.bench.rounds import Taken, alternate
 from imece.bench.step.ways import ALONE, OURS, OVERLAPPED, PACKAGES, missing
 from imece.bench.targets import STEP, STRATEGY, StepTarget
 from imece.data_parallel.reducing.trace import BucketTrace, StepTrace
@@ -73,6 +74,8 @@ class Results:
     """"128" or "128-overlap" -> rank -> the steps that imece traced."""
     memory: dict[int, dict[str, Memory]] = field(default_factory=dict)
     """Tokens -> way -> what it took."""
+    taken: dict[int, Taken] = field(default_factory=dict)
+    """Tokens -> what others had of the processor meanwhile."""
 
     def added_s(self, tokens: int, way: str) -> float:
         """Seconds that `way` adds to a step without synchronisation: median of the rounds' differences."""
@@ -189,7 +192,7 @@ def lines(results: Results, tokens: int) -> list[str]:
                 f"{plan.ranks * tokens / seconds:>10.0f}{results.speed(tokens, way, ALONE):>11.3f}"
             )
         shown.append(line)
-    return shown
+    return shown + results.taken.get(tokens, Taken()).lines
 
 
 def memory_lines(results: Results) -> list[str]:
@@ -260,15 +263,15 @@ def _build(crew: Crew, results: Results) -> None:
 
 def _measure(crew: Crew, results: Results, tokens: int) -> None:
     plan, ways = results.plan, list(results.losses)
-    results.seconds[tokens] = {way: [] for way in ways}
     for way in ways:
         crew.ask("measure", way=way, tokens=tokens, steps=2)
-    for turn in range(plan.rounds):
-        first = turn % len(ways)
-        for way in ways[first:] + ways[:first]:
-            answers = crew.ask("measure", way=way, tokens=tokens, steps=plan.steps)
-            results.seconds[tokens][way].append(max(answer["seconds"] for answer in answers))
-            results.losses[way] = answers[0]["loss"]
+
+    def seconds(way: str) -> float:
+        answers = crew.ask("measure", way=way, tokens=tokens, steps=plan.steps)
+        results.losses[way] = answers[0]["loss"]
+        return max(float(answer["seconds"]) for answer in answers)
+
+    results.seconds[tokens], results.taken[tokens] = alternate(ways, plan.rounds, seconds)
 
 
 def _trace(crew: Crew, results: Results, way: str, tokens: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from imece.bench import machine
+from imece.bench.rounds import Taken, alternate
 from imece.bench.train.contenders import Contender, Plan, batch_of, start_all, with_text
 from imece.bench.train.targets import ALONE, DEFAULT, ONE_RANK, PLAIN, TRAIN, TrainTarget
 
@@ -50,6 +51,8 @@ class Results:
     phases: list[dict[str, float]] = field(default_factory=list)
     """Of each step of the default: seconds by name, as rank 0's records have them."""
     save: Save = field(default_factory=Save)
+    taken: Taken = field(default_factory=Taken)
+    """What others had of the processor meanwhile."""
 
     def speed(self, way: str, than: str) -> float:
         """How many times the tokens/s of `than`: median of the rounds' ratios."""
@@ -109,12 +112,14 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
                 results.compile_s[way] = opened["compile_s"]
             if way == plan.default:
                 results.parameters, results.batch = opened["parameters"], opened["batch"]
-            results.seconds[way] = []
             contender.ask("measure", steps=_WARM_UP)
-        for turn in range(plan.rounds):
-            first = turn % len(contenders)
-            for way in [*contenders, *contenders][first : first + len(contenders)]:
-                _measure(contenders[way], results)
+        rounds, results.taken = alternate(
+            list(contenders), plan.rounds, lambda way: contenders[way].ask("measure", steps=plan.steps)
+        )
+        for way, made in rounds.items():
+            results.seconds[way] = [max(answer["seconds"] for answer in answers) for answers in made]
+            results.losses[way] = statistics.fmean(answer["loss"] for answer in made[-1])
+        results.phases = [phases for answers in rounds[plan.default] for phases in answers[0]["phases"]]
         _measure_saves(contenders[plan.default], results)
     for line in lines(results):
         say(line)
@@ -138,6 +143,7 @@ def lines(results: Results) -> list[str]:
         ratios = "".join(f"{results.speed(way, than):>14.3f}" for than in against)
         milliseconds = statistics.median(rounds) * 1e3
         shown.append(f"  {way:<21}{milliseconds:>9.1f}{results.tokens_per_s(way):>10.0f}{ratios}")
+    shown += results.taken.lines
     if ONE_RANK in seconds:
         text = f"from 1 to {plan.ranks} ranks {results.speed(plan.default, ONE_RANK):.3f} x"
         if ALONE in seconds:
@@ -163,14 +169,6 @@ def _save_line(save: Save) -> str:
     if save.grown_bytes is None:
         return text
     return f"{text}; {save.grown_bytes / 1e6:.1f} MB more resident to write {save.written_bytes / 1e6:.1f} MB"
-
-
-def _measure(contender: Contender, results: Results) -> None:
-    answers = contender.ask("measure", steps=results.plan.steps)
-    results.seconds[contender.way].append(max(answer["seconds"] for answer in answers))
-    results.losses[contender.way] = statistics.fmean(answer["loss"] for answer in answers)
-    if contender.way == results.plan.default:
-        results.phases += answers[0]["phases"]
 
 
 def _measure_saves(contender: Contender, results: Results) -> None:
