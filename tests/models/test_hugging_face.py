@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from imece.errors import UserError
+from imece.models.generate import generate
 from imece.models.hugging_face import (
     from_hugging_face,
     generation_config,
     hugging_face_name,
     hugging_face_shapes,
+    read_config,
     to_hugging_face,
     tokenizer_config,
 )
@@ -40,6 +44,128 @@ SHAPES = {
         rope_scaling=RopeScaling(8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq=16),
     ),
 }
+
+
+# The same in the words of those that differ from Llama. (model_type, shape) where several could say it.
+KINDS = {
+    "llama": replace(PLAIN, head_dim=10, qkv_bias=True, out_bias=True, mlp_bias=True),
+    "mistral": replace(PLAIN, kv_heads=2, window=20),
+    "qwen2": replace(PLAIN, kv_heads=2, tied_head=True, qkv_bias=True),
+    "qwen2 with windows": replace(PLAIN, qkv_bias=True, window=20, full_layers=(0,)),
+    "qwen3": replace(PLAIN, kv_heads=2, head_dim=16, head_norms=True),
+    "qwen3 with biases": replace(PLAIN, head_norms=True, qkv_bias=True, out_bias=True, window=7),
+    "smollm3": replace(PLAIN, layers=4, tied_head=True, nope_layers=(3,)),
+    "smollm3 with windows": replace(
+        PLAIN, layers=4, nope_layers=(1, 3), window=9, full_layers=(0, 2), mlp_bias=True, rope_theta=2e6
+    ),
+}
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+# What transformers 5.23 writes for small ones of `_TINY`, and the logits that it computes of them with the
+# weights of `wave`: of the 6th and the last of 12 tokens, three each.
+_TINY = {
+    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "hidden_act": "silu",
+    "attention_dropout": 0.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
+_ALL_FULL = {"use_sliding_window": False, "sliding_window": None, "layer_types": ["full_attention"] * 3}
+RECORDED: list[tuple[dict[str, Any], list[float]]] = [
+    (
+        {
+            "model_type": "qwen2", "tie_word_embeddings": True, "use_sliding_window": True,
+            "sliding_window": 4, "max_window_layers": 2,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+        },
+        [-0.2651, -1.7143, 0.2582, -2.3872, -1.4315, 0.9369],
+    ),
+    (
+        {
+            "model_type": "qwen3", "head_dim": 6, "rms_norm_eps": 1e-5, "attention_bias": False, **_ALL_FULL,
+            "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+        },
+        [4.4922, -3.5437, -3.7302, -0.4628, 2.188, -3.6927],
+    ),
+    (
+        {
+            "model_type": "mistral", "head_dim": 8, "sliding_window": 5,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        [-1.3138, 1.4284, -2.4412, -0.034, -3.0714, -1.7348],
+    ),
+    (
+        {
+            "model_type": "smollm3", **_ALL_FULL, "no_rope_layers": [1, 1, 0], "no_rope_layer_interval": 3,
+            "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
+            "rope_parameters": {"rope_theta": 2000000.0, "rope_type": "default"},
+        },
+        [0.5964, -0.9239, 1.3107, -2.8151, -1.8732, 0.5566],
+    ),
+    (
+        {
+            "model_type": "llama", "head_dim": 10, "attention_bias": True, "mlp_bias": True,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        [2.1011, 1.6297, -4.3571, 1.8826, 1.8531, 0.1928],
+    ),
+]  # fmt: skip
+# Of the Hub, by what their config.json says that counts; and how many parameters they have.
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Qwen2.5-0.5B": (
+        {
+            "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+            "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
+            "tie_word_embeddings": True, "rope_theta": 1000000.0, "sliding_window": 32768,
+            "max_window_layers": 24, "use_sliding_window": False,
+        },
+        494_032_768,
+    ),
+    "Qwen3-0.6B": (
+        {
+            "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+            "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936, "head_dim": 128,
+            "tie_word_embeddings": True, "rope_theta": 1000000, "sliding_window": None,
+            "max_window_layers": 28, "use_sliding_window": False, "attention_bias": False,
+        },
+        596_049_920,
+    ),
+    "Mistral-7B-v0.1": (
+        {
+            "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "sliding_window": 4096,
+        },
+        7_241_732_096,
+    ),
+    "Mistral-Nemo": (
+        {
+            "model_type": "mistral", "hidden_size": 5120, "intermediate_size": 14336, "num_hidden_layers": 40,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 131072, "head_dim": 128,
+            "sliding_window": None,
+        },
+        12_247_782_400,
+    ),
+    "SmolLM3-3B": (
+        {
+            "model_type": "smollm3", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+            "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 128256,
+            "rope_theta": 5000000.0, "no_rope_layers": [1, 1, 1, 0] * 9, "use_sliding_window": False,
+            "sliding_window": None,
+        },
+        3_075_098_624,
+    ),
+}  # fmt: skip
+
+
+def wave(name: str, shape: Sequence[int]) -> Tensor:
+    """Weights that need no generator."""
+    at = torch.arange(math.prod(shape), dtype=torch.float64)
+    found = torch.sin(at * at * 0.37 + zlib.crc32(name.encode()) % 1000)
+    return (found + 1.5 if "norm" in name else found / 2).float().view(*shape)
 
 
 def model_of(config: TransformerConfig) -> Transformer:
@@ -71,6 +197,78 @@ def change(folder: Path, **values: Any) -> None:
 
 
 # ---------------------------------------------------------------- without transformers
+
+
+@pytest.mark.parametrize(("content", "logits"), RECORDED)
+def test_logits_are_those_that_transformers_gave(
+    tmp_path: Path, content: dict[str, Any], logits: list[float]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**_TINY, **content}))
+    config = read_config(tmp_path / "config.json")
+    weights = {name: wave(name, shape) for name, shape in hugging_face_shapes(config).items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    config, tensors = from_hugging_face(tmp_path)
+    assert sum(each.numel() for each in tensors.values()) == config.parameter_count
+    model = Transformer(config)
+    model.load_state_dict(tensors)
+    with torch.no_grad():
+        found = model(torch.arange(12)[None] * 7 % 40)[0, [5, 11], :3].flatten()
+    torch.testing.assert_close(found, torch.tensor(logits), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_size(tmp_path: Path, name: str) -> None:
+    content, parameters = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = read_config(tmp_path / "config.json")
+    assert config.parameter_count == parameters == sum(map(math.prod, hugging_face_shapes(config).values()))
+    again, _ = to_hugging_face(config, [], like=content["model_type"])
+    assert again["model_type"] == content["model_type"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_there_and_back(tmp_path: Path, kind: str) -> None:
+    model, name = model_of(KINDS[kind]), kind.partition(" ")[0]
+    write(tmp_path, model)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert (content["model_type"], content["architectures"]) == (name, [CLASSES[name]])
+    config, tensors = from_hugging_face(tmp_path)
+    assert config == model.config
+    Transformer(config).load_state_dict(tensors)
+
+
+def test_what_several_can_say() -> None:
+    """Without a window Mistral is Llama."""
+    assert to_hugging_face(PLAIN, [])[0]["model_type"] == "llama"
+    content, _ = to_hugging_face(PLAIN, [], like="mistral")
+    assert (content["model_type"], content["sliding_window"]) == ("mistral", None)
+    assert to_hugging_face(PLAIN, [], like="qwen3")[0]["model_type"] == "llama", "which has other tensors"
+    assert to_hugging_face(PLAIN, [], like="gpt2")[0]["model_type"] == "llama"
+    with pytest.raises(ValueError, match="none of llama, mistral, qwen2, qwen3, smollm3 has this shape"):
+        to_hugging_face(replace(PLAIN, head_norms=True, nope_layers=(1,)), [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        ("mistral", {"sliding_window": ...}, {"window": 4096}),
+        ("mistral", {"sliding_window": None}, {"window": None}),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, {}),  # as there
+        ("qwen2", {"sliding_window": 9}, {}),
+        ("qwen2 with windows", {"layer_types": ..., "max_window_layers": 1}, {}),
+        ("qwen2 with windows", {"layer_types": ..., "max_window_layers": 0}, {"full_layers": ()}),
+        ("qwen2 with windows", {"layer_types": ..., "max_window_layers": 2}, {"window": None}),
+        ("qwen3", {"use_sliding_window": ..., "layer_types": ..., "sliding_window": 9}, {}),
+        ("smollm3", {"no_rope_layers": ..., "layer_types": ..., "tie_word_embeddings": ...}, {}),
+        ("smollm3 with windows", {"layer_types": ..., "rope_theta": ..., "rope_parameters": ...}, {}),
+    ],
+)
+def test_what_their_files_may_leave_out(
+    tmp_path: Path, kind: str, values: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    write(tmp_path, model_of(KINDS[kind]))
+    change(tmp_path, **values)
+    assert from_hugging_face(tmp_path)[0] == replace(KINDS[kind], **expected)
 
 
 def test_names_and_shapes() -> None:
@@ -235,12 +433,23 @@ def test_tensors_that_are_not_the_models() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "mistral"}, "model_type is 'mistral', only 'llama'"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; there are llama, mistral, qwen2, qwen3, smollm3"),
+        ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
+        ({"model_type": "qwen2"}, r"no tensor model.layers.0.self_attn.q_proj.bias, nor 5 more"),
+        ({"model_type": "qwen3"}, r"no tensor model.layers.0.self_attn.q_norm.weight, nor 3 more"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers has 1 entries for 2 layers"),
+        ({"model_type": "qwen2", "layer_types": ["linear"] * 2}, "layer_types is not 2 times"),
+        (
+            {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2},
+            "layer_types has 'sliding_attention', but there is no window",
+        ),
         ({"model_type": ...}, "it has no 'model_type'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"attention_bias": True}, "attention_bias is True"),
-        ({"mlp_bias": True}, "mlp_bias is True"),
-        ({"head_dim": 16}, "head_dim is 16, only width / heads = 8"),
+        ({"attention_bias": True}, "no tensor model.layers.0.self_attn.q_proj.bias, nor 7 more"),
+        ({"mlp_bias": True}, "no tensor model.layers.0.mlp.gate_proj.bias, nor 5 more"),
+        ({"mlp_bias": 1}, "mlp_bias is 1, not true or false"),
+        ({"head_dim": 16}, r"q_proj.weight is \[32, 32\], by config.json it is \[64, 32\]"),
+        ({"head_dim": "8"}, "head_dim is '8', not a whole number"),
         ({"hidden_size": ...}, "it has no 'hidden_size'"),
         ({"hidden_size": "32"}, "hidden_size is '32', not a whole number"),
         ({"num_hidden_layers": 0}, "layers is 0"),
@@ -312,19 +521,22 @@ def test_files_that_cannot_be_read(
 # ---------------------------------------------------------------- with transformers
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *KINDS])
 def test_logits_are_those_of_transformers(tmp_path: Path, shape: str) -> None:
     transformers = pytest.importorskip("transformers")
-    model = model_of(SHAPES[shape])
+    model = model_of((SHAPES | KINDS)[shape])
     write(tmp_path, model, end=3)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(theirs).__name__ == "LlamaForCausalLM"
+    assert type(theirs).__name__ == CLASSES.get(shape.partition(" ")[0], "LlamaForCausalLM")
     assert theirs.dtype == torch.float32
     tokens = torch.randint(50, (2, 64), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected, found = model(tokens), theirs(tokens).logits
     assert float(expected.std()) > 0.1
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    ours = [*generate(model, tokens[0, :30].tolist(), 12, temperature=0)]
+    written = theirs.generate(tokens[:1, :30], max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert ours == written[0, 30:].tolist()
 
     saved = tmp_path / "again"
     theirs.save_pretrained(saved)

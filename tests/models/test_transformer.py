@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -15,11 +16,26 @@ from imece.models.cross_entropy import Reduction, cross_entropy
 from imece.models.presets import PRESETS, preset
 from imece.models.shape import RopeScaling, TransformerConfig
 from imece.models.transformer import Attention, KVCache, Transformer, rotate, rotation_at
+from imece.train.run_folder import read_shape, shape_as_json
 
 CPU = torch.device("cpu")
 CONFIG = TransformerConfig(
     vocab_size=50, layers=3, width=32, heads=4, kv_heads=2, mlp_width=48, max_seq=24, tied_head=True
 )
+# Each option that other models of the kind have.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "heads of another width": {"head_dim": 12},
+    "norms of heads": {"head_norms": True},
+    "biases": {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+    "biases of queries, keys and values": {"qkv_bias": True},
+    "a window": {"window": 5},
+    "a window in some layers": {"window": 5, "full_layers": (0, 2)},
+    "layers without positions": {"nope_layers": (0, 2)},
+    "all": {
+        "head_dim": 6, "head_norms": True, "qkv_bias": True, "mlp_bias": True, "window": 4,
+        "full_layers": (1,), "nope_layers": (2,), "tied_head": False,
+    },
+}  # fmt: skip
 LLAMA_SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq=8192)
 
 
@@ -74,6 +90,22 @@ def test_the_count_is_that_of_the_model(name: str) -> None:
         assert numel == replace(config, tied_head=tied).parameter_count
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_count_with_options(options: str) -> None:
+    config = replace(CONFIG, **OPTIONS[options])
+    assert sum(each.numel() for each in Transformer(config).parameters()) == config.parameter_count
+
+
+def test_shapes_of_one_model_are_equal() -> None:
+    assert replace(CONFIG, head_dim=8) == CONFIG
+    assert replace(CONFIG, window=7, full_layers=(2, 0, 1)) == CONFIG == replace(CONFIG, full_layers=(1,))
+    assert replace(CONFIG, nope_layers=(2, 0, 2)).nope_layers == (0, 2)
+    config = replace(CONFIG, **OPTIONS["all"])
+    assert read_shape(json.loads(json.dumps(shape_as_json(config)))) == config
+    before = {key: value for key, value in shape_as_json(CONFIG).items() if key not in OPTIONS["all"]}
+    assert read_shape(before | {"tied_head": True}) == CONFIG, "a checkpoint of before there were options"
+
+
 @pytest.mark.parametrize(
     ("name", "least", "most"),
     [
@@ -100,6 +132,11 @@ def test_a_preset_that_does_not_exist() -> None:
         ({"width": 30}, "width is 30, .* heads = 4"),
         ({"kv_heads": 3}, "heads is 4, .* kv_heads = 3"),
         ({"width": 12}, "width / heads is 12 / 4 = 3; .* even"),
+        ({"head_dim": 7}, "head_dim is 7; .* even"),
+        ({"head_dim": 0}, "^head_dim is 0; it must be positive"),
+        ({"window": 0}, "^window is 0; it must be positive"),
+        ({"window": 4, "full_layers": (1, 3)}, "full_layers has 3; layers are from 0 to 2"),
+        ({"nope_layers": (-1,)}, "nope_layers has -1; layers are from 0 to 2"),
         ({"norm_eps": 0.0}, r"norm_eps is 0.0; it must be positive"),
         ({"rope_theta": math.inf}, r"rope_theta is inf; it must be positive"),
         *(
@@ -206,26 +243,39 @@ def test_later_tokens_do_not_change_earlier_logits() -> None:
     assert ((before[:, 9:] - after[:, 9:]).abs().amax(dim=(0, 2)) > 1e-3).all()  # and do change later ones
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attention_against_one_with_repeated_heads(kv_heads: int) -> None:
-    model = loud(replace(CONFIG, kv_heads=kv_heads))
-    attention = model.get_submodule("blocks.0.attention")
+@pytest.mark.parametrize(
+    ("kv_heads", "options"), [(1, {}), (2, {}), (4, {}), *((2, each) for each in OPTIONS.values())]
+)
+def test_attention_against_one_with_repeated_heads(kv_heads: int, options: dict[str, Any]) -> None:
+    """In the last layer, which has each option but the window where that is only in the middle one."""
+    config = replace(CONFIG, kv_heads=kv_heads, **options)
+    attention = loud(config).get_submodule("blocks.2.attention")
     assert isinstance(attention, Attention)
     x = torch.randn(2, 10, 32, generator=seeded())
-    rotation = rotation_at(CONFIG, 0, 10, CPU)
+    rotation = rotation_at(config, 0, 10, CPU)
+    width, window = config.head_width, 10 if 2 in config.full_layers else config.window or 10
+
+    def projected(project: nn.Linear, norm: str, head: int, turns: bool) -> Tensor:
+        rows = slice(head * width, head * width + width)
+        y = (x * scale) @ project.weight[rows].T + (project.bias[rows] if config.qkv_bias else 0)
+        if config.head_norms and norm:
+            y = y / (y.square().mean(-1, keepdim=True) + config.norm_eps).sqrt()
+            y = y * attention.get_parameter(f"{norm}.weight")
+        return rotate(y, rotation) if turns and 2 not in config.nope_layers else y
 
     scale = attention.norm.weight / (x.square().mean(-1, keepdim=True) + CONFIG.norm_eps).sqrt()
+    far = torch.arange(10)[:, None] - torch.arange(10)
     heads = []
     for head in range(4):
         kv_head = head // (4 // kv_heads)
-        q = rotate((x * scale) @ attention.q.weight[head * 8 : head * 8 + 8].T, rotation)
-        k = rotate((x * scale) @ attention.k.weight[kv_head * 8 : kv_head * 8 + 8].T, rotation)
-        v = (x * scale) @ attention.v.weight[kv_head * 8 : kv_head * 8 + 8].T
-        scores = (q @ k.transpose(1, 2) / math.sqrt(8)).masked_fill(
-            ~torch.ones(10, 10).tril().bool(), -math.inf
+        q = projected(attention.q, "q_norm", head, turns=True)
+        k = projected(attention.k, "k_norm", kv_head, turns=True)
+        v = projected(attention.v, "", kv_head, turns=False)
+        scores = (q @ k.transpose(1, 2) / math.sqrt(width)).masked_fill(
+            (far < 0) | (far >= window), -math.inf
         )
         heads.append(scores.softmax(-1) @ v)
-    expected = torch.cat(heads, -1) @ attention.out.weight.T
+    expected = torch.cat(heads, -1) @ attention.out.weight.T + (attention.out.bias if config.out_bias else 0)
     torch.testing.assert_close(attention(x, rotation), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -281,13 +331,50 @@ def test_llama_scaling_slows_the_slow_pairs_only() -> None:
     torch.testing.assert_close(scaled, torch.tensor(expected), rtol=1e-5, atol=0)
 
 
+def test_a_window_hides_what_is_before_it() -> None:
+    model, tokens = loud(replace(CONFIG, window=5)), some_tokens()
+    changed = tokens.clone()
+    changed[:, 2] = (changed[:, 2] + 1) % CONFIG.vocab_size
+    before, after = model(tokens), model(changed)
+    reached = 2 + 3 * (5 - 1)  # by way of three layers
+    assert torch.equal(before[:, reached + 1 :], after[:, reached + 1 :]) and reached + 1 < 16
+    assert ((before[:, 2:reached] - after[:, 2:reached]).abs().amax(dim=(0, 2)) > 1e-6).all()
+    short = tokens[:, :5]
+    assert torch.equal(model(short), loud()(short)), "as long as it is, it hides nothing"
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_biases_begin_with_zeros_and_all_learn(options: str) -> None:
+    model = Transformer(replace(CONFIG, **OPTIONS[options]), generator=seeded())
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert torch.equal(parameter, torch.full_like(parameter, float("norm" in name))), name
+    tokens = some_tokens()
+    model.loss(tokens, tokens.roll(-1, 1)).backward()
+    of_keys = {f"blocks.{i}.attention.k.bias" for i in range(3)}  # all scores of a query alike: no gradient
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if name not in of_keys}
+    assert all(each is not None and each.any() for each in found.values())
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_in_bf16_it_is_near(options: str) -> None:
+    """Under autocast, and as a whole."""
+    model, tokens = Transformer(replace(CONFIG, **OPTIONS[options]), generator=seeded()), some_tokens()
+    expected = model.loss(tokens, tokens.roll(-1, 1)).item()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.loss(tokens, tokens.roll(-1, 1)).item() == pytest.approx(expected, rel=1e-3)
+    assert model.bfloat16()(tokens).dtype == torch.bfloat16
+
+
 # ---------------------------------------------------------------- cache
 
 
+@pytest.mark.parametrize("options", ["none", "a window", "all"])
 @pytest.mark.parametrize("chunks", [[16], [1] * 16, [5, 1, 1, 9], [8, 8], [1, 15]])
-def test_in_chunks_the_logits_are_those_of_the_whole(chunks: list[int]) -> None:
-    model, tokens = loud(), some_tokens()
-    cache = KVCache(CONFIG, batch=2, capacity=16)
+def test_in_chunks_the_logits_are_those_of_the_whole(chunks: list[int], options: str) -> None:
+    config = replace(CONFIG, **OPTIONS.get(options, {}))
+    model, tokens = loud(config), some_tokens()
+    cache = KVCache(config, batch=2, capacity=16)
     for tensor in (cache._keys, cache._values):
         tensor.fill_(math.nan)  # what empty memory may hold
     assert sum(chunks) == 16

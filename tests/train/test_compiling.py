@@ -29,8 +29,10 @@ SEQ, MICRO, LAYERS = 8, 2, 2
 PLAN = BatchPlan(SEQ, 2 * MICRO, 2, MICRO, 1)
 
 
-def made(recompute: bool = False) -> Transformer:
-    config = dataclasses.replace(PRESETS["tiny"], vocab_size=32, width=16, mlp_width=24, max_seq=4 * SEQ)
+def made(recompute: bool = False, **options: Any) -> Transformer:
+    config = dataclasses.replace(
+        PRESETS["tiny"], vocab_size=32, width=16, mlp_width=24, max_seq=4 * SEQ, **options
+    )
     assert config.layers == LAYERS
     model = Transformer(config, generator=torch.Generator().manual_seed(1))
     model.checkpoint_blocks = recompute
@@ -136,6 +138,18 @@ def test_other_shapes_are_not_compiled(anew: None) -> None:
     assert len(list(generate(model, [1, 2], 4))) == 4
     assert steps_of(model, MICRO, SEQ, True) == [LAYERS, LAYERS]
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def test_blocks_that_differ_are_all_compiled(anew: None) -> None:
+    model = made(head_norms=True, qkv_bias=True, window=SEQ - 2, full_layers=(1,), nope_layers=(1,))
+    cheap = functools.partial(imece.compile_blocks, backend="aot_eager")
+    expected = compiled_calls(model, tokens(MICRO, SEQ), Precision("fp32", "cpu"), True)
+    with mock.patch("imece.train.compiling.compile_blocks", cheap):
+        compiling.compile_now(model, PLAN, Precision("fp32", "cpu"))
+    found = compiled_calls(model, tokens(MICRO, SEQ), Precision("fp32", "cpu"), True)
+    assert found[:2] == (LAYERS, LAYERS) and found[2] == pytest.approx(expected[2], rel=1e-5)
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+    assert len(list(generate(model, [1, 2], 12))) == 12
 
 
 def test_without_a_compiler(anew: None, monkeypatch: pytest.MonkeyPatch) -> None:

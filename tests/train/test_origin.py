@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,6 +41,8 @@ from tests.train.small import write_text
 SHAPE = TransformerConfig(
     vocab_size=300, layers=2, width=16, heads=4, kv_heads=2, mlp_width=24, max_seq=32, rope_theta=500.0
 )
+QWEN = replace(SHAPE, head_dim=6, head_norms=True, qkv_bias=True, out_bias=True, window=9, full_layers=(1,))
+SMOL = replace(SHAPE, nope_layers=(1,), window=9, full_layers=(0,), tied_head=True)
 SEQ = 16
 BOS, EOS = "<s>", "</s>"
 
@@ -121,6 +124,7 @@ def tuned(folder: str, source: str, strategies: list[str]) -> None:
 
 
 def test_every_strategy_begins_with_the_folders_weights(source: Path, tmp_path: Path) -> None:
+    write_model(source, QWEN)
     strategies = ["replicate", "zero1", "zero2", "zero3"]
     in_fork(tuned, str(tmp_path), "source", strategies)
     config, tensors = from_hugging_face(source)
@@ -169,6 +173,7 @@ def story(folder: str) -> list[str]:
 def test_a_run_goes_on_from_its_checkpoints_and_is_exported_as_it_came(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    write_model(source, SMOL)
     again, third = in_fork(story, str(tmp_path))
     assert f"weights  of its own checkpoint of step 2; {source} is not read again" in again
     assert [each["step"] for each in records(tmp_path / "run")] == [1, 2, 3, 4]
@@ -180,7 +185,8 @@ def test_a_run_goes_on_from_its_checkpoints_and_is_exported_as_it_came(
     content = json.loads((exported / "config.json").read_text())
     assert (content["bos_token_id"], content["eos_token_id"]) == (1, [2, 7])
     config, tensors = from_hugging_face(exported)
-    assert config == SHAPE, "it has all its positions"
+    assert config == SMOL, "it has all its positions"
+    assert content["model_type"] == "smollm3"
     model, _ = RunFolder(tmp_path / "third").model()
     assert all(torch.equal(tensors[name], each) for name, each in model.state_dict().items())
     # And what it had begun with is the other run's best checkpoint.
@@ -243,7 +249,7 @@ def with_tensors(folder: Path, change: Callable[[dict[str, Any]], object]) -> No
         (lambda folder: (folder / "config.json").unlink(), "config.json: no such file"),
         (
             lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2"}'),
-            "model_type is 'gpt2', only 'llama'",
+            "model_type is 'gpt2'; there are llama, mistral",
         ),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json: no such file"),
         (
@@ -312,20 +318,37 @@ def test_what_was_begun_is_taken_back(source: Path, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- with transformers
 
 
-@pytest.mark.parametrize(("tied", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
-def test_there_and_back_with_transformers(tmp_path: Path, tied: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options", "dtype"),
+    [
+        ("llama", {"tie_word_embeddings": True}, torch.float32),
+        ("llama", {"tie_word_embeddings": False}, torch.bfloat16),
+        ("mistral", {"sliding_window": 9, "head_dim": 6}, torch.float32),
+        ("mistral", {"sliding_window": None}, torch.float32),
+        ("qwen2", {"tie_word_embeddings": True}, torch.float32),
+        ("qwen3", {"head_dim": 6, "tie_word_embeddings": True}, torch.float32),
+        ("smollm3", {"no_rope_layer_interval": 2, "pad_token_id": 0}, torch.float32),
+    ],
+)
+def test_there_and_back_with_transformers(
+    tmp_path: Path, kind: str, options: dict[str, Any], dtype: torch.dtype
+) -> None:
     """The first loss is that of transformers, and what comes of it computes the same there."""
     source = tmp_path / "source"
     with mock.patch.dict(os.environ):  # what it leaves there would cost ranks that import everything anew
         transformers = pytest.importorskip("transformers")
         torch.manual_seed(0)
-        theirs = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        theirs = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(
+                kind, vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
-                tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
+                bos_token_id=1, eos_token_id=2, initializer_range=0.3, **options,
             )
         )  # fmt: skip
+        with torch.no_grad():
+            for name, parameter in theirs.named_parameters():
+                if parameter.ndim == 1:  # biases begin with zeros, norms with ones
+                    parameter.uniform_(-0.5, 0.5).add_(float("norm" in name))
         theirs.to(dtype).save_pretrained(source, max_shard_size="15KB")
     write_tokenizer(source)
     assert list(source.glob("model-0*")), "in several files"
@@ -338,7 +361,8 @@ def test_there_and_back_with_transformers(tmp_path: Path, tied: bool, dtype: tor
     exported = tmp_path / "exported"
     assert main(["export", str(tmp_path / "zero1"), str(exported), "--which=last"]) == 0
     after = transformers.AutoModelForCausalLM.from_pretrained(exported)
-    assert type(after).__name__ == "LlamaForCausalLM" and after.config.tie_word_embeddings is tied
+    assert type(after) is type(theirs)
+    assert after.config.tie_word_embeddings is theirs.config.tie_word_embeddings
     ours, saved = RunFolder(tmp_path / "zero1").model("last")
     assert saved.step == 3
     with torch.no_grad():

@@ -40,7 +40,8 @@ from imece.train.run_folder import Which, read_shape
 PROG = "imece export"
 DESCRIPTION = (
     "Write a trained model for other programs. --to hf: a folder with config.json, model.safetensors and the "
-    "tokenizer, which transformers and what builds on it load as a Llama model."
+    "tokenizer, which transformers and what builds on it load as a Llama model, or as the kind of model that "
+    "the run began with."
 )
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OF_MODEL = "model/"
@@ -98,11 +99,14 @@ def write_hugging_face(
         for name in saved.names()
         if name.startswith(_OF_MODEL)
     )
-    config, tensors = to_hugging_face(shape, stored, dtype=dtype, end=tokenizer.end)
+    began = read_json(origin / CONFIG) if (origin / CONFIG).exists() else {}
+    config, tensors = to_hugging_face(
+        shape, stored, dtype=dtype, end=tokenizer.end, like=began.get("model_type")
+    )
     write_weights(folder, hugging_face_shapes(shape), tensors, dtype=dtype, most_bytes=most_bytes)
     kept = {path.name: path for path in map(origin.joinpath, TOKENIZER_FILES) if path.exists()}
     if TOKENIZER_CONFIG in kept:
-        ids = {key: value for key, value in read_json(origin / CONFIG).items() if key in _TOKENS}
+        ids = {key: value for key, value in began.items() if key in _TOKENS}
         _write_json(folder / CONFIG, config | ids)
         for name, path in kept.items():
             shutil.copyfile(path, folder / name)

@@ -1,4 +1,4 @@
-"""The same model under Hugging Face's names: a folder that transformers' `LlamaForCausalLM` loads, and back.
+"""The same model under Hugging Face's names: a folder that transformers loads, and back.
 
 Nothing is computed: both pair the channels of a head in the same order, so every tensor stays as it is.
 """
@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from imece.errors import UserError
-from imece.models.shape import RopeScaling, TransformerConfig
-from imece.models.transformer import INIT_STD, Transformer
+from imece.models.hugging_face_config import Json, content_of, shape_from
+from imece.models.shape import TransformerConfig
+from imece.models.transformer import Transformer
 
-Json = dict[str, Any]
 Shape = tuple[int, ...]
 
 CONFIG = "config.json"
@@ -46,6 +46,8 @@ _ENDS = {
 }
 _IN_BLOCK = {
     "attention.norm": "input_layernorm",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
     "attention.q": "self_attn.q_proj",
     "attention.k": "self_attn.k_proj",
     "attention.v": "self_attn.v_proj",
@@ -55,16 +57,6 @@ _IN_BLOCK = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-# What LlamaConfig takes for a key that is not in the file.
-_DEFAULTS = {
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-_DEFAULT_THETA = 10000.0
 _DTYPES = ("F64", "F32", "F16", "BF16")  # others need scales, which are apart
 # In some files, and nothing that is trained: a tied head once more, and tables that positions say.
 _COMPUTED = ("lm_head.weight", ".rotary_emb.inv_freq")
@@ -78,9 +70,10 @@ def hugging_face_name(name: str) -> str:
     layer, _, part = rest.partition(".")
     if kind == "weight" and stem in _ENDS:
         return f"{_ENDS[stem]}.weight"
-    if kind != "weight" or blocks != "blocks" or not layer.isdigit() or part not in _IN_BLOCK:
+    known = part in _IN_BLOCK and (kind == "weight" or (kind == "bias" and not part.endswith("norm")))
+    if not known or blocks != "blocks" or not layer.isdigit():
         raise ValueError(f"{name!r} is no parameter of a Transformer")
-    return f"model.layers.{layer}.{_IN_BLOCK[part]}.weight"
+    return f"model.layers.{layer}.{_IN_BLOCK[part]}.{kind}"
 
 
 def to_hugging_face(
@@ -89,14 +82,16 @@ def to_hugging_face(
     *,
     dtype: torch.dtype = torch.float32,
     end: int | None = None,
+    like: str | None = None,
 ) -> tuple[Json, Iterator[tuple[str, Tensor]]]:
     """The content of config.json, for files in `dtype`, and the tensors with their new names, as they are.
 
     `tensors` are those of `Transformer.named_parameters` in any order; they are taken one by one, as the
     second result is read, and so are its errors: ValueError for a tensor too many or too few, or of another
-    shape. end: the token behind each document, which is the one before each document too.
+    shape. end: the token behind each document, which is the one before each document too. like: the
+    model_type to be, where the shape can be that of several. ValueError for a shape that is that of none.
     """
-    return _config_json(config, dtype, end), _renamed(config, tensors)
+    return content_of(config, dtype, end, like), _renamed(config, tensors)
 
 
 def from_hugging_face(folder: Path | str) -> tuple[TransformerConfig, dict[str, Tensor]]:
@@ -120,7 +115,7 @@ class HuggingFaceModel:
     @classmethod
     def open(cls, folder: Path | str) -> HuggingFaceModel:
         """UserError, with the file's name, if it is missing or damaged, if the model is none that
-        `Transformer` can be (another architecture, biases, other rotary positions, quantised), or if a tensor
+        `Transformer` can be (another architecture, other rotary positions, quantised), or if a tensor
         is missing, of another shape, or too many. Of the files of tensors only the headers are read.
         """
         folder = Path(folder)
@@ -151,7 +146,7 @@ def read_config(path: Path) -> TransformerConfig:
     """What a config.json describes. UserError, with its name, if it is missing, or no model to read here."""
     content = read_json(path)
     try:
-        return _read_config(content)
+        return shape_from(content)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
         raise UserError(
@@ -182,47 +177,6 @@ def tokenizer_config(config: TransformerConfig, end: str) -> Json:
     }
 
 
-def _config_json(config: TransformerConfig, dtype: torch.dtype, end: int | None) -> Json:
-    rope: Json = {"rope_type": "default"}
-    if (scaling := config.rope_scaling) is not None:
-        rope = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_seq,
-        }
-    dtype_name = str(dtype).removeprefix("torch.")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        "intermediate_size": config.mlp_width,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_width,
-        "max_position_embeddings": config.max_seq,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied_head,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "initializer_range": INIT_STD,
-        "bos_token_id": end,
-        "eos_token_id": end,
-        "pad_token_id": None,
-        # transformers 5 reads the first of each kind, 4 the others.
-        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if config.rope_scaling is None else rope,
-        "dtype": dtype_name,
-        "torch_dtype": dtype_name,
-    }
-
-
 def _renamed(
     config: TransformerConfig, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
@@ -242,67 +196,6 @@ def shapes_of(config: TransformerConfig) -> dict[str, Shape]:
     with torch.device("meta"):
         model = Transformer(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def _read_config(content: Json) -> TransformerConfig:
-    content = {**_DEFAULTS, **content}
-    for key, only in (
-        ("model_type", "llama"),
-        ("hidden_act", "silu"),
-        ("attention_bias", False),
-        ("mlp_bias", False),
-    ):
-        if content[key] != only:
-            raise ValueError(f"{key} is {content[key]!r}, only {only!r} is possible")
-    if content.get("quantization_config") is not None:
-        raise ValueError("its weights are quantised, as quantization_config says")
-    theta, scaling = _read_rope(content)
-    config = TransformerConfig(
-        vocab_size=_whole(content, "vocab_size"),
-        layers=_whole(content, "num_hidden_layers"),
-        width=_whole(content, "hidden_size"),
-        heads=_whole(content, "num_attention_heads"),
-        kv_heads=_whole(content, "num_key_value_heads", "num_attention_heads"),
-        mlp_width=_whole(content, "intermediate_size"),
-        max_seq=_whole(content, "max_position_embeddings"),
-        rope_theta=theta,
-        norm_eps=float(content["rms_norm_eps"]),
-        tied_head=bool(content["tie_word_embeddings"]),
-        rope_scaling=scaling,
-    )
-    head_dim = content.get("head_dim") or config.head_width
-    if head_dim != config.head_width:
-        raise ValueError(f"head_dim is {head_dim!r}, only width / heads = {config.head_width} is possible")
-    return config
-
-
-def _read_rope(content: Json) -> tuple[float, RopeScaling | None]:
-    # The same precedence as in transformers 5; a file of version 4 has no rope_parameters.
-    rope: Mapping[str, Any] = content.get("rope_scaling") or content.get("rope_parameters") or {}
-    theta = float(rope.get("rope_theta") or content.get("rope_theta") or _DEFAULT_THETA)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"its rotary positions are of the type {kind!r}, not 'default' or 'llama3'")
-    for where in (rope, content):
-        if where.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-            raise ValueError(f"partial_rotary_factor is {where['partial_rotary_factor']}, not 1.0")
-    if kind == "default":
-        return theta, None
-    return theta, RopeScaling(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_seq=int(
-            rope.get("original_max_position_embeddings", content["max_position_embeddings"])
-        ),
-    )
-
-
-def _whole(content: Json, key: str, otherwise: str | None = None) -> int:
-    value = content[key] if otherwise is None else content.get(key) or content[otherwise]
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{key} is {value!r}, not a whole number")
-    return value
 
 
 def _check_tensors(folder: Path, files: Mapping[str, Path], config: TransformerConfig) -> None:

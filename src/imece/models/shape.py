@@ -43,38 +43,74 @@ class TransformerConfig:
     norm_eps: float = 1e-5
     tied_head: bool = False  # the embedding is the head too
     rope_scaling: RopeScaling | None = None
+    head_dim: int | None = None  # channels of a head, where they are not width / heads
+    head_norms: bool = False  # RMS norms of each head's query and key, before they are turned
+    qkv_bias: bool = False  # of queries, keys and values
+    out_bias: bool = False  # of what attention gives out
+    mlp_bias: bool = False
+    window: int | None = None  # positions that one sees, itself the last of them; None: all before it
+    full_layers: tuple[int, ...] = ()  # where there is a window: layers without it
+    nope_layers: tuple[int, ...] = ()  # layers without rotary positions
 
     def __post_init__(self) -> None:
         _check_positive(self)
-        if self.width % self.heads:
+        if self.head_dim is None and self.width % self.heads:
             raise ValueError(f"width is {self.width}, which cannot be divided among heads = {self.heads}")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads is {self.heads}, which cannot be divided among kv_heads = {self.kv_heads}"
             )
         if self.head_width % 2:
-            raise ValueError(
-                f"width / heads is {self.width} / {self.heads} = {self.head_width}; rotary positions turn "
-                "pairs, so it must be even"
-            )
+            said = "head_dim is" if self.head_dim else f"width / heads is {self.width} / {self.heads} ="
+            raise ValueError(f"{said} {self.head_width}; rotary positions turn pairs, so it must be even")
+        for name in ("full_layers", "nope_layers"):
+            if wrong := [each for each in getattr(self, name) if not 0 <= each < self.layers]:
+                raise ValueError(f"{name} has {wrong[0]}; layers are from 0 to {self.layers - 1}")
+        self._say_in_one_way()
+
+    def _say_in_one_way(self) -> None:
+        """Shapes of the same model are equal."""
+        one: dict[str, object] = {
+            name: tuple(sorted({*getattr(self, name)})) for name in ("full_layers", "nope_layers")
+        }
+        if self.head_dim == self.width / self.heads:
+            one["head_dim"] = None
+        if self.window is None or len({*self.full_layers}) == self.layers:
+            one |= {"window": None, "full_layers": ()}
+        for name, value in one.items():
+            object.__setattr__(self, name, value)
 
     @property
     def head_width(self) -> int:
-        return self.width // self.heads
+        return self.head_dim or self.width // self.heads
+
+    @property
+    def q_width(self) -> int:
+        """Of all heads' queries, and of what they give out."""
+        return self.heads * self.head_width
 
     @property
     def kv_width(self) -> int:
         return self.kv_heads * self.head_width
 
+    def window_of(self, layer: int) -> int | None:
+        return None if layer in self.full_layers else self.window
+
     @property
     def parameter_count(self) -> int:
         """Numbers that are trained; a tied head counts once."""
-        attention = 2 * self.width * self.width + 2 * self.width * self.kv_width
+        attention = 2 * self.width * (self.q_width + self.kv_width)
         mlp = 3 * self.width * self.mlp_width
+        norms = 2 * self.width + (2 * self.head_width if self.head_norms else 0)
+        biases = (
+            self.qkv_bias * (self.q_width + 2 * self.kv_width)
+            + self.out_bias * self.width
+            + self.mlp_bias * (2 * self.mlp_width + self.width)
+        )
         tables = 1 if self.tied_head else 2
         return (
             tables * self.vocab_size * self.width
-            + self.layers * (attention + mlp + 2 * self.width)
+            + self.layers * (attention + mlp + norms + biases)
             + self.width
         )
 

@@ -1,5 +1,8 @@
 """A decoder-only transformer, Llama's: RMSNorm before each part, rotary positions, SwiGLU, grouped queries.
 
+Others of its kind differ by what `TransformerConfig` has options for: biases, norms of queries and keys, a
+window of positions, layers without rotary positions.
+
     block    attention, then mlp; each reads a norm of the residual and adds to it
     head     one of the `heads` queries; `heads / kv_heads` neighbours share one key and one value
     pair     channels i and i + head_width / 2 of a head: what the rotary positions turn. Hugging Face's Llama
@@ -56,6 +59,8 @@ class Transformer(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.fill_(1.0)
+            elif name.endswith("bias"):
+                parameter.zero_()
             else:
                 adds = name.endswith(("attention.out.weight", "mlp.down.weight"))
                 parameter.normal_(std=residual_std if adds else INIT_STD, generator=generator)
@@ -135,11 +140,17 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_width = config.head_width
+        self.window = config.window_of(layer)
+        self.turns = layer not in config.nope_layers
+        self.head_norms = config.head_norms
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.q = _Linear(config.width, config.width)
-        self.k = _Linear(config.width, config.kv_width)
-        self.v = _Linear(config.width, config.kv_width)
-        self.out = _Linear(config.width, config.width)
+        self.q = _Linear(config.width, config.q_width, config.qkv_bias)
+        self.k = _Linear(config.width, config.kv_width, config.qkv_bias)
+        self.v = _Linear(config.width, config.kv_width, config.qkv_bias)
+        if config.head_norms:
+            self.q_norm = _HeadNorm(config.head_width, eps=config.norm_eps)
+            self.k_norm = _HeadNorm(config.head_width, eps=config.norm_eps)
+        self.out = _Linear(config.q_width, config.width, config.out_bias)
 
     def forward(self, x: Tensor, rotation: Rotation, cache: KVCache | None = None) -> Tensor:
         x = self.norm(x)
@@ -147,16 +158,21 @@ class Attention(nn.Module):
             project(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # [B, heads or kv_heads, T, ...]
             for project in (self.q, self.k, self.v)
         )
-        q, k = rotate(q, rotation), rotate(k, rotation)
+        if self.head_norms:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.turns:
+            q, k = rotate(q, rotation), rotate(k, rotation)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
         new, seen = q.shape[2], k.shape[2]
-        mask = None
-        if cache is not None and 1 < new < seen:
-            # is_causal counts from the first key, so it would hide most of the cache from the new tokens.
+        mask, windowed = None, self.window is not None and seen > self.window
+        # is_causal counts from the first key, so it would hide most of the cache from the new tokens.
+        if windowed or (cache is not None and 1 < new < seen):
             mask = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril(seen - new)
+            if self.window is not None:
+                mask = mask.triu(seen - new - self.window + 1)
         # Without a cache nothing is compared: torch.compile knows no answer to it where any length may come.
-        causal = cache is None or new == seen
+        causal = mask is None and (cache is None or new == seen)
         mixed = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -169,9 +185,9 @@ class MLP(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.gate = _Linear(config.width, config.mlp_width)
-        self.up = _Linear(config.width, config.mlp_width)
-        self.down = _Linear(config.mlp_width, config.width)
+        self.gate = _Linear(config.width, config.mlp_width, config.mlp_bias)
+        self.up = _Linear(config.width, config.mlp_width, config.mlp_bias)
+        self.down = _Linear(config.mlp_width, config.width, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
@@ -246,11 +262,18 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-class _Linear(nn.Linear):
-    """Without bias, and left unfilled: filling it here too would draw from torch's generator for nothing."""
+class _HeadNorm(nn.RMSNorm):
+    """Of x [..., head_width], in its dtype; computed in that of the weight, for autocast makes x bf16."""
 
-    def __init__(self, in_width: int, out_width: int) -> None:
-        super().__init__(in_width, out_width, bias=False)
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
+class _Linear(nn.Linear):
+    """Left unfilled: filling it here too would draw from torch's generator for nothing."""
+
+    def __init__(self, in_width: int, out_width: int, bias: bool = False) -> None:
+        super().__init__(in_width, out_width, bias=bias)
 
     def reset_parameters(self) -> None:
         """`Transformer.reset_parameters` does it."""

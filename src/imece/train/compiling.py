@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 
 import torch
+from torch import nn
 
 from imece.data_parallel.compiled import compile_blocks
 from imece.errors import UserError
@@ -19,7 +20,7 @@ from imece.train.precision import Precision
 
 
 def compile_now(model: Transformer, plan: BatchPlan, precision: Precision) -> float:
-    """Compile the blocks of a model that is not wrapped yet; seconds. One block is run, for all.
+    """Compile the blocks of a model that is not wrapped yet; seconds. One block of each kind is run, for all.
 
     UserError where there is nothing to compile with.
     """
@@ -29,7 +30,8 @@ def compile_now(model: Transformer, plan: BatchPlan, precision: Precision) -> fl
     compile_blocks(model, dynamic=False)
     try:
         with torch.compiler.set_stance("default"):  # an earlier session in this process has set the other
-            _run_a_block(model, plan, precision)
+            for block in _kinds(model):
+                _run_a_block(model, block, plan, precision)
     except BackendCompilerFailed as error:
         why = str(error.inner_exception).partition("\n")[0]
         raise UserError(
@@ -40,9 +42,16 @@ def compile_now(model: Transformer, plan: BatchPlan, precision: Precision) -> fl
     return time.perf_counter() - began
 
 
-def _run_a_block(model: Transformer, plan: BatchPlan, precision: Precision) -> None:
+def _kinds(model: Transformer) -> list[nn.Module]:
+    """One block of those that share their code."""
+    config = model.config
+    kinds = {(config.window_of(at), at in config.nope_layers): block for at, block in enumerate(model.blocks)}
+    return [*kinds.values()]
+
+
+def _run_a_block(model: Transformer, block: nn.Module, plan: BatchPlan, precision: Precision) -> None:
     """Forward and backward, as training does it; parameters keep no gradient of it."""
-    block, device = model.blocks[0], model.embed.weight.device
+    device = model.embed.weight.device
     residual = torch.zeros(plan.micro, plan.seq, model.config.width, device=device, requires_grad=True)
     rotation = rotation_at(model.config, 0, plan.seq, device)
     with precision.autocast():

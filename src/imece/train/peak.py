@@ -18,13 +18,17 @@ def flops_per_token(config: TransformerConfig, seq: int | None = None) -> float:
     """Floating-point operations of forward and backward for one token, recomputation not counted.
 
     6 for each parameter that is multiplied with (2 forward, 4 backward; the embedding only looks up), and
-    12 * layers * width * context for attention, whose causal half counts (Chowdhery et al. 2022, appendix B,
-    where it counts whole). seq: tokens of a sequence, where that is less than the model's context.
+    12 * layers * width of the heads * context for attention, whose causal half counts (Chowdhery et al. 2022,
+    appendix B, where it counts whole), within the windows of layers that have one. seq: tokens of a sequence,
+    where that is less than the model's context.
     """
     tables = 1 if config.tied_head else 2
     looked_up = (tables - 1) * config.vocab_size * config.width  # a tied table is multiplied with as the head
     multiplied = config.parameter_count - looked_up
-    return 6.0 * multiplied + 6.0 * config.layers * config.width * (seq or config.max_seq)
+    seq = seq or config.max_seq
+    windows = (min(config.window_of(layer) or seq, seq) for layer in range(config.layers))
+    seen = sum(window * (2 - window / seq) for window in windows)  # twice what a token sees on average
+    return 6.0 * multiplied + 6.0 * config.q_width * seen
 
 
 @functools.cache

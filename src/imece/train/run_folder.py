@@ -228,4 +228,6 @@ def shape_as_json(config: TransformerConfig) -> dict[str, Any]:
 def read_shape(content: dict[str, Any]) -> TransformerConfig:
     """The reverse of `shape_as_json`."""
     scaling = content.get("rope_scaling")
+    # JSON knows no tuples.
+    content = {key: tuple(value) if isinstance(value, list) else value for key, value in content.items()}
     return TransformerConfig(**{**content, "rope_scaling": RopeScaling(**scaling) if scaling else None})
