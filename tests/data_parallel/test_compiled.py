@@ -136,6 +136,31 @@ def test_a_copy_is_not_compiled() -> None:
     assert backend.forwards == LAYERS
 
 
+@pytest.mark.parametrize(
+    "block",
+    [
+        lambda: nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True),
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU()),
+    ],
+    ids=["TransformerEncoderLayer", "Sequential"],
+)
+def test_blocks_of_torchs_own_classes(block: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(1)
+    model, backend, x = nn.Sequential(*(block() for _ in range(LAYERS))), Backend(), torch.randn(2, 5, 8)
+    names, expected = list(model.state_dict()), gradients(model, x)
+    imece.compile_blocks(model, backend=backend.compile)
+    calls = []
+    model[1].register_forward_hook(lambda *_: calls.append(torch.compiler.is_compiling()))
+    for _ in range(2):
+        for got, each in zip(gradients(model, x), expected, strict=True):
+            torch.testing.assert_close(got, each)
+    assert (backend.forwards, backend.backwards) == (2 * LAYERS, 2 * LAYERS)
+    assert calls == [False, False], "hooks are no part of the graph"
+    assert not counters["graph_break"] and list(model.state_dict()) == names
+    copy.deepcopy(model)(x)
+    assert backend.forwards == 2 * LAYERS
+
+
 def test_which_modules() -> None:
     model = made()
     assert imece.compile_blocks(model, units=[nn.Linear], backend="eager")[0] == "first"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from imece.data_parallel.sharding.coming import settle
@@ -41,8 +42,39 @@ def compile_blocks(
             "one class: name their classes with units=[...], or call model.compile()"
         )
     for block in blocks:
-        block.module.compile(backend=backend, mode=mode, dynamic=dynamic)
+        _compile(block.module, backend=backend, mode=mode, dynamic=dynamic)
     return [block.name for block in blocks]
+
+
+def _compile(module: nn.Module, **options: Any) -> None:
+    if not module.forward.__module__.startswith("torch."):
+        module.compile(**options)
+    else:  # torch.compile passes over such code, unless other code calls it
+        module._compiled_call_impl = _Compiled(module, torch.compile(_calling(module.forward), **options))
+
+
+def _calling(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*inputs: Any, **kwargs: Any) -> Any:
+        return forward(*inputs, **kwargs)
+
+    return run
+
+
+class _Compiled:
+    """A module's call with its forward compiled, but not its hooks: those gather parameters and free them."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module, self._forward = module, forward
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        own = self._module.__dict__
+        if "forward" in own:  # somebody's who replaced it since
+            return self._module._call_impl(*inputs, **kwargs)
+        own["forward"] = self._forward
+        try:
+            return self._module._call_impl(*inputs, **kwargs)
+        finally:
+            del own["forward"]
 
 
 class _Waits:
