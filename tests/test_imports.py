@@ -26,6 +26,7 @@ _RANKS = _BASE | {
     "footprint",
     "world",
     "axes",
+    "cores",
     "store",
     "status",
     "device",
@@ -47,6 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "footprint": _BASE,
     "world": _BASE,
     "axes": _BASE,
+    "cores": _BASE,
     "store": _BASE | {"world"},
     "status": _BASE | {"store"},
     "device": _BASE | {"world"},
@@ -60,8 +62,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": _ENGINE,
     "membership": _ENGINE | {"checkpoint"},
     "train": _TRAIN | {"plan"},
+    "foreign": _BASE | {"data_parallel.sharding.cast", "train.config", "train.config_file"},
     # Outside the ranks: never the engine.
-    "launch": _BASE | {"world", "store", "status", "membership.roster", "membership.where"},
+    "launch": _BASE | {"world", "cores", "store", "status", "membership.roster", "membership.where"},
     "plan": _BASE | {"layout", "footprint", "models", "observe.units"},  # before the ranks: never the engine
 }
 # What a person meets, and what measures it: these gather the rest, and no room may import them.

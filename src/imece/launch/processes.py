@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from imece.cores import usable_cores
 from imece.errors import UserError
 from imece.status import Failure
 from imece.world import AGENT_PORT, JOINING, LOOPBACK, MEMBER
@@ -145,9 +146,8 @@ def worker_environment(
     The store listens on loopback at `port` and is served by the parent. Threads are shared out; Gloo and
     NCCL stay on loopback. What the person has set of the latter is left as it is.
     """
-    cores = len(os.sched_getaffinity(0))
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+
+from imece.cores import usable_cores as usable_cores
 
 _PACKAGES = ("numpy", "safetensors", "tokenizers")
 
@@ -46,11 +47,6 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_model() -> str:
