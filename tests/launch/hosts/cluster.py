@@ -140,6 +140,7 @@ class FakeNetwork:
         self._cluster, self._me = cluster, me
         self.store: int | None = None
         self.leads_to: object = None
+        self.dialled: dict[int, tuple[str, int]] = {}  # where, the last time
 
     def send(self, host: int, message: dict[str, Any]) -> None:
         if frozenset((self._me, host)) in self._cluster.links:
@@ -147,6 +148,7 @@ class FakeNetwork:
 
     def dial(self, host: int, address: tuple[str, int], *, patience_s: float) -> None:
         self._cluster.wanted.add((self._me, host))
+        self.dialled[host] = address
 
     def drop(self, host: int) -> None:
         self._cluster.unlink(self._me, host, told=(host,))

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from imece.errors import UserError
-from imece.launch.hosts.events import Said
+from imece.launch.hosts.events import Said, Up
 from imece.launch.hosts.wide_view import WideView
 from imece.membership.roster import Generation
 from tests.launch.hosts.cluster import RANKS, Make
@@ -64,6 +64,18 @@ def test_one_comes_again_though_host_0_is_gone(cluster: Make) -> None:
     made.start(0)
     made.settle()
     assert made.leaders == [2] and made.newest(0).members == (4, 5, 6, 7, 8, 9)
+
+
+def test_host_0_comes_again_with_another_address(cluster: Make) -> None:
+    """As a pod does: what stays is its name, which is that of the rendezvous."""
+    made = cluster(2)
+    for here in made.heres.values():
+        assert here.book == {0: ("10.0.0.1", 29400), 1: ("10.0.0.2", 29401)}
+    for host in (0, 1):
+        made.events[host].append(Up(0, ("10.7.7.7", 29400), {"hosts": 2, "ranks": RANKS}, "agent 0"))
+    made.settle()
+    made.cut({0})
+    assert made.networks[1].dialled[0] == ("10.0.0.1", 29400)
 
 
 def test_a_rank_dies_while_nobody_leads(cluster: Make) -> None:

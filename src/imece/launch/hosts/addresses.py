@@ -10,6 +10,12 @@ import psutil
 from imece.errors import UserError
 
 Address = tuple[str, int]
+
+
+class UnknownHostError(UserError):
+    """Nobody knows a host of that name: yet, perhaps."""
+
+
 _ENDPOINT = re.compile(
     r"\[(?P<v6>[^][\s]+)\](:(?P<v6_port>\d+))?"
     r"|(?P<name>[^][:\s]+)(:(?P<port>\d+))?"
@@ -37,7 +43,8 @@ def describe(address: Address) -> str:
 
 
 def address_towards(address: Address) -> str:
-    """The own address from which `address` is reached; it may be `address` itself. UserError if none is."""
+    """The own address from which `address` is reached; it may be `address` itself. UserError if none is,
+    UnknownHostError if that is for want of the host."""
     try:
         found = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, target = found[0]
@@ -46,6 +53,8 @@ def address_towards(address: Address) -> str:
             return str(sock.getsockname()[0])
     except UnicodeError:  # getaddrinfo's, of an empty label or one of more than 63 letters
         raise UserError(f"no way from here to {describe(address)}: that is no host's name") from None
+    except socket.gaierror as error:
+        raise UnknownHostError(f"no way from here to {describe(address)}: {error.strerror}") from None
     except OSError as error:
         raise UserError(f"no way from here to {describe(address)}: {error.strerror or error}") from None
 

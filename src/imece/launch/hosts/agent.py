@@ -18,13 +18,19 @@ from pathlib import Path
 from imece.errors import UserError
 from imece.launch.crew import Crew
 from imece.launch.host import Host, Order, Start
-from imece.launch.hosts.addresses import Address, address_towards, describe, interface_of
+from imece.launch.hosts.addresses import (
+    Address,
+    UnknownHostError,
+    address_towards,
+    describe,
+    interface_of,
+)
 from imece.launch.hosts.coordinator import Coordinator
 from imece.launch.hosts.events import Down, Event, Refused, Said, Up
 from imece.launch.hosts.follower import Follower
 from imece.launch.hosts.here import Follow, Here, Lead, Plan, Role, Seek, Turn
 from imece.launch.hosts.network import Network
-from imece.launch.hosts.seeker import Seeker
+from imece.launch.hosts.seeker import SILENT_S, Seeker
 from imece.launch.hosts.token import VARIABLES, find_token
 from imece.launch.hosts.wide_view import WideView
 from imece.launch.output import say
@@ -33,6 +39,7 @@ from imece.launch.view import watched
 from imece.world import AGENT_PORT
 
 _LONGEST_S = 60.0
+_AGAIN_S = 0.5
 
 
 def launch_here(
@@ -170,7 +177,7 @@ class Agent:
 
 def _own_address(plan: Plan) -> str:
     """The one by which this host reaches the rendezvous; UserError if that cannot be."""
-    own = address_towards(plan.rendezvous)
+    own = _towards_host_0(plan)
     name = plan.rendezvous[0]
     if own.startswith("127.") and not name.startswith(("127.", "localhost")):
         raise UserError(
@@ -183,6 +190,22 @@ def _own_address(plan: Plan) -> str:
             f"{own} is one"
         )
     return own
+
+
+def _towards_host_0(plan: Plan) -> str:
+    """Waits for its name: whoever names hosts may do so only once they run, as Kubernetes does."""
+    begin, said = time.monotonic(), False
+    while True:
+        try:
+            return address_towards(plan.rendezvous)
+        except UnknownHostError as error:
+            waited_s = time.monotonic() - begin
+            if plan.me == 0 or waited_s >= plan.patience_s:
+                raise
+            if waited_s >= SILENT_S and not said:
+                said = True
+                say(f"imece: {error}; host {plan.me} tries for {plan.patience_s:.0f} s")
+            time.sleep(_AGAIN_S)
 
 
 def _listen(network: Network, plan: Plan, own: str) -> None:

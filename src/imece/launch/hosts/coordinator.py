@@ -371,7 +371,7 @@ class Coordinator:
         here, self._dial_at = self._here, _NEVER
         if here.me == 0:
             return
-        for host, address in {**here.book, 0: here.plan.rendezvous}.items():
+        for host, address in here.book.items():
             if host != here.me and host not in here.up:
                 here.network.dial(host, address, patience_s=_FOR_EVER_S)
 

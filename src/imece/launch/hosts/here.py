@@ -173,9 +173,12 @@ class Here:
         return {self.me, *(self.standing.newest.hosts & self.up.keys())}
 
     def note_book(self, said: Sequence[Any]) -> None:
-        """Where agents listen. TypeError or ValueError if it is no such list."""
+        """Where agents listen. TypeError or ValueError if it is no such list.
+
+        Host 0 is where the rendezvous is: if that is a name, it may have another address when it comes again.
+        """
         for host, address, port in said:
-            if int(port):
+            if int(port) and int(host):
                 self.book[int(host)] = str(address), int(port)
 
     def said_book(self) -> list[list[Any]]:

@@ -17,7 +17,7 @@ from imece.launch.hosts.here import Follow, Here, Lead, Seek
 from imece.launch.processes import Ending, Outcome
 
 _AGAIN_S = 1.0
-_SILENT_S = 5.0
+SILENT_S = 5.0
 """Who waits for longer is told for what."""
 
 
@@ -28,7 +28,7 @@ class Seeker:
         self._here, self._gathers = here, bool(seek.why) and here.me == 0
         here.was_cut_off |= bool(seek.why)
         self._until = time.monotonic() + here.plan.patience_s
-        self._say_at = math.inf if seek.why else time.monotonic() + _SILENT_S
+        self._say_at = math.inf if seek.why else time.monotonic() + SILENT_S
         self._shows = False
         self._dial_at: dict[int, float] = {}
         self._why_not = ""
@@ -65,7 +65,7 @@ class Seeker:
                 "leader": int(leader),
                 "address": [str(address), int(port)],
             }:
-                here.book[leader] = address, port
+                here.note_book([[leader, address, port]])
                 if leader not in here.up and leader != here.me:
                     self._dial(leader, time.monotonic())
             case {"do": "view"} if self._shows:
