@@ -98,7 +98,7 @@ def test_table_that_is_not_there() -> None:
 # docs/planner-accuracy.md has the figures.
 _REACHED = {
     "ultrascale": ("median", 0.07), "llm_foundry": ("mape", 0.05), "torchtitan": ("mape", 0.06),
-    "torchtitan_float8": ("median", 0.23),
+    "torchtitan_float8": ("mape", 0.14), "torchtitan_h200": ("mape", 0.08),
     "vtrain": ("mape", 0.10), "sc21": ("mape", 0.05), "korthikanti_iteration": ("mape", 0.05),
 }  # fmt: skip
 
@@ -108,7 +108,7 @@ def test_published_step_times(table: str) -> None:
     what, bound = _REACHED[table]
     rows = accuracy_time.rows(table)
     assert getattr(accuracy.summary(rows), what) < bound
-    if table != "torchtitan_float8":  # its long sequences are not met: docs/planner-accuracy.md
+    if len(rows) > 2:  # two alike rows are met best by a constant
         assert accuracy.skill(rows) > 0.2
 
 
@@ -129,7 +129,8 @@ def test_choice_by_prediction() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "bound"), [("korthikanti_layer", 0.09), ("ddp_v100", 0.05), ("bert", 0.03), ("nccl", 0.16)]
+    ("table", "bound"),
+    [("attention", 0.03), ("korthikanti_layer", 0.09), ("ddp_v100", 0.05), ("bert", 0.03), ("nccl", 0.16)],
 )
 def test_published_parts_of_steps(table: str, bound: float) -> None:
     assert accuracy.summary(accuracy_parts.TABLES[table]()).mape < bound

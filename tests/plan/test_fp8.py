@@ -23,8 +23,10 @@ from imece.plan.hardware import find_cluster, find_gpu, gpu_names, gpus_with_fp8
 from imece.plan.memory.memory import memory
 from imece.plan.models.model import Model
 from imece.plan.setup import Parallel, Precision, Recipe, Setup
+from imece.plan.speed.communication import along, collective_s
 from imece.plan.speed.compute import flops_a_token, layer_time, product_s
-from imece.plan.speed.manner import IMECE, Manner
+from imece.plan.speed.manner import IMECE, TORCHTITAN, Manner
+from imece.plan.speed.stage import stage_time
 from imece.plan.speed.step_time import step_time
 from tests.plan.asked import LLAMA_70B, ask
 from tests.plan.test_step_time import CLUSTER, MODEL, few, manners, setups
@@ -88,7 +90,7 @@ def test_the_wider_the_more_is_gained_and_narrow_layers_lose() -> None:
         gained.append(
             1 - sum((fp8.forward, fp8.inputs, fp8.weights)) / sum((bf16.forward, bf16.inputs, bf16.weights))
         )
-    assert gained == sorted(gained) and gained[0] < 0 < gained[1] and 0.2 < gained[-1] < 0.5
+    assert gained == sorted(gained) and gained[1] < 0 < gained[2] and 0.2 < gained[-1] < 0.5
 
 
 def test_a_product_is_at_most_as_much_faster_as_the_units_are() -> None:
@@ -122,7 +124,7 @@ def test_gpus_that_multiply_it() -> None:
     names = gpus_with_fp8()
     assert {"H100", "H200", "B200", "L40S", "RTX-4090", "RTX-5090"} <= set(names)
     for name in names:
-        assert find_gpu(name).fp8 == 2, name
+        assert 1.7 < find_gpu(name).fp8 <= 2, name
     assert all(find_gpu(name).bf16 for name in names)
     for name in set(gpu_names()) - {*names}:  # of Ampere, and older
         assert re.match(r"(A|V|T|P)\d|RTX-3|CPU", name), name
@@ -222,16 +224,37 @@ def test_larger_gpus_multiply_it_too() -> None:
         assert way.question.cluster.gpu.fp8, way.name
 
 
+def test_torchtitan_gathers_in_it_what_it_multiplies_in_it() -> None:
+    cluster, parallel = find_cluster("H100", 8, 4), Parallel("zero3", 4, 4, tensor=8)
+    setup = Setup(MODEL, parallel, Recipe(4096, 2, compiled=True))
+    size = 2.0 * 2 * 4096 * MODEL.width
+    whole, half = (
+        collective_s(cluster, "all_gather", part * size, along(cluster, 8, 1)) for part in (1, 0.5)
+    )
+    for manner, spared in ((TORCHTITAN, 4 * MODEL.layers * (whole - half)), (IMECE, 0.0)):
+        bf16, fp8 = (stage_time(each, cluster, manner) for each in (setup, in_fp8(setup)))
+        assert bf16.tensor - fp8.tensor == pytest.approx(spared)
+    alone = Setup(LLAMA_70B, Parallel("zero3", 32, 32), Recipe(4096, compiled=True))
+    slow = find_cluster("H100", 8, 4, "ethernet-10g")
+    for manner, share in ((TORCHTITAN, 0.5), (IMECE, 1.0)):
+        bf16_s, fp8_s = (
+            step_time(each, slow, manner).exposed["parameters"] for each in (alone, in_fp8(alone))
+        )
+        assert fp8_s / bf16_s == pytest.approx(share, rel=0.1)
+
+
 def test_published_steps_in_fp8() -> None:
     """Of the same model, sequences and GPUs, as in bf16; held out. The others: docs/planner-accuracy.md."""
     rows = [row for row in accuracy_time.rows("torchtitan_float8") if row.cell.endswith(" 8192")]
     beside = [row for row in rows if row.cell.startswith("8B")]
     assert len(beside) == 2 and len(rows) == 3 and all(row.held_out for row in rows)
-    assert all(-0.07 < row.error < 0 for row in beside)
+    assert all(abs(row.error) < 0.05 for row in beside)
     in_bf16 = {row.cell: row for row in accuracy_time.rows("torchtitan") if "compiled" in row.name}
     for row in beside:
         faster = in_bf16[row.cell].predicted / row.predicted
-        assert 1.2 < faster < 1.1 * in_bf16[row.cell].measured / row.measured
+        assert faster == pytest.approx(in_bf16[row.cell].measured / row.measured, abs=0.02)
+    for row in accuracy_time.rows("torchtitan_h200"):
+        assert row.held_out and abs(row.error) < 0.08
 
 
 def test_published_memory_in_fp8() -> None:

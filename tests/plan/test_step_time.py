@@ -245,6 +245,16 @@ def test_recomputation_sends_keys_and_values_round_again() -> None:
     assert full == pytest.approx(none * 4 / 3, rel=0.01)  # nearly all is in sight
 
 
+def test_what_blocks_give_is_added_up() -> None:
+    """Each of four ranks has a fourth of all scores, and adds up what four blocks give."""
+    recipe = Recipe(32768, 2)
+    alone, shared = (layer_time(CLUSTER.gpu, MODEL, IMECE, recipe, ranks, 1, False) for ranks in (1, 4))
+    elements = 2 * 32768 * MODEL.width
+    rate = 0.85 * CLUSTER.gpu.memory_bandwidth
+    assert shared.core - alone.core / 4 == pytest.approx(28 * elements / rate)
+    assert shared.core_backward - alone.core_backward / 4 == pytest.approx(35 * elements / rate)
+
+
 def test_keys_and_values_go_round_while_the_gpu_waits_for_the_cpu() -> None:
     cluster = find_cluster("B200", 4, 1)
     endless = replace(cluster, inside=replace(cluster.inside, bandwidth=1e18, latency=0.0))

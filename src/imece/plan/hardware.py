@@ -84,7 +84,7 @@ class Gpu:
     flash: tuple[float, float] = (0.4, 0.34)  # part of `peak` in flash attention, forward and backward
     multiprocessors: int = 100  # among which the tiles of a product are dealt; 1: a CPU
     bf16: bool = True  # whether its matrix units have it
-    fp8: float = 0.0  # dense products in FP8, summed in fp32, over `peak`; 0: its matrix units have none
+    fp8: float = 0.0  # rate of dense products in FP8, summed in fp32, over that in bf16; 0: it has none
 
     def __hash__(self) -> int:  # of one field: it is a key of caches that are asked for each candidate
         return hash(self.name)

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from imece.plan.accuracy.published import read
 from imece.plan.accuracy.statistics import Row
-from imece.plan.hardware import Cluster, find_cluster, find_network
+from imece.plan.hardware import Cluster, find_cluster, find_gpu, find_network
 from imece.plan.models.model import Model
 from imece.plan.setup import Parallel, Recipe, Recomputation, Setup
 from imece.plan.speed.communication import Op, along, collective_s, sent_bytes
-from imece.plan.speed.manner import MEGATRON
+from imece.plan.speed.compute import layer_time
+from imece.plan.speed.manner import IMECE, MEGATRON
 from imece.plan.speed.stage import stage_time
 from imece.plan.speed.timeline import exposed_after
 
@@ -51,6 +52,25 @@ def korthikanti_layer() -> list[Row]:
         setup = Setup(model, Parallel("replicate", tensor=8, sequence=r["sequence"] == "1"), recipe)
         measured = (float(r["forward_ms"]) + float(r["backward_ms"])) / 1e3
         rows.append(Row(r["experiment"], measured, stage_time(setup, cluster, MEGATRON).total, held_out=True))
+    return rows
+
+
+def attention() -> list[Row]:
+    """Scores and what is done with them, alone and where keys and values go round. Chosen on these rows:
+    Gpu.flash of H100 and A100, and the bytes of adding up blocks."""
+    rows = []
+    for r in read("attention").rows:
+        heads, width, seq, batch, ranks = (
+            int(r[name]) for name in ("heads", "head_width", "seq", "batch", "ranks")
+        )
+        model = Model("attention", 1, heads * width, heads, int(r["kv_heads"]), width, 8, True, vocab_size=8)
+        found = layer_time(find_gpu(r["gpu"]), model, IMECE, Recipe(seq, batch), ranks, 1, False)
+        both = r["pass"] == "both"
+        flops = 2.0 * batch * seq * seq * width * heads
+        measured = 1 / float(r["per_s"]) if r["per_s"] else flops / (float(r["tflops"]) * 1e12)
+        predicted = found.core + (found.core_backward if both else 0.0)
+        name = f"{r['gpu']} {r['pass']} heads of {width} seq {seq} x{ranks}"
+        rows.append(Row(name, measured, predicted, cell=r["gpu"], ranks=ranks))
     return rows
 
 
@@ -107,6 +127,7 @@ def _scaled(
 
 TABLES: dict[str, Callable[[], list[Row]]] = {
     "nccl": nccl,
+    "attention": attention,
     "korthikanti_layer": korthikanti_layer,
     "ddp_v100": ddp_v100,
     "bert": bert,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from imece.plan.accuracy.published import Table, read
 from imece.plan.accuracy.statistics import Row
-from imece.plan.hardware import Cluster, find_cluster
+from imece.plan.hardware import Cluster, Gpu, find_cluster, find_gpu
 from imece.plan.models.model import Model
 from imece.plan.setup import Parallel, Precision, Recipe, Setup, Strategy
 from imece.plan.speed.compute import flops_a_token
@@ -114,24 +114,35 @@ def llm_foundry(own: Table | None = None) -> Iterator[Case]:
 
 def torchtitan(own: Table | None = None) -> Iterator[Case]:
     """Rows in bf16; nothing is fitted on them."""
-    return _torchtitan(own or read("torchtitan"))
+    return _torchtitan(own or read("torchtitan"), _h100_at_500_w())
 
 
 def torchtitan_float8(own: Table | None = None) -> Iterator[Case]:
     """Rows whose layers are multiplied in FP8; nothing is fitted on them."""
-    return _torchtitan(own or read("torchtitan_float8"))
+    return _torchtitan(own or read("torchtitan_float8"), _h100_at_500_w())
 
 
-def _torchtitan(table: Table) -> Iterator[Case]:
+def torchtitan_h200(own: Table | None = None) -> Iterator[Case]:
+    """Rows in FP8 on another GPU, half a year later; nothing is fitted on them."""
+    return _torchtitan(own or read("torchtitan_h200"), find_gpu("H200"))
+
+
+def _h100_at_500_w() -> Gpu:
+    """All that multiplies is slower, attention as well."""
+    gpu = find_gpu("H100")
+    return replace(
+        gpu,
+        name="H100 500 W, HBM2e",
+        memory_bandwidth=2.4e12,
+        sustained=gpu.sustained * _AT_500_W,
+        flash=(gpu.flash[0] * _AT_500_W, gpu.flash[1] * _AT_500_W),
+    )
+
+
+def _torchtitan(table: Table, gpu: Gpu) -> Iterator[Case]:
     for r in table.rows:
         gpus, model = int(r["gpus"]), _LLAMAS[r["model"]]
         cluster = find_cluster("H100", 8, -(-gpus // 8), "infiniband-ndr")
-        gpu = replace(
-            cluster.gpu,
-            name="H100 500 W, HBM2e",
-            memory_bandwidth=2.4e12,
-            sustained=cluster.gpu.sustained * _AT_500_W,
-        )
         batch, data, tensor, context = (int(r[name]) for name in ("local_batch", "fsdp", "tp", "cp"))
         recipe = Recipe(
             int(r["seq"]), batch, int(r["global_batch"]) // (batch * data),
@@ -250,6 +261,7 @@ TABLES: dict[str, Callable[[Table | None], Iterator[Case]]] = {
     "llm_foundry": llm_foundry,
     "torchtitan": torchtitan,
     "torchtitan_float8": torchtitan_float8,
+    "torchtitan_h200": torchtitan_h200,
     "vtrain": vtrain,
     "sc21": sc21,
     "korthikanti_iteration": korthikanti,

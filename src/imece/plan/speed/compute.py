@@ -25,7 +25,13 @@ _SPLIT = 1024  # terms that a part has at least, where a tile's sum is split ove
 _SCORES_FORWARD = 13  # bytes moved for each score where attention keeps them: product, softmax, dropout
 _SCORES_BACKWARD = 24
 _BATCHED = 0.5  # of the sustained rate, products of single heads
-_HALF_SEQ = 256  # tokens at which flash attention reaches half of its rate
+_HALF_SEQ = 300  # tokens at which flash attention reaches half of its rate, with a causal mask
+# Bytes moved for each element that attention gives out and each block of keys and values that comes round, to
+# add what the block gives to what those before gave: what zhuzilin/ring-flash-attention with 8 x 8,192 tokens
+# (both ends of the sequence on each rank, README.md) takes longer than flash attention alone, on H800 25 and
+# 36, on A100 31 and 33.
+_MERGED_FORWARD = 28
+_MERGED_BACKWARD = 35
 _WIDE = 128  # channels of a head for which Gpu.flash is told
 _ONE_BYTE = 1  # of an element that is multiplied in FP8; what comes of it has two
 _FUSED = 0.5  # bytes of element-wise work and loss that are left where they are compiled into few kernels
@@ -188,7 +194,21 @@ def _moved_forward(model: Model, tokens: int, split: int, turned: float, activat
 def _core(
     gpu: Gpu, model: Model, manner: Manner, recipe: Recipe, context: int, heads: int
 ) -> tuple[float, float]:
-    """Forward and backward of the scores and what is done with them."""
+    """Forward and backward of the scores and what is done with them, of all blocks where these go round."""
+    forward, backward = _attended(gpu, model, manner, recipe, context, heads)
+    if context == 1:
+        return forward, backward
+    elements = context * (recipe.micro_batch * recipe.seq // context) * heads * model.head_width
+    return (
+        forward + stream_s(gpu, _MERGED_FORWARD * elements),
+        backward + stream_s(gpu, _MERGED_BACKWARD * elements),
+    )
+
+
+def _attended(
+    gpu: Gpu, model: Model, manner: Manner, recipe: Recipe, context: int, heads: int
+) -> tuple[float, float]:
+    """Each token's own and those before: every rank has as many, for its tokens are from both ends."""
     scores = recipe.micro_batch * recipe.seq * recipe.seq // context * heads
     flops: float
     if recipe.attention == "plain":  # computes those that the causal mask hides, too

@@ -32,6 +32,7 @@ class Manner:
     selective_products: float = (
         0.0  # of the products that selective recomputation repeats; 0: the core instead
     )
+    gathers_fp8: bool = False  # parameters and activations that are multiplied in FP8 are gathered in it
     adds_in_products: bool = False  # gradients of micro-batches are summed by the product that makes them
     scatters_pieces: bool = False  # a pipeline sends 1/tensor of an activation, gathered inside the host
 
@@ -79,7 +80,9 @@ MEGATRON_DEEPSPEED = Manner(
 )  # fmt: skip
 
 # mosaicml/llm-foundry: FSDP; attention in Triton, which was slower than version 2 of flash attention.
-LLM_FOUNDRY = Manner("llm-foundry", flash=0.6, contention=0.6)
+LLM_FOUNDRY = Manner("llm-foundry", flash=0.55, contention=0.6)
 
-# pytorch/torchtitan: FSDP2; its selective recomputation keeps attention and every second matrix product.
-TORCHTITAN = Manner("torchtitan", elementwise=1.5, contention=0.6, selective_products=0.5)
+# pytorch/torchtitan: FSDP2; its selective recomputation keeps attention and every second matrix product. What
+# it multiplies in FP8 is cast before it is gathered: activations by torchao's float8_tensor_parallel.py,
+# parameters by its fsdp_utils.py, which torchtitan's docs/float8.md switches on.
+TORCHTITAN = Manner("torchtitan", elementwise=1.5, contention=0.6, selective_products=0.5, gathers_fp8=True)

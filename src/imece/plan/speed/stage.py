@@ -188,7 +188,9 @@ def _tensor_talk(
         hidden = min(one, beside) if manner.overlap_tensor else 0.0
         calls = 2 * forwards + 2
         return _Talk(calls * one - 2 * hidden, 2 * hidden, calls)
-    gather = collective_s(cluster, "all_gather", size_bytes, group)
+    in_fp8 = recipe.precision.fp8 and manner.gathers_fp8
+    gathered = size_bytes / recipe.precision.activations if in_fp8 else size_bytes
+    gather = collective_s(cluster, "all_gather", gathered, group)
     scatter = collective_s(cluster, "reduce_scatter", size_bytes, group)
     again = 2 if manner.gathers_again else 0
     hidden = 0.0

@@ -52,13 +52,13 @@ def held_parameters(setup: Setup, stage: StageTime) -> float:
     return (stage.most_layers * model.layer_parameters + tables) / setup.parallel.tensor
 
 
-def _held_bytes(setup: Setup, stage: StageTime) -> float:
-    """Of `held_parameters`, as they lie in memory and are gathered."""
+def _held_bytes(setup: Setup, stage: StageTime, in_fp8: bool = False) -> float:
+    """Of `held_parameters`, as they lie in memory and are gathered; in_fp8: those of layers as they are
+    multiplied."""
     held, size = held_parameters(setup, stage), setup.recipe.precision.parameters
-    if setup.recipe.adapters != "qlora":
-        return held * size
+    in_layers = FOUR_BIT if setup.recipe.adapters == "qlora" else 1 if in_fp8 else size
     layers = stage.most_layers * setup.model.layer_parameters / setup.parallel.tensor
-    return layers * FOUR_BIT + (held - layers) * size
+    return layers * in_layers + (held - layers) * size
 
 
 def synchronise(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime) -> Synchronisation:
@@ -201,7 +201,8 @@ def _sharded(
     if group.ranks == 1 and not offloaded:
         return Synchronisation(0.0, 0.0, 0.0)
     units = max(1, stage.most_layers)
-    held, gradients = _held_bytes(setup, stage) / units, _gradient_bytes(setup, stage) / units
+    in_fp8 = setup.recipe.precision.fp8 and manner.gathers_fp8
+    held, gradients = _held_bytes(setup, stage, in_fp8) / units, _gradient_bytes(setup, stage) / units
     gather = collective_s(cluster, "all_gather", held, group)
     gather_busy = busy_s(cluster, "all_gather", held, group)
     if offloaded:
