@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from imece.data_parallel.parallelize import parallelize
     from imece.data_parallel.replicate import DistributedDataParallel
     from imece.data_parallel.sharding.cast import MixedPrecision
+    from imece.foreign.files import read_settings
     from imece.launch.spawn import spawn
     from imece.membership.steps import steps
     from imece.mesh import Mesh, init
@@ -58,6 +59,7 @@ _HOMES = {
     "data_parallel.grad_scaler": ["GradScaler"],
     "data_parallel.parallelize": ["parallelize"],
     "data_parallel.replicate": ["DistributedDataParallel"],
+    "foreign.files": ["read_settings"],
     "launch.spawn": ["spawn"],
     "membership.steps": ["steps"],
     "models.cross_entropy": ["cross_entropy"],
@@ -90,6 +92,7 @@ __all__ = [
     "init",
     "load_weights",
     "parallelize",
+    "read_settings",
     "recv",
     "reduce",
     "reduce_scatter",

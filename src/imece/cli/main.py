@@ -23,6 +23,7 @@ COMMANDS = {
     "eval": "the loss of a trained model, on its own held-out text or on other",
     "export": "a trained model in Hugging Face's format",
     "plan": "what fits on which GPUs, how fast it is, and why, before anything is rented",
+    "convert": "read a configuration of DeepSpeed's or Accelerate's",
     "launch": "run a script on several ranks, of this host or of several; replace those that die",
     "drill": "the same, and hit random ranks with a signal: does it go on?",
     "bench": "measure steps, memory, saves, recovery, collectives, beside torch and others",

@@ -1,0 +1,166 @@
+"""`imece convert FILE`: DeepSpeed's or Accelerate's configuration, in the words of imece."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from imece.cli.options import parse
+from imece.errors import UserError
+from imece.foreign.files import read_settings
+from imece.foreign.settings import TORCH, Settings
+from imece.foreign.training import train_toml
+
+PROG = "imece convert"
+DESCRIPTION = (
+    "Read a configuration of DeepSpeed's (.json) or Accelerate's (.yaml, .json): what becomes of each value, "
+    "the lines for your own script, the command that starts it, and a file for imece train."
+)
+_WIDE = 100  # of a line of code
+_FATES = {"taken": "taken", "needless": "so already, or of no account here", "left out": "LEFT OUT"}
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Options of `imece convert`."""
+
+    file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
+    """DeepSpeed's or Accelerate's."""
+    ranks: int | None = None
+    """How many it is for, of all hosts together; None: as the file says, if it does."""
+    to: Path | None = None
+    """Write the file for imece train here, a .toml that does not exist yet."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """`imece convert ARGV`: 0."""
+    options = parse(ConvertOptions, argv, PROG, DESCRIPTION)
+    settings = read_settings(options.file, options.ranks)
+    shown, written = list(lines(settings)), train_toml(settings)  # what cannot be is said before all else
+    print(*shown, sep="\n")
+    if options.to is not None:
+        try:
+            with options.to.open("x", encoding="utf-8") as file:
+                file.write(written)
+        except FileExistsError:
+            raise UserError(f"--to {options.to}: it is there already, and stays as it is") from None
+        except OSError as error:
+            raise UserError(f"--to {options.to}: cannot be written ({error.strerror})") from None
+        print(f"\nwritten  {options.to}: imece train {options.to} --data YOUR_TEXT")
+    return 0
+
+
+def lines(settings: Settings) -> Iterator[str]:
+    """All that there is to say."""
+    of = f", for {settings.ranks} rank{'s' * (settings.ranks != 1)}" if settings.ranks else ""
+    yield f"{settings.file}: {settings.source}'s configuration{of}"
+    for fate, title in _FATES.items():
+        those = [each for each in settings.values if each.fate == fate]
+        if not those:
+            continue
+        yield ""
+        yield title
+        names = max(len(each.name) for each in those)
+        shown = [_short(each.value) for each in those]
+        wide = max(map(len, shown))
+        for each, value in zip(those, shown, strict=True):
+            yield f"  {each.name:<{names}}  {value:<{wide}}  {each.text}"
+    yield ""
+    yield "in your script"
+    yield from (f"  {line}".rstrip() for line in script(settings))
+    yield ""
+    yield "start it"
+    yield f"  {command(settings)}"
+    yield ""
+    yield f"for imece train (--to FILE.toml writes it){_batch_note(settings)}"
+    yield from (f"  {line}".rstrip() for line in train_toml(settings).splitlines())
+
+
+def script(settings: Settings) -> list[str]:
+    """The lines of a training script that the file stands for."""
+    arguments = _arguments(settings)
+    precision = any("torch." in each for each in arguments)
+    shown = ["import imece", *(["import torch"] if precision or settings.optimizer else []), ""]
+    shown.append("mesh = imece.init()")
+    if settings.recompute:
+        shown.append("model.gradient_checkpointing_enable()  # of transformers; else torch.utils.checkpoint")
+    if settings.compile:
+        shown.append("imece.compile_blocks(model)")
+    if settings.optimizer is not None:
+        said = {name: getattr(settings.optimizer, name) for name in ("lr", "betas", "eps", "weight_decay")}
+        given = "".join(f", {name}={value!r}" for name, value in said.items() if value is not None)
+        shown.append(f"optimizer = torch.optim.{settings.optimizer.name}(model.parameters(){given})")
+    call = f"model, optimizer = imece.parallelize(model, optimizer, {', '.join(arguments)})"
+    if len(call) <= _WIDE:
+        shown.append(call)
+    else:
+        shown.append("model, optimizer = imece.parallelize(")
+        shown += [f"    {each}," for each in ("model, optimizer", *arguments)]
+        shown.append(")")
+    if settings.dtype != "fp32" and not settings.is_sharded:
+        shown.append(f"# forward and loss in torch.autocast(mesh.device.type, torch.{TORCH[settings.dtype]})")
+    if settings.dtype == "fp16":
+        shown.append("# backward and step through imece.GradScaler(mesh.device.type)")
+    if (settings.accumulation or 1) > 1:
+        parts = settings.accumulation
+        step = f"{parts} backwards, each of loss / {parts}"
+        shown.append(f"# a step is {step}, all but the last in model.no_sync()")
+    if settings.clip:
+        shown.append(f"# before optimizer.step(): model.clip_grad_norm_({settings.clip:g})")
+    return shown
+
+
+def command(settings: Settings) -> str:
+    """How its ranks are started."""
+    if settings.ranks is None:
+        count = "RANKS"
+    elif settings.ranks % settings.hosts:
+        raise UserError(
+            f"{settings.file}: {settings.ranks} ranks cannot be shared evenly by {settings.hosts} hosts"
+        )
+    else:
+        count = str(settings.ranks // settings.hosts)
+    hosts = ""
+    if settings.hosts > 1:
+        where = settings.rendezvous or "HOST:29400"
+        hosts = f" --hosts {settings.hosts} --host-rank {settings.host_rank} --rendezvous {where}"
+    return f"imece launch{hosts} --ranks {count} train.py"
+
+
+def _arguments(settings: Settings) -> list[str]:
+    """Those of imece.parallelize, as they are typed."""
+    shown = []
+    if settings.unit_classes and settings.strategy in ("zero3", "hybrid"):
+        shown.append(f"units=[{', '.join(settings.unit_classes)}]")
+    without: Any = settings if not shown else _without_classes(settings)
+    typed = []
+    for name, value in without.arguments().items():
+        if name == "precision":
+            pairs = ((each, getattr(value, each)) for each in ("param", "reduce"))
+            inside = ", ".join(f"{each}={dtype}" for each, dtype in pairs if dtype is not None)
+            typed.append(f"precision=imece.MixedPrecision({inside})")
+        elif name == "strategy":
+            typed.append(f'"{value}"')
+        else:
+            typed.append(f'{name}="{value}"' if isinstance(value, str) else f"{name}={value!r}")
+    return typed + shown
+
+
+def _without_classes(settings: Settings) -> Settings:
+    return dataclasses.replace(settings, unit_classes=())
+
+
+def _batch_note(settings: Settings) -> str:
+    if settings.global_batch is None and settings.micro_batch is not None and settings.ranks is None:
+        return "; the whole batch depends on the ranks: --ranks"
+    return ""
+
+
+def _short(value: object) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 40 else text[:37] + "..."

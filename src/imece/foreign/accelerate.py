@@ -1,0 +1,240 @@
+"""Accelerate's configuration, as `accelerate config` writes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from imece.errors import UserError
+from imece.foreign import deepspeed
+from imece.foreign.reading import Reading, Value
+from imece.foreign.settings import Dtype, Settings
+
+_PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU")
+_DTYPES: dict[str, Dtype] = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
+_FSDP = {
+    "FULL_SHARD": "zero3",
+    "SHARD_GRAD_OP": "zero2",
+    "NO_SHARD": "replicate",
+    "HYBRID_SHARD": "hybrid",
+    "HYBRID_SHARD_ZERO2": "hybrid_zero2",
+}
+_NUMBERED = dict(enumerate(_FSDP, 1))  # FSDP's strategies may be given by number
+_AHEAD = "the next unit is always gathered ahead; gathers_in_flight= says how many"
+_NEEDLESS = {
+    "fsdp_config.fsdp_backward_prefetch": _AHEAD,
+    "fsdp_config.fsdp_forward_prefetch": _AHEAD,
+    "fsdp_config.fsdp_limit_all_gathers": "two gathers in flight; gathers_in_flight= says how many",
+    "fsdp_config.fsdp_use_orig_params": "parameters always keep their names and are the optimizer's own",
+    "fsdp_config.fsdp_sync_module_states": "rank 0's values always count",
+    "fsdp_config.fsdp_cpu_ram_efficient_loading": "a model on the meta device is filled unit by unit",
+    "fsdp_config.fsdp_state_dict_type": "checkpoints are sharded, and load at any number of ranks",
+    "fsdp_config.fsdp_version": "there is one engine",
+    "same_network": "hosts are found by --rendezvous",
+    "rdzv_backend": "imece launch has a rendezvous of its own",
+    "main_training_function": "the script is run as a whole",
+    "debug": "calls of ranks are always checked against each other",
+    "downcast_bf16": "of TPUs",
+    "tpu_use_cluster": "of TPUs",
+    "tpu_use_sudo": "of TPUs",
+    "tpu_env": "of TPUs",
+    "deepspeed_config.zero3_init_flag": "a model on the meta device is filled unit by unit",
+    "deepspeed_config.zero3_save_16bit_model": "state dicts, and imece export, write whole weights",
+    "deepspeed_config.deepspeed_multinode_launcher": "imece launch is given on each host",
+}
+_LEFT = {
+    "enable_cpu_affinity": "imece launch shares the cores out, and binds nothing",
+    "fp8_config": "torchao's float8 layers in your model do it",
+    "parallelism_config": "imece is data-parallel: imece plan reckons with the others, nothing runs them",
+    "megatron_lm_config": "imece is data-parallel",
+    "mpirun_config": "imece launch starts the ranks; mpirun can too",
+    "tpu_name": "of TPUs",
+    "tpu_zone": "of TPUs",
+    "tpu_vm": "of TPUs",
+    "command_file": "of TPUs",
+    "commands": "of TPUs",
+    "deepspeed_config.deepspeed_hostfile": "imece launch is given on each host",
+    "deepspeed_config.deepspeed_exclusion_filter": "imece launch is given on each host",
+    "deepspeed_config.deepspeed_inclusion_filter": "imece launch is given on each host",
+    "deepspeed_config.deepspeed_moe_layer_cls_names": "units= of imece.parallelize says what is one unit",
+    "deepspeed_config.offload_optimizer_nvme_path": "nothing is swapped to NVMe",
+    "deepspeed_config.offload_param_nvme_path": "nothing is swapped to NVMe",
+}
+_KNOWN = ("compute_environment", "distributed_type", "mixed_precision", "num_processes", "num_machines")
+
+
+def is_accelerate(content: Mapping[str, Any]) -> bool:
+    """Whether these are the keys of such a file."""
+    return "distributed_type" in content or "compute_environment" in content
+
+
+def read(content: Mapping[str, Any], file: str, ranks: int | None = None) -> Settings:
+    """What the file says. ranks: in place of its own num_processes.
+
+    A file of DeepSpeed's that it names is read too, beside it. UserError for values that cannot be, for a
+    kind of parallelism that is not here, or a file that cannot be read.
+    """
+    values = Reading(content, file)
+    where = values.word("compute_environment")
+    if where not in (None, "LOCAL_MACHINE"):
+        raise values.wrong(
+            "compute_environment", "LOCAL_MACHINE; what a cloud's own service starts is not read"
+        )
+    values.needless("compute_environment", "imece launch is given where the ranks are to run")
+    kind = values.word("distributed_type") or "NO"
+    own = values.whole("num_processes", -1)
+    ranks = ranks or (own if own is not None and own > 0 else None) or (1 if kind == "NO" else None)
+    values.take("num_processes", "ranks of all hosts together")
+    found: dict[str, Any] = {"ranks": ranks}
+    word = (values.word("mixed_precision") or "no").lower()
+    found["dtype"] = _DTYPES.get("no" if word == "false" else word)
+    if found["dtype"] is None:
+        raise values.wrong("mixed_precision", "no, fp16, bf16 or fp8")
+    values.take(
+        "mixed_precision",
+        "no mixed precision" if word in ("no", "false") else f"products in {found['dtype']}",
+    )
+    nested: tuple[Value, ...] = ()
+    if kind == "FSDP":
+        found |= _fsdp(values)
+    elif kind == "DEEPSPEED":
+        by_deepspeed = _deepspeed(values, content, file, ranks, found["dtype"])
+        nested = by_deepspeed.values
+        names = (
+            "strategy",
+            "dtype",
+            "reduce",
+            "offload",
+            "micro_batch",
+            "accumulation",
+            "global_batch",
+            "clip",
+        )
+        found |= {name: getattr(by_deepspeed, name) for name in (*names, "optimizer", "schedule")}
+    elif kind not in _PLAIN:
+        raise values.wrong("distributed_type", f"one of {', '.join(_PLAIN)}, FSDP or DEEPSPEED")
+    values.take("distributed_type", f'strategy "{found.get("strategy", "replicate")}"')
+    found |= _places(values)
+    if (values.word("dynamo_config.dynamo_backend") or "NO").upper() != "NO":
+        found["compile"] = True
+        values.take("dynamo_config.dynamo_backend", "imece.compile_blocks(model, backend=...)")
+    values.needless("dynamo_config.dynamo_backend", "not asked for")
+    values.leave("dynamo_config", "arguments of imece.compile_blocks, or of torch.compile")
+    for section, whose in (("fsdp_config", "FSDP"), ("deepspeed_config", "DEEPSPEED")):
+        if kind != whose:
+            values.leave(section, f"distributed_type is {kind}")
+    for key, text in _NEEDLESS.items():
+        values.needless(key, text)
+    for key, text in _LEFT.items():
+        values.leave(key, text)
+    return Settings(file, "Accelerate", (*values.finish(_KNOWN), *nested), **found)
+
+
+def _fsdp(values: Reading) -> dict[str, Any]:
+    section = "fsdp_config."
+    name = f"{section}fsdp_sharding_strategy"
+    word = (values.word(name) or "FULL_SHARD").upper().removeprefix("_")
+    strategy = _FSDP.get(_NUMBERED[int(word)] if word.isdigit() and int(word) in _NUMBERED else word)
+    if strategy is None:
+        raise values.wrong(name, f"one of {', '.join(_FSDP)}")
+    reshard = f"{section}fsdp_reshard_after_forward"
+    after = values.word(reshard)
+    if after is not None and after.upper() in _FSDP:  # FSDP1's strategies under FSDP2's name
+        strategy, keeps = _FSDP[after.upper()], False
+    else:
+        keeps = after is not None and not values.flag(reshard)
+    values.take(name, f'strategy "{strategy}"')
+    values.take(reshard, "reshard_after_forward=False" if keeps else f'strategy "{strategy}"')
+    found: dict[str, Any] = {"strategy": strategy, "reshard_after_forward": not keeps}
+    offload = f"{section}fsdp_offload_params"
+    if values.flag(offload):
+        both = strategy in ("zero3", "hybrid")
+        found["offload"] = "parameters" if both else "optimizer"
+        values.take(offload, f'offload "{found["offload"]}"')
+    values.needless(offload, "not asked for")
+    recompute = f"{section}fsdp_activation_checkpointing"
+    found["recompute"] = bool(values.flag(recompute))
+    values.take(
+        recompute, "torch.utils.checkpoint around each block" if found["recompute"] else "not asked for"
+    )
+    policy = f"{section}fsdp_auto_wrap_policy"
+    wrap = values.word(policy) or ""
+    classes, least = f"{section}fsdp_transformer_layer_cls_to_wrap", f"{section}fsdp_min_num_params"
+    names, elements = values.word(classes), values.whole(least)
+    if wrap == "SIZE_BASED_WRAP" and elements:
+        found["unit_elements"] = elements
+        values.take(least, f"units={elements}")
+    elif names:
+        found["unit_classes"] = tuple(name.strip() for name in names.split(",") if name.strip())
+        values.take(classes, f"units of the class {names}")
+    values.take(
+        policy, "units" if found.keys() & {"unit_elements", "unit_classes"} else "units by themselves"
+    )
+    values.needless([classes, least], f"not of {wrap or 'this policy'}")
+    return found
+
+
+def _deepspeed(
+    values: Reading, content: Mapping[str, Any], file: str, ranks: int | None, dtype: Dtype
+) -> Settings:
+    """Of the file that it names, or of the few values that it has itself."""
+    section = "deepspeed_config."
+    named = values.word(f"{section}deepspeed_config_file")
+    if named is not None:
+        path = Path(file).parent / named
+        try:
+            inner = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"{path}, which {file} names: cannot be read ({error.strerror})") from None
+        except ValueError as error:
+            raise UserError(f"{path}, which {file} names: not JSON ({error})") from None
+        if not isinstance(inner, dict):
+            raise UserError(f"{path}, which {file} names: not a configuration of DeepSpeed's")
+        values.take(f"{section}deepspeed_config_file", "read as well, below")
+        return deepspeed.read(inner, str(path), ranks)
+    stage = values.whole(f"{section}zero_stage")
+    own: dict[str, Any] = {"zero_optimization": {"stage": 2 if stage is None else stage}}
+    values.take(f"{section}zero_stage", "as zero_optimization.stage, below")
+    for device, theirs in (
+        ("offload_optimizer_device", "offload_optimizer"),
+        ("offload_param_device", "offload_param"),
+    ):
+        word = values.word(f"{section}{device}")
+        if word is not None:
+            own["zero_optimization"][theirs] = {"device": word}
+            values.take(f"{section}{device}", f"as zero_optimization.{theirs}.device, below")
+    for key in ("gradient_accumulation_steps", "gradient_clipping"):
+        number = values.number(f"{section}{key}")
+        if number is not None:
+            own[key] = number
+            values.take(f"{section}{key}", f"as {key}, below")
+    if dtype != "fp32":
+        own[dtype] = {"enabled": True}
+    return deepspeed.read(own, file, ranks)
+
+
+def _places(values: Reading) -> dict[str, Any]:
+    """Where ranks run."""
+    found: dict[str, Any] = {"hosts": values.whole("num_machines", 1) or 1}
+    values.take("num_machines", f"--hosts {found['hosts']}")
+    rank = values.whole("machine_rank")
+    address, port = values.word("main_process_ip"), values.whole("main_process_port", 1)
+    if found["hosts"] > 1:
+        found["host_rank"] = rank or 0
+        values.take("machine_rank", f"--host-rank {rank or 0}")
+        if address is not None:
+            found["rendezvous"] = f"{address}:{port or 29400}"
+            values.take("main_process_ip", f"--rendezvous {found['rendezvous']}")
+            values.take("main_process_port", f"--rendezvous {found['rendezvous']}")
+    values.needless(
+        ["machine_rank", "main_process_ip", "main_process_port"], "on one host they meet by themselves"
+    )
+    cpu = values.flag("use_cpu")
+    values.take("use_cpu", "CUDA_VISIBLE_DEVICES= before the command" if cpu else "GPUs, where there are any")
+    gpus = values.word("gpu_ids")
+    if gpus not in (None, "all"):
+        values.take("gpu_ids", f"CUDA_VISIBLE_DEVICES={gpus} before the command")
+    values.needless("gpu_ids", "all of them, unless CUDA_VISIBLE_DEVICES says less")
+    return found

@@ -1,0 +1,287 @@
+"""DeepSpeed's configuration: https://www.deepspeed.ai/docs/config-json/ ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from imece.errors import UserError
+from imece.foreign.reading import Reading
+from imece.foreign.settings import Dtype, OptimizerSettings, ScheduleSettings, Settings
+
+_STAGES = ("replicate", "zero1", "zero2", "zero3")
+_DTYPES: dict[str, Dtype] = {
+    "fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16",
+}  # fmt: skip
+_OPTIMIZERS = {"adam": "AdamW", "adamw": "AdamW", "muon": "Muon", "adagrad": "Adagrad", "sgd": "SGD"}
+_ZERO = "zero_optimization"
+_MARKS = (_ZERO, "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "bfloat16", "fp16")
+"""Of which a file of DeepSpeed's has one at least."""
+
+_OWN_SIZES = "imece sizes its buckets itself; bucket_cap_mb= of imece.parallelize changes it"
+_BY_UNIT = "units of the model are gathered, used and freed in turn; units= and gathers_in_flight= change it"
+_LOSS_SCALE = "imece.GradScaler takes these as arguments of its own"
+_NEEDLESS = {
+    "contiguous_gradients": "gradients always lie in flat buckets",
+    "reduce_scatter": "sharded gradients are always reduce-scattered",
+    "allgather_partitions": "whole parameters are always all-gathered in place",
+    "use_multi_rank_bucket_allreduce": "a bucket is cut evenly between the ranks",
+    "overlap_comm": "gradients leave while backward goes on; overlap= of imece.parallelize changes it",
+    "round_robin_gradients": "every rank has an equal part of each bucket",
+    "compute_grad_norm": "model.clip_grad_norm_ returns the norm",
+    "load_from_fp32_weights": "checkpoints have the fp32 masters",
+    "elastic_checkpoint": "every checkpoint loads at any number of ranks",
+    "ignore_unused_parameters": "unused parameters are found by themselves",
+    "legacy_stage1": "there is one kind of it",
+    "memory_efficient_linear": "autograd is torch's own",
+    "override_module_apply": "modules are changed by parallelize alone",
+    "stage3_gather_16bit_weights_on_model_save": "imece export, and state dicts, write whole weights",
+    "gather_16bit_weights_on_model_save": "imece export, and state dicts, write whole weights",
+    "stage3_gather_fp16_weights_on_model_save": "imece export, and state dicts, write whole weights",
+    "log_trace_cache_warnings": "there is no trace of modules",
+    "enable_sanity_checks": "calls of ranks are always checked against each other",
+    "sub_group_size": "each bucket is stepped by itself",
+    "pipeline_loading_checkpoint": "checkpoints are read piece by piece",
+    "parameter_alignment": "shards are always aligned",
+}
+_SIZES = ("reduce_bucket_size", "allgather_bucket_size")
+_GATHERS = (
+    "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold",
+    "max_live_parameters", "max_reuse_distance", "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params", "allgather_sequential",
+)  # fmt: skip
+_REFUSED = {
+    "zero_quantized_weights": "weights travel in their own dtype",
+    "zero_quantized_nontrainable_weights": "weights travel in their own dtype",
+    "zero_quantized_gradients": "bf16 is the shortest that gradients travel in",
+    "zenflow": "there is no such optimizer here",
+    "leaf_module": "units= of imece.parallelize says which modules are gathered as one",
+    "save_muon_momentum_buffer_in_memory": "Muon's state is in memory, and in checkpoints",
+}
+_ELSEWHERE = {
+    "steps_per_print": "print in your loop; imece train shows every step",
+    "wall_clock_breakdown": "imece bench step, and a run's metrics, have the time of each phase",
+    "dump_state": "imece doctor --attach shows what ranks do",
+    "memory_breakdown": "imece bench memory counts every category",
+    "flops_profiler": "torch.profiler has it; imece train shows the share of the peak",
+    "tensorboard": "imece train writes TensorBoard's files beside its metrics",
+    "wandb": "log in your loop",
+    "comet": "log in your loop",
+    "csv_monitor": "imece train writes metrics.jsonl",
+    "comms_logger": "imece doctor --attach shows the last calls of each rank",
+    "checkpoint": "imece's own format; docs/training.md",
+    "elasticity": "imece launch keeps the global batch when ranks come and go: imece.steps",
+    "autotuning": "imece plan chooses",
+    "zero_allow_untested_optimizer": "any of torch's optimizers is taken, or refused with the reason",
+    "zero_force_ds_cpu_optimizer": "the host's CPUs step what is offloaded with your own optimizer",
+    "activation_checkpointing": "it takes effect by calls in the model; so does torch.utils.checkpoint",
+    "prescale_gradients": "the mean is taken in the sum",
+    "gradient_predivide_factor": "the mean is taken in the sum",
+    "disable_allgather": "whole parameters are always all-gathered in place",
+    "dataloader_drop_last": "an argument of your DataLoader",
+    "log_level": "Python's logging",
+    "data_types.grad_accum_dtype": "gradients are summed in the dtype of `reduce`",
+}
+_NOT_HERE = {
+    "amp": "Apex is not used: torch.autocast",
+    "sparse_attention": "attention is the model's own",
+    "sparse_gradients": "sparse gradients go over Gloo as they are, and are refused elsewhere",
+    "compression_training": "there is none here",
+    "data_efficiency": "there is none here",
+    "curriculum_learning": "there is none here",
+    "hybrid_engine": "there is none here",
+    "quantize_training": "there is none here",
+    "progressive_layer_drop": "there is none here",
+    "eigenvalue": "there is none here",
+    "tensor_parallel": "imece is data-parallel: imece plan reckons with it, nothing runs it",
+    "expert_parallel": "imece is data-parallel",
+    "pipeline": "imece is data-parallel: imece plan reckons with it, nothing runs it",
+    "sequence_parallel_size": "imece is data-parallel: imece plan reckons with it, nothing runs it",
+    "aio": "nothing is swapped to NVMe",
+    "nebula": "there is none here",
+    "datastates_ckpt": "checkpoints are written in the background anyway",
+    "seq_parallel_communication_data_type": "imece is data-parallel",
+    "compile": "imece.compile_blocks(model) compiles each block",
+}
+
+
+def is_deepspeed(content: Mapping[str, Any]) -> bool:
+    """Whether these are the keys of such a file."""
+    return any(mark in content for mark in _MARKS)
+
+
+def read(content: Mapping[str, Any], file: str, ranks: int | None = None) -> Settings:
+    """What the file says. ranks: those that it is for, if that is known; any two of its three batch sizes
+    give the third then.
+
+    UserError for values that cannot be, or contradict each other.
+    """
+    values = Reading(content, file)
+    strategy = _strategy(values)
+    dtype, reduce = _dtypes(values)
+    offload = _offload(values, strategy)
+    micro, accumulation, batch = _batch(values, ranks)
+    clip = values.number("gradient_clipping")
+    if clip is not None:
+        values.take("gradient_clipping", f"model.clip_grad_norm_({clip:g})" if clip else "no clipping")
+    optimizer = _optimizer(values)
+    schedule = _schedule(values)
+    for key, text in _ELSEWHERE.items():
+        values.needless(key, text)
+    for key, text in _NOT_HERE.items():
+        values.leave(key, text)
+    return Settings(
+        file, "DeepSpeed", values.finish(_MARKS), strategy, dtype, reduce, offload,
+        micro_batch=micro, accumulation=accumulation, global_batch=batch, clip=clip or None,
+        optimizer=optimizer, schedule=schedule, ranks=ranks,
+    )  # fmt: skip
+
+
+def _strategy(values: Reading) -> str:
+    name = f"{_ZERO}.stage"
+    stage = values.whole(name) or 0
+    if stage > 3:
+        raise values.wrong(name, "0, 1, 2 or 3")
+    strategy = _STAGES[stage]
+    for key, what in (("zero_hpz_partition_size", "a second copy"), ("mics_shard_size", "all shards")):
+        size = values.whole(f"{_ZERO}.{key}", -1)
+        if stage == 3 and size is not None and size > 1:
+            strategy = "hybrid"
+            values.take(f"{_ZERO}.{key}", f'strategy "hybrid": {what} within a host of {size} ranks')
+        else:
+            values.needless(f"{_ZERO}.{key}", "not asked for")
+    values.take(name, f'strategy "{strategy}"')
+    for key, text in _NEEDLESS.items():
+        values.needless(f"{_ZERO}.{key}", text)
+    values.needless([f"{_ZERO}.{key}" for key in _SIZES], _OWN_SIZES)
+    values.needless([f"{_ZERO}.{each}{key}" for key in _GATHERS for each in ("stage3_", "")], _BY_UNIT)
+    for key, text in _REFUSED.items():
+        values.leave(f"{_ZERO}.{key}", text)
+    return strategy
+
+
+def _dtypes(values: Reading) -> tuple[Dtype, Dtype | None]:
+    """Of products and parameters, and of gradients on their way."""
+    on: list[Dtype] = []
+    for section, dtype in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
+        if values.flag(f"{section}.enabled"):
+            on.append(_DTYPES[dtype])
+            loop = "; in your loop imece.GradScaler" if dtype == "fp16" else ""
+            values.take(f"{section}.enabled", f"parameters in {dtype}, their masters in fp32{loop}")
+        values.needless(f"{section}.enabled", "not asked for")
+        values.needless(section, _LOSS_SCALE if dtype == "fp16" else "masters and their sums are in fp32")
+    name = "torch_autocast.dtype"
+    word = values.word(name)
+    cast = _DTYPES.get((word or "bfloat16").removeprefix("torch."))
+    if cast is None:
+        raise values.wrong(name, "bfloat16 or float16")
+    if values.flag("torch_autocast.enabled"):
+        on.append(cast)
+        values.take("torch_autocast.enabled", f"torch.autocast in {cast} around forward")
+        values.take(name, f"torch.autocast in {cast} around forward")
+    values.leave("torch_autocast", "torch.autocast decides for each operation")
+    if len(set(on)) > 1:
+        raise UserError(f"{values.file}: {' and '.join(sorted(set(on)))} are both enabled: choose one")
+    name = "communication_data_type"
+    word = values.word(name)
+    reduce = _DTYPES.get(word or "")
+    if word is not None and reduce is None:
+        raise values.wrong(name, "fp32, bf16 or fp16")
+    values.take(name, f"gradients are summed in {reduce}")
+    return (on[0] if on else "fp32"), reduce
+
+
+def _offload(values: Reading, strategy: str) -> Literal["optimizer", "parameters"] | None:
+    found: Literal["optimizer", "parameters"] | None = None
+    for section, what in (("offload_optimizer", "optimizer"), ("offload_param", "parameters")):
+        name = f"{_ZERO}.{section}.device"
+        device = values.word(name)
+        if device not in (None, "none", "cpu", "nvme"):
+            raise values.wrong(name, "none, cpu or nvme")
+        if device in ("cpu", "nvme"):
+            found = "parameters" if what == "parameters" else found or "optimizer"
+            where = "" if device == "cpu" else ": the host's memory, there is no NVMe here"
+            values.take(name, f'offload "{what}"{where}')
+        values.needless(name, "not asked for")
+        values.needless(f"{_ZERO}.{section}", "the host's memory is pinned, and moved bucket by bucket")
+    old = f"{_ZERO}.cpu_offload"
+    if values.flag(old):
+        found = found or "optimizer"
+        values.take(old, 'offload "optimizer"')
+    values.leave([old, f"{_ZERO}.cpu_offload_param", f"{_ZERO}.cpu_offload_use_pin_memory"], "obsolete")
+    if found is not None and strategy == "replicate":
+        raise UserError(f"{values.file}: offload needs a stage of 1, 2 or 3 in {_ZERO}.stage")
+    return found
+
+
+def _batch(values: Reading, ranks: int | None) -> tuple[int | None, int | None, int | None]:
+    """micro * accumulation * ranks = whole, as far as they are known."""
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    micro, accumulation, whole = (values.whole(name, 1) for name in names)
+    if ranks is not None:
+        if whole is not None and micro is not None:
+            accumulation = accumulation or max(1, whole // (micro * ranks))
+        elif whole is not None and accumulation is not None:
+            micro = max(1, whole // (accumulation * ranks))
+        if micro is not None and accumulation is not None:
+            product = micro * accumulation * ranks
+            if whole not in (None, product):
+                raise UserError(
+                    f"{values.file}: train_batch_size is {whole}, and micro-batch {micro} x {accumulation} "
+                    f"accumulated x {ranks} ranks is {product}: which ranks is it for? say --ranks"
+                )
+            whole = product
+    for name, text in zip(
+        names, ("a micro-batch", "micro-batches of a rank", "all ranks together"), strict=True
+    ):
+        values.take(name, f"sequences or samples: {text}" if name != names[1] else f"{text} in a step")
+    return micro, accumulation, whole
+
+
+def _optimizer(values: Reading) -> OptimizerSettings | None:
+    kind = values.word("optimizer.type")
+    if kind is None:
+        values.leave("optimizer", "without a type it says nothing")
+        return None
+    name = _OPTIMIZERS.get(kind.lower())
+    decoupled = values.flag("optimizer.params.adam_w_mode")
+    if name == "AdamW" and kind.lower() == "adam" and decoupled is False:
+        name = "Adam"
+    values.take("optimizer.params.adam_w_mode", f"torch.optim.{name}")
+    if name is None:
+        values.leave("optimizer", f"torch has no {kind}: make the optimizer yourself, of any kind")
+        return None
+    found = OptimizerSettings(
+        name,
+        values.number("optimizer.params.lr"),
+        values.numbers("optimizer.params.betas", 2),
+        values.number("optimizer.params.eps"),
+        values.number("optimizer.params.weight_decay"),
+    )
+    values.take("optimizer.type", f"torch.optim.{name}")
+    for key in ("lr", "betas", "eps", "weight_decay"):
+        values.take(f"optimizer.params.{key}", f"torch.optim.{name}({key}=...)")
+    values.needless("optimizer.params.torch_adam", "optimizers are torch's own")
+    values.leave("optimizer", f"an argument of torch.optim.{name}, if it has it")
+    return found
+
+
+def _schedule(values: Reading) -> ScheduleSettings | None:
+    kind = values.word("scheduler.type")
+    warmup = values.whole("scheduler.params.warmup_num_steps")
+    steps = values.whole("scheduler.params.total_num_steps", 1)
+    least = values.number("scheduler.params.cos_min_ratio")
+    kinds: dict[str | None, Literal["constant", "cosine"]] = {
+        "WarmupLR": "constant",
+        "WarmupCosineLR": "cosine",
+    }
+    if kind not in kinds:
+        values.leave("scheduler", "any of torch's schedulers works in your loop; imece train has no such one")
+        return None
+    values.take("scheduler.type", f"{kinds[kind]} after a warm-up")
+    values.take("scheduler.params.warmup_num_steps", "steps of the warm-up")
+    if kinds[kind] == "cosine":
+        values.take("scheduler.params.total_num_steps", "steps of the run")
+        values.take("scheduler.params.cos_min_ratio", "where the cosine ends")
+    values.leave("scheduler", "imece train warms up in a line from 0 to the optimizer's lr")
+    return ScheduleSettings(kinds[kind], warmup or 0, steps, least)

@@ -1,0 +1,69 @@
+"""A configuration file, found out whose it is, and read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from imece.errors import UserError
+from imece.foreign import accelerate, deepspeed
+from imece.foreign.settings import Settings
+
+
+def read_settings(file: str | os.PathLike[str] | Mapping[str, Any], ranks: int | None = None) -> Settings:
+    """What a configuration of DeepSpeed's (JSON) or Accelerate's (YAML or JSON) comes to in imece.
+
+        settings = imece.read_settings("ds_config.json", ranks=mesh.world_size)
+        model, optimizer = imece.parallelize(model, optimizer, **settings.arguments(model))
+
+    file: its path, or its content. ranks: how many it is for, where the file does not say. `imece convert`
+    shows what becomes of each value.
+
+    UserError, with the file's name, for one that cannot be read, is of neither, or says what cannot be.
+    """
+    if ranks is not None and ranks < 1:
+        raise UserError(f"ranks={ranks}: 1 or more are possible")
+    name = "this configuration" if isinstance(file, Mapping) else os.fspath(file)
+    content = file if isinstance(file, Mapping) else _content(Path(file))
+    if accelerate.is_accelerate(content):
+        return accelerate.read(content, name, ranks)
+    if deepspeed.is_deepspeed(content):
+        return deepspeed.read(content, name, ranks)
+    raise UserError(
+        f"{name}: neither DeepSpeed's (zero_optimization, train_batch_size, ...) nor Accelerate's "
+        "(distributed_type, num_processes, ...)"
+    )
+
+
+def _content(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not a text file") from None
+    content = _yaml(path, text) if path.suffix.lower() in (".yaml", ".yml") else _json(path, text)
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise UserError(f"{path}: not a configuration: names and their values are wanted")
+    return content
+
+
+def _json(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON ({error}); Accelerate's other format ends in .yaml") from None
+
+
+def _yaml(path: Path, text: str) -> Any:
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError:
+        raise UserError(f"{path}: YAML is read by PyYAML: pip install pyyaml") from None
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"{path}: not YAML ({' '.join(str(error).split())})") from None

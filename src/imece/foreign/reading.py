@@ -1,0 +1,157 @@
+"""A configuration's values, taken one by one, so that none is passed over in silence."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from imece.errors import UserError
+
+_AUTO = "auto"  # of Hugging Face's Trainer, which fills it in
+_OFF: tuple[Any, ...] = (False, 0, "", "none", "None", "no", "NO", "false", [])
+_WORDS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
+
+
+@dataclass(frozen=True)
+class Value:
+    """One of the file's values, and what becomes of it."""
+
+    name: str
+    """With its sections: "zero_optimization.stage"."""
+    value: Any
+    fate: Literal["taken", "needless", "left out"]
+    """needless: it is so already, or nothing depends on it here."""
+    text: str
+    """What it is here, or why not."""
+
+
+class Reading:
+    """The values of a nested mapping by dotted names. Each is to be asked for, and its fate told, once.
+
+    A value that is absent, null or "auto" is None. UserError, with the file's and the value's name, for one
+    of another kind than is asked for.
+    """
+
+    def __init__(self, content: Mapping[str, Any], file: str) -> None:
+        self.file = file
+        self.values: list[Value] = []
+        self._open = _flat(content)
+        self._order = list(self._open)
+        self._known: list[str] = []
+        for name, value in list(self._open.items()):
+            if value == _AUTO:
+                self._tell(name, "needless", "what its Trainer says counts")
+
+    def flag(self, name: str) -> bool | None:
+        """True or false, also in words or as 1 and 0."""
+        value = self._get(name)
+        if value is None:
+            return None
+        if str(value).lower() in _WORDS:
+            return _WORDS[str(value).lower()]
+        raise self._wrong(name, value, "true or false")
+
+    def number(self, name: str) -> float | None:
+        """A finite number; YAML reads 1e-5 as text."""
+        value = self._get(name)
+        if value is None:
+            return None
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise self._wrong(name, value, "a number")
+        return number
+
+    def whole(self, name: str, least: int = 0) -> int | None:
+        """A whole number of at least `least`, also as 5e8."""
+        number = self.number(name)
+        if number is None:
+            return None
+        if number != int(number) or number < least:
+            raise self._wrong(name, self._open[name], f"a whole number of at least {least}")
+        return int(number)
+
+    def word(self, name: str) -> str | None:
+        """Text; a number is text too, and so are true and false."""
+        value = self._get(name)
+        if value is None:
+            return None
+        if isinstance(value, list):
+            raise self._wrong(name, value, "a word")
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    def numbers(self, name: str, count: int) -> tuple[float, ...] | None:
+        """A list of so many numbers."""
+        value = self._get(name)
+        if value is None:
+            return None
+        good = isinstance(value, list) and len(value) == count
+        if not good or not all(isinstance(each, int | float) and math.isfinite(each) for each in value):
+            raise self._wrong(name, value, f"a list of {count} numbers")
+        return tuple(float(each) for each in value)
+
+    def take(self, name: str, text: str) -> None:
+        """It is `text` here."""
+        self._tell(name, "taken", text)
+
+    def needless(self, names: str | Sequence[str], text: str) -> None:
+        """Those of the values (or all of such sections) that are there are so already, or of no account."""
+        for each in self._below(names):
+            self._tell(each, "needless", text)
+
+    def leave(self, names: str | Sequence[str], text: str) -> None:
+        """Those of the values (or all of such sections) that are there are left out: `text` says why.
+
+        What is off, or 0, was not asked for.
+        """
+        for each in self._below(names):
+            if self._open[each] in _OFF:
+                self._tell(each, "needless", "not asked for")
+            else:
+                self._tell(each, "left out", text)
+
+    def wrong(self, name: str, wanted: str) -> UserError:
+        """The error for a value that cannot be."""
+        return self._wrong(name, self._open.get(name), wanted)
+
+    def finish(self, known: Collection[str] = ()) -> tuple[Value, ...]:
+        """All values, those that nobody asked for as unknown, with the nearest of those that are."""
+        for name in [*self._open]:
+            near = difflib.get_close_matches(name, [*self._known, *known], n=1, cutoff=0.8)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self._tell(name, "left out", f"not known{hint}")
+        return tuple(sorted(self.values, key=lambda each: self._order.index(each.name)))
+
+    def _below(self, names: str | Sequence[str]) -> list[str]:
+        names = (names,) if isinstance(names, str) else tuple(names)
+        self._known += names
+        sections = tuple(f"{name}." for name in names)
+        return [each for each in self._open if each in names or each.startswith(sections)]
+
+    def _get(self, name: str) -> Any:
+        self._known.append(name)
+        return self._open.get(name)
+
+    def _tell(self, name: str, fate: Literal["taken", "needless", "left out"], text: str) -> None:
+        if name in self._open:
+            self.values.append(Value(name, self._open.pop(name), fate, text))
+
+    def _wrong(self, name: str, value: Any, wanted: str) -> UserError:
+        return UserError(f"{self.file}: {name} is {value!r}: {wanted}")
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}; what is null says nothing."""
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{name}.")
+        elif value is not None:
+            flat[name] = value
+    return flat

@@ -1,0 +1,184 @@
+"""Accelerate's configuration, read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import imece
+from imece.errors import UserError
+from imece.foreign.settings import Settings
+
+yaml = pytest.importorskip("yaml")
+
+FSDP: dict[str, Any] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "debug": False,
+    "distributed_type": "FSDP",
+    "downcast_bf16": "no",
+    "fsdp_config": {
+        "fsdp_activation_checkpointing": True,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_reshard_after_forward": True,
+        "fsdp_transformer_layer_cls_to_wrap": "Block, Linear",
+        "fsdp_version": 2,
+    },
+    "machine_rank": 1,
+    "main_process_ip": "10.0.0.1",
+    "main_process_port": 29500,
+    "mixed_precision": "bf16",
+    "num_machines": 2,
+    "num_processes": 16,
+    "use_cpu": False,
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(2, 2)
+
+
+def of(kind: str, **content: Any) -> Settings:
+    return imece.read_settings({"distributed_type": kind, **content})
+
+
+def test_fsdp() -> None:
+    found = imece.read_settings(FSDP)
+    assert (found.source, found.strategy, found.dtype, found.recompute) == (
+        "Accelerate",
+        "zero3",
+        "bf16",
+        True,
+    )
+    assert (found.ranks, found.hosts, found.host_rank, found.rendezvous) == (16, 2, 1, "10.0.0.1:29500")
+    assert found.unit_classes == ("Block", "Linear")
+    assert {each.fate for each in found.values} == {"taken", "needless"}
+    model = nn.Sequential(Block(), Block())
+    precision = imece.MixedPrecision(torch.bfloat16, torch.bfloat16)
+    arguments = {"strategy": "zero3", "precision": precision, "units": [Block, nn.Linear]}
+    assert found.arguments(model) == arguments
+
+
+def test_classes_are_looked_for_in_the_model() -> None:
+    found = imece.read_settings(FSDP)
+    with pytest.raises(
+        UserError, match=r"names the classes Block, Linear: arguments\(model\) looks for them"
+    ):
+        found.arguments()
+    said = "wants units of the class Block, and Sequential has no such module; it has Linear, Sequential"
+    with pytest.raises(UserError, match=said):
+        found.arguments(nn.Sequential(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "arguments"),
+    [
+        ({}, {"strategy": "zero3"}),
+        ({"fsdp_sharding_strategy": "SHARD_GRAD_OP"}, {"strategy": "zero2"}),
+        ({"fsdp_sharding_strategy": 4}, {"strategy": "hybrid"}),
+        ({"fsdp_sharding_strategy": "_HYBRID_SHARD_ZERO2"}, {"strategy": "hybrid_zero2"}),
+        ({"fsdp_reshard_after_forward": "NO_SHARD"}, {"strategy": "replicate"}),
+        ({"fsdp_reshard_after_forward": False}, {"strategy": "zero3", "reshard_after_forward": False}),
+        ({"fsdp_offload_params": True}, {"strategy": "zero3", "offload": "parameters"}),
+        (
+            {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1e8},
+            {"strategy": "zero3", "units": 100_000_000},
+        ),
+        ({"fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_min_num_params": 0}, {"strategy": "zero3"}),
+    ],
+)
+def test_kinds_of_fsdp(fsdp: dict[str, Any], arguments: dict[str, Any]) -> None:
+    assert of("FSDP", fsdp_config=fsdp).arguments() == arguments
+
+
+@pytest.mark.parametrize(
+    ("content", "ranks"),
+    [
+        ({"distributed_type": "NO"}, 1),
+        ({"distributed_type": "MULTI_GPU"}, None),
+        ({"distributed_type": "MULTI_GPU", "num_processes": 4}, 4),
+        (
+            {
+                "distributed_type": "MULTI_CPU",
+                "num_processes": -1,
+                "dynamo_config": {"dynamo_backend": "INDUCTOR"},
+            },
+            None,
+        ),
+    ],
+)
+def test_whole_models(content: dict[str, Any], ranks: int | None) -> None:
+    found = imece.read_settings({**content, "mixed_precision": "fp16"})
+    assert (found.strategy, found.ranks, found.dtype) == ("replicate", ranks, "fp16")
+    assert found.arguments() == {"strategy": "replicate"}
+    assert found.compile == ("dynamo_config" in content)
+
+
+def test_deepspeed_by_its_few_values() -> None:
+    few = {
+        "zero_stage": 3,
+        "offload_param_device": "cpu",
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 1.0,
+    }
+    found = of("DEEPSPEED", deepspeed_config=few, mixed_precision="bf16", num_processes=2)
+    assert (found.strategy, found.offload, found.dtype) == ("zero3", "parameters", "bf16")
+    assert (found.accumulation, found.clip) == (4, 1.0)
+    assert all(each.fate == "taken" for each in found.values), found.values
+
+
+def test_deepspeed_by_a_file_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "train_batch_size": 8}))
+    file = tmp_path / "acc.yaml"
+    content = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}}
+    file.write_text(yaml.safe_dump(content))
+    found = imece.read_settings(file, ranks=2)
+    assert (found.strategy, found.global_batch, found.source) == ("zero1", 8, "Accelerate")
+    (tmp_path / "ds.json").unlink()
+    with pytest.raises(UserError, match=r"ds.json, which .*acc.yaml names: cannot be read \(No such file"):
+        imece.read_settings(file)
+    (tmp_path / "ds.json").write_text("{")
+    with pytest.raises(UserError, match=r"ds.json, which .*acc.yaml names: not JSON"):
+        imece.read_settings(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"distributed_type": "MEGATRON_LM"}, "distributed_type is 'MEGATRON_LM': one of NO, MULTI_CPU"),
+        (
+            {"compute_environment": "AMAZON_SAGEMAKER"},
+            "compute_environment is 'AMAZON_SAGEMAKER': LOCAL_MACHINE",
+        ),
+        (
+            {"distributed_type": "NO", "mixed_precision": "int4"},
+            "mixed_precision is 'int4': no, fp16, bf16 or fp8",
+        ),
+        (
+            {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": 9}},
+            "is 9: one of FULL_SHARD",
+        ),
+        ({"distributed_type": "NO", "num_machines": "two"}, "num_machines is 'two': a number"),
+    ],
+)
+def test_what_cannot_be(content: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        imece.read_settings(content)
+
+
+def test_what_accelerate_itself_writes(tmp_path: Path) -> None:
+    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    config = config_args.ClusterConfig(
+        compute_environment="LOCAL_MACHINE", distributed_type="FSDP", mixed_precision="bf16", use_cpu=False,
+        debug=False, num_processes=4, fsdp_config=FSDP["fsdp_config"],
+    )  # fmt: skip
+    config.to_yaml_file(str(tmp_path / "written.yaml"))
+    found = imece.read_settings(tmp_path / "written.yaml")
+    assert (found.strategy, found.ranks) == ("zero3", 4)
+    assert not [each.name for each in found.values if each.text.startswith("not known")]

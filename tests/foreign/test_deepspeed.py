@@ -1,0 +1,270 @@
+"""DeepSpeed's configuration, read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import imece
+from imece.errors import UserError
+from imece.foreign.settings import OptimizerSettings, ScheduleSettings, Settings
+
+# As the documentation of Hugging Face's Trainer has them, of each kind of value one at least.
+WHOLE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "train_batch_size": "auto",
+    "gradient_clipping": 0.5,
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False, "loss_scale": 0},
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "reduce_bucket_size": 5e8,
+        "stage3_prefetch_bucket_size": "auto",
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "zero_quantized_gradients": True,
+    },
+    "optimizer": {
+        "type": "AdamW",
+        "params": {
+            "lr": 3e-5, "betas": [0.9, 0.95], "eps": "1e-8", "weight_decay": 0.1, "bias_correction": True
+        },
+    },
+    "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 900, "warmup_num_steps": 100}},
+    "sparse_attention": {"mode": "fixed"},
+    "bananas": 1,
+}  # fmt: skip
+
+
+def read(ranks: int | None = None, **content: Any) -> Settings:
+    return imece.read_settings({"zero_optimization": {}} | content, ranks)
+
+
+def fates(settings: Settings) -> dict[str, str]:
+    return {each.name: each.fate for each in settings.values}
+
+
+def test_a_whole_one() -> None:
+    found = imece.read_settings(WHOLE, ranks=8)
+    assert (found.source, found.strategy, found.dtype, found.reduce) == ("DeepSpeed", "zero3", "bf16", None)
+    assert (found.micro_batch, found.accumulation, found.global_batch) == (2, 4, 64)
+    assert found.offload == "optimizer" and found.clip == 0.5 and found.ranks == 8
+    assert found.optimizer == OptimizerSettings("AdamW", 3e-5, (0.9, 0.95), 1e-8, 0.1)
+    assert found.schedule == ScheduleSettings("cosine", 100, 900)
+    bf16 = imece.MixedPrecision(torch.bfloat16, torch.bfloat16)
+    assert found.arguments() == {"strategy": "zero3", "precision": bf16, "offload": "optimizer"}
+
+
+def test_each_value_has_one_fate_in_the_order_of_the_file() -> None:
+    values = imece.read_settings(WHOLE, ranks=8).values
+    assert [each.name for each in values] == [
+        "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size",
+        "gradient_clipping", "steps_per_print", "wall_clock_breakdown", "bf16.enabled", "fp16.enabled",
+        "fp16.loss_scale", "zero_optimization.stage", "zero_optimization.overlap_comm",
+        "zero_optimization.reduce_bucket_size", "zero_optimization.stage3_prefetch_bucket_size",
+        "zero_optimization.offload_optimizer.device", "zero_optimization.offload_optimizer.pin_memory",
+        "zero_optimization.zero_quantized_gradients", "optimizer.type", "optimizer.params.lr",
+        "optimizer.params.betas", "optimizer.params.eps", "optimizer.params.weight_decay",
+        "optimizer.params.bias_correction", "scheduler.type", "scheduler.params.total_num_steps",
+        "scheduler.params.warmup_num_steps", "sparse_attention.mode", "bananas",
+    ]  # fmt: skip
+    left = {each.name: each.text for each in values if each.fate == "left out"}
+    assert left == {
+        "zero_optimization.zero_quantized_gradients": "bf16 is the shortest that gradients travel in",
+        "optimizer.params.bias_correction": "an argument of torch.optim.AdamW, if it has it",
+        "sparse_attention.mode": "attention is the model's own",
+        "bananas": "not known",
+    }
+
+
+@pytest.mark.parametrize(("stage", "strategy"), list(enumerate(["replicate", "zero1", "zero2", "zero3"])))
+def test_stages(stage: int, strategy: str) -> None:
+    assert read(zero_optimization={"stage": stage}).strategy == strategy
+
+
+@pytest.mark.parametrize(
+    ("zero", "strategy"),
+    [
+        ({"stage": 3, "mics_shard_size": 8}, "hybrid"),
+        ({"stage": 3, "zero_hpz_partition_size": 8}, "hybrid"),
+        ({"stage": 3, "zero_hpz_partition_size": 1, "mics_shard_size": -1}, "zero3"),
+        ({"stage": 2, "mics_shard_size": 8}, "zero2"),
+    ],
+)
+def test_shards_within_a_host(zero: dict[str, Any], strategy: str) -> None:
+    assert read(zero_optimization=zero).strategy == strategy
+
+
+@pytest.mark.parametrize(
+    ("zero", "offload"),
+    [
+        ({"offload_optimizer": {"device": "cpu"}}, "optimizer"),
+        ({"offload_optimizer": {"device": "nvme", "nvme_path": "/fast"}}, "optimizer"),
+        ({"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, "parameters"),
+        ({"offload_param": {"device": "none"}}, None),
+        ({"cpu_offload": True}, "optimizer"),
+    ],
+)
+def test_offload(zero: dict[str, Any], offload: str | None) -> None:
+    assert read(zero_optimization={"stage": 3, **zero}).offload == offload
+
+
+@pytest.mark.parametrize(
+    ("content", "dtype", "arguments"),
+    [
+        ({}, "fp32", {"strategy": "zero2"}),
+        (
+            {"fp16": {"enabled": True}, "communication_data_type": "fp32"},
+            "fp16",
+            {"strategy": "zero2", "precision": imece.MixedPrecision(torch.float16, torch.float32)},
+        ),
+        (
+            {"communication_data_type": "bf16"},
+            "fp32",
+            {"strategy": "zero2", "precision": imece.MixedPrecision(None, torch.bfloat16)},
+        ),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+            "bf16",
+            {"strategy": "zero2", "precision": imece.MixedPrecision(torch.bfloat16, torch.bfloat16)},
+        ),
+    ],
+)
+def test_dtypes(content: dict[str, Any], dtype: str, arguments: dict[str, Any]) -> None:
+    found = imece.read_settings({"zero_optimization": {"stage": 2}, **content})
+    assert found.dtype == dtype and found.arguments() == arguments
+
+
+def test_bf16_on_the_wire_of_whole_models() -> None:
+    assert read(communication_data_type="bf16").arguments() == {"strategy": "replicate", "wire": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("content", "ranks", "batch"),
+    [
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, 8, (2, 4, 64)),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 4}, 8, (2, 4, 64)),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, None, (2, None, 64)),
+        ({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 5}, 2, (3, 5, 30)),
+        ({"train_batch_size": "auto"}, 2, (None, None, None)),
+    ],
+)
+def test_batches(content: dict[str, Any], ranks: int | None, batch: tuple[int | None, ...]) -> None:
+    found = read(ranks, **content)
+    assert (found.micro_batch, found.accumulation, found.global_batch) == batch
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name"),
+    [
+        ({"type": "Adam", "params": {}}, "AdamW"),
+        ({"type": "Adam", "params": {"adam_w_mode": False}}, "Adam"),
+        ({"type": "Muon", "params": {"lr": 0.02}}, "Muon"),
+        ({"type": "Lamb", "params": {"lr": 0.02}}, None),
+        ({}, None),
+    ],
+)
+def test_optimizers(optimizer: dict[str, Any], name: str | None) -> None:
+    found = read(optimizer=optimizer)
+    assert (found.optimizer.name if found.optimizer else None) == name
+    assert name is None or hasattr(torch.optim, name)
+    if name is None and optimizer:
+        assert set(fates(found).values()) == {"left out"}
+
+
+def test_what_is_off_was_not_asked_for() -> None:
+    content = {"sparse_attention": False, "amp": {"enabled": False}, "elasticity": {"enabled": True}}
+    assert set(fates(read(**content)).values()) == {"needless"}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"zero_optimization": {"stage": "three"}}, r"zero_optimization.stage is 'three': a number"),
+        ({"zero_optimization": {"stage": 4}}, r"zero_optimization.stage is 4: 0, 1, 2 or 3"),
+        (
+            {"zero_optimization": {"stage": 1.5}},
+            r"zero_optimization.stage is 1.5: a whole number of at least 0",
+        ),
+        ({"zero_optimization": {"stage": True}}, r"zero_optimization.stage is True: a number"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            r"offload needs a stage of 1, 2 or 3",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}},
+            r"device is 'disk': none, cpu or",
+        ),
+        (
+            {"bf16": {"enabled": True}, "fp16": {"enabled": "true"}},
+            r"bf16 and fp16 are both enabled: choose one",
+        ),
+        ({"bf16": {"enabled": "maybe"}}, r"bf16.enabled is 'maybe': true or false"),
+        ({"gradient_clipping": float("nan")}, r"gradient_clipping is nan: a number"),
+        ({"communication_data_type": "int8"}, r"communication_data_type is 'int8': fp32, bf16 or fp16"),
+        ({"torch_autocast": {"dtype": "int8"}}, r"torch_autocast.dtype is 'int8': bfloat16 or float16"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}},
+            r"betas is \[0.9\]: a list of 2 numbers",
+        ),
+        ({"train_micro_batch_size_per_gpu": 0}, r"is 0: a whole number of at least 1"),
+        (
+            {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2},
+            r"train_batch_size is 7, and micro-batch 2 x 1 accumulated x 2 ranks is 4",
+        ),
+    ],
+)
+def test_what_cannot_be(content: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        read(2, **content)
+
+
+def test_a_near_name() -> None:
+    values = read(zero_optimization={"stage": 1, "overlap_com": True}, gradient_cliping=1.0).values
+    assert [(each.name, each.text) for each in values if each.fate == "left out"] == [
+        ("zero_optimization.overlap_com", "not known; did you mean zero_optimization.overlap_comm?"),
+        ("gradient_cliping", "not known; did you mean gradient_clipping?"),
+    ]
+
+
+def test_all_of_deepspeeds_own_names_are_known() -> None:
+    config = pytest.importorskip("deepspeed.runtime.zero.config")
+    fields = config.DeepSpeedZeroConfig.model_fields
+    names = {each for name, field in fields.items() for each in (name, field.alias) if each} - {"stage"}
+    found = read(zero_optimization={"stage": 3, **dict.fromkeys(names, 0), "offload_param": {}})
+    unknown = [each.name for each in found.values if each.text.startswith("not known")]
+    assert not unknown
+
+
+def test_two_ranks_train_by_it() -> None:
+    """As by the arguments that it stands for."""
+
+    def losses(how: dict[str, Any]) -> list[float]:
+        imece.init()
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+        made = torch.optim.AdamW(model.parameters(), lr=0.05)
+        wrapped, optimizer = imece.parallelize(model, made, **how)
+        found = []
+        for step in range(3):
+            loss = wrapped(torch.full((4, 8), 0.1 * (step + 1), dtype=torch.bfloat16)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss))
+        return found
+
+    content = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    read_from = imece.read_settings(content, ranks=2).arguments()
+    precision = imece.MixedPrecision(param=torch.bfloat16, reduce=torch.bfloat16)
+    by_it = imece.spawn(lambda: losses(read_from), ranks=2, timeout_s=200)
+    by_hand = imece.spawn(
+        lambda: losses({"strategy": "zero3", "precision": precision}), ranks=2, timeout_s=200
+    )
+    assert by_it == by_hand and by_it[0][0] > by_it[0][2]
