@@ -37,6 +37,7 @@ DESCRIPTION = (
     "are the values of the file: --print-config shows a whole one."
 )
 _GRACE_S = 120.0  # for a step's end and a save; a second Ctrl-C does not wait
+_OF_FOLDERS = ("--run", "--from", "--model.weights")  # which say where a run lies and what it begins with
 _LONG_BYTES = 1_000_000  # of text: less becomes tokens before anybody wonders
 
 
@@ -83,6 +84,7 @@ def read_config(words: list[str]) -> TrainConfig:
     file = Path(words.pop(0)) if words and not words[0].startswith("-") else None
     if file is not None and os.path.isdir(file):
         raise UserError(f"{file} is a folder: to go on with a run say {PROG} --run {as_argument(file)}")
+    _check_named(words)
     config = parse(TrainConfig, words, PROG, DESCRIPTION, _start(file))
     if config.model.weights:  # of which other values are usual
         config = parse(TrainConfig, words, PROG, DESCRIPTION, _start(file, config.model.weights))
@@ -98,6 +100,16 @@ def read_config(words: list[str]) -> TrainConfig:
             )
         config = parse(TrainConfig, words, PROG, DESCRIPTION, before)
     return config
+
+
+def _check_named(words: Sequence[str]) -> None:
+    """UserError for a folder without a name, as of a shell's variable that is not set: what is trained where
+    would be something else.
+    """
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        option, given, value = word.partition("=")
+        if option in _OF_FOLDERS and not (value if given else following):
+            raise UserError(f"{option} is empty: name a folder, or leave it out")
 
 
 def _start(file: Path | None, weights: str = "") -> TrainConfig:

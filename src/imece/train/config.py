@@ -283,7 +283,7 @@ class TrainConfig:
     """All of a run."""
 
     run: str = ""
-    """The run folder; empty: runs/MODEL, or runs/FOLDER's name. A run that it holds is gone on with."""
+    """The run folder, by default runs/MODEL or runs/FOLDER's name. A run that it holds is gone on with."""
     ranks: int = 0
     """Processes that train together; 0: one for each GPU, or without any 2 (1 on a single core)."""
     steps: int = 250
