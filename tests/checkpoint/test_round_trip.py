@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import random
 import re
 import threading
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -215,7 +217,14 @@ def _nested(levels: int) -> Any:
     [
         (1, None, None, "state: a dict, not a NoneType"),
         (1, [1, 2], None, "state: a dict, not a list"),
-        (1, {"a": {3: [0, torch.ones(1)]}}, None, "state['a'][3][1]: a Tensor is not JSON serializable"),
+        (1, {"a": {3: [0, object()]}}, None, "state['a'][3][1]: a object is not JSON serializable"),
+        (1, {"a": torch.ones(1).to_sparse()}, None, "state['a']: a Tensor is not JSON serializable"),
+        (
+            1,
+            {"a": torch.ones(2**18 + 1)},
+            None,
+            "state['a']: 1048580 bytes, and 1048576 at most: save it with",
+        ),
         (1, {}, {"rng": b"x"}, "rank_state['rng']: a bytes is not JSON serializable"),
         (1, {}, _nested(101), ": nested more than 100 deep"),
         (2.7, {}, None, "step 2.7: a whole number of steps"),
@@ -240,28 +249,30 @@ def test_a_refusal_on_one_rank_costs_that_save_only(tmp_path: Path, refusing: in
         for rank, checkpoints in enumerate(ranks.ranks):
             if rank == refusing:
                 with pytest.raises(TypeError, match="rank_state"):
-                    checkpoints.save(2, state_of(2), {}, torch.ones(1))
+                    checkpoints.save(2, state_of(2), {}, object())
             else:
                 checkpoints.save(2, state_of(2), {}, None)
         began = time.monotonic()
         assert [checkpoints.finish() for checkpoints in ranks.ranks] == [False, False]
         assert time.monotonic() - began < 10, "and not until time is up"
         (line,) = ranks.alarms[1 - refusing]
-        assert "step 2 was not saved: " in line and "rank_state: a Tensor is not JSON" in line
+        assert "step 2 was not saved: " in line and "rank_state: a object is not JSON" in line
         assert not ranks.alarms[refusing]
         assert ranks.save(2, state_of(2)), ranks.alarms
 
 
 def test_schedulers_go_on_as_they_would_have(tmp_path: Path) -> None:
-    """Their states have keys that are numbers, Counters, and infinities, none of which JSON has."""
+    """Their states have keys that are numbers, Counters, infinities and tensors, none of which JSON has."""
 
     def schedulers() -> list[Any]:
-        made = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(3)]
+        rate: list[float | torch.Tensor] = [0.1, 0.1, 0.1, torch.tensor(0.1)]
+        made = [torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=each) for each in rate]
         warm_up = lr_scheduler.LinearLR(made[1], 0.1, 1, 3)
         return [
             lr_scheduler.MultiStepLR(made[0], [6, 9]),
             lr_scheduler.SequentialLR(made[1], [warm_up, lr_scheduler.MultiStepLR(made[1], [4])], [7]),
             lr_scheduler.ReduceLROnPlateau(made[2], patience=1),
+            lr_scheduler.CosineAnnealingLR(made[3], 13),
         ]
 
     def rates(of: list[Any], steps: int) -> list[list[float]]:
@@ -270,7 +281,7 @@ def test_schedulers_go_on_as_they_would_have(tmp_path: Path) -> None:
             for each in of:
                 each.optimizer.step()
                 each.step(*[1.0] * isinstance(each, lr_scheduler.ReduceLROnPlateau))
-            found.append([each.optimizer.param_groups[0]["lr"] for each in of])
+            found.append([float(each.optimizer.param_groups[0]["lr"]) for each in of])
         return found
 
     undisturbed = schedulers()
@@ -282,7 +293,7 @@ def test_schedulers_go_on_as_they_would_have(tmp_path: Path) -> None:
             )
             assert checkpoints.finish()
     expected = rates(undisturbed, 8)
-    assert all(len({step[i] for step in expected}) > 1 for i in range(3)), "each of them does something"
+    assert all(len({step[i] for step in expected}) > 1 for i in range(4)), "each of them does something"
     saved, resumed = newest(str(tmp_path), print), schedulers()
     assert (
         saved is not None and saved.rank_states == [(1, {2: math.inf})] and all_steps(str(tmp_path)) == [0, 5]
@@ -292,6 +303,26 @@ def test_schedulers_go_on_as_they_would_have(tmp_path: Path) -> None:
         each.load_state_dict(state)
         each.optimizer.param_groups[0]["lr"] = each.get_last_lr()[0]
     assert rates(resumed, 8) == expected
+
+
+def test_random_generators_go_on_as_they_would_have(tmp_path: Path) -> None:
+    def draw() -> list[Any]:
+        return [torch.rand(3).tolist(), random.random(), np.random.rand(), generator.random()]
+
+    generator = np.random.default_rng(0)
+    own = (torch.get_rng_state(), random.getstate(), np.random.get_state(), generator.bit_generator.state)
+    with contextlib.closing(Checkpoints(tmp_path, rank=0, world_size=1, alarm=print)) as checkpoints:
+        checkpoints.save(1, {}, {}, own)
+        assert checkpoints.finish()
+    expected = draw()
+    saved = newest(tmp_path, print)
+    assert saved is not None
+    ((of_torch, of_python, of_numpy, of_generator),) = saved.rank_states
+    torch.set_rng_state(of_torch)
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+    generator.bit_generator.state = of_generator
+    assert draw() == expected
 
 
 def _bits(tensor: torch.Tensor) -> bytes:

@@ -115,6 +115,8 @@ class Saved:
         flat = target.detach().view(-1)
         if target.device.type == "cpu" and target.dtype == self.dtype(name):
             self._read(name, start, stop, flat)
+            if not target.is_inference():  # torch does not see what a file is read into
+                torch.autograd.graph.increment_version(target)
             return
         for at in range(0, len(flat), _CHUNK):
             part = flat[at : at + _CHUNK]

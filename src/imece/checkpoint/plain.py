@@ -20,6 +20,8 @@ from urllib.parse import quote, unquote
 import torch
 from torch import Tensor
 
+from imece.data_parallel.same import is_made_of_others
+
 _NUMBERS = {
     "bool": (bool, torch.bool),
     "int": (int, torch.int64),
@@ -52,6 +54,15 @@ def plain(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
                 yield f"{key}:{name}", torch.tensor(value, dtype=dtype)
                 return
         raise TypeError(f"{key} is of the type {kind}")
+
+
+def memory_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that hold it, by name: itself, or those that it is made of, as a quantised one is."""
+    if not is_made_of_others(tensor):
+        yield name, tensor
+        return
+    for part in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        yield from memory_of(f"{name}:{part}", getattr(tensor, part))
 
 
 def by_key(found: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

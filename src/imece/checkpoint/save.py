@@ -122,11 +122,12 @@ class Checkpoints:
 
         tensors: on any device. A Tensor is whole and equal on all ranks, which deal the bytes of all such
         out among themselves; of a Slice each rank writes its own. state: a dict, the same on all ranks.
-        rank_state: this rank's own. Both of numbers, texts, None, lists, tuples and dicts, which come back as
-        they were, infinities and keys that are numbers too. metric: the lower the better; not finite is as
-        good as none. It is compared with those of the same state["metric_on"] and state["metric_over"], if
-        these are given. keep_all: no older one goes away for this one; a later save without it removes what
-        is too many.
+        rank_state: this rank's own. Both of numbers, texts, None, lists, tuples, dicts, and of tensors and
+        arrays, up to 1 MiB each, which come back as they were: infinities and keys that are numbers too, and
+        tensors on the CPU.
+        metric: the lower the better; not finite is as good as none. It is compared with those of the same
+        state["metric_on"] and state["metric_over"], if these are given. keep_all: no older one goes away for
+        this one; a later save without it removes what is too many.
 
         Waits for the save before, if it is still under way. Makes one copy of what this rank writes, and
         keeps that memory for the next save. Nothing that goes wrong on the disk is raised: see `finish`.

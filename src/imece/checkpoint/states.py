@@ -1,16 +1,21 @@
 """States as JSON, from which they come back as they were: JSON's keys are texts alone, its numbers finite.
 
-A scheduler that looks up step 30 in {"30": 1} finds nothing there, and nobody sees it.
+A scheduler that looks up step 30 in {"30": 1} finds nothing there, and nobody sees it. Learning rates and the
+states of random generators may be small tensors and arrays: these are their bytes.
 
 {"imece/kind": KIND, "of": [...]} stands for what JSON has no word for; for a dict that looks like it too.
 """
 
 from __future__ import annotations
 
+import base64
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
+import torch
 
 _KIND = "imece/kind"
 _KINDS: dict[str, Callable[[list[Any]], Any]] = {
@@ -18,16 +23,20 @@ _KINDS: dict[str, Callable[[list[Any]], Any]] = {
     "Counter": lambda pairs: Counter(dict(pairs)),
     "tuple": tuple,
     "float": lambda text: float(*text),
+    "tensor": lambda said: _tensor(*said),
+    "array": lambda said: _array(*said),
 }
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _PLAIN = frozenset({int, str, bool, type(None)})  # long lists are mostly of these: not one call for each
+_MOST_BYTES = 2**20  # of one tensor or array: each rank's states are in the one manifest
 _DEEPEST = 100  # levels; whoever reads it may stand deep in calls already
 
 
 def as_json(value: Any, name: str) -> Any:
     """A copy of which JSON can say all; the value may change afterwards.
 
-    name: of the value, for messages. TypeError for what is neither number, text, None, list, tuple nor dict,
-    with its place; ValueError for what is nested too deeply.
+    name: of the value, for messages. TypeError, with its place, for what is neither number, text, None, list,
+    tuple, dict, dense tensor nor array of numbers; ValueError for what is nested too deeply or too large.
     """
     return _as_json(value, name, _DEEPEST)
 
@@ -55,13 +64,41 @@ def _as_json(value: Any, name: str, deepest: int) -> Any:
             for i, each in enumerate(value)
         ]
         return found if isinstance(value, list) else {_KIND: "tuple", "of": found}
+    if isinstance(value, torch.Tensor) and type(value) in _TENSORS and value.layout == torch.strided:
+        dtype = str(value.dtype).removeprefix("torch.")
+        raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        return _of_bytes("tensor", dtype, value.shape, raw, name)
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        return _of_bytes("array", value.dtype.str, value.shape, np.asarray(value), name)
     raise TypeError(f"{name}: a {type(value).__name__} is not JSON serializable")
+
+
+def _of_bytes(kind: str, dtype: str, shape: Sequence[int], raw: Any, name: str) -> Any:
+    if raw.nbytes > _MOST_BYTES:
+        raise ValueError(f"{name}: {raw.nbytes} bytes, and {_MOST_BYTES} at most: save it with the tensors")
+    return {_KIND: kind, "of": [dtype, [*shape], base64.b64encode(raw.tobytes()).decode()]}
+
+
+def _tensor(dtype: str, shape: list[int], text: str) -> torch.Tensor:
+    kind = getattr(torch, dtype)
+    raw = np.frombuffer(base64.b64decode(text), dtype=np.uint8)
+    if not isinstance(kind, torch.dtype) or len(raw) != math.prod(shape) * kind.itemsize:
+        raise ValueError(f"{len(raw)} bytes are no {dtype}{shape}")
+    made = torch.empty(shape, dtype=kind)
+    made.view(-1).view(torch.uint8).copy_(torch.from_numpy(raw.copy()))
+    return made
+
+
+def _array(dtype: str, shape: list[int], text: str) -> Any:
+    if np.dtype(dtype).kind not in "biufc":
+        raise ValueError(f"an array of {dtype}")
+    return np.frombuffer(base64.b64decode(text), dtype=dtype).reshape(shape).copy()[()]
 
 
 def from_json(value: Any) -> Any:
     """The inverse: keys that are numbers, tuples, Counters and infinities are again what they were.
 
-    KeyError, TypeError, ValueError or RecursionError for what `as_json` has not made.
+    Tensors are on the CPU. KeyError, TypeError, ValueError or RecursionError for what `as_json` has not made.
     """
     if isinstance(value, list):
         return [each if type(each) in _PLAIN else from_json(each) for each in value]

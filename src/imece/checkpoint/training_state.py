@@ -6,6 +6,7 @@
     numbers/NAME/KEY       what schedulers change of a parameter group: lr, momentum, betas, ...; its name is
                            that of the first of its parameters, in the model's order
     extra/NAME/STATE       what a module's get_extra_state gives
+    left_out/, beside/     digests of a frozen base: base.py
 
 What is no tensor is made of some, with other keys: plain.py.
 
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from imece.checkpoint.base import BESIDE, LEFT_OUT, Base, Expected, as_tensor, in_memory
 from imece.checkpoint.deal import Slice
 from imece.checkpoint.kept import Entry, Kept, are_alike, shape_of
 from imece.checkpoint.load import Source
@@ -44,7 +46,7 @@ from imece.checkpoint.weights import (
     with_extra_state,
 )
 from imece.collectives.texts import gather_json
-from imece.data_parallel.optimizer import numbers_by_key, set_number
+from imece.data_parallel.optimizer import numbers_by_key, parameters_of, set_number
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.sharding.parts import Part
@@ -60,27 +62,52 @@ _STATE = "state"
 class TrainingState:
     """What a checkpoint holds of one wrapped model and its optimizers."""
 
-    def __init__(self, model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
-        self._model, self._optimizers = model, [(each, Kept(each)) for each in optimizers]
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizers: Optimizer | Sequence[Optimizer],
+        *,
+        frozen: bool = True,
+    ) -> None:
+        """optimizers: all that step the model; [] for a state without what they keep.
+
+        frozen: False leaves out of checkpoints the base under adapters: what was frozen when the model was
+        wrapped, and is as it was at the first `tensors()` or `load` of this. Digests are in its place, and a
+        model with another base is refused. What has been changed meanwhile stays in, as an average of weights
+        is; but a change by `.data` is not seen.
+
+        ValueError for some of the optimizers that step a sharded model, and for one that steps another; a
+        warning for a replicated model of which some parameters are trained, and stepped by none of these.
+        """
+        given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        self._model, self._optimizers = model, [(each, Kept(each)) for each in given]
         self._names: dict[Tensor, str] = {each: name for name, each in model.module.named_parameters()}
         self._extra = list(with_extra_state(model.module))
         self._left_out = set[object]()  # of which it was said
         self._own: dict[str, Tensor | Slice] = {}
         self._own_lay: list[tuple[Tensor, int]] = []  # what that was made of, and where in memory
+        self._base = Base(model, is_left_out=not frozen)
+        self._check_given(given)
 
     def tensors(self) -> dict[str, Tensor | Slice]:
         """All of it, as this rank has it. All ranks call it, after as many steps."""
-        if isinstance(self._model, ShardedDataParallel):
-            return self._slices(self._model) | self._of_rank_0() | self._numbers()
-        found: dict[str, Tensor | Slice] = {
-            MODEL + name: parameter.detach() for parameter, name in self._names.items()
-        }
+        model = self._model
+        found = self._slices(model) if isinstance(model, ShardedDataParallel) else self._replicated()
+        digests = self._base.of()
+        for name in digests[LEFT_OUT]:
+            del found[MODEL + name]
+        for prefix, of in digests.items():
+            found |= {prefix + name: as_tensor(digest) for name, digest in of.items()}
+        return found | self._of_rank_0() | self._numbers()
+
+    def _replicated(self) -> dict[str, Tensor | Slice]:
+        found: dict[str, Tensor | Slice] = dict(self._whole_parameters())
         for name, parameter, kept in self._stepped():
             entries = self._entries(name, parameter, kept)
             for key, entry in entries.items():
                 found[_key(name, key)] = entry.tensor
             found |= _made_by(name, kept.made_by if entries else "")
-        return found | self._of_rank_0() | self._numbers()
+        return found
 
     def own(self) -> dict[str, Tensor | Slice]:
         """What of `tensors()` lies on this rank, without asking another: to be copied after each step.
@@ -120,9 +147,7 @@ class TrainingState:
     def _find_own(self) -> dict[str, Tensor | Slice]:
         parts = self._parts()
         is_whole = not self._model.sharded_names
-        found: dict[str, Tensor | Slice] = {
-            MODEL + name: each.detach() for each, name in self._names.items() if is_whole
-        }
+        found: dict[str, Tensor | Slice] = dict(self._whole_parameters()) if is_whole else {}
         found |= self._of_modules()
         for part in parts.values():
             found[MODEL + part.name] = Slice(part.parameter.detach(), part.shape, part.start)
@@ -143,19 +168,24 @@ class TrainingState:
         frozen: also the parameters of a sharded model that are whole on every rank, which `own` leaves out.
 
         UserError, with the first names and shapes that differ, for a checkpoint of another model; also for
-        what another optimizer kept, and for states in blocks that are not those of this optimizer.
+        what another optimizer kept, for states in blocks that are not those of this optimizer, and where the
+        checkpoint leaves out a frozen base, for another one.
         """
         shapes = {name: tuple(each.shape) for name, each in shaped(self._model).items()}
-        whole = set() if frozen else self._whole()
-        check_shapes(saved, {name: shape for name, shape in shapes.items() if name not in whole})
+        skipped = set() if frozen or not self._model.sharded_names else dict(self._whole_parameters()).keys()
+        check_shapes(saved, {name: shape for name, shape in shapes.items() if MODEL + name not in skipped})
+        self._base.begin()
+        if any(name.startswith((LEFT_OUT, BESIDE)) for name in saved.names()):
+            expected = together(self._model, lambda: Expected.by(saved))
+            expected.check(self._model, self._base.digests, saved.folder)
         if isinstance(self._model, ShardedDataParallel):
             # A mistake may be in a part that one rank has: the others would wait for it below.
-            together(self._model, lambda: self._fill(saved, shapes))
+            together(self._model, lambda: self._fill(saved))
             self._model.take_over_masters()
         else:
-            self._fill(saved, shapes)
+            self._fill(saved)
 
-    def _fill(self, saved: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def _fill(self, saved: Source) -> None:
         keys = keys_of(saved, OPTIMIZER)
         parts, steps = self._parts(), list(self._stepped())
         makers = _makers(saved)
@@ -175,10 +205,11 @@ class TrainingState:
         fill(self._model, saved)
         of_model = kept_names(saved)  # in memory without those that are frozen
         for name, stepped, kept in steps:
-            found = {}
+            found, of = {}, parts.get(stepped)
+            whole = of.shape if of is not None else tuple(stepped.shape)
             for key in keys.get(name, ()):
-                per = kept.per(key, saved.shape(_key(name, key)), shapes[name])
-                found[key] = _read(saved, _key(name, key), per, parts.get(stepped), stepped)
+                per = kept.per(key, saved.shape(_key(name, key)), whole)
+                found[key] = _read(saved, _key(name, key), per, of, stepped)
             dtype = saved.dtype(MODEL + name) if name in of_model else None
             try:
                 kept.put(stepped, found, dtype)
@@ -226,10 +257,7 @@ class TrainingState:
 
     def _slices(self, model: ShardedDataParallel) -> dict[str, Tensor | Slice]:
         sharding = model.sharding
-        sharded = {*model.sharded_names}
-        found: dict[str, Tensor | Slice] = {
-            MODEL + name: each.detach() for each, name in self._names.items() if name not in sharded
-        }
+        found: dict[str, Tensor | Slice] = dict(self._whole_parameters())
         parts = {part.index: part for part in model.parts}
         states = {each: self._entries(name, each, kept) for name, each, kept in self._stepped()}
         keys = self._all_keys(model, states, {each: kept for _, each, kept in self._stepped()})
@@ -317,10 +345,36 @@ class TrainingState:
         every = gather_json(said, model.process_group, model.device, "what optimizers keep")
         return {name: keys for keys, together in itertools.chain.from_iterable(every) for name in together}
 
-    def _whole(self) -> set[str]:
-        """The parameters of a sharded model that are not."""
-        sharded = self._model.sharded_names
-        return {*self._names.values()} - {*sharded} if sharded else set()
+    def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Those of which every rank has all, by the names under which they are saved."""
+        sharded = {*self._model.sharded_names}
+        named = ((MODEL + name, each.detach()) for each, name in self._names.items() if name not in sharded)
+        return in_memory(named)
+
+    def _check_given(self, given: Sequence[Optimizer]) -> None:
+        """What is not given is not saved, which nobody would see before the state is loaded."""
+        if isinstance(self._model, ShardedDataParallel):
+            its = [each.optimizer for each in self._model.stepped]
+            lacking = [each for each in its if all(each is not other for other in given)] if given else []
+            foreign = [each for each in given if all(each is not other for other in its)]
+        else:
+            lacking = []
+            stepped = {each for optimizer in given for each in parameters_of(optimizer)}
+            foreign = [each for each in given if not self._names.keys() >= {*parameters_of(each)}]
+            left = [name for name, each in self._model._trained if each not in stepped] if given else []
+            if left and not foreign:
+                more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+                warnings.warn(
+                    f"TrainingState: none of the optimizers given steps {left[0]}{more}: if another one "
+                    "does, give it too, or what it keeps is not saved",
+                    stacklevel=3,
+                )
+        for optimizers, what in (
+            (lacking, "steps this model too: give it with the others, or what it keeps is not saved"),
+            (foreign, "steps what is none of this model's: give each state the optimizers of its own model"),
+        ):
+            for each in optimizers[:1]:
+                raise ValueError(f"TrainingState: {type(each).__name__} {what}")
 
     def _parts(self) -> dict[Tensor, Part]:
         return {part.parameter: part for part in self._model.parts}

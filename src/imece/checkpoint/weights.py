@@ -1,7 +1,9 @@
 """A model's weights out of a checkpoint, and nothing that optimizers keep: into any model, wrapped or not.
 
 model/NAME    a parameter, or a buffer that belongs to the model's state, by its name in the plain model
+                    one that is made of others is these, as NAME:PART, a quantised one its codes and scales
 extra/NAME/STATE    what a module's get_extra_state gives, as plain tensors (plain.py)
+left_out/NAME       of a frozen parameter that is not there: base.py
 held          what a rank has of one of them: all of it, or the part that it owns
 """
 
@@ -17,6 +19,7 @@ from typing import TypeVar, cast
 
 from torch import Tensor, nn
 
+from imece.checkpoint.base import LEFT_OUT, Digests, Expected, in_memory
 from imece.checkpoint.load import Saved, Source, newest, open_checkpoint
 from imece.checkpoint.manifest import MANIFEST
 from imece.checkpoint.plain import by_key, value_of
@@ -50,7 +53,8 @@ def load_weights(model: nn.Module, source: Path | str | Saved, *, strict: bool =
     of which the newest whole one is taken; a line on standard error for each newer one, which is damaged.
 
     UserError, with the first names and shapes: if a tensor has another shape; if strict, also if one side has
-    names that the other has not. If there is no checkpoint that can be read. On all ranks, if on one of them.
+    names that the other has not, and if a frozen base that the checkpoint leaves out is not that of the model
+    (not strict, nobody looks). If there is no checkpoint that can be read. On all ranks, if on one of them.
     ValueError for a model without memory, on the meta device.
     """
     for name, each in shaped(model).items():
@@ -60,18 +64,20 @@ def load_weights(model: nn.Module, source: Path | str | Saved, *, strict: bool =
 
     damaged: list[str] = []
 
-    def look() -> Saved:
+    def look() -> tuple[Saved, Expected]:
         saved = source if isinstance(source, Saved) else find(Path(source), damaged)
         check_shapes(saved, shapes, strict)
-        return saved
+        return saved, Expected.by(saved)
 
-    saved = together(model, look)
+    saved, expected = together(model, look)
     # All have found the same: one says what was passed over. And nobody writes into memory that all have in
     # common while one still reads.
     _check_same(model, saved)
     if not isinstance(model, DistributedDataParallel) or model.process_group.rank() == 0:
         for line in damaged:
             print(f"imece: damaged, so an older checkpoint is used: {line}", file=sys.stderr, flush=True)
+    if strict:
+        expected.check(model, Digests(model), saved.folder)
     together(model, lambda: fill(model, saved))
     if isinstance(model, DistributedDataParallel):
         model.take_over_masters()
@@ -100,7 +106,7 @@ def shaped(model: nn.Module) -> dict[str, Tensor]:
     A tensor that has several names goes by the first.
     """
     plain = model.module if isinstance(model, DistributedDataParallel) else model
-    return dict(plain.named_parameters()) | dict(buffers_of(plain))
+    return dict(in_memory(plain.named_parameters())) | dict(buffers_of(plain))
 
 
 def buffers_of(plain: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -167,13 +173,17 @@ def kept_names(saved: Source) -> set[str]:
 
 
 def check_shapes(saved: Source, wanted: Mapping[str, tuple[int, ...]], strict: bool = True) -> None:
-    """UserError unless a checkpoint has these tensors and no others. Not strict: in so far as it has them."""
+    """UserError unless a checkpoint has these tensors and no others. Not strict: in so far as it has them.
+
+    What it leaves out of a frozen base is looked at elsewhere: `Expected.check`.
+    """
     kept = kept_names(saved)
+    left_out = {name.removeprefix(LEFT_OUT) for name in saved.names() if name.startswith(LEFT_OUT)}
     wrong = [
         f"{name} should be {list(shape)}, the checkpoint has "
         f"{list(saved.shape(MODEL + name)) if name in kept else 'none'}"
         for name, shape in wanted.items()
-        if (saved.shape(MODEL + name) != shape if name in kept else strict)
+        if (saved.shape(MODEL + name) != shape if name in kept else strict and name not in left_out)
     ]
     if strict:
         wrong += [f"it has {name} too" for name in sorted(kept - wanted.keys())]

@@ -1,0 +1,160 @@
+"""The base under adapters: what training does not change, and the digests by which it is known again.
+
+left_out/NAME    of a frozen parameter of which a checkpoint holds nothing else: uint8 [32]
+beside/NAME      of what a module keeps beside frozen parameters of its own and hands out in its state dict:
+                 the scales of bitsandbytes' codes, which are of no use with others
+
+A digest is the SHA-256 of a tensor's dtype, shape and bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from imece.checkpoint.load import Source
+from imece.checkpoint.plain import memory_of
+from imece.collectives.texts import gather_json
+from imece.data_parallel.replicate import DistributedDataParallel
+from imece.errors import UserError
+
+LEFT_OUT, BESIDE = "left_out/", "beside/"
+_CHUNK = 4 << 20  # bytes of a tensor that are on the CPU at once
+_SHOWN = 3
+
+
+class Digests:
+    """Of a model's tensors; each is computed again only after it was written."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        # With how often it was written. Its memory is held, or another tensor might come to lie there.
+        self._known: dict[str, tuple[Tensor, int, str]] = {}
+
+    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """In hex, by name. All ranks of a wrapped model call it, with the same names; each does a share."""
+        names, model = sorted(tensors), self._model
+        if not isinstance(model, DistributedDataParallel) or not names:
+            return {name: self._one(name, tensors[name]) for name in names}
+        group = model.process_group
+        mine = {name: self._one(name, tensors[name]) for name in names[group.rank() :: group.size()]}
+        every = gather_json(mine, group, model.device, "digests of frozen parameters")
+        return dict(chain.from_iterable(each.items() for each in every))
+
+    def _one(self, name: str, tensor: Tensor) -> str:
+        if tensor.is_inference():  # nothing counts how often it was written
+            return _digest(tensor)
+        held, written, digest = self._known.get(name, (None, 0, ""))
+        if held is None or held.data_ptr() != tensor.data_ptr() or written != tensor._version:
+            digest = _digest(tensor)
+            self._known[name] = tensor.detach(), tensor._version, digest
+        return digest
+
+
+class Base:
+    """Of one wrapped model: which of its frozen parameters a checkpoint need not hold."""
+
+    def __init__(self, model: DistributedDataParallel, *, is_left_out: bool) -> None:
+        self._model, self._is_left_out = model, is_left_out
+        self.digests = Digests(model)
+        self._first: dict[str, str] | None = None
+
+    def begin(self) -> None:
+        """Whoever makes this model again has the frozen parameters as they are now. All ranks call it."""
+        if self._first is None:
+            self._first = self.digests.of(self._frozen())
+
+    def of(self) -> dict[str, dict[str, str]]:
+        """{LEFT_OUT: {name: digest}, BESIDE: the same}. All ranks call it.
+
+        A frozen parameter that something has changed since `begin`, an average of weights, is not left out.
+        """
+        self.begin()
+        frozen, beside = self._frozen(), dict(beside_frozen(self._model.module))
+        now, first = self.digests.of(frozen | beside), self._first or {}
+        left_out = {name: now[name] for name in frozen if now[name] == first.get(name)}
+        return {LEFT_OUT: left_out, BESIDE: {name: now[name] for name in beside}}
+
+    def _frozen(self) -> dict[str, Tensor]:
+        # Frozen when it was wrapped: what was trained before it was frozen nobody has elsewhere.
+        return dict(in_memory(self._model._frozen)) if self._is_left_out else {}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a checkpoint says of the base that it was trained on."""
+
+    left_out: Mapping[str, str]
+    beside: Mapping[str, str]
+
+    @classmethod
+    def by(cls, saved: Source) -> Expected:
+        """UserError where it cannot be read."""
+        found: dict[str, dict[str, str]] = {LEFT_OUT: {}, BESIDE: {}}
+        for name in saved.names():
+            for prefix, digests in found.items():
+                if name.startswith(prefix):
+                    digests[name.removeprefix(prefix)] = bytes(saved.tensor(name).tolist()).hex()
+        return cls(found[LEFT_OUT], found[BESIDE])
+
+    def check(self, model: nn.Module, digests: Digests, source: object) -> None:
+        """UserError, with the first names, unless it is the base of this model. All ranks call it.
+
+        A parameter that is shared out among ranks is none of it: nobody has all its bytes.
+        """
+        plain, cut = model, set[str]()
+        if isinstance(model, DistributedDataParallel):
+            plain, cut = model.module, {*model.sharded_names}
+        here = dict(in_memory((name, each) for name, each in plain.named_parameters() if name not in cut))
+        beside = dict(beside_frozen(plain))
+        looked_at = {name: here[name] for name in self.left_out if name in here}
+        looked_at |= {name: beside[name] for name in self.beside if name in beside}
+        now, expected = digests.of(looked_at), {**self.left_out, **self.beside}
+        wrong = [
+            f"{name} is {'trained' if name in cut else 'not there'}"
+            for name in self.left_out
+            if name not in here
+        ]
+        wrong += [f"{name} is another" for name in looked_at if now[name] != expected[name]]
+        if wrong:
+            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            raise UserError(
+                f"{source} was trained on a frozen base that it does not hold, and this model has another: "
+                f"{'; '.join(wrong[:_SHOWN])}{more}. Begin with the same base, of the same dtype"
+            )
+
+
+def in_memory(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that hold these."""
+    return chain.from_iterable(memory_of(name, each) for name, each in named)
+
+
+def beside_frozen(plain: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Of modules whose own parameters are all frozen: what of a state dict is no parameter and no buffer."""
+    for prefix, module in plain.named_modules():
+        own = list(module.parameters(recurse=False))
+        overrides = type(module)._save_to_state_dict is not nn.Module._save_to_state_dict
+        if overrides and own and not any(each.requires_grad for each in own):
+            state: dict[str, object] = {}
+            module._save_to_state_dict(state, "", keep_vars=False)
+            for name, value in state.items():
+                if isinstance(value, Tensor) and name not in {*module._parameters, *module._buffers}:
+                    yield f"{prefix}.{name}" if prefix else name, value
+
+
+def as_tensor(digest: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(digest), dtype=torch.uint8)
+
+
+@torch.no_grad()
+def _digest(tensor: Tensor) -> str:
+    found = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
+    if tensor.numel():
+        for chunk in tensor.detach().contiguous().view(-1).view(torch.uint8).split(_CHUNK):
+            found.update(chunk.cpu().numpy().data)
+    return found.hexdigest()
