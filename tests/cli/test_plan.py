@@ -215,6 +215,21 @@ def test_what_has_no_bf16_is_told_fp16(capsys: pytest.CaptureFixture[str]) -> No
     assert told["notes"] == ["V100 has no bf16: parameters and activations are in fp16"]
 
 
+def test_what_is_taken_of_experts_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_QWEN_MIXTURE))
+    (note,) = found(capsys, str(tmp_path), "--gpus", "8xA100-80", "--global-batch", "64")["notes"]
+    assert note.startswith("each token goes through 2 of 16 experts, as if all had as many tokens")
+    assert note.endswith("expert parallelism is not planned")
+    assert not found(capsys, "llama-3.2-1b", "--gpus", "8xA100-80", "--global-batch", "64")["notes"]
+
+
+_QWEN_MIXTURE = {
+    "model_type": "qwen3_moe", "hidden_size": 1024, "moe_intermediate_size": 512, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 64, "num_hidden_layers": 8, "num_experts": 16,
+    "num_experts_per_tok": 2, "vocab_size": 32000,
+}  # fmt: skip
+
+
 def test_the_usual_sequence_is_no_longer_than_the_models_positions() -> None:
     for model, seq in (("gpt-3-175b", 2048), ("7B", 4096)):
         assert question_of(PlanOptions(model, gpus="8xH100")).seq == seq

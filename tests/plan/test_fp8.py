@@ -164,6 +164,11 @@ def test_a_file_says_whether_its_gpu_has_it(tmp_path: Path) -> None:
         assert cluster.gpu.fp8 == ratio
         why = why_no_fp8(replace(ask(precision=FP8), cluster=cluster))
         assert (why is None) == (ratio > 0)
+    file.write_text('[gpu]\nlike = "H100"\nfp8 = 1979e12\n')
+    with pytest.raises(
+        UserError, match=r"fp8 is 1979.*how many times as fast as products in bf16, at most 4"
+    ):
+        find_cluster("H100", 8, 1, hardware=file)
     file.write_text('[gpu]\nlike = "H100"\nfp8 = true\n')
     with pytest.raises(UserError, match="fp8 is True; a number is needed"):
         find_cluster("H100", 8, 1, hardware=file)

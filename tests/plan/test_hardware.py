@@ -132,6 +132,8 @@ def test_bytes_are_no_bits(text: str) -> None:
         (lambda: find_gpu("quux"), "there are H100, H200"),
         (lambda: find_gpu("MI300X"), "there are H100, .*, CPU; --hardware FILE describes others"),
         (lambda: parse_gpus("0xH100"), "at least 1"),
+        (lambda: parse_gpus("H100x8"), "the number comes first, 8xH100"),
+        (lambda: parse_gpus("a100:4"), "the number comes first, 4xa100"),
         (lambda: parse_gpus("8xH100 + 8xA100"), "GPUs of one kind are planned for, .*: ask for each"),
         (lambda: parse_gpus("8xH100,4x4090"), "GPUs of one kind are planned for, .*: ask for each"),
         (lambda: parse_gpus("  "), "write it like 8xH100"),

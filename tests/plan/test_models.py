@@ -50,6 +50,23 @@ def test_a_size_means_the_published_model_of_it(size: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("Llama-3.1-8B", "llama-8b"), ("meta-llama/Meta-Llama-3-70B-Instruct", "llama-70b"),
+        ("meta-llama/Llama-3.1-405B", "llama-405b"), ("meta-llama/Llama-3.3-70B-Instruct", "llama-70b"),
+        ("meta-llama/Llama-3.2-1B-Instruct", "llama-3.2-1b"), ("meta-llama/Llama-2-7b-chat-hf", "llama-2-7b"),
+    ],
+)  # fmt: skip
+def test_names_as_meta_has_them(written: str, name: str) -> None:
+    assert find_model(written) is MODELS[name]
+
+
+def test_a_name_like_metas_that_is_none() -> None:
+    with pytest.raises(UserError, match=r"unknown model 'Llama-3.2-8B': did you mean llama-3.2-"):
+        find_model("Llama-3.2-8B")
+
+
+@pytest.mark.parametrize(
     ("size", "parameters"), [("125M", 125e6), ("2.7B", 2.7e9), ("22b", 22e9), ("120 B", 120e9)]
 )
 def test_another_size_has_a_shape_like_theirs(size: str, parameters: float) -> None:

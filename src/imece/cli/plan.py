@@ -151,6 +151,14 @@ def explain(answer: Answer, tokens: float, precision: str) -> Explained:
         notes = (*notes, f"{gpu.name} has no bf16: parameters and activations are in fp16")
     if answer.question.precision.fp8:
         notes = (*notes, "FP8 in the layers' products alone; MFU is told of the peak in bf16")
+    if experts := answer.question.model.experts:
+        each = answer.question.model.active_experts
+        notes = (
+            *notes,
+            f"each token goes through {each} of {experts} experts, as if all had as many tokens and one "
+            "kernel multiplied for all; they lie where other parameters do: expert parallelism is not "
+            "planned",
+        )
     following = next_of(answer, precision)
     return Explained(
         answer.question, winner, others(answer), gains(answer), tokens, answer.considered, following, notes,

@@ -205,6 +205,9 @@ def parse_gpus(text: str) -> tuple[int | None, str]:
     found = re.fullmatch(r"\s*(?:(\d{1,9})\s*[xX*]\s*|(\d{1,3})\s+)?([^\s].*?)\s*", text)
     if found is None:
         raise UserError(f"--gpus {text!r}: write it like 8xH100")
+    turned = re.fullmatch(r"(.+?)\s*[xX*:]\s*(\d{1,9})", found[3])  # but "RTX 3090"
+    if turned and _plain(turned[1]) in (*map(_plain, gpu_names()), *_OTHER_NAMES):
+        raise UserError(f"--gpus {text!r}: the number comes first, {turned[2]}x{turned[1]}")
     number = found[1] or found[2]  # "3090 Ti" is a name: no host has so many
     count = None if number is None else int(number)
     if count == 0:
@@ -303,6 +306,11 @@ def _known(kind: type[Gpu] | type[Link], table: Mapping[str, Any], where: str) -
             if number < 0 or (number == 0 and name in _POSITIVE):
                 least = "more than 0" if name in _POSITIVE else "0 or more"
                 raise ValueError(f"[{where}] {name} is {number}; it must be {least}")
+            if name == "fp8" and number > _MOST_FP8:
+                raise ValueError(
+                    f"[{where}] fp8 is {number}: how many times as fast as products in bf16, at most "
+                    f"{_MOST_FP8}"
+                )
             if name in _LEAST and number < _LEAST[name]:
                 raise ValueError(
                     f"[{where}] {name} is {number} {_UNIT[name]}; at least {_LEAST[name]:.0e} is needed"
@@ -317,6 +325,7 @@ _PARTS = ("efficiency", "lanes", "reachable", "sustained", "flash")
 _POSITIVE = (
     "bandwidth", "switch", "peak", "peak_fp32", "memory_bytes", "memory_bandwidth", "multiprocessors",
 )  # fmt: skip
+_MOST_FP8 = 4  # a rate in FLOP/s was meant, or one that counts zeros
 # A number below these was meant in another unit: 400 Gb/s, 989 TFLOP/s, 80 GB.
 _LEAST = {"bandwidth": 1e6, "memory_bandwidth": 1e8, "memory_bytes": 1e6, "peak": 1e8, "peak_fp32": 1e8}
 _UNIT = dict.fromkeys(_LEAST, "bytes/s") | {"memory_bytes": "bytes", "peak": "FLOP/s", "peak_fp32": "FLOP/s"}

@@ -17,6 +17,8 @@ from imece.plan.models.from_config import CONFIG, read_config
 from imece.plan.models.model import Model
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([mbt])", re.IGNORECASE)
+_OF_META = re.compile(r"(?:meta-llama/)?(?:meta-)?(llama-.+?)(?:-(?:instruct|chat|hf))*")
+_LLAMA_3 = re.compile(r"llama-3(?:\.[13])?-(?=(?:8|70|405)b$)")  # of one shape, which 3.2's are not
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 _LEAST, _MOST = 1e6, 20e12  # parameters
 _NEAR = 0.06  # a size means a published model that is no further off
@@ -69,7 +71,8 @@ MODELS: Mapping[str, Model] = MappingProxyType(
 
 
 def find_model(text: str) -> Model:
-    """A preset ("llama-8b"), a size ("7B"), a config.json or its folder, or "file.py:function".
+    """A preset ("llama-8b"; as Meta has it, "meta-llama/Llama-3.1-8B-Instruct"), a size ("7B"), a config.json
+    or its folder, or "file.py:function".
 
     UserError for what is none of these, with the nearest names, and for a file that cannot be used.
     """
@@ -83,12 +86,15 @@ def find_model(text: str) -> Model:
     path = Path(text)
     if path.suffix == ".json" or path.is_absolute() or os.path.isfile(path / CONFIG):
         return read_config(path if path.suffix == ".json" else path / CONFIG)
-    if text.lower() in MODELS:
-        return MODELS[text.lower()]
+    name = text.strip().lower()
+    if of_meta := _OF_META.fullmatch(name):
+        name = _LLAMA_3.sub("llama-", of_meta[1])
+    if name in MODELS:
+        return MODELS[name]
     size = _SIZE.fullmatch(text.strip())
     if size:
         return of_size(float(size[1]) * _UNITS[size[2].lower()], text.strip())
-    near = difflib.get_close_matches(text.lower(), MODELS, n=2, cutoff=0.5)
+    near = difflib.get_close_matches(name, MODELS, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(MODELS)}."
     raise UserError(
         f"unknown model {text!r}: {hint} A size (7B), a Hugging Face {CONFIG} and file.py:function do too"
