@@ -751,6 +751,38 @@ def an_optimizer_zeroes_its_own(group: dist.ProcessGroup) -> None:
     assert all(each.grad is None for each in model.parameters())
 
 
+def a_compiled_step(group: dist.ProcessGroup) -> None:
+    """torch.compile of what steps: the optimizer's arithmetic alone is in the graph."""
+
+    def trained(compile: Callable[..., Any]) -> nn.Module:
+        torch.manual_seed(1)
+        module = nn.Linear(8, 4)
+        model, optimizer = parallelize(module, SGD(module.parameters(), 0.1), strategy, group)
+
+        def step() -> None:
+            optimizer.step()
+
+        step = compile(step)
+        for turn in range(2):
+            model(torch.randn(3, 8, generator=torch.Generator().manual_seed(turn))).sum().backward()
+            step()
+            optimizer.zero_grad()
+        model.check_parameters()
+        return module
+
+    for strategy in ("zero1", "zero3"):
+        graphs: list[torch.fx.GraphModule] = []
+
+        def kept(graph: torch.fx.GraphModule, _: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        torch._dynamo.reset()
+        got, expected = (trained(each).weight for each in (torch.compile(backend=kept), lambda step: step))
+        assert torch.allclose(got, expected)
+        assert len(graphs) == 1, f"{len(graphs)} graphs in two steps of {strategy}"
+
+
 # What is refused.
 
 
@@ -826,6 +858,7 @@ OTHERS: dict[str, Check] = {f"bits: {name}": same_bits(case) for name, case in I
     "one script for every strategy": one_script_for_every_strategy,
     "an optimizer zeroes its own": an_optimizer_zeroes_its_own,
     "refused": refused,
+    "a compiled step": a_compiled_step,
     "models that differ": models_that_differ,
     "optimizers that differ": optimizers_that_differ,
 }

@@ -48,6 +48,7 @@ def refuse_early_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
+@torch._disable_dynamo(recursive=True)
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if task.current() == task.NO_TASK:
         return

@@ -49,7 +49,7 @@ class SteppedParts:
         self._whole: list[dict[str, list[Any]]] = []  # by group: what lay in it before it was divided
         self.divide(model.sharding)
         optimizer.register_step_pre_hook(self._before)
-        first = optimizer.register_step_post_hook(lambda optimizer, *_: self.after(optimizer))
+        first = optimizer.register_step_post_hook(self._after)
         # Before the user's: an average of weights there would see this rank's parts stepped, the others' not.
         optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
         self._zero = _unkept(optimizer.zero_grad)
@@ -150,6 +150,9 @@ class SteppedParts:
             self._is_asking = False
             self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
+    # torch.compile, of a step or of what makes one, passes over what is done together with other ranks.
+
+    @torch._disable_dynamo(recursive=True)
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Hook of its step. What a closure reads is not to be written by ranks that have left theirs."""
         self.before(optimizer)
@@ -166,6 +169,11 @@ class SteppedParts:
             (optimizer, *map(waiting, args[1:])),
             {key: waiting(value) for key, value in kwargs.items()},
         )
+
+    @torch._disable_dynamo(recursive=True)
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        """Hook of its step."""
+        self.after(optimizer)
 
     def before(self, optimizer: Optimizer) -> None:
         """A step of it begins, or of one that shares its groups: perhaps inside of its own."""

@@ -191,6 +191,7 @@ def _norm(
     return norm
 
 
+@torch._disable_dynamo(recursive=True)
 def _before_step(optimizer: Optimizer, *args: Any) -> None:
     if SteppedParts.of(optimizer) is not None:
         return
@@ -208,6 +209,7 @@ def _before_step(optimizer: Optimizer, *args: Any) -> None:
             parameter.data = parameter.data.clone()
 
 
+@torch._disable_dynamo(recursive=True)
 def _after_step(optimizer: Optimizer, *args: Any) -> None:
     if SteppedParts.of(optimizer) is None:
         for stepped in _steppers_of([each for group in optimizer.param_groups for each in group["params"]]):
