@@ -245,6 +245,15 @@ def test_recomputation_sends_keys_and_values_round_again() -> None:
     assert full == pytest.approx(none * 4 / 3, rel=0.01)  # nearly all is in sight
 
 
+def test_attention_is_fastest_with_heads_of_128() -> None:
+    """As published, a tenth slower with half and with twice as many channels."""
+    core = {}
+    for width in (64, 128, 256):
+        model = replace(MODEL, name=f"heads of {width}", heads=2048 // width, kv_heads=1, head_width=width)
+        core[width] = layer_time(CLUSTER.gpu, model, IMECE, Recipe(16384), 1, 1, False).core
+    assert 1.08 < core[64] / core[128] < 1.15 and 1.08 < core[256] / core[128] < 1.15
+
+
 def test_what_blocks_give_is_added_up() -> None:
     """Each of four ranks has a fourth of all scores, and adds up what four blocks give."""
     recipe = Recipe(32768, 2)

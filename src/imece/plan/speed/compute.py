@@ -222,8 +222,9 @@ def _attended(
 
 
 def flash_part(head_width: int, seq: int) -> float:
-    """Of Gpu.flash, what attention reaches with heads of so many channels on so many tokens."""
-    return min(1.0, math.pow(head_width / _WIDE, 0.15)) * seq / (seq + _HALF_SEQ)
+    """Of Gpu.flash, what attention reaches with heads of so many channels on so many tokens: tiles of narrow
+    heads multiply little between softmaxes, and those of wide ones are small, for all that they must hold."""
+    return math.pow(min(head_width / _WIDE, _WIDE / head_width), 0.15) * seq / (seq + _HALF_SEQ)
 
 
 def head_time(gpu: Gpu, model: Model, manner: Manner, recipe: Recipe, tokens: int, tensor: int) -> HeadTime:
