@@ -7,6 +7,7 @@ import errno
 import math
 import os
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import torch
 
 from imece.checkpoint import Checkpoints, Saved, all_steps, best, files, load, open_checkpoint
 from imece.checkpoint.manifest import seal, unseal
+from imece.checkpoint.room import Room
 from imece.errors import UserError
 from tests.checkpoint.crew import assert_whole, crew, newest_whole, partials, state_of
 
@@ -70,6 +72,32 @@ def test_older_ones_make_room_on_a_full_disk(
     with crew(tmp_path / "run", world_size, keep=5) as ranks:
         assert ranks.save(9, state_of(9))
         assert all_steps(tmp_path / "run") == [2, 7, 8, 9], "whether they are whole, nobody here has read"
+
+
+def test_a_rank_that_writes_before_rank_0_has_made_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oldest, too_early = tmp_path / "step-00000001", threading.Event()
+    really_write, really_make = os.write, Room.make
+
+    def write(descriptor: int, data: memoryview) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("rank-00001.safetensors") and oldest.exists():
+            too_early.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return really_write(descriptor, data)
+
+    def make(room: Room, partial: Path) -> None:
+        assert too_early.wait(20)
+        really_make(room, partial)
+
+    with crew(tmp_path, 2, keep=3) as ranks:
+        assert ranks.save(1, state_of(1)) and ranks.save(2, state_of(2))
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+        monkeypatch.setattr(os, "write", write)
+        monkeypatch.setattr(Room, "make", make)
+        assert ranks.save(3, state_of(3)), ranks.alarms
+    assert_whole(newest_whole(tmp_path), 3, 2)
+    assert all_steps(tmp_path) == [2, 3] and ranks.alarms[1] == []
 
 
 def test_no_metric_no_best(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ it; the others wait for that. So every rank knows what became of it before it be
 from __future__ import annotations
 
 import contextlib
+import errno
 import operator
 import shutil
 import threading
@@ -274,7 +275,7 @@ class Checkpoints:
         own = ""
         try:
             if self._failure(attempt) is None:
-                self._write(job.written(), partial)
+                self._write_in_time(job.written(), partial, attempt)
         except Exception as error:
             own = _why(error)
             with contextlib.suppress(OSError):  # then rank 0 waits until its time is up
@@ -293,6 +294,22 @@ class Checkpoints:
                 if not self._stop.is_set() and not files.withdraw(partial) and _is_of(final, attempt):
                     return
                 raise NotSavedError(f"rank {self._rank}: {own}" if own else str(error)) from error
+
+    def _write_in_time(self, content: _Content, partial: Path, attempt: str) -> None:
+        """On a full disk rank 0 makes room before it writes: what was too early for that is written again."""
+        try:
+            self._write(content, partial)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+        (partial / file_name(self._rank)).unlink(missing_ok=True)
+        patience = Patience(2 * self._limit_s, self._stop)
+        while not (partial / file_name(0)).exists():
+            if self._failure(attempt) is not None:
+                return
+            patience.wait(_sizes(partial), "rank 0")
+        self._write(content, partial)
 
     def _write(self, content: _Content, partial: Path) -> Part:
         """This rank's tensors, then its word that they are there."""
