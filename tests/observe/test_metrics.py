@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,17 @@ def test_a_kill_loses_no_step_that_was_written(tmp_path: Path) -> None:
     assert os.WTERMSIG(status) == signal.SIGKILL
     assert [each["step"] for each in read_metrics(tmp_path)] == [1, 2, 3]
     assert scalars(tmp_path, "loss") == [(1, 0.5), (2, 0.5), (3, 0.5)]
+
+
+def test_files_that_are_removed_begin_anew(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "run", alarm=refuse)
+    metrics.write(record(1))
+    shutil.rmtree(tmp_path / "run")
+    for step in 2, 3:
+        metrics.write(record(step))
+    metrics.close()
+    assert [each["step"] for each in read_metrics(tmp_path / "run")] == [2, 3]
+    assert [step for step, _ in scalars(tmp_path / "run", "loss")] == [2, 3]
 
 
 def test_what_is_not_finite_is_null_and_no_event(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ import json
 import math
 import os
 import resource
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +23,9 @@ from imece.data.batches import Batches
 from imece.data.tokenizer import train_bpe
 from imece.data.tokens import open_tokens
 from imece.models.cross_entropy import cross_entropy
+from imece.observe.metrics import read_metrics
 from imece.plan.check import read_plan
+from imece.train.run_folder import RunFolder
 from imece.train.step import Step
 from tests.train.command import Train, in_fork, train
 from tests.train.compare import assert_same_run, exact, files, last, records, summary
@@ -163,6 +167,37 @@ def full_disk(folder: str) -> list[str]:
 
 def test_no_space_on_disk(tmp_path: Path) -> None:
     assert in_fork(full_disk, str(tmp_path)) == []
+
+
+def remove_run(run: str) -> None:
+    """By somebody else, in step 5."""
+    original = Step.run
+
+    def removing(self: Step, index: int, *args: Any) -> Any:
+        if index == 4 and os.environ["RANK"] == "0":
+            shutil.rmtree(run)
+        return original(self, index, *args)
+
+    Step.run = removing  # type: ignore[method-assign]
+
+
+def removed(folder: str) -> None:
+    path = Path(folder)
+    run = path / "run"
+    words = options(path, "run", "--ranks=2", "--checkpoint.every=3")
+    outcome = train([*words, "--steps=7"], path, fault=partial(remove_run, str(run)))
+    assert outcome.status == 0, outcome
+    (line,) = [line for line in outcome.out.splitlines() if line.startswith("warning: ")]
+    assert f"{run} was moved or removed in the middle of the run" in line
+    assert [record["step"] for record in read_metrics(run)] == [5, 6, 7]
+    _, saved = RunFolder(run).model()
+    assert saved.step == 7 and saved.state["tokenizer_hash"] == RunFolder(run).tokenizer().hash
+    assert train(["--run", str(run), "--steps=8"], path).status == 0
+    assert [record["step"] for record in read_metrics(run)] == [5, 6, 7, 8]
+
+
+def test_a_run_folder_that_is_removed_meanwhile(tmp_path: Path) -> None:
+    in_fork(removed, str(tmp_path))
 
 
 POISON = {"steps": [2], "rank": 1}

@@ -11,12 +11,20 @@ class Appending:
 
     def __init__(self, path: Path) -> None:
         """The folder is made. OSError if it cannot be, or if the file cannot be opened."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
+        self._path = path
+        self._open()
+
+    def _open(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("ab", buffering=0)
         self._size_bytes = os.fstat(self._file.fileno()).st_size
 
     def write(self, piece: bytes) -> None:
-        """All of `piece`, or OSError and the file as it was before."""
+        """All of `piece`, or OSError and the file as it was before; one that was removed begins anew."""
+        if not os.fstat(self._file.fileno()).st_nlink:  # whatever is written to it goes with it
+            removed = self._file
+            self._open()
+            removed.close()
         try:
             written = 0
             while written < len(piece):

@@ -134,7 +134,23 @@ class Loop:
             session.owes_save = True
             return False
         session.save()
+        if session.mesh.rank == 0:
+            self._put_back()
         return True
+
+    def _put_back(self) -> None:
+        """Where somebody has removed or moved the run folder, checkpoints alone would be of no use."""
+        folder = self._session.folder
+        try:
+            gone = folder.put_back(self._session.config, self._session.prepared.tokenizer)
+        except OSError as error:
+            self._watching.note(f"warning: {folder.path}: cannot be written ({error.strerror})")
+            return
+        if gone:
+            self._watching.note(
+                f"warning: {folder.path} was moved or removed in the middle of the run: its config.toml and "
+                "tokenizer.json are there anew, beside checkpoints from now on; all else that it held is not"
+            )
 
     def _make_up(self) -> bool:
         """The figures of a step after which a rank died: of those ranks that have them. All ranks call it.

@@ -167,6 +167,18 @@ class RunFolder:
         if not there:  # else it may be a link, or have permissions that a new one would not
             self.path.rmdir()
 
+    def put_back(self, config: TrainConfig, tokenizer: Tokenizer) -> bool:
+        """What its checkpoints need beside them to be of use, if that is gone; whether it was. OSError.
+
+        config, tokenizer: of the run, which is under way.
+        """
+        if self.config_file.exists() and self.tokenizer_file.exists():
+            return False
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_whole(self.tokenizer_file, tokenizer.to_json().encode(), durable=True)
+        write_whole(self.config_file, to_toml(config.absolute()).encode(), durable=True)
+        return True
+
     def _leftovers(self) -> set[Path]:
         """Of processes that were killed before the first step."""
         names = (self.config_file.name, "tokenizer.json")
