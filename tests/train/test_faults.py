@@ -178,7 +178,7 @@ def remove_run(run: str) -> None:
             shutil.rmtree(run)
         return original(self, index, *args)
 
-    Step.run = removing  # type: ignore[method-assign]
+    Step.run = removing  # type: ignore[assignment, method-assign]
 
 
 def removed(folder: str) -> None:
