@@ -245,6 +245,17 @@ def test_recomputation_sends_keys_and_values_round_again() -> None:
     assert full == pytest.approx(none * 4 / 3, rel=0.01)  # nearly all is in sight
 
 
+def test_what_experts_read_and_give_out_is_put_in_order() -> None:
+    """Beside a model whose one MLP is as wide as those that a token goes through."""
+    mixture = replace(MODEL, name="mixture", experts=8, active_experts=2)
+    around = []
+    for model in (mixture, replace(MODEL, name="dense", mlp_width=2 * MODEL.mlp_width)):
+        found = layer_time(CLUSTER.gpu, model, IMECE, Recipe(4096), 1, 1, False)
+        around.append(found.forward - found.products - found.core)
+    more = IMECE.elementwise * 3 * 2 * 4096 * MODEL.width * 2 / (0.85 * CLUSTER.gpu.memory_bandwidth)
+    assert around[0] - around[1] == pytest.approx(more)
+
+
 def test_attention_is_fastest_with_heads_of_128() -> None:
     """As published, a tenth slower with half and with twice as many channels."""
     core = {}

@@ -132,7 +132,11 @@ def layer_time(
     cast = (0.0, 0.0)
     if recipe.precision.fp8:
         cast = _cast_s(gpu, recipe, shapes, (3, 2 if model.gated else 1, 1, 1))
-    moved = size * _moved_forward(model, tokens, tensor if sequence else 1, query + both / 2, through * mlp)
+    moved = _moved_forward(model, tokens, tensor if sequence else 1, query + both / 2, through * mlp) * size
+    if (
+        model.experts
+    ):  # what they read is put in the order of experts; what they give out is read, and added up
+        moved += 3 * through * model.width * size
     around = stream_s(gpu, moved * manner.elementwise * (_FUSED if recipe.compiled else 1))
     core, core_backward = _core(gpu, model, manner, recipe, context, heads)
     thin = 0.0
