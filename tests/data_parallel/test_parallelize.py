@@ -778,7 +778,8 @@ def a_compiled_step(group: dist.ProcessGroup) -> None:
             return graph.forward
 
         torch._dynamo.reset()
-        got, expected = (trained(each).weight for each in (torch.compile(backend=kept), lambda step: step))
+        ways: list[Callable[..., Any]] = [torch.compile(backend=kept), lambda step: step]
+        got, expected = (trained(each).get_parameter("weight") for each in ways)
         assert torch.allclose(got, expected)
         assert len(graphs) == 1, f"{len(graphs)} graphs in two steps of {strategy}"
 
