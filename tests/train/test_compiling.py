@@ -25,6 +25,7 @@ from imece.train.batch import BatchPlan
 from imece.train.precision import Precision
 from tests.ranks import run_ranks
 
+CPU = torch.device("cpu")
 SEQ, MICRO, LAYERS = 8, 2, 2
 PLAN = BatchPlan(SEQ, 2 * MICRO, 2, MICRO, 1)
 
@@ -61,7 +62,7 @@ def trained(strategy: str, options: dict[str, Any], recompute: bool, dtype: str,
     mesh, model, precision = imece.init(), made(recompute), Precision(dtype, "cpu")
     torch.compiler.set_stance("default")  # or a plain block in a checkpoint would use what another one has
     if compile:
-        compiling.compile_now(model, PLAN, precision)
+        compiling.compile_now(model, PLAN, precision, CPU)
     wrapped, optimizer = imece.parallelize(
         model, torch.optim.AdamW(model.parameters(), lr=0.01), strategy, mesh, **options
     )
@@ -128,7 +129,7 @@ def anew() -> Iterator[None]:
 def test_other_shapes_are_not_compiled(anew: None) -> None:
     model, cheap = made(), functools.partial(imece.compile_blocks, backend="aot_eager")
     with mock.patch("imece.train.compiling.compile_blocks", cheap):
-        compiling.compile_now(model, PLAN, Precision("fp32", "cpu"))
+        compiling.compile_now(model, PLAN, Precision("fp32", "cpu"), CPU)
     assert all(each.grad is None for each in model.parameters())
     assert steps_of(model, MICRO, SEQ, True) == [LAYERS, LAYERS]
     assert steps_of(model, 1, SEQ, True) == [0, 0], "a micro-batch that is smaller"
@@ -145,7 +146,7 @@ def test_blocks_that_differ_are_all_compiled(anew: None) -> None:
     cheap = functools.partial(imece.compile_blocks, backend="aot_eager")
     expected = compiled_calls(model, tokens(MICRO, SEQ), Precision("fp32", "cpu"), True)
     with mock.patch("imece.train.compiling.compile_blocks", cheap):
-        compiling.compile_now(model, PLAN, Precision("fp32", "cpu"))
+        compiling.compile_now(model, PLAN, Precision("fp32", "cpu"), CPU)
     found = compiled_calls(model, tokens(MICRO, SEQ), Precision("fp32", "cpu"), True)
     assert found[:2] == (LAYERS, LAYERS) and found[2] == pytest.approx(expected[2], rel=1e-5)
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
@@ -160,5 +161,5 @@ def test_without_a_compiler(anew: None, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(
         UserError, match=r"compile: no working C.. compiler; .* or leave that option out"
     ) as said:
-        compiling.compile_now(made(), PLAN, Precision("fp32", "cpu"))
+        compiling.compile_now(made(), PLAN, Precision("fp32", "cpu"), CPU)
     assert "\n" not in str(said.value)

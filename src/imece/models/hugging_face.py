@@ -6,11 +6,11 @@ Nothing is computed: both pair the channels of a head in the same order, so ever
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -57,7 +57,9 @@ _IN_BLOCK = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-_DTYPES = ("F64", "F32", "F16", "BF16")  # others need scales, which are apart
+# Others need scales, which are apart.
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_CHUNK = 4 << 20  # elements that are there besides what they are read for
 # In some files, and nothing that is trained: a tied head once more, and tables that positions say.
 _COMPUTED = ("lm_head.weight", ".rotary_emb.inv_freq")
 _SHOWN = 3
@@ -104,13 +106,25 @@ def from_hugging_face(folder: Path | str) -> tuple[TransformerConfig, dict[str, 
 
 
 @dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies."""
+
+    path: Path
+    start: int  # bytes from the beginning of the file
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class HuggingFaceModel:
-    """A folder's model. Its tensors are on the disk until they are asked for."""
+    """A folder's model. Its tensors are on the disk until they are asked for, whole or in part.
+
+    Files are read and never mapped: a mapped page counts as this process's memory as long as it is mapped.
+    """
 
     folder: Path
     config: TransformerConfig
-    _files: Mapping[str, Path]
-    """Hugging Face's name of a tensor -> the file that has it."""
+    _places: Mapping[str, _Place] = field(repr=False)
+    """By Hugging Face's names."""
 
     @classmethod
     def open(cls, folder: Path | str) -> HuggingFaceModel:
@@ -120,26 +134,48 @@ class HuggingFaceModel:
         """
         folder = Path(folder)
         config = read_config(folder / CONFIG)
-        files = _files(folder)
-        _check_tensors(folder, files, config)
-        return cls(folder, config, files)
+        return cls(folder, config, _places(folder, _files(folder), config))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor in the file, by its name in `Transformer`."""
+        return self._places[hugging_face_name(name)].dtype
 
     def tensor(self, name: str) -> Tensor:
         """By its name in `Transformer`, in the dtype of the file. UserError if it cannot be read."""
-        key = hugging_face_name(name)
-        with _opened(self._files[key]) as file:
-            tensor: Tensor = file.get_tensor(key)
-        return tensor
+        shape = shapes_of(self.config)[name]
+        return self.slice(name, 0, math.prod(shape)).view(shape)
+
+    def slice(self, name: str, start: int, stop: int) -> Tensor:
+        """The elements [start, stop) of the flat tensor, [stop - start]. UserError if they cannot be read."""
+        place = self._places[hugging_face_name(name)]
+        out = torch.empty(stop - start, dtype=place.dtype)
+        left, at = out.view(torch.uint8).numpy().data, place.start + start * out.itemsize
+        try:
+            with place.path.open("rb", buffering=0) as file:
+                while left:
+                    got = os.preadv(file.fileno(), [left], at)
+                    if not got:
+                        raise UserError(f"{place.path}: cannot be read (it ends too early): get it again")
+                    left, at = left[got:], at + got
+        except OSError as error:
+            raise UserError(f"{place.path}: cannot be read ({error.strerror}): get it again") from error
+        return out
 
     @torch.no_grad()
-    def fill(self, target: Tensor, name: str) -> None:
-        """A parameter, on any device, of any dtype. UserError if it cannot be read, or is not finite."""
-        target.copy_(self.tensor(name))
-        if not target.isfinite().all():
-            raise UserError(
-                f"{self._files[hugging_face_name(name)]}: {hugging_face_name(name)} has numbers that are not "
-                "finite: get the file again"
-            )
+    def fill(self, target: Tensor, name: str, start: int = 0) -> None:
+        """Its elements from `start` on into a tensor on any device, of any dtype, all of it.
+
+        No more than a fixed buffer is needed besides. UserError if they cannot be read, or are not finite.
+        """
+        flat = target.view(-1)
+        for at in range(0, len(flat), _CHUNK):
+            part = flat[at : at + _CHUNK]
+            part.copy_(self.slice(name, start + at, start + at + len(part)))
+            if not part.isfinite().all():
+                key = hugging_face_name(name)
+                raise UserError(
+                    f"{self._places[key].path}: {key} has numbers that are not finite: get the file again"
+                )
 
 
 def read_config(path: Path) -> TransformerConfig:
@@ -198,8 +234,8 @@ def shapes_of(config: TransformerConfig) -> dict[str, Shape]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def _check_tensors(folder: Path, files: Mapping[str, Path], config: TransformerConfig) -> None:
-    """By the files' headers alone."""
+def _places(folder: Path, files: Mapping[str, Path], config: TransformerConfig) -> dict[str, _Place]:
+    """Of each tensor that the model has. UserError, by the files' headers alone."""
     shapes = hugging_face_shapes(config)
     if missing := [key for key in shapes if key not in files]:
         more = f", nor {len(missing) - 1} more" if missing[1:] else ""
@@ -212,33 +248,43 @@ def _check_tensors(folder: Path, files: Mapping[str, Path], config: TransformerC
             f"{folder}: {', '.join(extra[:_SHOWN])}{more}, of which {CONFIG} knows nothing: get the folder "
             "again, or name another"
         )
+    places = {}
     for path in dict.fromkeys(files[key] for key in shapes):
-        with _opened(path) as file:
-            for key in (key for key in shapes if files[key] == path):
-                _check_tensor(path, key, file.get_slice(key), shapes[key])
+        begins, header = _header(path)
+        for key in (key for key in shapes if files[key] == path):
+            places[key] = _place(path, key, begins, header.get(key), shapes[key])
+    return places
 
 
-def _check_tensor(path: Path, key: str, stored: Any, shape: Shape) -> None:
-    if (dtype := stored.get_dtype()) not in _DTYPES:
+def _place(path: Path, key: str, begins: int, entry: Json | None, shape: Shape) -> _Place:
+    if entry is None:
+        raise UserError(f"{path}: it has no {key}, but {INDEX} says so: get both files again, from one place")
+    if entry["dtype"] not in _DTYPES:
         raise UserError(
-            f"{path}: {key} is {dtype}, so quantised; only floating point of 16 bits or more can "
+            f"{path}: {key} is {entry['dtype']}, so quantised; only floating point of 16 bits or more can "
             "be read: get the model as it was before"
         )
-    if tuple(found := stored.get_shape()) != shape:
+    if tuple(entry["shape"]) != shape:
         raise UserError(
-            f"{path}: {key} is {found}, by {CONFIG} it is {list(shape)}: get both files again, from one place"
+            f"{path}: {key} is {entry['shape']}, by {CONFIG} it is {list(shape)}: get both files again, from "
+            "one place"
         )
+    return _Place(path, begins + int(entry["data_offsets"][0]), _DTYPES[entry["dtype"]])
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _header(path: Path) -> tuple[int, Json]:
+    """Where a file's tensors begin, and what it says of each. UserError if that is not what it holds."""
     try:
-        with safe_open(path, framework="pt") as file:
-            yield file
+        with safe_open(path, framework="pt"):
+            pass  # all of it is there, and no two tensors overlap
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            content: Json = json.loads(file.read(size))
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file, but {INDEX} names it: get the folder again") from error
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read ({error}): get the file again") from error
+    return 8 + size, content
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -252,8 +298,7 @@ def _files(folder: Path) -> dict[str, Path]:
     path = folder / WEIGHTS
     if not path.is_file():
         raise UserError(f"{path}: no such file, nor {INDEX}: only safetensors are read, no pickles")
-    with _opened(path) as file:
-        return dict.fromkeys(file.keys(), path)
+    return {key: path for key in _header(path)[1] if key != "__metadata__"}
 
 
 def _is_plain_name(name: object) -> bool:

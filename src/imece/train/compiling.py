@@ -14,24 +14,29 @@ from torch import nn
 
 from imece.data_parallel.compiled import compile_blocks
 from imece.errors import UserError
-from imece.models.transformer import Transformer, rotation_at
+from imece.models.transformer import Block, Transformer, rotation_at
 from imece.train.batch import BatchPlan
 from imece.train.precision import Precision
 
 
-def compile_now(model: Transformer, plan: BatchPlan, precision: Precision) -> float:
-    """Compile the blocks of a model that is not wrapped yet; seconds. One block of each kind is run, for all.
+def compile_now(model: Transformer, plan: BatchPlan, precision: Precision, device: torch.device) -> float:
+    """Compile the blocks of a model that is not wrapped yet, for `device`; seconds.
+
+    One block of each kind is run, for all that share its code: such as has memory of its own, as the model's
+    may have none yet.
 
     UserError where there is nothing to compile with.
     """
     from torch._dynamo.exc import BackendCompilerFailed  # a second, which others need not wait for
 
     began = time.perf_counter()
+    blocks = nn.ModuleList(_kinds(model, device))
     compile_blocks(model, dynamic=False)
+    compile_blocks(nn.ModuleDict({"blocks": blocks}), units=[Block], dynamic=False)
     try:
         with torch.compiler.set_stance("default"):  # an earlier session in this process has set the other
-            for block in _kinds(model):
-                _run_a_block(model, block, plan, precision)
+            for block in blocks:
+                _run_a_block(model, block, plan, precision, device)
     except BackendCompilerFailed as error:
         why = str(error.inner_exception).partition("\n")[0]
         raise UserError(
@@ -42,16 +47,20 @@ def compile_now(model: Transformer, plan: BatchPlan, precision: Precision) -> fl
     return time.perf_counter() - began
 
 
-def _kinds(model: Transformer) -> list[nn.Module]:
-    """One block of those that share their code."""
+def _kinds(model: Transformer, device: torch.device) -> list[nn.Module]:
+    """A block for each kind of those that share their code."""
     config = model.config
-    kinds = {(config.window_of(at), at in config.nope_layers): block for at, block in enumerate(model.blocks)}
-    return [*kinds.values()]
+    kinds = {(config.window_of(at), at in config.nope_layers): at for at in range(config.layers)}
+    blocks = [Block(config, at).to(device) for at in kinds.values()]
+    for parameter in (each for block in blocks for each in block.parameters()):
+        parameter.detach().zero_()
+    return [*blocks]
 
 
-def _run_a_block(model: Transformer, block: nn.Module, plan: BatchPlan, precision: Precision) -> None:
-    """Forward and backward, as training does it; parameters keep no gradient of it."""
-    device = model.embed.weight.device
+def _run_a_block(
+    model: Transformer, block: nn.Module, plan: BatchPlan, precision: Precision, device: torch.device
+) -> None:
+    """Forward and backward, as training does it."""
     residual = torch.zeros(plan.micro, plan.seq, model.config.width, device=device, requires_grad=True)
     rotation = rotation_at(model.config, 0, plan.seq, device)
     with precision.autocast():

@@ -1,7 +1,7 @@
 """The folder whose model a run begins with: one in Hugging Face's format, or another run.
 
-Its weights are read once, before the first step. All else that the run needs of it, the shape and the
-tokenizer, lies in the run's own folder from then on:
+Its weights are read once, before the first step: each rank reads what it keeps of them. All else that the run
+needs of it, the shape and the tokenizer, lies in the run's own folder from then on:
 
     from/config.json       the shape, in Hugging Face's format
     from/tokenizer.json    and what else belongs to the tokenizer, as it was: `imece export` writes it again
@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from imece.models.hugging_face import (
     to_hugging_face,
 )
 from imece.models.shape import TransformerConfig
-from imece.models.transformer import Transformer
 from imece.train.config import TrainConfig
 from imece.train.run_folder import RunFolder, read_shape
 from imece.writing import write_whole
@@ -40,24 +39,47 @@ from imece.writing import write_whole
 _LONGEST = 512  # tokens of a sequence, where nothing is said: contexts are as long as 131,072
 
 
-class Weights(Protocol):
-    """A model on the disk."""
+@dataclass(frozen=True)
+class Weights:
+    """A model on the disk, as a checkpoint (`Source`) that has its parameters and nothing else."""
+
+    config: TransformerConfig
+    _of: HuggingFaceModel | Saved
+    _prefix: str  # of the names there
 
     @property
-    def config(self) -> TransformerConfig:
-        """Its shape."""
+    def folder(self) -> Path:
+        """For messages."""
+        return self._of.folder
 
-    def fill(self, target: Tensor, name: str) -> None:
-        """One of its parameters, by its name in `Transformer`. UserError if it cannot be read."""
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {MODEL + name: shape for name, shape in shapes_of(self.config).items()}
 
+    def names(self) -> list[str]:
+        return list(self._shapes)
 
-@dataclass(frozen=True)
-class _OfRun:
-    config: TransformerConfig
-    saved: Saved
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self._shapes[name]
 
-    def fill(self, target: Tensor, name: str) -> None:
-        self.saved.fill(target.detach(), MODEL + name)
+    def dtype(self, name: str) -> torch.dtype:
+        return self._of.dtype(self._there(name))
+
+    def tensor(self, name: str) -> Tensor:
+        """All of it, on the CPU. UserError if it cannot be read."""
+        return self._of.tensor(self._there(name))
+
+    def slice(self, name: str, start: int, stop: int) -> Tensor:
+        """The elements [start, stop) of the flat tensor, on the CPU. UserError if they cannot be read."""
+        return self._of.slice(self._there(name), start, stop)
+
+    def fill(self, target: Tensor, name: str, start: int = 0) -> None:
+        """Its elements from `start` on into a tensor, all of it. UserError if they cannot be read."""
+        self._of.fill(target.detach(), self._there(name), start)
+
+    def _there(self, name: str) -> str:
+        return self._prefix + name.removeprefix(MODEL)
 
 
 def open_weights(name: str) -> Weights:
@@ -70,11 +92,12 @@ def open_weights(name: str) -> Weights:
         )
     run = RunFolder(folder)
     if not run.config_file.exists():
-        return HuggingFaceModel.open(folder)
+        model = HuggingFaceModel.open(folder)
+        return Weights(model.config, model, "")
     saved = run.saved("best")
     shape = read_shape(saved.state["model"])
     check_shapes(saved, shapes_of(shape))
-    return _OfRun(shape, saved)
+    return Weights(shape, saved, MODEL)
 
 
 def keep(config: TrainConfig) -> None:
@@ -143,14 +166,3 @@ def sequence_length(config: TrainConfig, shape: TransformerConfig) -> int:
             f"at most {shape.max_seq}"
         )
     return asked or min(_LONGEST, shape.max_seq)
-
-
-@torch.no_grad()
-def read_model(weights: Weights, device: torch.device) -> Transformer:
-    """All of it, tensor by tensor."""
-    with torch.device("meta"):
-        model = Transformer(weights.config)
-    model.to_empty(device=device)
-    for name, parameter in model.named_parameters():
-        weights.fill(parameter, name)
-    return model

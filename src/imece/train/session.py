@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from imece.checkpoint.commit import METRIC_ON, METRIC_OVER
-from imece.checkpoint.load import Saved, all_steps
+from imece.checkpoint.load import Saved
 from imece.checkpoint.reading import newest_of_all
 from imece.checkpoint.save import Checkpoints
 from imece.checkpoint.training_state import TrainingState
@@ -20,6 +20,7 @@ from imece.data.batches import Batches
 from imece.data.prepare import Prepared, prepare, reopen
 from imece.data_parallel.parallelize import parallelize
 from imece.data_parallel.replicate import DistributedDataParallel
+from imece.data_parallel.sharding.meta import is_meta
 from imece.data_parallel.strategy import choose_strategy, find_strategy
 from imece.errors import UserError
 from imece.membership.member import Member, keeps_roster
@@ -31,7 +32,7 @@ from imece.models.transformer import Transformer
 from imece.train.agreeing import together
 from imece.train.alike import check_same_tokens
 from imece.train.batch import BatchPlan, plan_batch, shared_among
-from imece.train.beginning import begin_again, first_model, new_model
+from imece.train.beginning import begin_again, begin_with, empty, new_model
 from imece.train.clock import Clock
 from imece.train.compiling import compile_now
 from imece.train.config import TrainConfig
@@ -103,17 +104,20 @@ class Session:
 
         prepared, shape, plan, batches, precision = together(mesh, inputs)
         check_same_tokens(prepared, mesh)
-        # A rank that joins, and a run that goes on, get their weights below.
-        begins = not mesh.world.joining and not all_steps(folder.checkpoints)
-        make = first_model if begins else new_model
-        model = together(mesh, lambda: make(config, shape)).to(mesh.device)
+        model = together(mesh, lambda: new_model(config, shape))
+        bare = is_meta(model)
+        if not bare:
+            model.to(mesh.device)
         model.checkpoint_blocks = config.compute.recompute
         compile_s = 0.0
         if config.compute.compile:
-            compile_s = together(mesh, lambda: compile_now(model, plan, precision))
+            compile_s = together(mesh, lambda: compile_now(model, plan, precision, mesh.device))
         optimizers = make_optimizers(model, config.optimizer)  # with it come torch's libraries for them
-        machine = machine_of(mesh, sum(each.nbytes for each in model.parameters()))
+        machine = machine_of(mesh, sum(each.nbytes for each in model.parameters() if not each.is_meta))
         strategy = _strategy(config, shape, plan, precision, machine, mesh)
+        if bare and not find_strategy(strategy).optimizer:  # each rank has all of it
+            model.to_empty(device=mesh.device).apply(empty)
+            optimizers = make_optimizers(model, config.optimizer)
         # This has collectives within, but what it refuses it refuses on all ranks before them.
         wrapped = together(mesh, lambda: _parallelize(model, optimizers, strategy, config, mesh))
         clock, alarms = Clock(mesh.device), deque[str]()
@@ -127,7 +131,8 @@ class Session:
         )  # fmt: skip
         if not mesh.world.joining:
             session.checkpoints = session._open_checkpoints()
-            session._resume()
+            if not session._resume():
+                session._begin()
             session.first = session.done
         if keeps_roster(mesh):
             session.recovery = Recovery(
@@ -239,6 +244,13 @@ class Session:
         also = f": {lost} steps are lost" if lost > 0 else ""
         self.alarms.append(f"{back}{also}")
         return self.done
+
+    def _begin(self) -> None:
+        """With the parameters of another folder, if there is one. All ranks call it."""
+        start = together(self.mesh, lambda: begin_with(self.config))
+        if start is not None:
+            # This has collectives within, but what it refuses it refuses on all ranks before them.
+            together(self.mesh, lambda: self.training_state.load(start))
 
     def _begin_again(self) -> None:
         """As `open` began. All ranks call it."""
@@ -417,7 +429,9 @@ def _parallelize(
 ) -> DistributedDataParallel:
     offload = config.offload
     try:
-        wrapped, _ = parallelize(model, optimizers, strategy, mesh, average="tokens", offload=offload)
+        wrapped, _ = parallelize(
+            model, optimizers, strategy, mesh, average="tokens", offload=offload, init=empty
+        )
     except ValueError as error:  # what cannot be on these hosts, or with this strategy
         option = f" --offload {offload}" if offload is not None else ""
         raise UserError(f"--strategy {strategy}{option}: {error}") from None
