@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import threading
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
 from datetime import timedelta
 
@@ -17,7 +18,7 @@ import imece
 from imece.errors import UserError
 from imece.launch.hosts.network import Network
 from imece.launch.local import launch
-from imece.store import connect, launchers_store, listen, root_store, serve, swap_notes
+from imece.store import connect, launchers_store, listen, of_this_start, root_store, serve, swap_notes
 from imece.world import World
 
 SECOND = timedelta(seconds=1)
@@ -138,6 +139,33 @@ def test_notes() -> None:
     store.set("note/1", "(pickle.")
     with pytest.raises(UserError, match="rank 1 left 8 bytes"):
         swap_notes(store, 0, 2, {}, SECOND)
+
+
+def test_what_an_earlier_start_has_left_in_a_launchers_store() -> None:
+    """torchrun's agent serves one store for all starts: what ranks leave there says nothing to the next."""
+    store, served = dist.HashStore(), {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+    def join(rank: int, ranks: int = 3, patience_s: float = 60.0) -> dist.Store:
+        found = of_this_start(store, rank, ranks, timedelta(seconds=patience_s), served)
+        assert swap_notes(found, rank, ranks, {"rank": rank}, SECOND * 60)[rank] == {"rank": rank}
+        return found
+
+    with ThreadPoolExecutor(3) as threads:
+        for number in range(3):
+            ranks = [threads.submit(join, rank) for rank in (2, 1)]
+            assert not wait(ranks, 0.1 * number).done, "they believe an answer to others"
+            found = [join(0), *(rank.result(60) for rank in ranks)]
+            assert not found[0].check(["key"])
+            found[1].set("key", str(number))
+            assert [each.get("key").decode() for each in found] == [str(number)] * 3
+        with pytest.raises(UserError, match="for 2 of 3 ranks, which never came: rank 1, 2"):
+            join(0, patience_s=0.1)
+        twice = [threads.submit(join, 1) for _ in range(2)]
+        said = [str(each.exception()) for each in wait(twice, 60, FIRST_COMPLETED).done]
+        assert said == ["two processes say they are rank 1 of 3: check RANK in each of them"]
+        threads.submit(join, 2)
+        join(0)
+    assert of_this_start(store, 1, 2, SECOND, {}) is store, "which rank 0 of this start serves"
 
 
 def test_the_store_below_all_prefixes() -> None:

@@ -26,7 +26,7 @@ from imece.device import Backends, adopted_backends, check_backend, choose_backe
 from imece.errors import UserError
 from imece.meeting import MEETING_S, adopted_world, meet, open_default_group
 from imece.opening import opened
-from imece.store import connect, launchers_store
+from imece.store import connect, launchers_store, of_this_start
 from imece.world import BACKEND, World, read_world
 
 _SHOWN_CHARS = 200
@@ -360,9 +360,9 @@ def _arrange(
         store: dist.Store = dist.distributed_c10d._get_default_store()
     else:
         store, world = connect(world, meeting)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     alone = f"joining/{world.member}/" if world.joining else ""
-    store = dist.PrefixStore(f"imece/{alone}{attempt}/{_openings}", store)
+    store = dist.PrefixStore(f"imece/{alone}{_openings}", store)
+    store = of_this_start(store, world.rank, world.world_size, meeting)
     hosts = meet(store, world, sizes, backend, own_device, meeting, adopted)
     if adopted:
         backends = adopted_backends(own_device, backend)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,7 @@ def connect(
     """
     import torch.distributed as dist
 
-    served_by_launcher = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    served_by_launcher = _served_by_launcher(environ)
     if world.joining or (world.world_size == 1 and not served_by_launcher):
         return dist.HashStore(), world
     address, port, job = _meeting_point(world)
@@ -125,6 +126,46 @@ def launchers_store(world: World, meeting: dist.Store, timeout: timedelta) -> di
     return root_store(meeting)
 
 
+def of_this_start(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    environ: Mapping[str, str] = os.environ,
+) -> dist.Store:
+    """The part of `store` that no earlier start of these ranks has written to; all ranks call it.
+
+    A launcher may serve one store for all starts, and torchrun's agents on several hosts do not count these
+    alike. So rank 0 makes a name up. The others believe what answers the word that they have just said, for
+    ranks that have ended have left theirs. Raises UserError if two processes claim one rank, or naming the
+    ranks that did not come in time.
+    """
+    if not _served_by_launcher(environ):
+        return store  # rank 0 of this start serves it
+    import torch.distributed as dist
+
+    starts, mine = dist.PrefixStore("starts", store), secrets.token_hex(8)
+    starts.set(f"says/{rank}", mine)
+    deadline = time.monotonic() + timeout.total_seconds()
+    waiting = list(range(1, world_size)) if rank == 0 else [0]
+    while waiting:
+        if rank == 0:
+            for other in [other for other in waiting if starts.check([f"says/{other}"])]:
+                starts.set(f"answer/{starts.get(f'says/{other}').decode(errors='replace')}", mine)
+            waiting = [other for other in waiting if not starts.check([f"{mine}/{other}"])]
+        elif starts.check([f"answer/{mine}"]):
+            name = starts.get(f"answer/{mine}").decode(errors="replace")
+            starts.set(f"{name}/{rank}", "heard")
+            return dist.PrefixStore(name, store)
+        if starts.get(f"says/{rank}") != mine.encode():
+            raise _claimed_twice(rank, world_size)
+        if waiting and time.monotonic() > deadline:
+            raise _never_came(rank, world_size, waiting, timeout)
+        if waiting:
+            time.sleep(_POLL_S)
+    return dist.PrefixStore(mine, store)
+
+
 def swap_notes(
     store: dist.Store, rank: int, world_size: int, note: Mapping[str, Any], timeout: timedelta
 ) -> list[dict[str, Any]]:
@@ -136,18 +177,14 @@ def swap_notes(
     if len(message) > MESSAGE_LIMIT_BYTES:
         raise ValueError(f"a note of {len(message)} bytes, of which {MESSAGE_LIMIT_BYTES} are allowed")
     if store.add(f"taken/{rank}", 1) != 1:
-        raise UserError(f"two processes say they are rank {rank} of {world_size}: check RANK in each of them")
+        raise _claimed_twice(rank, world_size)
     store.set(f"note/{rank}", message)
     deadline = time.monotonic() + timeout.total_seconds()
     waiting = list(range(world_size))
     while waiting:
         waiting = [other for other in waiting if not store.check([f"note/{other}"])]
         if waiting and time.monotonic() > deadline:
-            names = ", ".join(map(str, waiting[:8])) + (", ..." if len(waiting) > 8 else "")
-            raise UserError(
-                f"rank {rank} waited {timeout.total_seconds():.0f} s for {len(waiting)} of {world_size} "
-                f"ranks, which never came: rank {names}"
-            )
+            raise _never_came(rank, world_size, waiting, timeout)
         if waiting:
             time.sleep(_POLL_S)
     return [read_note(store.get(f"note/{other}"), f"rank {other}") for other in range(world_size)]
@@ -164,6 +201,18 @@ def read_note(data: bytes, sender: str, limit_bytes: int = MESSAGE_LIMIT_BYTES) 
     return note
 
 
+def _claimed_twice(rank: int, world_size: int) -> UserError:
+    return UserError(f"two processes say they are rank {rank} of {world_size}: check RANK in each of them")
+
+
+def _never_came(rank: int, world_size: int, waiting: Sequence[int], timeout: timedelta) -> UserError:
+    names = ", ".join(map(str, waiting[:8])) + (", ..." if len(waiting) > 8 else "")
+    return UserError(
+        f"rank {rank} waited {timeout.total_seconds():.0f} s for {len(waiting)} of {world_size} "
+        f"ranks, which never came: rank {names}"
+    )
+
+
 def root_store(store: dist.Store) -> dist.Store:
     """The store below all prefixes, which a launcher sees."""
     import torch.distributed as dist
@@ -171,6 +220,10 @@ def root_store(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
+
+
+def _served_by_launcher(environ: Mapping[str, str]) -> bool:
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _meeting_point(world: World) -> tuple[str, int, str | None]:

@@ -72,6 +72,23 @@ def test_commands_are_ours(name: str) -> None:
     assert 'run = "/runs/first"' in out.getvalue() and '"/data"' in out.getvalue()
 
 
+def test_the_command_for_torchrun_is_one() -> None:
+    """In a comment: torchrun's own parser and ours take it."""
+    from torch.distributed.run import get_args_parser
+
+    text = (FOLDER / "job.yaml").read_text()
+    (found,) = re.findall(r"^#   command: \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)
+    words = [word.strip() for word in re.sub(r"\n#", " ", found).split(",")]
+    assert words[:3] == ["python", "-m", "torch.distributed.run"]
+    environ = environment(documents("job.yaml")["Job"], 1)
+    words = [re.sub(r"\$\((\w+)\)", lambda match: environ[match[1]], word) for word in words[3:]]
+    parsed = get_args_parser().parse_args(words)
+    assert (parsed.node_rank, parsed.master_port, parsed.training_script) == (1, 29500, "imece")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main([*parsed.training_script_args, "--print-config"]) == 0
+    assert 'run = "/runs/first"' in out.getvalue() and '"/data"' in out.getvalue()
+
+
 def test_pods_find_each_other() -> None:
     found = documents("job.yaml")
     job, service = found["Job"], found["Service"]

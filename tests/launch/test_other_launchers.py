@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from imece.membership import unwatched
+from tests.launch.hosts.two import free_port
 
 SCRIPT = r"""
 import imece, os, psutil, torch, torch.distributed as dist
@@ -90,6 +91,49 @@ def test_torchrun(tmp_path: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     (lines,) = run(tmp_path, "torchrun", *torchrun)
     assert [line[:4] for line in lines] == [["torchrun", "0", "2", "3"], ["torchrun", "1", "2", "3"]]
+
+
+AGAIN = r"""
+import imece, os, pathlib, signal, sys, time, torch, torch.distributed as dist
+if sys.argv[2] == "adopted": dist.init_process_group("gloo")
+mesh = imece.init(backend=None if sys.argv[2] == "adopted" else "gloo")
+ranks, died = torch.ones(1), pathlib.Path(sys.argv[1])
+first = not died.exists()
+dist.all_reduce(ranks)
+if first and mesh.rank == 1:
+    died.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+if first:
+    time.sleep(1000)  # its agent ends it
+os.write(1, f"{int(ranks)} {os.environ['TORCHELASTIC_RESTART_COUNT']}\n".encode())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("opened", "shared"), [("ours", True), ("ours", False), ("adopted", False)])
+def test_torchrun_starts_the_ranks_of_two_hosts_again(tmp_path: Path, opened: str, shared: bool) -> None:
+    """Only the agent whose rank died counts that; and one store may serve all starts, in which torch's own
+    groups do not always meet again."""
+    script = tmp_path / "script.py"
+    script.write_text(AGAIN)
+    words = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"]
+    words += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "job", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", *words, str(tmp_path / "died"), opened]
+    environ = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0" if shared else "1"}
+    agents = [
+        subprocess.Popen(
+            command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [agent.communicate(timeout=200) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert sorted(out for out, _ in outputs) == ["2 0\n", "2 1\n"]
 
 
 def test_two_jobs_of_mpiexec(tmp_path: Path) -> None:
