@@ -201,6 +201,25 @@ def test_one_of_two_optimizers(mesh: object) -> None:
         TrainingState(model, [])  # the model alone
 
 
+def test_what_is_no_wrapped_model_and_no_checkpoint(mesh: object, tmp_path: Path) -> None:
+    plain: Any = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="TrainingState: a Linear is not wrapped: give what imece"):
+        TrainingState(plain, [])
+    folder: Any = tmp_path
+    with pytest.raises(TypeError, match=r"load: a PosixPath is no checkpoint: open it, as newest\(folder"):
+        TrainingState(*by_two("replicate")).load(folder)
+
+
+def test_one_that_is_compiled(tmp_path: Path, mesh: object) -> None:
+    model, optimizers = by_two("zero1")
+    compiled: Any = torch.compile(model)
+    with crew(tmp_path, 1) as ranks:
+        assert ranks.save(1, TrainingState(compiled, optimizers).tensors())
+    plain: Any = torch.compile(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    assert load_weights(plain, tmp_path).missing == load_weights(compiled, tmp_path).missing == ()
+    assert torch.equal(plain._orig_mod[1].bias, model.module[1].bias)  # type: ignore[index]
+
+
 @pytest.mark.parametrize("strategy", ["replicate", "zero1"])
 def test_an_optimizer_of_another_model(mesh: object, strategy: str) -> None:
     model, optimizers = by_two(strategy)

@@ -323,6 +323,18 @@ def test_a_folder_that_one_may_list_and_not_enter(tmp_path: Path, monkeypatch: p
         newest_whole(tmp_path)
 
 
+def test_a_folder_of_checkpoints_is_none(tmp_path: Path) -> None:
+    with crew(tmp_path, 1) as ranks:
+        assert ranks.save(1, state_of(1))
+    with pytest.raises(
+        UserError, match=f"{tmp_path}: it is no checkpoint, it has no manifest.json: name one of"
+    ):
+        open_checkpoint(tmp_path)
+    (tmp_path / "step-00000001" / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"manifest.json: damaged \(No such file"):
+        open_checkpoint(tmp_path / "step-00000001")
+
+
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (

@@ -26,6 +26,7 @@ from torch.optim import lr_scheduler
 from imece.checkpoint import Checkpoints, Slice, all_steps, best, newest, open_checkpoint
 from imece.checkpoint.manifest import DTYPES
 from tests.checkpoint.crew import Crew, assert_whole, crew, newest_whole, state_of
+from tests.data_parallel.test_tensor_subclasses import Quantised
 
 
 def test_every_dtype_and_form(tmp_path: Path) -> None:
@@ -206,6 +207,18 @@ def test_what_cannot_be_saved_is_refused_at_once(
                 checkpoints.save(1, {"the name": make()}, {}, None)
         assert [checkpoints.finish() for checkpoints in ranks.ranks] == [False, False]
         assert ranks.save(1, state_of(1)) and ranks.alarms == [[], []]
+
+
+def test_what_is_no_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    """A state dict of dicts, a loss: these are for the state."""
+    with crew(tmp_path, 1) as ranks:
+        for value, kind in ((None, "NoneType"), ({"a": 1}, "dict"), (0.5, "float")):
+            no_tensors: Any = {"the name": value}
+            with pytest.raises(TypeError, match=f"tensor 'the name' is a {kind}: hand in tensors and slices"):
+                ranks.ranks[0].save(1, no_tensors, {}, None)
+        quantised = Quantised.of(torch.ones(2, 2))
+        with pytest.raises(ValueError, match="tensor 'the name' is a Quantised, which is made of others"):
+            ranks.ranks[0].save(1, {"the name": quantised}, {}, None)
 
 
 def _nested(levels: int) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from imece.checkpoint.manifest import DTYPE_NAMES, Kind, Piece, in_order
+from imece.data_parallel.same import is_made_of_others
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,21 @@ Tensors = Mapping[str, torch.Tensor | Slice]
 
 
 def kinds(tensors: Tensors) -> dict[str, Kind]:
-    """What there is to save, by name. ValueError, with the name, for what cannot be saved."""
+    """What there is to save, by name: ValueError or TypeError, with the name, for what cannot be saved."""
     found = {}
     for name in sorted(tensors):
         value = tensors[name]
         tensor = value.tensor if isinstance(value, Slice) else value
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"tensor {name!r} is a {type(tensor).__name__}: hand in tensors and slices, and numbers, "
+                "texts and dicts in the state"
+            )
+        if is_made_of_others(tensor):
+            raise ValueError(
+                f"tensor {name!r} is a {type(tensor).__name__}, which is made of others: hand in these, each "
+                "by a name of its own"
+            )
         if name == "__metadata__":
             raise ValueError("no tensor can be called '__metadata__': safetensors keeps that name for itself")
         if tensor.layout != torch.strided or tensor.dtype not in DTYPE_NAMES:

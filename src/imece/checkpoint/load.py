@@ -290,6 +290,11 @@ def _manifest(path: Path) -> Manifest:
     try:
         if not path.parent.is_dir():
             raise UserError(f"{path.parent}: no such checkpoint: check the path")
+        if files.step_of(path.parent) is None and not path.exists():
+            raise UserError(
+                f"{path.parent}: it is no checkpoint, it has no {path.name}: name one of the folders "
+                "step-..., or take `newest` of a folder of them"
+            )
         if (found := _size(path)) > MOST_BYTES:
             raise _damaged(path, f"it has {found} bytes, and may have {MOST_BYTES}")
         return decode(path.read_bytes())

@@ -22,6 +22,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,9 +77,16 @@ class TrainingState:
         model with another base is refused. What has been changed meanwhile stays in, as an average of weights
         is; but a change by `.data` is not seen.
 
-        ValueError for some of the optimizers that step a sharded model, and for one that steps another; a
-        warning for a replicated model of which some parameters are trained, and stepped by none of these.
+        TypeError for a model that is not wrapped. ValueError for some of the optimizers that step a sharded
+        model, and for one that steps another; a warning where the model is replicated, and none of these
+        steps some of the parameters that are trained.
         """
+        model = getattr(model, "_orig_mod", model)  # torch.compile's is around it
+        if not isinstance(model, DistributedDataParallel):
+            raise TypeError(
+                f"TrainingState: a {type(model).__name__} is not wrapped: give what imece.parallelize or "
+                "imece.DistributedDataParallel returned"
+            )
         given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self._model, self._optimizers = model, [(each, Kept(each)) for each in given]
         self._names: dict[Tensor, str] = {each: name for name, each in model.module.named_parameters()}
@@ -171,6 +179,11 @@ class TrainingState:
         what another optimizer kept, for states in blocks that are not those of this optimizer, and where the
         checkpoint leaves out a frozen base, for another one.
         """
+        if isinstance(saved, str | Path):
+            raise TypeError(
+                f"TrainingState.load: a {type(saved).__name__} is no checkpoint: open it, as newest(folder, "
+                "damaged=print) or open_checkpoint(folder) do"
+            )
         shapes = {name: tuple(each.shape) for name, each in shaped(self._model).items()}
         skipped = set() if frozen or not self._model.sharded_names else dict(self._whole_parameters()).keys()
         check_shapes(saved, {name: shape for name, shape in shapes.items() if MODEL + name not in skipped})

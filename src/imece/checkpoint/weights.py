@@ -57,6 +57,7 @@ def load_weights(model: nn.Module, source: Path | str | Saved, *, strict: bool =
     (not strict, nobody looks). If there is no checkpoint that can be read. On all ranks, if on one of them.
     ValueError for a model without memory, on the meta device.
     """
+    model = getattr(model, "_orig_mod", model)  # torch.compile's is around it
     for name, each in shaped(model).items():
         if each.is_meta:
             raise ValueError(f"{name} is on the meta device, without memory: call to_empty() first")
