@@ -95,6 +95,7 @@ def test_pods_find_each_other() -> None:
     name, spec = job["metadata"]["name"], job["spec"]
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["selector"] == {"job-name": name}
     assert spec["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert environment(job, 0)["OMP_NUM_THREADS"] == container(job)["resources"]["limits"]["cpu"]
     assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
     worlds = [read_world(environment(job, index)) for index in range(spec["completions"])]
     first = f"{name}-0.{service['metadata']['name']}.lab.svc.cluster.local"
