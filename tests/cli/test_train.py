@@ -282,6 +282,9 @@ def test_ranks_by_default(tmp_path: Path, launched: list[Launch], monkeypatch: p
     [
         (["--stepz=5"], "Unrecognized options: --stepz=5; did you mean --steps?"),
         (["--optimizer.lrr", "1"], "Unrecognized options: --optimizer.lrr, 1; did you mean --optimizer.lr?"),
+        (["--lr", "1"], r"--lr, 1; did you mean --optimizer\.lr\?"),
+        (["--model.warmup=1"], r"--model\.warmup=1; did you mean --optimizer\.warmup\?"),
+        (["--every=1"], r"--every=1; did you mean --validate\.every or --checkpoint\.every\?"),
         (["--steps=many"], r"'many'.*--steps|--steps.*'many'"),
         (["--strategy=zero9"], r"'zero9'.*'auto', 'replicate', 'zero1'"),
         (["--strategy=hybrid"], "--strategy hybrid: it shards inside hosts.*use zero3"),

@@ -161,6 +161,11 @@ def test_what_a_file_leaves_out_is_as_ever(file: Path) -> None:
         ("[optimizer]\nlearning_rate = 1", "there is no optimizer.learning_rate; there are "),
         ("[checkpoint]\nevry = 1", "there is no checkpoint.evry; did you mean checkpoint.every?"),
         ("[optimiser]\nlr = 1", "there is no optimiser; did you mean optimizer?"),
+        ("lr = 1", "there is no lr; did you mean optimizer.lr?"),
+        ("[model]\nsteps = 1", "there is no model.steps; did you mean steps?"),
+        ("every = 1", "there is no every; did you mean validate.every or checkpoint.every?"),
+        ('run = "a\\u0000b"', "run is 'a\\x00b': take the NUL out"),
+        ('[data]\npaths = ["a", "\\u0000"]', "data.paths is '\\x00': take the NUL out"),
         ("model = 'tiny'", "model is a section, [model], not a value"),
         ("[steps]\nx = 1", "steps is {'x': 1}: a whole number"),
         ("steps = 1.5", "steps is 1.5: a whole number"),
@@ -209,6 +214,11 @@ def test_mistakes_in_a_file(content: str, said: str, file: Path) -> None:
     with pytest.raises(UserError) as mistake:
         read_toml(file)
     assert str(mistake.value).startswith(f"{file}: {said}")
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(file: Path) -> None:
+    file.write_bytes(b"\xef\xbb\xbfsteps = 3\r\n")
+    assert read_toml(file).steps == 3
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

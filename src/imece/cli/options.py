@@ -100,6 +100,12 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
+def _elsewhere(typed: str, names: Sequence[str]) -> str:
+    """The options of that very name in other sections than it was typed in, or "": --lr is --optimizer.lr."""
+    last = {name: name.removeprefix("--").rpartition(".")[2] for name in (typed, *names)}
+    return " or ".join(name for name in names if last[name] == last[typed])
+
+
 def _box_body(box: str) -> str:
     """What tyro says below the title of its box and above the next rule."""
     title, *lines = [line.strip(_BOX) for line in box.splitlines() if line.strip()] or [""]
@@ -130,7 +136,7 @@ def _with_hint(message: str, argv: Sequence[str], config_class: type[object], pr
     for word in argv:
         typed = word.split("=", 1)[0].replace("_", "-")
         if typed.startswith("--") and typed.replace("--no-", "--", 1) not in names:
-            meant = nearest(typed, names)
+            meant = _elsewhere(typed, names) or nearest(typed, names)
             if meant is not None:
                 return f"{message}; did you mean {meant}?"
     return f"{message} (see {prog} --help)"

@@ -37,7 +37,7 @@ def read_toml(path: Path, weights: str = "") -> TrainConfig:
     UserError, with the file's name, for one that cannot be read, is no TOML, or says what cannot be.
     """
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # as some editors write it
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}): name a TOML file, or none") from error
     except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, too long a number, too deep a list
@@ -58,8 +58,9 @@ def _section(start: Section, content: Mapping[str, Any], prefix: str) -> Section
     values: dict[str, Any] = {}
     for key, value in content.items():
         if key not in hints:
-            near = difflib.get_close_matches(key, hints, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"there are {', '.join(hints)}"
+            meant = [name for name in flat(TrainConfig()) if name.rpartition(".")[2] == key]
+            meant = meant or [prefix + near for near in difflib.get_close_matches(key, hints, n=1)]
+            hint = f"did you mean {' or '.join(meant)}?" if meant else f"there are {', '.join(hints)}"
             raise ValueError(f"there is no {prefix}{key}; {hint}")
         if dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, dict):
@@ -82,6 +83,8 @@ def _value(kind: Any, value: Any, name: str) -> Any:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
             raise ValueError(f"{name} is {value!r}: a list of strings")
+        for item in items:
+            _check_text(item, name)
         return tuple(items)
     allowed = [each for each in (get_args(kind) or (kind,)) if each is not type(None)]
     wanted = allowed[0]
@@ -90,7 +93,14 @@ def _value(kind: Any, value: Any, name: str) -> Any:
     if type(value) is not wanted:
         words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
         raise ValueError(f"{name} is {value!r}: {words[wanted]}")
+    if wanted is str:
+        _check_text(value, name)
     return value
+
+
+def _check_text(value: str, name: str) -> None:
+    if "\0" in value:  # which an option cannot have, nor a file's name
+        raise ValueError(f"{name} is {value!r}: take the NUL out")
 
 
 def _is_section(value: object) -> bool:
