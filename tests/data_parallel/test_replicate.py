@@ -720,9 +720,27 @@ def gradients_with_other_memory(group: dist.ProcessGroup) -> None:
         for step in range(steps):
             model(own_input(step).float()).sum().backward()
         model.double()
-        words = r"layers\.\d\.\w+ was float32 on cpu .* is float64 on cpu now"
+        words = r"layers\.\d\.\w+ was float32\[.*\] on cpu .* is float64\[.*\] on cpu now"
         with pytest.raises(RuntimeError, match=words):
             model(own_input()).sum().backward()
+    model = wrap(nn.Linear(4, 2), group)
+    for steps in (0, 1, 2):
+        for _ in range(steps):
+            model.zero_grad()
+            model(torch.randn(3, 4)).sum().backward()
+        model.zero_grad()
+        kept = [each.data for each in model.parameters()]
+        model.module.weight.data, model.module.bias.data = torch.ones(3, 4), torch.ones(3)
+        words = (
+            r"parameter weight was float32\[2, 4\] on cpu .*, and is float32\[3, 4\] on cpu now: change it"
+        )
+        with pytest.raises(RuntimeError, match=words):
+            model(torch.randn(3, 4)).sum().backward()
+        model.module.weight.data, model.module.bias.data = kept
+    model.double()
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match=r"was float32\[.*\] on cpu .* is float64\[.*\] on cpu now"):
+        model(torch.randn(3, 4).double()).sum().backward()
 
 
 def gradients_that_are_other_objects(group: dist.ProcessGroup) -> None:

@@ -264,7 +264,11 @@ class Reducer:
                 reducer._put(grad, slot)
             else:
                 multiply(grad, scale, out=view)
-            parameter.grad = view if keep else None
+            try:
+                parameter.grad = view if keep else None
+            except RuntimeError:
+                reducer.gradients.check_kind(slot)
+                raise
             bucket.pending -= 1
             if bucket.pending <= 0:
                 if bucket.pending:

@@ -101,6 +101,9 @@ class Gradients:
     def start(self) -> None:
         """A synchronised backward begins."""
 
+    def check_kind(self, slot: Slot) -> None:
+        """RuntimeError: a parameter is no longer what its bucket was laid for, with what to do."""
+
     def attach(self, bucket: Bucket) -> None:
         """Give a bucket memory, where buckets borrow it."""
 

@@ -55,6 +55,7 @@ class WholeGradients(Gradients):
             for name, each in named
         ]
         self._parameters = [parameter for _, parameter in named]
+        self._numels = [item.numel for item in self._items]
         self._group, self._schedule, self._wire, self._caps = group, schedule, wire, caps
         self.cap_bytes = caps.cap_bytes
         # Ranks of this host reduce in place, so that memory on the CPU is to be shared.
@@ -75,23 +76,31 @@ class WholeGradients(Gradients):
     def start(self) -> None:
         """As of Gradients. `grad.data = ...`, and so `model.to(...)`, takes a view out of its bucket.
 
-        RuntimeError: a parameter has another dtype or device than when it was wrapped.
+        RuntimeError: a parameter has another dtype, device or number of elements than when it was wrapped.
         """
-        for slot, address in zip(self.slots, self._addresses, strict=True):
-            if slot.view.data_ptr() != address:
-                self._view_again(slot)
+        if [slot.view.data_ptr() for slot in self.slots] != self._addresses:
+            for slot, address in zip(self.slots, self._addresses, strict=True):
+                if slot.view.data_ptr() != address:
+                    self._view_again(slot)
+        if list(map(torch.Tensor.numel, self._parameters)) != self._numels:
+            for slot in self.slots:  # a gradient would be written over the next one's place, without an error
+                self.check_kind(slot)
 
     def _view_again(self, slot: Slot) -> None:
-        self._check_kind(slot)
+        self.check_kind(slot)
         # What is in .grad is copied into it as any other gradient.
         slot.view = _view(self._flats[slot.index], slot.parameter)
 
-    def _check_kind(self, slot: Slot) -> None:
-        flat, parameter = self._flats[slot.index], slot.parameter
-        if parameter.dtype != flat.dtype or parameter.device != flat.device:
+    def check_kind(self, slot: Slot) -> None:
+        """As of Gradients."""
+        item, flat, parameter = self._items[slot.index], self._flats[slot.index], slot.parameter
+        as_wrapped = parameter.dtype == flat.dtype and parameter.device == flat.device
+        if not as_wrapped or parameter.numel() != item.numel:
+            was = f"{item.dtype}{list(item.shape)} on {flat.device}"
+            now = f"{_dtype(parameter)}{list(parameter.shape)} on {parameter.device}"
             raise RuntimeError(
-                f"parameter {slot.name} was {_dtype(flat)} on {flat.device} when the model was wrapped, and "
-                f"is {_dtype(parameter)} on {parameter.device} now: change it before, or wrap the model again"
+                f"parameter {slot.name} was {was} when the model was wrapped, and is {now} now: change it "
+                f"before, or wrap the model again"
             )
 
     def finish(self, absent: Sequence[Slot], used_anywhere: Sequence[int]) -> None:
@@ -113,7 +122,7 @@ class WholeGradients(Gradients):
         RuntimeError: as `start`.
         """
         for slot in self.slots:
-            self._check_kind(slot)
+            self.check_kind(slot)
         seen = set(came)
         order = [*came, *(at for at in reversed(range(len(self.slots))) if at not in seen)]
         cap, device = 0, self.all[0].flat.device
