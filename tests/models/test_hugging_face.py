@@ -437,7 +437,12 @@ def test_tensors_that_are_not_the_models() -> None:
         ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
         ({"model_type": "qwen2"}, r"no tensor model.layers.0.self_attn.q_proj.bias, nor 5 more"),
         ({"model_type": "qwen3"}, r"no tensor model.layers.0.self_attn.q_norm.weight, nor 3 more"),
-        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers has 1 entries for 2 layers"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers is not a list of 2"),
+        ({"model_type": "smollm3", "no_rope_layers": 7}, "no_rope_layers is not a list of 2"),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0; it must be"),
+        ({"model_type": "qwen2", "layer_types": [[1], [2]]}, "layer_types is not 2 times"),
+        ({"model_type": "qwen2", "layer_types": 7}, "layer_types is not 2 times"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, more than 10000"),
         ({"model_type": "qwen2", "layer_types": ["linear"] * 2}, "layer_types is not 2 times"),
         (
             {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2},
@@ -506,6 +511,13 @@ def _cut(path: Path) -> None:
         ("model.safetensors", Path.unlink, "no such file"),
         ("model.safetensors", _cut, "cannot be read"),
         ("model.safetensors", lambda path: path.write_bytes(b""), "cannot be read"),
+        (
+            "model.safetensors",
+            lambda path: path.write_text(
+                "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"
+            ),
+            "only Git LFS's pointer to the file",
+        ),
     ],
 )
 def test_files_that_cannot_be_read(

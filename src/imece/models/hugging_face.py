@@ -59,6 +59,7 @@ _IN_BLOCK = {
 }
 # Others need scales, which are apart.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_POINTER = b"version https://git-lfs"
 _CHUNK = 4 << 20  # elements that are there besides what they are read for
 # In some files, and nothing that is trained: a tied head once more, and tables that positions say.
 _COMPUTED = ("lm_head.weight", ".rotary_emb.inv_freq")
@@ -283,8 +284,17 @@ def _header(path: Path) -> tuple[int, Json]:
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file, but {INDEX} names it: get the folder again") from error
     except (OSError, SafetensorError) as error:
+        if isinstance(error, SafetensorError) and _begins_with(path, _POINTER):
+            raise UserError(
+                f"{path}: only Git LFS's pointer to the file: git lfs pull gets the file"
+            ) from error
         raise UserError(f"{path}: cannot be read ({error}): get the file again") from error
     return 8 + size, content
+
+
+def _begins_with(path: Path, content: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(content)) == content
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -18,6 +18,7 @@ from imece.models.transformer import INIT_STD
 Json = dict[str, Any]
 _Switch = bool | str  # a str: the key that says whether
 
+_MOST_LAYERS = 10_000  # each of them is built, if only in outline
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
@@ -107,6 +108,8 @@ def shape_from(content: Json) -> TransformerConfig:
         raise ValueError("its weights are quantised, as quantization_config says")
     theta, scaling = _read_rope(content, family.theta)
     layers = _whole(content, "num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers is {layers}, more than {_MOST_LAYERS}")
     nope = _nope_layers(content, layers) if family.nope else ()
     windowed = _windowed_layers(content, family, layers, nope)
     return TransformerConfig(
@@ -206,9 +209,11 @@ def _nope_layers(content: Json, layers: int) -> tuple[int, ...]:
     turns = content.get("no_rope_layers")  # 1 where there are rotary positions, despite its name
     if turns is None:
         every = _whole(content, "no_rope_layer_interval")
+        if every < 1:
+            raise ValueError(f"no_rope_layer_interval is {every}; it must be positive")
         return tuple(layer for layer in range(layers) if (layer + 1) % every == 0)
-    if len(turns) < layers:
-        raise ValueError(f"no_rope_layers has {len(turns)} entries for {layers} layers")
+    if not isinstance(turns, list) or len(turns) < layers:
+        raise ValueError(f"no_rope_layers is not a list of {layers}")
     return tuple(layer for layer in range(layers) if not turns[layer])
 
 
@@ -220,7 +225,11 @@ def _windowed_layers(content: Json, family: _Family, layers: int, nope: tuple[in
     asked = window is not None and bool(content["use_sliding_window"])
     types = content.get("layer_types") if family.window != "never" else None
     if types is not None:
-        if len(types) < layers or {*types} - {_SLIDING, _FULL}:
+        if (
+            not isinstance(types, list)
+            or len(types) < layers
+            or any(each not in (_SLIDING, _FULL) for each in types)
+        ):
             raise ValueError(f"layer_types is not {layers} times {_SLIDING!r} or {_FULL!r}")
         sliding = frozenset(layer for layer in range(layers) if types[layer] == _SLIDING)
         if sliding and not asked:
