@@ -17,6 +17,7 @@ from imece.checkpoint import Checkpoints, Saved, TrainingState, load_weights, ne
 from imece.checkpoint.files import step_folder
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
+from imece.membership.behind import catch_up
 from tests.checkpoint.crew import crew
 from tests.data_parallel.test_tensor_subclasses import Quantised
 from tests.ranks import run_ranks
@@ -177,6 +178,17 @@ def test_what_has_changed_stays_in(tmp_path: Path, mesh: object, strategy: str) 
     assert torch.equal(again.module.base.weight, model.module.base.weight)
     names = state.tensors().keys()
     assert "model/base.weight" in names and "left_out/base.quantised:codes" in names
+
+
+def test_a_quantised_base_in_memory(mesh: imece.Mesh) -> None:
+    """Ranks that are behind, or join, get a replica's base too."""
+    model, optimizer = wrapped("replicate")
+    state = TrainingState(model, optimizer)
+    scale = state.own()["model/base.quantised:scale"]
+    assert isinstance(scale, Tensor)
+    expected = scale.clone()
+    catch_up(state, 0, True, model.process_group, mesh.device)
+    assert torch.equal(scale, expected) and step(model, optimizer, 0) > 0
 
 
 # ---------------------------------------------------------------- all optimizers, or an error

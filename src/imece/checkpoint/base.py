@@ -125,7 +125,8 @@ class Expected:
             more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise UserError(
                 f"{source} was trained on a frozen base that it does not hold, and this model has another: "
-                f"{'; '.join(wrong[:_SHOWN])}{more}. Begin with the same base, of the same dtype"
+                f"{'; '.join(wrong[:_SHOWN])}{more}. Begin with the same base, of the same dtype, or "
+                "take what it holds with imece.load_weights(model, folder, strict=False)"
             )
 
 
