@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from imece.launch.processes import is_stopped, prints_stacks
 from imece.launch.view import Place
 from imece.membership.roster import Generation, Roster, meeting_in
 from imece.status import Failure
+from imece.store import client
 
 
 def host(crew: Crew, *command: str) -> Host:
@@ -37,6 +39,21 @@ def test_generations_that_are_over_leave_nothing() -> None:
         left = [key for key in ours.store.list_keys() if key.startswith("imece/generation/")]
         assert sorted(left) == [f"imece/generation/{number}/note/0" for number in (7, 8, 9)]
         assert Roster(ours.store).generation(0).members == (0, 1), "a drill asks for them at its end"
+
+
+def test_who_is_to_join_is_heard_though_no_generation_was_published_here() -> None:
+    """A launcher that was started again: it hears of one only when its ranks are in it."""
+    with Crew(None) as crew:
+        ours = host(crew, "sleep", "60")
+        ours.begin_anew()  # as a seeker does
+        ours.start([Start(4, 0, 0, 1, True, 0)])
+        deadline = time.monotonic() + 60
+        while ours._unserved is not None:
+            assert time.monotonic() < deadline, "nobody can speak"
+            crew.wait(ours.next_time())
+            ours.on_time(time.monotonic())
+        Roster(client("127.0.0.1", ours.port, timedelta(seconds=60))).say_ready(4)
+        assert ours.ready([4]) == [4]
 
 
 @pytest.mark.parametrize("because_of_peer", [False, True])

@@ -278,7 +278,7 @@ class Host:
 
     def on_time(self, now: float) -> None:
         """Kill those whose time is over, and those that are silent; serve the store once there are ranks."""
-        if self._newest:
+        if self.crew.living:
             self._serve()
         for member in [member for member, at in self._kill_at.items() if now >= at]:
             del self._kill_at[member]
