@@ -376,6 +376,24 @@ def test_weights_that_are_not_finite(source: Path, tmp_path: Path) -> None:
         open_weights(str(source)).fill(torch.empty(16), "model/norm.weight")
 
 
+def begun_twice(folder: str) -> list[str]:
+    """With weights that are not finite, then with others, in the same run folder."""
+    path, said = Path(folder), []
+    for source, strategy in (("bad", "zero3"), ("bad", "replicate"), ("source", "zero2")):
+        done = train(words(path, source, "run", f"--strategy={strategy}", "--steps=1"), path)
+        assert (path / "run/checkpoints").exists() is (source == "source")
+        said.append(done.mistake() if source == "bad" else f"{done.status} {done.err}")
+    return said
+
+
+def test_a_run_that_could_not_begin_is_none(source: Path, tmp_path: Path) -> None:
+    write_model(tmp_path / "bad")
+    with_tensors(tmp_path / "bad", lambda all: next(iter(all.values()))[:1].fill_(float("inf")))
+    *mistakes, last = in_fork(begun_twice, str(tmp_path))
+    assert all("has numbers that are not finite: get the file again" in said for said in mistakes), mistakes
+    assert last == "0 "
+
+
 def test_another_folder_than_the_run_began_with(source: Path, tmp_path: Path) -> None:
     ready(words(tmp_path, "source", "run"))
     (tmp_path / "run/checkpoints").mkdir()

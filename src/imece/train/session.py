@@ -130,9 +130,9 @@ class Session:
             compile_s=compile_s,
         )  # fmt: skip
         if not mesh.world.joining:
-            session.checkpoints = session._open_checkpoints()
             if not session._resume():
-                session._begin()
+                session._begin()  # before there is a folder for checkpoints: a run that cannot begin is none
+            session.checkpoints = session._open_checkpoints()
             session.first = session.done
         if keeps_roster(mesh):
             session.recovery = Recovery(
