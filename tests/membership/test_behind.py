@@ -30,6 +30,7 @@ class State:
 
     def __init__(self) -> None:
         self.held = {f"optimizer/blocks.{n}.weight/exp_avg": torch.full((2, n), float(n)) for n in range(20)}
+        self.held["optimizer/blocks.1.weight/exp_avg"] = torch.full((2, 1), 1j, dtype=torch.complex128)
         self.loaded: dict[str, torch.Tensor] = {}
 
     def own(self) -> dict[str, torch.Tensor]:

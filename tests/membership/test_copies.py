@@ -33,6 +33,7 @@ def held(step: int) -> dict[str, torch.Tensor | Slice]:
         "model/a": Slice(numbers, (3, 4), 3),
         "optimizer/a/step": torch.tensor(float(step)),
         "model/none": torch.empty(0, dtype=torch.bfloat16),
+        "model/wave": torch.full((2,), step * 1j, dtype=torch.complex128),
     }
 
 
@@ -46,10 +47,11 @@ def test_two_slots_hold_the_last_two_steps() -> None:
     for step in (3, 4):
         pieces = Pieces()
         seen_by_another.read(step, pieces)
-        assert pieces.names() == ["model/a", "optimizer/a/step", "model/none"]
+        assert pieces.names() == ["model/a", "optimizer/a/step", "model/none", "model/wave"]
         assert pieces.shape("model/a") == (3, 4) and pieces.dtype("model/none") is torch.bfloat16
         assert pieces.slice("model/a", 3, 9).tolist() == [step + at for at in range(6)]
         assert float(pieces.tensor("optimizer/a/step")) == step
+        assert pieces.tensor("model/wave").tolist() == [step * 1j, step * 1j]
     copy.memory.close()
 
 

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 
 from imece.checkpoint.deal import Slice
-from imece.checkpoint.manifest import DTYPE_NAMES, DTYPES
 from imece.checkpoint.training_state import TrainingState
 from imece.collectives import ops
 from imece.collectives.texts import gather_json
-from imece.membership.pieces import Pieces
+from imece.membership.pieces import DTYPES, Pieces
 
 _CHUNK_BYTES = 64 * 2**20
 
@@ -38,7 +37,7 @@ def catch_up(
     """
     sends = group.rank() == root
     held = {name: _whole(value) for name, value in state.own().items()} if sends else {}
-    table = [[name, DTYPE_NAMES[each.dtype], list(each.shape)] for name, each in held.items()]
+    table = [[name, str(each.dtype), list(each.shape)] for name, each in held.items()]
     said = gather_json(table, group, device, "names of the training state")[root]
     pieces = Pieces()
     for chunk in _chunks(said):

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from imece.checkpoint.deal import Slice
-from imece.checkpoint.manifest import DTYPE_NAMES, DTYPES
 from imece.collectives.shared_memory import segment
 from imece.collectives.shared_memory.segment import Segment
 from imece.errors import CollectiveError
-from imece.membership.pieces import Pieces
+from imece.membership.pieces import DTYPES, Pieces
 
 Held = Mapping[str, Tensor | Slice]
 
@@ -76,7 +75,7 @@ class Copy:
         table, end = [], 0
         for name, value in held.items():
             tensor, shape, start = _parts(value)
-            table.append([name, DTYPE_NAMES[tensor.dtype], shape, start, tensor.numel(), end])
+            table.append([name, str(tensor.dtype), shape, start, tensor.numel(), end])
             end = _aligned(end + tensor.nbytes)
         made = cls.blank(json.dumps(table).encode(), end, populate=True)
         if any(_parts(value)[0].is_cuda for value in held.values()):

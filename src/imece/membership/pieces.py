@@ -10,6 +10,9 @@ from torch import Tensor
 
 from imece.errors import UserError
 
+DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+"""By their names, all of torch's: in memory there may be what no file has, such as complex128."""
+
 
 class Pieces:
     """Named tensors of which pieces lie in memory; what is asked for is copied out of them."""
