@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""Of an OSError: the disk is full, or what this user may take of it."""
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:

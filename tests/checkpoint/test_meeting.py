@@ -205,3 +205,46 @@ def test_rank_0_fails_before_it_has_heard_the_other(tmp_path: Path, monkeypatch:
         assert [rank.finish() for rank in ranks.ranks] == [False, False]
         assert time.monotonic() - began < 20  # and not until its time is up
         assert "rank-00000.safetensors: No space left" in ranks.alarms[1][0]
+
+
+def test_the_others_hear_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On which rank 0 can write no new file, not even one to say so."""
+    real = os.replace
+
+    def no_room(source: Any, target: Any) -> None:
+        if str(target).endswith(("00000.json", "rank-00000.json")):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+        real(source, target)
+
+    with crew(tmp_path, 2) as ranks:
+        assert ranks.save(1, state_of(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", no_room)
+            for step in range(2, 6):
+                began = time.monotonic()
+                assert not ranks.save(step, state_of(step))
+                assert time.monotonic() - began < 10, "half of what a rank waits for one that says nothing"
+        for alarms in ranks.alarms:
+            assert len(alarms) == 4 and all(
+                "rank-00000.json: No space left on device" in each for each in alarms
+            )
+        assert not partials(tmp_path)
+        assert ranks.save(6, state_of(6))
+        assert_whole(newest_whole(tmp_path), 6, 2)
+
+
+def test_where_no_rank_can_write_each_knows_it(tmp_path: Path) -> None:
+    folder, aside = tmp_path / "checkpoints", tmp_path / "aside"
+    with crew(folder, 2) as ranks:
+        assert ranks.save(1, state_of(1))
+        folder.rename(aside)
+        folder.write_text("a file in its place")
+        began = time.monotonic()
+        assert not ranks.save(2, state_of(2))
+        assert time.monotonic() - began < 10
+        for (alarm,), said in zip(ranks.alarms, ("File exists", "Not a directory"), strict=True):
+            assert said in alarm
+        folder.unlink()
+        aside.rename(folder)
+        assert ranks.save(3, state_of(3)), ranks.alarms
+        assert_whole(newest_whole(folder), 3, 2)

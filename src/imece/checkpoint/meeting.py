@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from imece.checkpoint.manifest import Json, seal, unseal
-from imece.writing import write_whole
+from imece.writing import NO_SPACE, write_whole
 
 _SHORTEST_S, _LONGEST_S = 0.01, 0.5  # between two looks at what others have written
 _MOST_FAILURES = 16  # remembered: the ranks are never more than one attempt apart
@@ -111,7 +111,13 @@ class Meeting:
         if self._world_size > 1:
             self._failed[attempt] = why
             self._failed = dict(list(self._failed.items())[-_MOST_FAILURES:])
-            self._tell()
+            try:
+                self._tell()
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    raise
+                self._failed = {attempt: why}  # no longer than what is there
+                self._tell_in_place()
 
     def failure(self, attempt: str) -> str | None:
         """Why `attempt`, of this session, fails: if rank 0 says so, or another job has begun to save here."""
@@ -123,9 +129,19 @@ class Meeting:
 
     def _tell(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self._path(0), self._note())
+
+    def _tell_in_place(self) -> None:
+        """On a full disk, in the room that the file has; who reads it meanwhile finds it damaged, and looks
+        again.
+        """
+        with self._path(0).open("r+b") as file:
+            file.write(self._note())
+            file.truncate()
+
+    def _note(self) -> bytes:
         who = f"process {os.getpid()} on {socket.gethostname()}"
-        note = {"session": self._session, "who": who, "heard": self._heard, "failed": self._failed}
-        write_whole(self._path(0), seal(note))
+        return seal({"session": self._session, "who": who, "heard": self._heard, "failed": self._failed})
 
     def _other(self, note: Json) -> str | None:
         """Whose rank 0's note is, if it is not of the session that this rank knows."""

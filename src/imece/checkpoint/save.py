@@ -7,8 +7,6 @@ it; the others wait for that. So every rank knows what became of it before it be
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import operator
 import shutil
 import threading
@@ -26,7 +24,7 @@ from imece.checkpoint.meeting import Meeting, NotSavedError, Patience, TakenOver
 from imece.checkpoint.room import Room
 from imece.checkpoint.states import as_json, from_json
 from imece.errors import UserError
-from imece.writing import sync_folder
+from imece.writing import NO_SPACE, sync_folder
 
 
 @dataclass(frozen=True)
@@ -278,9 +276,12 @@ class Checkpoints:
                 self._write_in_time(job.written(), partial, attempt)
         except Exception as error:
             own = _why(error)
-            with contextlib.suppress(OSError):  # then rank 0 waits until its time is up
+            try:
                 (partial / file_name(self._rank)).unlink(missing_ok=True)  # makes room for the excuse
                 commit.write_excuse(partial, self._rank, own)
+            except OSError:  # then rank 0 waits until its time is up; but what becomes of it is known here
+                if isinstance(error, OSError | NotSavedError):
+                    raise NotSavedError(f"rank {self._rank}: {own}") from error
             if not isinstance(error, OSError | NotSavedError):
                 raise
         while not _is_of(final, attempt):
@@ -301,7 +302,7 @@ class Checkpoints:
             self._write(content, partial)
             return
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in NO_SPACE:
                 raise
         (partial / file_name(self._rank)).unlink(missing_ok=True)
         patience = Patience(2 * self._limit_s, self._stop)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from imece.errors import UserError
+from imece.writing import NO_SPACE
 
 DIGEST_BYTES = 16
 
@@ -28,7 +28,7 @@ def locked(path: Path) -> Iterator[None]:
 
 def other_place(error: OSError) -> str:
     """What to do about a folder that cannot be written to."""
-    return f"{'make room or ' if error.errno in (errno.ENOSPC, errno.EDQUOT) else ''}name another"
+    return f"{'make room or ' if error.errno in NO_SPACE else ''}name another"
 
 
 def digest(content: bytes) -> str:
