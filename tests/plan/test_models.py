@@ -33,6 +33,25 @@ def test_a_preset_has_the_parameters_that_it_is_built_with(name: str) -> None:
     assert find_model(name).parameters == PRESETS[name].parameter_count
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"head_norms": True, "head_dim": 32},
+        {"qkv_bias": True},
+        {"out_bias": True, "mlp_bias": True, "tied_head": True},
+        {"window": 16, "full_layers": (0,)},
+    ],
+)
+def test_a_runs_own_shape_with_what_others_have(other: dict[str, Any]) -> None:
+    shape = replace(PRESETS["small"], **other)
+    planned = from_shape("small", shape)
+    assert planned.parameters == shape.parameter_count
+    layers = range(shape.layers)
+    windowed = [layer for layer in layers if shape.window_of(layer) is not None]
+    assert planned.windowed == len(windowed) / shape.layers and planned.window == (shape.window or 0)
+    assert planned.head_norms == shape.head_norms
+
+
 def test_published_models_have_their_published_parameters() -> None:
     published = {
         "llama-3.2-1b": 1_235_814_400, "llama-3.2-3b": 3_212_749_824, "llama-2-7b": 6_738_415_616,

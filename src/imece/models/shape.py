@@ -101,17 +101,22 @@ class TransformerConfig:
         """Numbers that are trained; a tied head counts once."""
         attention = 2 * self.width * (self.q_width + self.kv_width)
         mlp = 3 * self.width * self.mlp_width
-        norms = 2 * self.width + (2 * self.head_width if self.head_norms else 0)
-        biases = (
-            self.qkv_bias * (self.q_width + 2 * self.kv_width)
-            + self.out_bias * self.width
-            + self.mlp_bias * (2 * self.mlp_width + self.width)
-        )
         tables = 1 if self.tied_head else 2
         return (
             tables * self.vocab_size * self.width
-            + self.layers * (attention + mlp + norms + biases)
+            + self.layers * (attention + mlp + self.vectors)
             + self.width
+        )
+
+    @property
+    def vectors(self) -> int:
+        """Numbers of a block's norms and biases."""
+        return (
+            2 * self.width
+            + self.head_norms * 2 * self.head_width
+            + self.qkv_bias * (self.q_width + 2 * self.kv_width)
+            + self.out_bias * self.width
+            + self.mlp_bias * (2 * self.mlp_width + self.width)
         )
 
 

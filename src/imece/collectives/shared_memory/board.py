@@ -38,6 +38,7 @@ import torch.distributed as dist
 
 from imece.collectives.shared_memory import arena, futex, segment
 from imece.collectives.shared_memory.segment import Segment
+from imece.cores import usable_cores
 from imece.errors import CollectiveError, CollectiveTimeoutError, UserError
 from imece.status import says_timed_out
 from imece.world import host_id
@@ -265,7 +266,7 @@ def _meet(store: dist.Store, own: Segment, rank: int, world_size: int, timeout: 
     Raises UserError where the ranks are not on one host, CollectiveTimeoutError where one does not come.
     """
     me: dict[str, int | str] = {"pid": os.getpid(), "fd": own.fd, "serial": own.serial, "host": host_id()}
-    me["cores"] = len(os.sched_getaffinity(0))
+    me["cores"] = usable_cores()
     store.set(f"shm/{rank}", json.dumps(me))
     peers = []
     for other in range(world_size):

@@ -29,8 +29,10 @@ def from_shape(name: str, shape: TransformerConfig) -> Model:
     """Of a model that models/transformer.py builds."""
     return Model(
         name, shape.layers, shape.width, shape.heads, shape.kv_heads, shape.head_width, shape.mlp_width,
-        gated=True, vocab_size=shape.vocab_size, tied_head=shape.tied_head,
-    )  # fmt: skip
+        gated=True, vocab_size=shape.vocab_size, tied_head=shape.tied_head, window=shape.window or 0,
+        windowed=1 - len(shape.full_layers) / shape.layers if shape.window else 0.0,
+        head_norms=shape.head_norms,
+    ).with_vectors(shape.vectors, shape.width)  # fmt: skip
 
 
 def _llama(
