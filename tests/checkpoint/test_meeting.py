@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import socket
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from imece.checkpoint import Checkpoints, Slice, all_steps, commit, files
+from imece.checkpoint import Checkpoints, Slice, all_steps, commit, files, save
 from tests.checkpoint.crew import Crew, assert_whole, crew, newest_whole, partials, state_of
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -231,6 +232,37 @@ def test_the_others_hear_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monk
         assert not partials(tmp_path)
         assert ranks.save(6, state_of(6))
         assert_whole(newest_whole(tmp_path), 6, 2)
+
+
+def test_a_save_that_somebody_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with crew(tmp_path, 2) as ranks:
+        assert ranks.save(1, state_of(1))
+        ranks.ranks[0].save(2, state_of(2), {}, None)
+        while not list(tmp_path.glob("*.partial/rank-00000.json")):
+            time.sleep(0.01)
+        shutil.rmtree(tmp_path)
+        began = time.monotonic()
+        assert not ranks.ranks[0].finish() and time.monotonic() - began < 10
+        assert ranks.alarms[0][0].endswith(".partial was removed while it was written")
+        ranks.ranks[1].save(2, state_of(2), {}, None)
+        assert not ranks.ranks[1].finish() and ranks.alarms[1] == ranks.alarms[0]
+        assert ranks.save(3, state_of(3)), ranks.alarms
+        # Put in place, and removed before rank 1 has looked.
+        put = files.put_in_place
+
+        def for_nothing(partial: Path, final: Path) -> None:
+            put(partial, final)
+            shutil.rmtree(final)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "put_in_place", for_nothing)
+            patch.setattr(save, "_GONE_S", 0.5)
+            ranks.ranks[1].save(4, state_of(4), {}, None)
+            ranks.ranks[0].save(4, state_of(4), {}, None)
+            began = time.monotonic()
+            assert not ranks.ranks[1].finish() and time.monotonic() - began < 10
+        ranks.ranks[0].finish()
+        assert ranks.alarms[1][1].endswith(".partial was removed while it was written")
 
 
 def test_where_no_rank_can_write_each_knows_it(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,10 @@ from imece.checkpoint.room import Room
 from imece.checkpoint.states import as_json, from_json
 from imece.errors import UserError
 from imece.writing import NO_SPACE, sync_folder
+
+# After which a folder that is neither partial nor in place is taken for removed: file systems of several
+# hosts may show a new name late.
+_GONE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -284,10 +289,15 @@ class Checkpoints:
                     raise NotSavedError(f"rank {self._rank}: {own}") from error
             if not isinstance(error, OSError | NotSavedError):
                 raise
+        there_at = time.monotonic()
         while not _is_of(final, attempt):
             if (theirs := self._failure(attempt)) is not None:
                 shutil.rmtree(partial, ignore_errors=True)  # what this rank wrote after rank 0 removed it
                 raise NotSavedError(theirs)
+            if partial.exists():
+                there_at = time.monotonic()
+            elif time.monotonic() - there_at > _GONE_S:
+                raise NotSavedError(f"{partial} was removed while it was written")
             try:
                 patience.wait(_sizes(partial), "rank 0")
             except NotSavedError as error:
@@ -342,6 +352,8 @@ class Checkpoints:
                 if found is not None:
                     parts[rank] = found
             if len(parts) + 1 < self._world_size:
+                if not (partial / file_name(0)).exists():
+                    raise NotSavedError(f"{partial} was removed while it was written")
                 self._meeting.arrive()
                 missing = [rank for rank in missing if rank not in parts]
                 patience.wait(_sizes(partial), f"rank {', '.join(map(str, missing[:8]))}")
