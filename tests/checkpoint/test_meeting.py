@@ -248,14 +248,8 @@ def test_a_save_that_somebody_removes(tmp_path: Path, monkeypatch: pytest.Monkey
         assert not ranks.ranks[1].finish() and ranks.alarms[1] == ranks.alarms[0]
         assert ranks.save(3, state_of(3)), ranks.alarms
         # Put in place, and removed before rank 1 has looked.
-        put = files.put_in_place
-
-        def for_nothing(partial: Path, final: Path) -> None:
-            put(partial, final)
-            shutil.rmtree(final)
-
         with monkeypatch.context() as patch:
-            patch.setattr(files, "put_in_place", for_nothing)
+            patch.setattr(files, "put_in_place", lambda partial, final: shutil.rmtree(partial))
             patch.setattr(save, "_GONE_S", 0.5)
             ranks.ranks[1].save(4, state_of(4), {}, None)
             ranks.ranks[0].save(4, state_of(4), {}, None)
