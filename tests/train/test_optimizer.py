@@ -6,12 +6,14 @@ import dataclasses
 
 import pytest
 import torch
+from torch.optim import _muon
 
 from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer
 from imece.train.config import Optimizer, OptimizerSection
-from imece.train.optimizer import make_optimizers
+from imece.train.optimizer import make_optimizers, orthogonalised
 
+TORCHS = _muon._zeropower_via_newtonschulz
 KINDS: tuple[Optimizer, ...] = ("adamw", "muon")
 SECTION = OptimizerSection(lr=0.25, weight_decay=0.5, beta1=0.7, beta2=0.8, eps=1e-6)
 
@@ -58,3 +60,22 @@ def test_what_is_kept_of_each_parameter(kind: Optimizer) -> None:
     kept = [set(state) for optimizer in optimizers for state in optimizer.state.values()]
     assert len(kept) == len(list(model.parameters()))
     assert all(keys in ({"exp_avg", "exp_avg_sq", "step"}, {"momentum_buffer"}) for keys in kept)
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
+def test_muons_iteration_in_fp32_is_torchs_in_bf16(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    rest = ((3.4445, -4.775, 2.0315), 5, 1e-7)
+    ours, theirs = orthogonalised(matrix, *rest), TORCHS(matrix, *rest).float()
+    assert ours.shape == shape and ours.dtype == torch.float32
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0.03 * float(theirs.abs().max()))
+    singular = torch.linalg.svdvals(ours)
+    assert singular.median() > 0.5 and singular.max() < 1.3
+
+
+@pytest.mark.parametrize("in_hardware", [True, False])
+def test_muon_is_in_fp32_where_bf16_is_emulated(monkeypatch: pytest.MonkeyPatch, in_hardware: bool) -> None:
+    monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", TORCHS)
+    monkeypatch.setattr("imece.train.optimizer.multiplies_bf16", lambda device: in_hardware)
+    make_optimizers(small(), dataclasses.replace(SECTION, kind="muon"))
+    assert _muon._zeropower_via_newtonschulz is (TORCHS if in_hardware else orthogonalised)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from torch.optim import AdamW, Muon, Optimizer
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Muon, Optimizer, _muon
 
 from imece.models.transformer import Transformer
 from imece.train.config import OptimizerSection
+from imece.train.precision import multiplies_bf16
 
 
 def make_optimizers(model: Transformer, section: OptimizerSection) -> list[Optimizer]:
@@ -19,6 +22,8 @@ def make_optimizers(model: Transformer, section: OptimizerSection) -> list[Optim
     inner = [each for each in model.blocks.parameters() if each.requires_grad and each.ndim == 2]
     optimizers: list[Optimizer] = []
     if section.kind == "muon":
+        if not multiplies_bf16(next(model.parameters()).device):
+            _muon._zeropower_via_newtonschulz = orthogonalised
         muon = Muon(inner, lr=section.lr, weight_decay=section.weight_decay, adjust_lr_fn="match_rms_adamw")
         optimizers.append(muon)
         taken = set(inner)
@@ -29,3 +34,21 @@ def make_optimizers(model: Transformer, section: OptimizerSection) -> list[Optim
     ]
     betas = (section.beta1, section.beta2)
     return [*optimizers, AdamW(groups, lr=section.lr, betas=betas, eps=section.eps, fused=True)]
+
+
+def orthogonalised(
+    grad: Tensor, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float
+) -> Tensor:
+    """Nearly U V^T of grad = U S V^T, by Muon's iteration (Newton-Schulz, quintic): fp32, of the same shape.
+
+    torch's has its products in bf16, which where a processor only emulates them take nine times as long as in
+    fp32, and a step of a small model five times.
+    """
+    a, b, c = ns_coefficients
+    is_tall = grad.size(0) > grad.size(1)
+    wide = (grad.T if is_tall else grad).float()
+    wide = wide / wide.norm().clamp(min=eps)
+    for _ in range(ns_steps):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if is_tall else wide
