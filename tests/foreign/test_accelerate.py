@@ -101,6 +101,7 @@ def test_kinds_of_fsdp(fsdp: dict[str, Any], arguments: dict[str, Any]) -> None:
     ("content", "ranks"),
     [
         ({"distributed_type": "NO"}, 1),
+        ({"distributed_type": False}, 1),  # NO without quotes
         ({"distributed_type": "MULTI_GPU"}, None),
         ({"distributed_type": "MULTI_GPU", "num_processes": 4}, 4),
         (

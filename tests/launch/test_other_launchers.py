@@ -15,6 +15,13 @@ import pytest
 from imece.membership import unwatched
 from tests.launch.hosts.two import free_port
 
+# What these launchers start goes when its launcher does, which a test may have to kill.
+ENDS_WITH_IT = """
+import os
+from imece.launch.processes import die_with_parent
+die_with_parent(os.getppid())
+"""
+
 SCRIPT = r"""
 import imece, os, psutil, torch, torch.distributed as dist
 def listening():
@@ -66,7 +73,7 @@ def run(tmp_path: Path, name: str, *launcher: str, jobs: int = 1) -> list[list[l
     Each must say, once, that `name` replaces nobody.
     """
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(ENDS_WITH_IT + SCRIPT)
     command = [*launcher, str(script)]
     processes = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -115,7 +122,7 @@ def test_torchrun_starts_the_ranks_of_two_hosts_again(tmp_path: Path, opened: st
     """Only the agent whose rank died counts that; and one store may serve all starts, in which torch's own
     groups do not always meet again."""
     script = tmp_path / "script.py"
-    script.write_text(AGAIN)
+    script.write_text(ENDS_WITH_IT + AGAIN)
     words = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"]
     words += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "job", str(script)]
     command = [sys.executable, "-m", "torch.distributed.run", *words, str(tmp_path / "died"), opened]

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from imece.bench import machine
+from imece.cores import usable_cores
 from imece.observe import environment
-from imece.observe.environment import cpu_model, usable_cores, version
+from imece.observe.environment import cpu_model, version
 
 
 def test_the_facts_of_this_machine() -> None:

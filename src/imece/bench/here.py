@@ -16,11 +16,12 @@ import torch.nn.functional as F
 import imece
 from imece.collectives.links import LARGE_BYTES, measure
 from imece.collectives.shared_memory.cgroup import allowed_bytes
+from imece.cores import usable_cores
 from imece.launch.spawn import spawn
 from imece.models.cross_entropy import summed_cross_entropy
 from imece.models.presets import preset
 from imece.models.transformer import Transformer
-from imece.observe.environment import cpu_model, usable_cores
+from imece.observe.environment import cpu_model
 from imece.train.precision import choose_precision, multiplies_bf16
 
 _LONG_S = 0.4

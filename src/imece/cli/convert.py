@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -134,12 +134,8 @@ def command(settings: Settings) -> str:
 
 def _arguments(settings: Settings) -> list[str]:
     """Those of imece.parallelize, as they are typed."""
-    shown = []
-    if settings.unit_classes and settings.strategy in ("zero3", "hybrid"):
-        shown.append(f"units=[{', '.join(settings.unit_classes)}]")
-    without: Any = settings if not shown else _without_classes(settings)
     typed = []
-    for name, value in without.arguments().items():
+    for name, value in dataclasses.replace(settings, unit_classes=()).arguments().items():
         if name == "precision":
             pairs = ((each, getattr(value, each)) for each in ("param", "reduce"))
             inside = ", ".join(f"{each}={dtype}" for each, dtype in pairs if dtype is not None)
@@ -148,11 +144,9 @@ def _arguments(settings: Settings) -> list[str]:
             typed.append(f'"{value}"')
         else:
             typed.append(f'{name}="{value}"' if isinstance(value, str) else f"{name}={value!r}")
-    return typed + shown
-
-
-def _without_classes(settings: Settings) -> Settings:
-    return dataclasses.replace(settings, unit_classes=())
+    if settings.unit_classes and settings.strategy in ("zero3", "hybrid"):
+        typed.append(f"units=[{', '.join(settings.unit_classes)}]")
+    return typed
 
 
 def _batch_note(settings: Settings) -> str:

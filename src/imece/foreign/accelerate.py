@@ -83,18 +83,18 @@ def read(content: Mapping[str, Any], file: str, ranks: int | None = None) -> Set
             "compute_environment", "LOCAL_MACHINE; what a cloud's own service starts is not read"
         )
     values.needless("compute_environment", "imece launch is given where the ranks are to run")
-    kind = values.word("distributed_type") or "NO"
+    kind = _word(values, "distributed_type").upper()
     own = values.whole("num_processes", -1)
     ranks = ranks or (own if own is not None and own > 0 else None) or (1 if kind == "NO" else None)
     values.take("num_processes", "ranks of all hosts together")
     found: dict[str, Any] = {"ranks": ranks}
-    word = (values.word("mixed_precision") or "no").lower()
-    found["dtype"] = _DTYPES.get("no" if word == "false" else word)
+    word = _word(values, "mixed_precision")
+    found["dtype"] = _DTYPES.get(word)
     if found["dtype"] is None:
         raise values.wrong("mixed_precision", "no, fp16, bf16 or fp8")
     values.take(
         "mixed_precision",
-        "no mixed precision" if word in ("no", "false") else f"products in {found['dtype']}",
+        "no mixed precision" if word == "no" else f"products in {found['dtype']}",
     )
     nested: tuple[Value, ...] = ()
     if kind == "FSDP":
@@ -117,7 +117,7 @@ def read(content: Mapping[str, Any], file: str, ranks: int | None = None) -> Set
         raise values.wrong("distributed_type", f"one of {', '.join(_PLAIN)}, FSDP or DEEPSPEED")
     values.take("distributed_type", f'strategy "{found.get("strategy", "replicate")}"')
     found |= _places(values)
-    if (values.word("dynamo_config.dynamo_backend") or "NO").upper() != "NO":
+    if _word(values, "dynamo_config.dynamo_backend") != "no":
         found["compile"] = True
         values.take("dynamo_config.dynamo_backend", "imece.compile_blocks(model, backend=...)")
     values.needless("dynamo_config.dynamo_backend", "not asked for")
@@ -130,6 +130,12 @@ def read(content: Mapping[str, Any], file: str, ranks: int | None = None) -> Set
     for key, text in _LEFT.items():
         values.leave(key, text)
     return Settings(file, "Accelerate", (*values.finish(_KNOWN), *nested), **found)
+
+
+def _word(values: Reading, name: str) -> str:
+    """In lower case; "no" where there is none. An unquoted NO is false to who reads YAML."""
+    word = (values.word(name) or "no").lower()
+    return "no" if word == "false" else word
 
 
 def _fsdp(values: Reading) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from imece.cores import usable_cores as usable_cores
+from imece.cores import usable_cores
 
 _PACKAGES = ("numpy", "safetensors", "tokenizers")
 

@@ -16,7 +16,8 @@ def make_optimizers(model: Transformer, section: OptimizerSection) -> list[Optim
 
     adamw: AdamW (Loshchilov and Hutter 2019) for all. muon: Muon (Jordan et al. 2024) for the matrices
     of the blocks, its update scaled to AdamW's usual size (Liu et al. 2025), so that one learning rate serves
-    both; AdamW for embedding, head and norms, which are no maps from channels to channels.
+    both; AdamW for embedding, head and norms, which are no maps from channels to channels. On a processor
+    that only emulates bf16 torch's Muon iterates as `orthogonalised` does, in the whole of this process.
     """
     parameters = [each for each in model.parameters() if each.requires_grad]
     inner = [each for each in model.blocks.parameters() if each.requires_grad and each.ndim == 2]

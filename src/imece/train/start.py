@@ -13,6 +13,7 @@ import torch
 from imece import mesh as meshes
 from imece.collectives import ops
 from imece.collectives.texts import gather_texts
+from imece.cores import usable_cores
 from imece.data.batches import Batches
 from imece.data.prepare import Prepared, prepare
 from imece.data_parallel.footprint import expected
@@ -21,7 +22,7 @@ from imece.data_parallel.strategy import find_strategy
 from imece.device import usable_gpus
 from imece.errors import UserError
 from imece.membership.recovery import Recovered
-from imece.observe.environment import environment, usable_cores
+from imece.observe.environment import environment
 from imece.observe.run_files import as_argument
 from imece.observe.units import megabytes, si
 from imece.train.agreeing import together
