@@ -34,7 +34,7 @@ _RANKS = _BASE | {
     "connections",
     "mesh",
 }
-_ENGINE = _RANKS | {"collectives", "data_parallel"}
+_ENGINE = _RANKS | {"collectives", "model_parallel", "data_parallel"}
 _TRAIN = _ENGINE | {"data", "models", "checkpoint", "membership", "observe"}
 
 # Room -> what it may import besides itself. A dotted entry allows that one module and what is in it.
@@ -55,8 +55,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "meeting": _RANKS - {"mesh"},
     "mesh": _RANKS | {"meeting"},
     "collectives": _RANKS,
-    "data_parallel": _RANKS | {"collectives", "plan.answer.auto", "plan.setup"},  # for strategy="auto"
-    "data": _BASE,  # of ranks it knows two numbers, and these are arguments
+    "model_parallel": _RANKS | {"collectives"},
+    "data_parallel": _RANKS
+    | {"collectives", "model_parallel", "plan.answer.auto", "plan.setup"},  # for strategy="auto"
+    "data": _BASE | {"mesh"},  # of ranks it knows two numbers: arguments, or by default the mesh's
     "models": _BASE,
     "observe": _RANKS | {"collectives"},
     "checkpoint": _ENGINE,

@@ -134,6 +134,17 @@ class Mesh:
         return self.group("replicate", "shard", "context")
 
     @property
+    def batch_ranks(self) -> int:
+        """How many shares of the data there are: the ranks along replicate and shard."""
+        return self._sizes["replicate"] * self._sizes["shard"]
+
+    @property
+    def batch_rank(self) -> int:
+        """Which of the `batch_ranks` shares this rank reads; along the other axes all read the same."""
+        at = coordinates(self.rank, self._sizes)
+        return at["replicate"] * self._sizes["shard"] + at["shard"]
+
+    @property
     def host_group(self) -> dist.ProcessGroup:
         """The ranks of this host."""
         return self._group(self.hosts)

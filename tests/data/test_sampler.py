@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
+import imece
 from imece.data.sampler import UNEVEN, DistributedSampler, Uneven
 from tests.ranks import run_ranks
 
@@ -489,6 +490,24 @@ def test_the_defaults_are_those_of_the_process_group() -> None:
         assert result["state"] == results[0]["state"]
     assert in_turns([result["first"] for result in results]) == order_of(11, 0)[:6]
     assert in_turns([result["rest"] for result in results]) == order_of(11, 0)[6:]
+
+
+def places_on_a_mesh(shapes: list[dict[str, int]]) -> list[Any]:
+    found: list[Any] = []
+    for shape in shapes:
+        mesh = imece.init(shape)
+        sampler = DistributedSampler(Numbers(6), shuffle=False)
+        found.append([mesh.batch_ranks, mesh.batch_rank, list(sampler)])
+        mesh.close()
+    return found
+
+
+def test_ranks_that_divide_one_model_or_its_sequences_read_the_same() -> None:
+    shapes = [{"replicate": 2, "context": 2}, {"pipeline": 2, "shard": 2}, {"replicate": 2, "shard": 2}]
+    by_rank = run_ranks(places_on_a_mesh, 4, args=(shapes,), backend=None)
+    shares = [[2, 0, [0, 2, 4]], [2, 1, [1, 3, 5]]]
+    quarters = [[4, at, list(range(6))[at::4] + [[], [], [0], [1]][at]] for at in range(4)]
+    assert by_rank == [[shares[rank // 2], shares[rank % 2], quarters[rank]] for rank in range(4)]
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])

@@ -27,6 +27,9 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
+from imece import mesh as meshes
+from imece.errors import UserError
+
 Uneven = Literal["pad", "drop", "keep"]
 UNEVEN: tuple[Uneven, ...] = ("pad", "drop", "keep")
 
@@ -76,7 +79,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
         *,
         uneven: Uneven | None = None,
     ) -> None:
-        """num_replicas, rank: by default those of torch.distributed, or 1 and 0 if it is not initialized.
+        """num_replicas, rank: by default those of torch.distributed, or 1 and 0 if it is not initialized. On a
+        mesh of `imece.init` ranks along context, tensor and pipeline read the same: they are one replica.
 
         TypeError if the dataset has no length. ValueError for a rank that is none of `num_replicas`, for an
         `uneven` that contradicts `drop_last`, and if a launcher started several ranks which have not met yet.
@@ -314,11 +318,21 @@ def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
                 f"one of {max(started, num_replicas or 1)} ranks, but torch.distributed is not initialized: "
                 "call imece.init() before the sampler is made, or give it both num_replicas and rank"
             )
-        num_replicas = (dist.get_world_size() if met else 1) if num_replicas is None else num_replicas
-        rank = (dist.get_rank() if met else 0) if rank is None else rank
+        own = _met() if met else (1, 0)
+        num_replicas = own[0] if num_replicas is None else num_replicas
+        rank = own[1] if rank is None else rank
     num_replicas, rank = operator.index(num_replicas), operator.index(rank)
     if num_replicas < 1:
         raise ValueError(f"num_replicas={num_replicas}: at least 1")
     if not 0 <= rank < num_replicas:
         raise ValueError(f"rank {rank} of {num_replicas} replicas: ranks count from 0 to {num_replicas - 1}")
     return num_replicas, rank
+
+
+def _met() -> tuple[int, int]:
+    """How many shares of the data the ranks that have met read, and which of them this one does."""
+    try:
+        mesh = meshes.current()
+    except UserError:
+        return dist.get_world_size(), dist.get_rank()
+    return mesh.batch_ranks, mesh.batch_rank
