@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "meeting": _RANKS - {"mesh"},
     "mesh": _RANKS | {"meeting"},
     "collectives": _RANKS,
-    "model_parallel": _RANKS | {"collectives"},
+    "model_parallel": _RANKS | {"collectives", "models"},
     "data_parallel": _RANKS
     | {"collectives", "model_parallel", "plan.answer.auto", "plan.setup"},  # for strategy="auto"
     "data": _BASE | {"mesh"},  # of ranks it knows two numbers: arguments, or by default the mesh's

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from imece.launch.spawn import spawn
     from imece.membership.steps import steps
     from imece.mesh import Mesh, init
+    from imece.model_parallel.context import ContextParallel
+    from imece.model_parallel.pipeline import Pipeline
+    from imece.model_parallel.tensor import tensor_parallel
     from imece.models.cross_entropy import cross_entropy
     from imece.world import World
 
@@ -62,6 +65,9 @@ _HOMES = {
     "foreign.files": ["read_settings"],
     "launch.spawn": ["spawn"],
     "membership.steps": ["steps"],
+    "model_parallel.context": ["ContextParallel"],
+    "model_parallel.pipeline": ["Pipeline"],
+    "model_parallel.tensor": ["tensor_parallel"],
     "models.cross_entropy": ["cross_entropy"],
     "mesh": ["Mesh", "init"],
     "world": ["World"],
@@ -69,12 +75,14 @@ _HOMES = {
 _HOME_OF = {name: f"imece.{module}" for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "ContextParallel",
     "DistributedDataParallel",
     "DistributedSampler",
     "GradScaler",
     "Mesh",
     "MixedPrecision",
     "Pending",
+    "Pipeline",
     "Recv",
     "Send",
     "SyncBatchNorm",
@@ -100,6 +108,7 @@ __all__ = [
     "shared_empty",
     "spawn",
     "steps",
+    "tensor_parallel",
 ]
 
 

@@ -65,24 +65,37 @@ class Transformer(nn.Module):
                 adds = name.endswith(("attention.out.weight", "mlp.down.weight"))
                 parameter.normal_(std=residual_std if adds else INIT_STD, generator=generator)
 
-    def forward(self, tokens: Tensor, *, cache: KVCache | None = None, last_only: bool = False) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        cache: KVCache | None = None,
+        last_only: bool = False,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Logits [B, T, V] of the token that follows each of `tokens` (int64 [B, T]).
 
         With a cache, the tokens come after those it holds, and it holds them too afterwards; such logits have
-        no gradient. last_only: logits of the last position only, [B, 1, V].
+        no gradient. last_only: logits of the last position only, [B, 1, V]. positions: where in a longer
+        sequence the tokens are (int64 [T]), of which others see to it that attention has the rest.
 
-        ValueError if tokens is not 2D, or for more positions than max_seq or than the cache has room for.
+        ValueError if tokens is not 2D, or for more positions than max_seq or than the cache has room for; for
+        positions of another number, beside a cache, or where layers have windows.
         """
-        start = 0 if cache is None else cache.length
         self._check_room(tokens, cache)
+        if positions is None:
+            start = 0 if cache is None else cache.length
+            positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        else:
+            self._check_positions(positions, tokens, cache)
         # A cache is written in place: a gradient through it would be that of the newest tokens only.
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
             x = self.embed(tokens)
-            rotation = rotation_at(self.config, start, start + tokens.shape[1], x.device)
+            rotation = rotation_at(self.config, positions)
             for block in self.blocks:
                 x = self.through(block, x, rotation, cache)
             x = self.norm(x[:, -1:] if last_only else x)
-            logits = F.linear(x, self.embed.weight) if self.config.tied_head else self.head(x)
+            logits = self.embed.as_head(x) if self.config.tied_head else self.head(x)
         if cache is not None:
             cache.length += tokens.shape[1]
         return cast(Tensor, logits)
@@ -118,6 +131,23 @@ class Transformer(nn.Module):
             )
         if tokens.shape[0] != cache.batch:
             raise ValueError(f"tokens has {tokens.shape[0]} sequences; the cache has {cache.batch}")
+
+    def _check_positions(self, positions: Tensor, tokens: Tensor, cache: KVCache | None) -> None:
+        if cache is not None:
+            raise ValueError("positions beside a cache, whose length says where tokens are: leave one out")
+        if positions.shape != tokens.shape[1:]:
+            raise ValueError(
+                f"positions has shape {list(positions.shape)}; tokens of shape {list(tokens.shape)} have "
+                f"[{tokens.shape[1]}]"
+            )
+        window = self.config.window
+        if window is not None and window < self.config.max_seq:
+            raise ValueError(
+                f"positions for layers with a window of {window}, which counts neighbours: leave them out"
+            )
+        last = int(positions.max())  # a GPU is waited for: once in a forward
+        if last >= self.config.max_seq:
+            raise ValueError(f"positions go up to {last}; max_seq is {self.config.max_seq}")
 
 
 class Block(nn.Module):
@@ -227,22 +257,24 @@ class KVCache:
         `length` stays: it grows when every layer has written.
         """
         end = self.length + keys.shape[2]
-        self._keys[layer, :, :, self.length : end] = keys
-        self._values[layer, :, :, self.length : end] = values
+        heads = keys.shape[1]  # fewer than there is room for, in a layer of which others have the rest
+        self._keys[layer, :, :heads, self.length : end] = keys
+        self._values[layer, :, :heads, self.length : end] = values
         # Under autocast the new ones are narrower than the cache, and attention takes one dtype only.
         return (
-            self._keys[layer, :, :, :end].to(keys.dtype),
-            self._values[layer, :, :, :end].to(values.dtype),
+            self._keys[layer, :, :heads, :end].to(keys.dtype),
+            self._values[layer, :, :heads, :end].to(values.dtype),
         )
 
 
-def rotation_at(config: TransformerConfig, start: int, stop: int, device: torch.device) -> Rotation:
-    """How far each pair turns at the positions [start, stop), always in float32.
+def rotation_at(config: TransformerConfig, positions: Tensor) -> Rotation:
+    """How far each pair turns at `positions` (int64 [T]), always in float32.
 
     It is computed anew for each forward: a buffer would have to survive the meta device, `model.bfloat16()`
     and loading, each of which has its own way to spoil it, and this costs next to nothing.
     """
-    exponents = torch.arange(0, config.head_width, 2, dtype=torch.float32, device=device) / config.head_width
+    pairs = torch.arange(0, config.head_width, 2, dtype=torch.float32, device=positions.device)
+    exponents = pairs / config.head_width
     frequencies = 1.0 / config.rope_theta**exponents  # radians a position
     scaling = config.rope_scaling
     if scaling is not None:
@@ -250,8 +282,7 @@ def rotation_at(config: TransformerConfig, start: int, stop: int, device: torch.
         spread = scaling.high_freq_factor - scaling.low_freq_factor
         fast = ((turns - scaling.low_freq_factor) / spread).clamp(0, 1)
         frequencies = frequencies * (fast + (1 - fast) / scaling.factor)
-    positions = torch.arange(start, stop, dtype=torch.float32, device=device)
-    angles = positions[:, None] * frequencies
+    angles = positions.to(torch.float32)[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 
@@ -281,6 +312,10 @@ class _Linear(nn.Linear):
 
 class _Embedding(nn.Embedding):
     """Left unfilled, as `_Linear` is."""
+
+    def as_head(self, x: Tensor) -> Tensor:
+        """Logits [B, T, V] of x [B, T, width], by the same weights."""
+        return F.linear(x, self.weight)
 
     def reset_parameters(self) -> None:
         """`Transformer.reset_parameters` does it."""

@@ -1,0 +1,84 @@
+"""Where a tensor passes from what all ranks of the axis "tensor" have alike to what each has a part of.
+
+Forward and backward are a pair of collectives each (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022,
+section 4.2.2), which torch's DTensor finds by the placements on both sides:
+
+                    forward         backward
+    enter           -               all-reduce      a whole tensor, which each rank uses for its part
+      sequence      all-gather      reduce-scatter  the same, where each rank holds some of the positions
+    leave           all-reduce      -               each rank's addend of a whole tensor
+      sequence      reduce-scatter  all-gather
+    join_channels   all-gather      -               each rank's last channels; then all of them on each rank
+    scatter         -               all-gather      a whole tensor; each rank goes on with its positions
+    gather          all-gather      -               the opposite
+    summed          -               all-reduce      of a parameter: the gradients of all ranks
+
+A DTensor lives only in here: what comes in and goes out is this rank's plain tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+_POSITIONS = 1  # the dim of [batch, positions, ...]
+
+
+class Boundary:
+    """Of one axis of ranks. sequence: between divided layers each rank holds a part of the positions."""
+
+    def __init__(self, ranks: DeviceMesh, *, sequence: bool) -> None:
+        self.sequence = sequence
+        self.size = ranks.size()
+        self.index = ranks.get_local_rank()
+        self._ranks = ranks
+        self._between: Placement = Shard(_POSITIONS) if sequence else Replicate()
+        self._entered: tuple[Tensor, tuple[int, bool], Tensor] | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What layers that share one input, as queries, keys and values do, get once: so their gradients are
+        summed before they travel."""
+        now = x._version, torch.is_grad_enabled()
+        if self._entered is None or self._entered[0] is not x or self._entered[1] != now:
+            self._entered = x, now, self._move(x, self._between, Replicate(), gradient=Partial())
+        return self._entered[2]
+
+    def leave(self, addend: Tensor) -> Tensor:
+        self._entered = None  # it is needed no more
+        if self.sequence:
+            self._check_positions(addend)
+        return self._move(addend, Partial(), self._between)
+
+    def join_channels(self, part: Tensor) -> Tensor:
+        self._entered = None
+        return self._move(part, Shard(part.ndim - 1), Replicate())
+
+    def scatter(self, x: Tensor) -> Tensor:
+        self._check_positions(x)
+        return self._move(x, Replicate(), Shard(_POSITIONS))
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self._move(x, Shard(_POSITIONS), Replicate())
+
+    def summed(self, gradient: Tensor) -> Tensor:
+        return self._move(gradient, Partial(), Replicate())
+
+    def _move(
+        self, x: Tensor, before: Placement, after: Placement, gradient: Placement | None = None
+    ) -> Tensor:
+        """gradient: what each rank's is, if that is not as `after` says."""
+        moved = DTensor.from_local(x, self._ranks, [before], run_check=False)
+        if after != before:
+            moved = moved.redistribute(self._ranks, [after])
+        return moved.to_local(grad_placements=None if gradient is None else [gradient])
+
+    def _check_positions(self, x: Tensor) -> None:
+        if x.ndim < 2 or x.shape[_POSITIONS] % self.size:
+            raise ValueError(
+                f"tensor_parallel(sequence=True) divides the positions of [batch, positions, ...] among "
+                f"{self.size} ranks, and this has the shape {list(x.shape)}: take a multiple of {self.size} "
+                "positions"
+            )

@@ -1,0 +1,126 @@
+"""`imece.tensor_parallel`: the matrices of a model divided over the ranks of the mesh's axis "tensor".
+
+Megatron-LM (Shoeybi et al. 2019) and its sequence parallelism (Korthikanti et al. 2022). Parameters stay
+plain tensors under their own names, of which each rank holds its part: whatever wraps and steps a model sees
+ordinary parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Joinable
+from torch.distributed.tensor import DTensor
+
+from imece import mesh as meshes
+from imece.collectives import ops
+from imece.collectives.texts import gather_texts
+from imece.errors import UserError
+from imece.mesh import Mesh
+from imece.model_parallel.boundary import Boundary
+from imece.model_parallel.divided import Divided, divided_parameters
+from imece.model_parallel.layers import divide
+from imece.model_parallel.plan import planned
+from imece.models.transformer import Transformer
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def tensor_parallel(
+    model: Model,
+    mesh: Mesh | None = None,
+    *,
+    plan: Mapping[str, str] | None = None,
+    sequence: bool = False,
+) -> Model:
+    """Divide a model's matrices over the ranks of the mesh's axis "tensor", in place; all ranks call it.
+
+        mesh = imece.init({"replicate": 2, "tensor": 2})
+        model = imece.tensor_parallel(Transformer(config), mesh)
+        model, optimizer = imece.parallelize(model, optimizer, "zero1", mesh)
+
+    It comes before `parallelize`. The ranks of a tensor group are given the same batch, and have the same
+    loss as one rank that has all of the model; logits are whole on each. model: with memory; the values of
+    the group's first rank count. mesh: by default that of imece.init(); with one rank in "tensor" nothing is
+    changed.
+
+    plan: {name of modules, * for any characters: what becomes of them}. By default the one that is known for
+    imece's Transformer, and for Hugging Face's models the one that they bring.
+
+        column    a Linear by its output features, as queries, keys, values and an MLP's first: each rank goes
+                  on with its heads or channels
+        row       a Linear by its input features, as what follows those: the ranks' outputs are summed
+        vocab     an Embedding or the head by rows, the vocabulary; what comes out is whole
+        heads     whole parameters that are used for a rank's heads alone, as norms of queries and keys
+        sequence  the same, of its positions: all that has parameters and lies between divided layers
+        scatter   from its output on each rank holds its positions; `vocab` embeddings do it by themselves
+        gather    its input is made whole; `column` and `vocab` heads do it by themselves
+
+    sequence: between the divided layers of [batch, positions, width] each rank holds positions / N alone, for
+    norms, residual and dropout; the last three kinds are for this and mean nothing otherwise. It moves as
+    much as without.
+
+    UserError, on all ranks: a plan that names no module, or one that cannot be so; what cannot be divided by
+    the number of ranks; a tied parameter that would be divided in one place only; a model that is wrapped or
+    divided already, or on the meta device; dropout where the ranks' random states differ.
+    """
+    arranged = meshes.current() if mesh is None else mesh
+    ranks = arranged.size("tensor")
+    _check(model)
+    chosen = planned(model, plan, ranks, sequence)
+    if ranks == 1:
+        return model
+    group = arranged.group("tensor")
+    _check_dropout(model, group, arranged.device)
+    for name, each in [*model.named_parameters(), *model.named_buffers()]:
+        ops.broadcast(each.data, 0, group=group, label=name)
+    boundary = Boundary(arranged.device_mesh["tensor"], sequence=sequence)
+    done: dict[int, Divided] = {}
+    for module, kind in chosen.values():
+        divide(module, kind, boundary, done)
+    if sequence and isinstance(model, Transformer):
+        model.register_forward_pre_hook(_refuse_parts, with_kwargs=True)
+    return model
+
+
+def _check(model: nn.Module) -> None:
+    if isinstance(model, Joinable):
+        raise UserError(
+            f"tensor_parallel: this {type(model).__name__} is wrapped already: divide the model, then wrap it"
+        )
+    if divided_parameters(model):
+        raise UserError("tensor_parallel: this model is divided already")
+    for name, each in model.named_parameters():
+        if isinstance(each, DTensor):
+            raise UserError(f"tensor_parallel: {name} is a DTensor: give a model of plain parameters")
+        if each.is_meta:
+            raise UserError(
+                f"tensor_parallel: {name} is on the meta device: give the model memory and values first"
+            )
+
+
+def _check_dropout(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+    """What is computed whole on each rank must be the same on each, what is dropped too."""
+    if not any(isinstance(each, nn.modules.dropout._DropoutNd) and each.p for each in model.modules()):
+        return
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    mine = hashlib.sha256(b"".join(each.numpy().tobytes() for each in states)).hexdigest()
+    if len({said for (said,) in gather_texts([mine], group, device, "random states")}) > 1:
+        raise UserError(
+            "tensor_parallel: this model has dropout, and the ranks of a tensor group would not drop the "
+            "same: call torch.manual_seed(number) with one number for all of them, such as "
+            "seed + mesh.batch_rank"
+        )
+
+
+def _refuse_parts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for name in ("cache", "last_only"):
+        if kwargs.get(name):
+            raise ValueError(f"{name}: tensor_parallel(sequence=True) goes through whole sequences alone")
