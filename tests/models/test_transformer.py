@@ -18,7 +18,6 @@ from imece.models.shape import RopeScaling, TransformerConfig
 from imece.models.transformer import Attention, KVCache, Transformer, rotate, rotation_at
 from imece.train.run_folder import read_shape, shape_as_json
 
-CPU = torch.device("cpu")
 CONFIG = TransformerConfig(
     vocab_size=50, layers=3, width=32, heads=4, kv_heads=2, mlp_width=48, max_seq=24, tied_head=True
 )
@@ -252,7 +251,7 @@ def test_attention_against_one_with_repeated_heads(kv_heads: int, options: dict[
     attention = loud(config).get_submodule("blocks.2.attention")
     assert isinstance(attention, Attention)
     x = torch.randn(2, 10, 32, generator=seeded())
-    rotation = rotation_at(config, 0, 10, CPU)
+    rotation = rotation_at(config, torch.arange(10))
     width, window = config.head_width, 10 if 2 in config.full_layers else config.window or 10
 
     def projected(project: nn.Linear, norm: str, head: int, turns: bool) -> Tensor:
@@ -288,7 +287,36 @@ def test_rotary_positions_are_products_of_complex_numbers() -> None:
         dtype=torch.complex128,
     )
     expected = torch.cat(((pairs * turns).real, (pairs * turns).imag), -1)
-    torch.testing.assert_close(rotate(x, rotation_at(CONFIG, 5, 17, CPU)), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        rotate(x, rotation_at(CONFIG, torch.arange(5, 17))), expected, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_tokens_that_are_not_at_the_beginning() -> None:
+    """With all of a sequence in another place attention sees the same distances; one that has moved is seen
+    elsewhere.
+    """
+    model = loud(replace(CONFIG, max_seq=64))
+    tokens = some_tokens(2, 10)
+    expected = model(tokens)
+    torch.testing.assert_close(model(tokens, positions=torch.arange(37, 47)), expected, rtol=1e-4, atol=1e-4)
+    gap = torch.tensor([*range(9), 40])
+    assert (model(tokens, positions=gap)[:, :9] - expected[:, :9]).abs().max() < 1e-4
+    assert (model(tokens, positions=gap)[:, 9] - expected[:, 9]).abs().max() > 1e-2
+
+
+def test_positions_that_cannot_be() -> None:
+    model, tokens = loud(replace(CONFIG, window=16, max_seq=16)), some_tokens(1, 4)
+    model(tokens, positions=torch.tensor([0, 1, 4, 15]))
+    for positions, cache, said in (
+        (torch.arange(3), None, r"shape \[3\]; tokens of shape \[1, 4\] have \[4\]"),
+        (torch.arange(13, 17), None, "go up to 16; max_seq is 16"),
+        (torch.arange(4), KVCache(model.config), "positions beside a cache"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            model(tokens, cache=cache, positions=positions)
+    with pytest.raises(ValueError, match="a window of 15"):
+        loud(replace(CONFIG, window=15, max_seq=16))(tokens, positions=torch.arange(4))
 
 
 @pytest.mark.parametrize("scaling", [None, replace(LLAMA_SCALING, original_max_seq=64)])
@@ -297,7 +325,7 @@ def test_only_the_distance_between_positions_counts(scaling: RopeScaling | None)
     q, k = torch.randn(2, 1, 8, generator=seeded())
 
     def score(q_at: int, k_at: int) -> float:
-        turned = (rotate(x, rotation_at(config, at, at + 1, CPU)) for x, at in ((q, q_at), (k, k_at)))
+        turned = (rotate(x, rotation_at(config, torch.tensor([at]))) for x, at in ((q, q_at), (k, k_at)))
         return float(math.prod(turned, start=torch.ones(())).sum())
 
     assert score(9, 2) == pytest.approx(score(1009, 1002), abs=1e-3)
@@ -322,8 +350,8 @@ def test_llama_scaling_slows_the_slow_pairs_only() -> None:
     assert slow and fast and slow + fast < 64
 
     def frequencies(config: TransformerConfig) -> Tensor:
-        _, sin = rotation_at(config, 1, 2, CPU)  # at position 1 the angle is the frequency
-        cos, _ = rotation_at(config, 1, 2, CPU)
+        _, sin = rotation_at(config, torch.tensor([1]))  # at position 1 the angle is the frequency
+        cos, _ = rotation_at(config, torch.tensor([1]))
         return torch.atan2(sin, cos)[0]
 
     torch.testing.assert_close(frequencies(config), torch.tensor(plain), rtol=1e-5, atol=0)

@@ -88,7 +88,7 @@ def test_of_our_model_it_is_what_autograd_saves(autocast: bool) -> None:
         return tensor
 
     x = model.embed(torch.zeros(2, 128, dtype=torch.int64))
-    rotation = rotation_at(shape, 0, 128, x.device)
+    rotation = rotation_at(shape, torch.arange(128, device=x.device))
     with (
         torch.autocast("cpu", torch.bfloat16, enabled=autocast),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),

@@ -79,7 +79,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         *,
         uneven: Uneven | None = None,
     ) -> None:
-        """num_replicas, rank: by default those of torch.distributed, or 1 and 0 if it is not initialized. On a
+        """num_replicas, rank: by default those of torch.distributed, or 1 and 0 if that is not open. On a
         mesh of `imece.init` ranks along context, tensor and pipeline read the same: they are one replica.
 
         TypeError if the dataset has no length. ValueError for a rank that is none of `num_replicas`, for an

@@ -62,7 +62,7 @@ def _run_a_block(
 ) -> None:
     """Forward and backward, as training does it."""
     residual = torch.zeros(plan.micro, plan.seq, model.config.width, device=device, requires_grad=True)
-    rotation = rotation_at(model.config, 0, plan.seq, device)
+    rotation = rotation_at(model.config, torch.arange(plan.seq, device=device))
     with precision.autocast():
         out = model.through(block, residual.clone(), rotation)
     torch.autograd.grad(out.sum(), [residual, *block.parameters()])

@@ -1,0 +1,224 @@
+"""Context parallelism: the ranks of the mesh's axis "context" divide the positions of each sequence.
+
+All that a model does with a position alone (matrices, norms, the loss) needs no other rank. Attention does:
+inside `with context`, torch's `scaled_dot_product_attention` goes round the ring of ring.py, whichever model
+calls it. A TorchFunctionMode sees it, in backward too, where recomputation calls it again: autograd takes the
+modes of the thread that calls it along into those in which it runs.
+
+    stretch    one of 2 N equal pieces of a sequence of T positions, on N ranks
+    part       a rank's two stretches, the r-th from the beginning and the r-th from the end: T / N positions
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from imece.collectives.ops import all_gather
+from imece.mesh import Mesh
+from imece.model_parallel.ring import positions_of, ring_attention
+
+# They attend to positions inside, where a mode does not see it.
+_HIDING = {
+    F.multi_head_attention_forward: "nn.MultiheadAttention",
+    torch._native_multi_head_attention: "nn.MultiheadAttention",
+    torch._transformer_encoder_layer_fwd: "nn.TransformerEncoderLayer",
+}
+
+
+class ContextParallel:
+    """Long sequences over the ranks of a mesh's axis "context": exact, and 1/N of the activations a rank.
+
+        context = imece.ContextParallel(mesh)
+        inputs, targets = context.part(inputs), context.part(targets)
+        with context:                                                    # backward too
+            logits = model(inputs, positions=context.positions(T))
+            model.weigh(cross_entropy(logits, targets), targets.numel()).backward()
+
+    Ranks along the axis read the same sequences (`mesh.batch_rank`, which DistributedSampler takes), and each
+    keeps its part. The model must turn its queries and keys by the positions that it is told, and must
+    attend by F.scaled_dot_product_attention, causal or not, without mask and dropout. `imece.parallelize`
+    averages over "context" too. With one rank along the axis everything is as if this were not there.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        """All ranks of the mesh call it."""
+        self.ranks = mesh.size("context")
+        self.rank = mesh.coordinate("context")
+        self._group = mesh.group("context")
+        self._device = mesh.device
+        self._mode = _Mode(self._attend) if self.ranks > 1 else None
+        self._attended = False
+
+    def positions(self, length: int, *, device: torch.device | str | None = None) -> Tensor:
+        """Which positions of a sequence of `length` are this rank's: int64 [length / ranks], ascending.
+
+        device: the mesh's by default. ValueError if `length` cannot be divided by twice the ranks.
+        """
+        check_length(length, self.ranks)
+        mine = torch.arange(length) if self.ranks == 1 else positions_of(self.rank, self.ranks, length)
+        return mine.to(device or self._device)
+
+    def part(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """This rank's positions of a tensor that has all of them along `dim`. ValueError: as `positions`."""
+        if self.ranks == 1:
+            return tensor
+        return tensor.index_select(dim, self.positions(tensor.shape[dim], device=tensor.device))
+
+    def whole(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """The reverse of `part`, on every rank, in the sequence's order; without a gradient.
+
+        tensor: of one shape on all ranks along the axis, all of which call it.
+        """
+        if self.ranks == 1:
+            return tensor.detach()
+        mine = tensor.detach().movedim(dim, 0).contiguous()
+        parts = mine.new_empty(self.ranks, *mine.shape)
+        all_gather(parts, mine, group=self._group, label="a sequence's parts")
+        first, second = parts.unflatten(1, (2, -1)).unbind(1)  # each [ranks, stretch, ...]
+        return torch.cat((first, second.flip(0))).flatten(0, 1).movedim(0, dim)
+
+    def __enter__(self) -> Self:
+        if self._mode is not None:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._mode is None:
+            return
+        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if kind is None and not self._attended:
+            raise ValueError(
+                "no attention went round the ring: inside `with context` nothing called "
+                "F.scaled_dot_product_attention, so each rank's positions would see those of no other; a "
+                'model of transformers does with attn_implementation="sdpa"'
+            )
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """F.scaled_dot_product_attention, whose parameters these are, with the keys of all ranks."""
+        _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        self._attended = True
+        kind = query.device.type
+        if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:  # as torch casts this function's
+            to = torch.get_autocast_dtype(kind)
+            query, key, value = query.to(to), key.to(to), value.to(to)
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        return ring_attention(query, key, value, self._group, causal=is_causal, scale=scale)
+
+
+class _Mode(TorchFunctionMode):
+    """Has every call of torch's attention made by `attend`."""
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._attend = attend
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **options)
+        if func in _HIDING:
+            raise ValueError(
+                f"{_HIDING[func]} inside `with context`: its attention is hidden from the ring; let the "
+                "module call F.scaled_dot_product_attention"
+            )
+        if func is Tensor.backward:
+            func, options = (
+                torch.autograd.backward,
+                {"grad_tensors": options.pop("gradient", None), **options},
+            )
+        if func is torch.autograd.backward or func is torch.autograd.grad:
+            return self._go_back(func, args, options)
+        return func(*args, **options)
+
+    def _go_back(self, func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Backward with this mode in it. A function that torch hands to a mode runs without it, and what asks
+        tensors for modes would come here again; of edges of the graph it asks nothing.
+        """
+        ends = [*args, *([options["inputs"]] if options.get("inputs") is not None else [])]
+        tensors = [each for end in ends for each in ((end,) if isinstance(end, Tensor) else end)]
+        in_graph = all(isinstance(each, Tensor) and each.requires_grad for each in tensors)
+        if not in_graph or options.get("materialize_grads") or options.get("is_grads_batched"):
+            return func(*args, **options)  # edges have not these, and torch refuses the first by itself
+        if len(ends) > len(args):
+            options["inputs"] = _edges(options["inputs"])
+        with self:
+            return func(*map(_edges, args), **options)
+
+
+def _edges(tensors: Tensor | Iterable[Tensor]) -> tuple[GradientEdge, ...]:
+    """Where backward begins or ends."""
+    return tuple(map(get_gradient_edge, (tensors,) if isinstance(tensors, Tensor) else tensors))
+
+
+def check_length(length: int, ranks: int) -> None:
+    """ValueError, with the nearest numbers that can, for a sequence that cannot be divided among `ranks`."""
+    unit = 2 * ranks
+    if ranks > 1 and length % unit:
+        below = length // unit * unit
+        near = f"{below} and {below + unit}" if below else f"{unit} and {2 * unit}"
+        raise ValueError(
+            f"sequences of {length} positions cannot be divided by 2 x {ranks} ranks along context, each of "
+            f"which takes a stretch from both ends; the nearest are {near}"
+        )
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, gqa: bool
+) -> None:
+    """ValueError for what the ring cannot do."""
+    if mask is not None:
+        raise ValueError(
+            f"attn_mask of shape {list(mask.shape)} inside `with context`: the ring knows is_causal=True or "
+            "False only, no masks; windows and padding are such masks"
+        )
+    if dropout:
+        raise ValueError(f"dropout_p={dropout} inside `with context`: the ring has no dropout, set it to 0")
+    shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+    if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape:
+        raise ValueError(
+            f"{shapes} inside `with context`: the ring takes [batch, heads, positions, width], keys and "
+            "values alike"
+        )
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"{shapes} inside `with context`: queries and keys are to be of the same positions, this rank's; "
+            "a cache, or another sequence, cannot be attended to"
+        )
+    if causal and query.shape[2] % 2:
+        raise ValueError(
+            f"{query.shape[2]} positions on this rank inside `with context`: causal attention takes what "
+            "`part` gives, two stretches, so an even number"
+        )
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if heads != kv_heads and (not gqa or heads % kv_heads):
+        hint = "" if gqa else "; enable_gqa=True if neighbouring heads share them"
+        raise ValueError(f"{heads} heads of queries and {kv_heads} of keys cannot be matched{hint}")
+    if (query.shape[0], query.shape[-1]) != (key.shape[0], key.shape[-1]):
+        raise ValueError(f"{shapes}: another batch or width of heads")
