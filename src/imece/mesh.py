@@ -108,6 +108,12 @@ class Mesh:
         """The number of all ranks."""
         return self.world.world_size
 
+    @property
+    def can_change(self) -> bool:
+        """Whether others can take the place of these ranks: not where axes were asked for, nor in a process
+        group of somebody else's."""
+        return self._owns_world and _opened_with[0] is None
+
     def size(self, axis: str) -> int:
         """The number of ranks along `axis`."""
         self._check((axis,))
@@ -311,7 +317,7 @@ def reform(rank: int, world_size: int, store: dist.Store) -> Mesh:
     """
     mesh = current()
     asked_axes, _, backend, _, timeout = _opened_with
-    if asked_axes is not None or not mesh._owns_world:
+    if not mesh.can_change:
         why = f"axes {asked_axes}" if asked_axes is not None else "a process group that existed before"
         raise UserError(f"imece.init() was called with {why}: such a world cannot change its ranks")
     # Gloo's connections end with the last reference to a group, and others wait for that.

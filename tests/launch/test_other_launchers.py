@@ -57,7 +57,7 @@ def test_who_replaces_nobody(
 ) -> None:  # fmt: skip
     for rank in range(ranks):
         monkeypatch.setattr(unwatched, "_said", False)
-        world = SimpleNamespace(launcher=launcher)
+        world = SimpleNamespace(launcher=launcher, member=None)
         mesh: Any = SimpleNamespace(rank=rank, world_size=ranks, hosts=range(hosts), world=world)
         unwatched.say_unwatched(mesh, environ)
         expected = said and said.format(

@@ -118,9 +118,9 @@ def attention_within() -> dict[str, Any]:
     mesh = imece.init({"context": 2})
     context = imece.ContextParallel(mesh)
     generator = torch.Generator().manual_seed(0)
-    parts = [torch.randn(1, 4, 16, 8, generator=generator, dtype=torch.float64) for _ in range(3)]
-    whole = F.scaled_dot_product_attention(*parts, is_causal=True)
-    q, k, v = (context.part(each, dim=2).requires_grad_() for each in parts)
+    q, k, v = (torch.randn(1, 4, 16, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    q, k, v = (context.part(each, dim=2).requires_grad_() for each in (q, k, v))
     expected = context.part(whole, dim=2)
     threads: list[int] = []
 
@@ -128,22 +128,22 @@ def attention_within() -> dict[str, Any]:
         threads.append(threading.get_ident())
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    def recomputed(backward: Callable[[Tensor], object]) -> float:
+    def recomputed(backward: Callable[[Tensor, Tensor], object]) -> float:
         """How far the gradient is that backward gives with recomputation."""
-        q.grad = None
+        leaf = q.detach().requires_grad_()
         with context:
-            loss = checkpoint(attend, q, use_reentrant=False).square().sum()
-            backward(loss)
-        assert q.grad is not None
-        return float((q.grad - gradient).abs().max())
+            backward(checkpoint(attend, leaf, use_reentrant=False).square().sum(), leaf)
+        assert leaf.grad is not None
+        return float((leaf.grad - gradient).abs().max())
 
-    def by_grad(loss: Tensor) -> None:
-        (q.grad,) = torch.autograd.grad(loss, [q])
+    def by_grad(loss: Tensor, leaf: Tensor) -> None:
+        (leaf.grad,) = torch.autograd.grad(loss, [leaf])
 
-    def in_another_thread(loss: Tensor) -> None:
+    def in_another_thread(loss: Tensor, leaf: Tensor) -> None:
         """Inside of more backwards than torch lets one thread nest: as with a GPU's, which have their own."""
         threads.clear()
-        _Nested.apply(torch.ones((), requires_grad=True), [loss], 70).backward()
+        nested = _Nested.apply(torch.ones((), requires_grad=True), [loss], 70)  # type: ignore[no-untyped-call]
+        nested.backward()
         assert len(threads) == 1 and threads[0] != threading.get_ident()
 
     before = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -160,9 +160,9 @@ def attention_within() -> dict[str, Any]:
         "whole": float((context.whole(inside, dim=2) - whole).abs().max()),
         "narrow": [str(narrow.dtype), float((narrow - expected).abs().max())],
         "recomputed": [
-            recomputed(Tensor.backward),
-            recomputed(lambda loss: loss.backward(inputs=q)),
-            recomputed(lambda loss: torch.autograd.backward([loss], [torch.ones_like(loss)])),
+            recomputed(lambda loss, leaf: loss.backward()),
+            recomputed(lambda loss, leaf: loss.backward(inputs=leaf)),
+            recomputed(lambda loss, leaf: torch.autograd.backward([loss], [torch.ones_like(loss)])),
             recomputed(by_grad),
             recomputed(in_another_thread),
         ],
@@ -183,7 +183,7 @@ class _Nested(torch.autograd.Function):
         if ctx.depth:
             with torch.enable_grad():
                 x = torch.ones((), requires_grad=True)
-                inner = _Nested.apply(x, ctx.loss, ctx.depth - 1)
+                inner = _Nested.apply(x, ctx.loss, ctx.depth - 1)  # type: ignore[no-untyped-call]
         inner.backward()
         return gradients[0], None, None
 

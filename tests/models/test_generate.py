@@ -13,7 +13,7 @@ from torch import Tensor
 
 from imece.models.generate import LogitsError, generate
 from imece.models.shape import TransformerConfig
-from imece.models.transformer import KVCache, Transformer
+from imece.models.transformer import Transformer
 
 CONFIG = TransformerConfig(vocab_size=50, layers=3, width=32, heads=4, kv_heads=2, mlp_width=48, max_seq=24)
 
@@ -65,7 +65,7 @@ def test_a_seed_repeats_its_tokens() -> None:
 class _Fixed(Transformer):
     """Always the same probabilities: 0.4, 0.3, 0.2 and 0.1 for the tokens 3, 1, 0 and 2."""
 
-    def forward(self, tokens: Tensor, *, cache: KVCache | None = None, last_only: bool = False) -> Tensor:
+    def forward(self, tokens: Tensor, **options: Any) -> Tensor:
         return torch.tensor([0.2, 0.3, 0.1, 0.4]).log().expand(1, 1, 4)
 
 

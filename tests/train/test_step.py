@@ -24,11 +24,13 @@ from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer
 from imece.train.batch import BatchPlan, plan_batch, shared_among
 from imece.train.clock import Clock
-from imece.train.config import BatchSection, OptimizerSection
+from imece.train.config import BatchSection, MeshSection, OptimizerSection
+from imece.train.dividing import axes_of
 from imece.train.evaluate import evaluate
 from imece.train.optimizer import make_optimizers
 from imece.train.precision import Precision
 from imece.train.step import Step
+from imece.world import read_world
 from tests.ranks import run_ranks
 
 SEQ, SEQUENCES = 8, 12
@@ -57,20 +59,25 @@ class Bench:
         precision: Precision = FP32,
         strategy: str = "replicate",
         plan: BatchPlan | None = None,
+        context: int = 1,
     ) -> None:
-        """optimizers: "adamw" or "muon"; none: one that only moves by the gradient itself."""
-        mesh = imece.init()
+        """optimizers: "adamw" or "muon"; none: one that only moves by the gradient itself. context: how many
+        ranks divide each sequence."""
+        mesh = imece.init(axes_of(MeshSection(context), read_world().world_size))
         config = dataclasses.replace(PRESETS["tiny"], vocab_size=257, width=16, mlp_width=24, max_seq=SEQ)
         self.model = Transformer(config, generator=torch.Generator().manual_seed(1))
         self.optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(self.model.parameters())]
         for kind in optimizers:
             self.optimizers = make_optimizers(self.model, OptimizerSection(kind=kind))  # type: ignore[arg-type]
         section = BatchSection(sequences=SEQUENCES, micro=micro)
-        self.plan = plan or plan_batch(section, SEQ, mesh.world_size)
+        self.plan = plan or plan_batch(section, SEQ, mesh.batch_ranks, context)
         self.batches = Batches(text(), SEQ, self.plan.sequences, seed=1)
         self.clock = Clock(mesh.device)
         self.wrapped, _ = imece.parallelize(self.model, self.optimizers, strategy, mesh, average="tokens")
-        self.step = Step(self.wrapped, self.optimizers, self.batches, self.plan, precision, clip, self.clock)
+        self.step = Step(
+            self.wrapped, self.optimizers, self.batches, self.plan, precision, clip, self.clock,
+            imece.ContextParallel(mesh),
+        )  # fmt: skip
 
     def gradients(self) -> list[Tensor]:
         return [parameter.grad.clone() for parameter in self.model.parameters() if parameter.grad is not None]

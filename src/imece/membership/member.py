@@ -229,8 +229,8 @@ def _connect(where: tuple[str, int]) -> dist.Store:
 
 
 def keeps_roster(mesh: Mesh) -> bool:
-    """Whether the launcher of these ranks replaces those that die."""
-    return mesh.world.member is not None
+    """Whether the launcher of these ranks replaces those that die, and the mesh can do with others."""
+    return mesh.world.member is not None and mesh.can_change
 
 
 def is_peer_gone(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Under a launcher that replaces nobody: rank 0 says so, once, before it matters."""
+"""Where nobody is replaced, by the launcher or for the mesh: rank 0 says so, once, before it matters."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ def say_unwatched(mesh: Mesh, environ: Mapping[str, str] = os.environ) -> None:
     if _said or mesh.rank != 0 or mesh.world_size == 1:
         return
     _said = True
+    if mesh.world.member is not None:
+        print(
+            "imece: a mesh with axes of its own cannot change its ranks: one that dies ends all, which start "
+            "again under imece train, or imece launch --max-restarts N",
+            file=sys.stderr,
+            flush=True,
+        )
+        return
     instead = "; imece launch would replace it" if len(mesh.hosts) == 1 else ""
     by = _NAMES.get(mesh.world.launcher) or _by(environ)
     print(f"imece: started by {by}: a rank that dies ends the run{instead}", file=sys.stderr, flush=True)

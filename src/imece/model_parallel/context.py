@@ -53,7 +53,8 @@ class ContextParallel:
         """All ranks of the mesh call it."""
         self.ranks = mesh.size("context")
         self.rank = mesh.coordinate("context")
-        self._group = mesh.group("context")
+        # One of one rank needs none; whoever has one keeps its connections open.
+        self._group = mesh.group("context") if self.ranks > 1 else None
         self._device = mesh.device
         self._mode = _Mode(self._attend) if self.ranks > 1 else None
         self._attended = False
@@ -117,6 +118,7 @@ class ContextParallel:
     ) -> Tensor:
         """F.scaled_dot_product_attention, whose parameters these are, with the keys of all ranks."""
         _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        assert self._group is not None
         self._attended = True
         kind = query.device.type
         if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:  # as torch casts this function's

@@ -17,9 +17,10 @@ class BatchPlan:
 
     seq: int  # tokens in each sequence
     sequences: int  # the global batch
-    ranks: int
+    ranks: int  # that share them out, or groups of ranks
     micro: int  # sequences that one rank computes at once
     accumulation: int  # times it does so
+    context: int = 1  # ranks of a group: each has a part of every sequence of it
 
     @property
     def tokens(self) -> int:
@@ -28,7 +29,7 @@ class BatchPlan:
 
     def describe(self) -> str:
         """The arithmetic, in words."""
-        ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
+        ranks = _ranks(self.ranks, self.context)
         if self.sequences != self.micro * self.accumulation * self.ranks:
             return (
                 f"{self.sequences} sequences x {self.seq} over {ranks}, micro-batches of up to "
@@ -47,8 +48,11 @@ def shared_among(plan: BatchPlan, ranks: int) -> BatchPlan:
     return replace(plan, ranks=ranks, micro=micro, accumulation=math.ceil(share / micro))
 
 
-def plan_batch(section: BatchSection, seq: int, ranks: int) -> BatchPlan:
-    """UserError, with the nearest numbers that would do, if the batch cannot be divided."""
+def plan_batch(section: BatchSection, seq: int, ranks: int, context: int = 1) -> BatchPlan:
+    """UserError, with the nearest numbers that would do, if the batch cannot be divided.
+
+    ranks: that have sequences of their own; with `context` groups of so many.
+    """
     sequences = section.sequences
     if section.tokens:
         if section.tokens % seq:
@@ -58,9 +62,10 @@ def plan_batch(section: BatchSection, seq: int, ranks: int) -> BatchPlan:
             )
         sequences = section.tokens // seq
     if sequences < ranks:
+        asked = f"--ranks {ranks} are" if context == 1 else f"{_ranks(ranks, context)} are"
         raise UserError(
-            f"--ranks {ranks} are more than the {sequences} sequence{'s' * (sequences != 1)} of a step: "
-            f"at most {sequences} rank{'s' * (sequences != 1)}, or at least {_option(section, seq, ranks)}"
+            f"{asked} more than the {sequences} sequence{'s' * (sequences != 1)} of a step: "
+            f"at most {_ranks(sequences, context)}, or at least {_option(section, seq, ranks)}"
         )
     share = sequences // ranks
     if section.micro > share:
@@ -70,17 +75,22 @@ def plan_batch(section: BatchSection, seq: int, ranks: int) -> BatchPlan:
         )
     step = ranks * (section.micro or 1)
     if sequences % step:
-        by = f"{ranks} rank{'s' * (ranks != 1)}" + (
-            f" x micro-batch {section.micro}" if section.micro else ""
-        )
+        by = _ranks(ranks, context) + (f" x micro-batch {section.micro}" if section.micro else "")
         also = f", which is {sequences} sequences," if section.tokens else ""
         unit = seq if section.tokens else 1
         raise UserError(
             f"{_option(section, seq, sequences)}{also} cannot be divided by {by}; the nearest are "
-            f"{_nearest(sequences * unit, step * unit)}{_other_ranks(sequences, section.micro or 1, ranks)}"
+            f"{_nearest(sequences * unit, step * unit)}"
+            f"{_other_ranks(sequences, section.micro or 1, ranks, context)}"
         )
     micro = section.micro or max(n for n in range(1, min(share, _MOST_AT_ONCE) + 1) if share % n == 0)
-    return BatchPlan(seq, sequences, ranks, micro, share // micro)
+    return BatchPlan(seq, sequences, ranks, micro, share // micro, context)
+
+
+def _ranks(count: int, context: int) -> str:
+    if context == 1:
+        return f"{count} rank{'s' * (count != 1)}"
+    return f"{count} group{'s' * (count != 1)} of {context} ranks"
 
 
 def _option(section: BatchSection, seq: int, sequences: int) -> str:
@@ -88,10 +98,11 @@ def _option(section: BatchSection, seq: int, sequences: int) -> str:
     return f"--batch.tokens {sequences * seq}" if section.tokens else f"--batch.sequences {sequences}"
 
 
-def _other_ranks(sequences: int, micro: int, ranks: int) -> str:
+def _other_ranks(sequences: int, micro: int, ranks: int, context: int) -> str:
     """Those that divide it: a run that is gone on with keeps its global batch."""
     fit = [each for each in range(1, sequences // micro + 1) if sequences % (each * micro) == 0]
     near = [*[each for each in fit if each < ranks][-1:], *[each for each in fit if each > ranks][:1]]
+    near = [each * context for each in near]
     return f", or {' or '.join(map(str, near))} rank{'s' * (near != [1])}" if near else ""
 
 

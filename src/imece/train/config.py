@@ -214,6 +214,17 @@ class OptimizerSection:
 
 
 @dataclass(frozen=True)
+class MeshSection:
+    """How ranks work on the same batch together. Without, each has sequences of its own."""
+
+    context: int = 1
+    """Ranks that divide the positions of each sequence, for long ones: the number of ranks is a multiple."""
+
+    def __post_init__(self) -> None:
+        _least("mesh.context", self.context, 1)
+
+
+@dataclass(frozen=True)
 class ComputeSection:
     """How a step is computed. The same run may be gone on with by other means."""
 
@@ -300,6 +311,7 @@ class TrainConfig:
     data: DataSection = field(default_factory=DataSection)
     batch: BatchSection = field(default_factory=BatchSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    mesh: MeshSection = field(default_factory=MeshSection)
     compute: ComputeSection = field(default_factory=ComputeSection)
     validate: ValidateSection = field(default_factory=ValidateSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)

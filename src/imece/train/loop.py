@@ -278,7 +278,7 @@ class Loop:
     def _own_times(self, lap: Lap, outcome: Outcome) -> tuple[float, ...] | None:
         """By PHASES, for an even share of the global batch: who has more to do is not slow."""
         plan = self._session.plan
-        share = outcome.computed * plan.ranks / plan.tokens
+        share = outcome.computed * plan.ranks * plan.context / plan.tokens
         return tuple(lap.own.get(phase, 0.0) / share for phase in PHASES) if share else None
 
     def _new_drift(self) -> Drift:

@@ -22,6 +22,7 @@ MAY_CHANGE = frozenset(
         "ranks",
         "steps",
         "strategy",
+        "mesh.context",
         "batch.micro",
         "data.folder",
         "compute.compile",

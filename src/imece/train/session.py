@@ -27,6 +27,7 @@ from imece.membership.member import Member, keeps_roster
 from imece.membership.recovery import MovedOnError, Recovered, Recovery
 from imece.membership.unwatched import say_unwatched
 from imece.mesh import Mesh
+from imece.model_parallel.context import ContextParallel
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
 from imece.train.agreeing import together
@@ -36,6 +37,7 @@ from imece.train.beginning import begin_again, begin_with, empty, new_model
 from imece.train.clock import Clock
 from imece.train.compiling import compile_now
 from imece.train.config import TrainConfig
+from imece.train.dividing import check_divided
 from imece.train.evaluate import windows_read
 from imece.train.optimizer import make_optimizers
 from imece.train.origin import keep, sequence_length, shape_of
@@ -98,7 +100,9 @@ class Session:
             get = reopen if mesh.world.joining else prepare
             prepared = get(config.data.source(), folder.tokenizer_file, folder.tokens(config))
             shape = shape_of(config, prepared.tokenizer.vocab_size)
-            plan = plan_batch(config.batch, sequence_length(config, shape), _first_ranks(config, mesh))
+            seq, context = sequence_length(config, shape), config.mesh.context
+            check_divided(config, shape, seq)
+            plan = plan_batch(config.batch, seq, _first_ranks(config, mesh) // context, context)
             batches = Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed)
             return prepared, shape, plan, batches, choose_precision(config.compute.dtype, mesh.device)
 
@@ -125,7 +129,10 @@ class Session:
             config, folder, mesh, prepared, plan, precision, machine, model, wrapped, optimizers, batches,
             clock,
             TrainingState(wrapped, optimizers),
-            Step(wrapped, optimizers, batches, plan, precision, config.optimizer.clip, clock),
+            Step(
+                wrapped, optimizers, batches, plan, precision, config.optimizer.clip, clock,
+                ContextParallel(mesh),
+            ),
             alarms,
             compile_s=compile_s,
         )  # fmt: skip

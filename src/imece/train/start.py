@@ -29,6 +29,7 @@ from imece.train.agreeing import together
 from imece.train.alike import check_same_start
 from imece.train.batch import plan_batch
 from imece.train.config import TrainConfig
+from imece.train.dividing import axes_of, check_divided, groups_of
 from imece.train.drift import DriftError
 from imece.train.finish import end_early, finish, is_finished, newest_kept
 from imece.train.loop import Loop, NotFiniteError
@@ -41,6 +42,7 @@ from imece.train.run_lock import RunLock
 from imece.train.session import Session
 from imece.train.stopping import Stop
 from imece.train.watching import Watching
+from imece.world import read_world
 from imece.writing import write_whole
 
 Progress = Callable[[str, int, int], None]
@@ -59,8 +61,10 @@ def make_ready(config: TrainConfig, progress: Progress | None, lock: RunLock) ->
     choose_precision(config.compute.dtype, kind)
     _check_strategy(config.strategy)
     _check_offload(config, kind)
-    seq = sequence_length(config, shape_of(config, config.data.vocab_size))
-    plan = plan_batch(config.batch, seq, ranks)
+    shape = shape_of(config, config.data.vocab_size)
+    seq = sequence_length(config, shape)
+    check_divided(config, shape, seq)
+    plan = plan_batch(config.batch, seq, groups_of(config.mesh, ranks), config.mesh.context)
     folder = RunFolder(config.folder)
     with folder.begun(config, lock):
         keep_origin(config)
@@ -109,7 +113,7 @@ def run_rank(config: TrainConfig, stop: Stop) -> int:
     """
     folder = RunFolder(config.folder)
     with RunLock(folder.path) as lock:
-        mesh = meshes.init(ranks=config.ranks or None)
+        mesh = meshes.init(axes_of(config.mesh, read_world().world_size), ranks=config.ranks or None)
         check_same_start(config, mesh)
         with contextlib.ExitStack() as until_open:
             first = mesh.rank == 0 and not mesh.world.joining

@@ -16,10 +16,13 @@ from imece.data.batches import Batches, rows
 from imece.data_parallel.grad_scaler import forget_stage
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.membership.draws import begin_draws
+from imece.model_parallel.context import ContextParallel
 from imece.models.cross_entropy import cross_entropy
 from imece.train.batch import BatchPlan
 from imece.train.clock import Clock
 from imece.train.precision import Precision
+
+_Found = tuple[float, list[str], list[int]] | None  # what is not finite: loss, parameters, documents
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Outcome:
 
 
 class _MicroBatch(NamedTuple):
-    inputs: Tensor  # int64 [micro, seq]
+    inputs: Tensor  # int64 [micro, seq / context]
     targets: Tensor  # the same
     tokens: int  # that count: all or none
 
@@ -42,7 +45,7 @@ class _MicroBatch(NamedTuple):
 class Step:
     """The phases of an update, in order:
 
-    data      this rank's rows of the global batch
+    data      this rank's rows of the global batch, of each its part if ranks divide them
     forward, backward   for each micro-batch; the last backward sums the gradients over the ranks
     exposed   the part of that sum which backward did not hide
     optimizer the gradient's norm; if it is finite, clipping and the update
@@ -66,13 +69,17 @@ class Step:
         precision: Precision,
         clip: float,
         clock: Clock,
+        context: ContextParallel,
     ) -> None:
         self._model, self._optimizers = model, optimizers
+        self._context = context
+        divided = context.ranks > 1
+        self._positions = context.positions(plan.seq, device=model.device) if divided else None
         self._parameters = [each for each in model.parameters() if each.requires_grad]
         self._batches, self._plan = batches, plan
         self._precision, self._scaler = precision, precision.scaler()
         self._clip, self._clock = clip, clock
-        self._rank = torch.distributed.get_rank(model.process_group)
+        self._rank = self._place()
         model.record_trace()
 
     def run(self, index: int, lr: float) -> Outcome:
@@ -87,9 +94,9 @@ class Step:
         for number, (inputs, targets, tokens) in enumerate(micro_batches):
             last = number == len(micro_batches) - 1
             begin_draws(self._batches.seed, index, self._first(number), self._model.device)
-            with contextlib.nullcontext() if last else self._model.no_sync():
+            with contextlib.nullcontext() if last else self._model.no_sync(), self._context:
                 with self._clock.phase("forward"), self._precision.autocast():
-                    loss = cross_entropy(self._model(inputs), targets)
+                    loss = cross_entropy(self._model(inputs, positions=self._positions), targets)
                 with self._clock.phase("backward"):
                     weighed = self._model.weigh(loss, tokens)
                     (self._scaler.scale(weighed) if self._scaler else weighed).backward()
@@ -116,13 +123,18 @@ class Step:
         # autograd.grad asks for the gradients of whole parameters, which may be gone after a unit's forward.
         with model.gathered():
             spoilt = self._not_finite([each.detach() for each in self._parameters])
-            found = [] if spoilt else list(self._not_finite_in(index))
+            alone = bool(spoilt)
+            if self._context.ranks > 1:  # which attend to each other: none may wait for one that does not
+                everybodys = gather_json(spoilt, model.process_group, model.device, "weights that are spoilt")
+                alone = any(everybodys)
+            found = [] if alone else list(self._not_finite_in(index))
             largest = max((float(each.detach().abs().max()), name) for name, each in self._named())
         mine = [spoilt, found, largest]
         every = gather_json(mine, model.process_group, model.device, "who brought what is not finite")
         if all(spoilt for spoilt, *_ in every):
             return [f"weights that are not finite since an earlier update: {_names(every[0][0])}"]
-        everywhere = [each for _, found, _ in every for each in found]
+        by_group = self._by_group([found for _, found, _ in every])
+        everywhere = [each for found in by_group for each in found]
         if len(everywhere) > 1 and all(everywhere) and not any(spoilt for spoilt, *_ in every):
             size, name = every[0][2]
             return [
@@ -130,21 +142,29 @@ class Step:
                 f"left them: up to {size:.3g}, in {name}"
             ]
         lines = []
-        for rank, (spoilt, found, _) in enumerate(every):
+        for rank, (spoilt, _, _) in enumerate(every):
             if spoilt:
                 lines.append(f"rank {rank}: weights that are not finite: {_names(spoilt)}")
-            lines += [self._describe(rank, *each) for each in found if each]
+            group, first = divmod(rank, self._context.ranks)
+            lines += [self._describe(rank, *each) for each in by_group[group] if each and not first]
         return lines
 
-    def _not_finite_in(self, index: int) -> Iterator[tuple[float, list[str], list[int]] | None]:
+    def _by_group(self, by_rank: list[list[_Found]]) -> list[list[_Found]]:
+        """Ranks that divide sequences have the same micro-batches: what one of them found of each."""
+        size = self._context.ranks
+        groups = (by_rank[first : first + size] for first in range(0, len(by_rank), size))
+        return [[next(filter(None, each), None) for each in zip(*group, strict=True)] for group in groups]
+
+    def _not_finite_in(self, index: int) -> Iterator[_Found]:
         """Of each micro-batch of this rank: its loss, the parameters, the documents; None if it is finite."""
         for number, (inputs, targets, tokens) in enumerate(self._read(index)):
             if not tokens:
                 continue
             begin_draws(self._batches.seed, index, self._first(number), self._model.device)
-            with self._precision.autocast():
-                loss = cross_entropy(self._model.module(inputs), targets)
-            gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+            with self._context:
+                with self._precision.autocast():
+                    loss = cross_entropy(self._model.module(inputs, positions=self._positions), targets)
+                gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
             bad, nats = self._not_finite(gradients), float(loss.detach())
             begin = self._first(number)
             documents = self._batches.names(index, begin, begin + len(inputs))
@@ -159,7 +179,8 @@ class Step:
         """This rank's micro-batches, as many as every other rank has."""
         with self._clock.phase("data"):
             both = self._batches.for_rank(index, self._rank, self._plan.ranks)
-            inputs, targets = (torch.from_numpy(part).to(self._model.device) for part in both)
+            whole = (torch.from_numpy(each).to(self._model.device) for each in both)
+            inputs, targets = (self._context.part(each) for each in whole)
             parts = zip(inputs.split(self._plan.micro), targets.split(self._plan.micro), strict=True)
             found = [_MicroBatch(*part, part[1].numel()) for part in parts]
             # A sequence of its own: it brings nothing that is not finite unless it has done so already.
@@ -192,13 +213,19 @@ class Step:
 
     def _describe(self, rank: int, loss: float, bad: list[str], documents: list[int]) -> str:
         where = f"gradient of {_names(bad)}" if bad else "finite gradients"
-        return f"rank {rank}: loss {loss:g}, {where}; documents {_listed(documents)}"
+        last = rank + self._context.ranks - 1
+        who = f"rank {rank}" if last == rank else f"ranks {rank} to {last}"
+        return f"{who}: loss {loss:g}, {where}; documents {_listed(documents)}"
 
     def take_over(self, plan: BatchPlan) -> None:
         """The model is on other ranks now, and this is how they share the global batch."""
         self._plan = plan
-        self._rank = torch.distributed.get_rank(self._model.process_group)
+        self._rank = self._place()
         self._parameters = [each for each in self._model.parameters() if each.requires_grad]
+
+    def _place(self) -> int:
+        """Whose rows of the global batch are this rank's; neighbours that divide sequences have the same."""
+        return torch.distributed.get_rank(self._model.process_group) // self._context.ranks
 
     @property
     def scale(self) -> float:

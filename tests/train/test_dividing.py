@@ -1,0 +1,154 @@
+"""`imece train --mesh.context`: ranks that divide sequences train as those that have some of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import imece
+from imece.errors import UserError
+from imece.train.config import ComputeSection, MeshSection, TrainConfig
+from imece.train.dividing import axes_of, check_divided, groups_of
+from imece.train.step import Step
+from tests.ranks import run_ranks
+from tests.train.command import in_fork, train
+from tests.train.compare import records
+from tests.train.small import options
+from tests.train.test_step import Bench, distance
+
+NEAR = 1e-5  # fp32, summed in another order
+
+
+def curve(run: Path) -> list[float]:
+    return [
+        record[key] for record in records(run) for key in ("loss", "grad_norm", "val_loss") if key in record
+    ]
+
+
+def rank_1_dies() -> None:
+    """In the middle of its seventh step, once."""
+    run = Step.run
+
+    def once(self: Step, index: int, lr: float) -> Any:
+        flag = Path(os.environ["FLAG"])
+        if os.environ["RANK"] == "1" and index == 6 and not flag.exists():
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run(self, index, lr)
+
+    mock.patch.object(Step, "run", once).start()
+
+
+def runs(folder: str) -> dict[str, Any]:
+    """On one rank, on ranks that divide sequences, on such of which one dies, and first these then others."""
+    path = Path(folder)
+    os.environ["FLAG"] = str(path / "died")
+    usual = ["--steps=8", "--checkpoint.every=4", "--validate.every=4", "--optimizer.kind=adamw"]
+    ways = {
+        "one": ["--ranks=1"],
+        "two": ["--ranks=2", "--mesh.context=2", "--strategy=zero3", "--compute.recompute"],
+        "four": ["--ranks=4", "--mesh.context=2", "--strategy=zero1", "--batch.micro=2"],
+        "other": ["--ranks=2", "--mesh.context=2", "--steps=4", "--strategy=zero1"],
+        "dies": ["--ranks=2", "--mesh.context=2", "--strategy=zero1"],
+    }
+    found: dict[str, Any] = {}
+    for name, more in ways.items():
+        fault = rank_1_dies if name == "dies" else lambda: None
+        outcome = train(options(path, name, *usual, *more), path, fault=fault)
+        assert outcome.status == 0, outcome
+        found[name] = [outcome.out, outcome.err, json.loads((path / name / "plan.json").read_bytes())]
+    again = train(["--run", path / "other", "--mesh.context=1", "--steps=8"], path)
+    assert again.status == 0 and "going on after step 4" in again.out, again
+    return found
+
+
+def test_the_losses_are_those_of_one_rank(tmp_path: Path) -> None:
+    found = in_fork(runs, str(tmp_path))
+    expected = np.array(curve(tmp_path / "one"))
+    assert len(expected) == 8 * 2 + 2
+    for name in ("two", "four", "other", "dies"):
+        assert np.abs(np.array(curve(tmp_path / name)) - expected).max() < NEAR, name
+    out, err, plan = found["four"]
+    assert "12 sequences x 16 = micro-batch 2 x 3 accumulated x 2 groups of 2 ranks, 192 tokens a step" in out
+    assert "a mesh with axes of its own cannot change its ranks" in err
+    assert plan["predicted"]["plan"].startswith("CP 2 x ZeRO-1") and plan["predicted"]["ranks"] == 4
+    out, err, _ = found["dies"]
+    assert "was killed by signal 9" in err and "all 2 ranks start again now" in err
+    assert "going on after step 4" in out
+
+
+def steps_of_two() -> dict[str, Any]:
+    """Gradients of two ranks that divide sequences; and whom they blame."""
+    bench = Bench(micro=6, context=2)
+    loss, expected = bench.whole_batch(0)
+    outcome = bench.step.run(0, lr=0.0)
+    nats = torch.tensor([outcome.nats, outcome.tokens], dtype=torch.float64)
+    imece.all_reduce(nats)
+    found: dict[str, Any] = {
+        "apart": distance(bench.gradients(), expected),
+        "loss": (nats[0] / nats[1]).item() - loss,
+    }
+    documents = bench.batches.names(0, 6, 12)
+    inputs = torch.from_numpy(bench.batches.sequences(0)[6:, :-1])
+
+    def spoil(module: torch.nn.Module, args: tuple[Tensor], kwargs: Any, output: Tensor) -> Tensor:
+        """On rank 1 alone, of the second micro-batch: the other rank meets it in the ring, or not at all."""
+        mine = bench.step._context.part(inputs)
+        spoilt = imece.init(bench_axes).rank == 1 and torch.equal(args[0], mine)
+        return output * float("nan") if spoilt else output
+
+    bench_axes = {"replicate": 1, "context": 2}
+    hook = bench.model.register_forward_hook(spoil, with_kwargs=True)
+    found["skipped"] = bench.step.run(0, lr=0.0).skipped
+    found["blamed"] = [line.replace(str(documents)[1:-1], "DOCUMENTS") for line in bench.step.blame(0)]
+    hook.remove()
+    if imece.init(bench_axes).rank == 1:
+        with torch.no_grad():
+            bench.model.get_parameter("embed.weight")[2, 3] = float("nan")
+    found["spoilt"] = bench.step.blame(0)
+    return found
+
+
+def test_a_step_of_ranks_that_divide_sequences() -> None:
+    for found in run_ranks(steps_of_two, 2):
+        assert found["apart"] < NEAR and abs(found["loss"]) < NEAR
+        assert found["skipped"] == "the gradient is not finite"
+        (line,) = found["blamed"]
+        assert line.startswith("ranks 0 to 1: loss ") and line.endswith("; documents DOCUMENTS"), line
+        assert found["spoilt"] == ["rank 1: weights that are not finite: embed.weight"]
+
+
+def test_groups_of_ranks() -> None:
+    assert axes_of(MeshSection(), 6) is None
+    assert axes_of(MeshSection(context=2), 6) == {"replicate": 3, "context": 2}
+    for ranks, said in ((3, "3 ranks cannot .* --ranks 2 or 4$"), (1, "1 rank cannot .* --ranks 2$")):
+        with pytest.raises(UserError, match=f"^--mesh.context 2: {said}"):
+            groups_of(MeshSection(context=2), ranks)
+
+
+def test_what_cannot_be_divided() -> None:
+    config = TrainConfig(mesh=MeshSection(context=2))
+    shape = config.model.shape(4096)
+    check_divided(config, shape, 256)
+    check_divided(config, replace(shape, window=shape.max_seq), 256)
+    check_divided(TrainConfig(compute=ComputeSection(compile=True)), replace(shape, window=8), 255)
+    with pytest.raises(
+        UserError, match=r"^--mesh\.context 2: sequences of 255 .* the nearest are 252 and 256; --m"
+    ):
+        check_divided(config, shape, 255)
+    with pytest.raises(UserError, match=r"a window of 8 positions"):
+        check_divided(config, replace(shape, window=8), 256)
+    with pytest.raises(UserError, match=r"--compute\.compile"):
+        check_divided(replace(config, compute=ComputeSection(compile=True)), shape, 256)
+    with pytest.raises(ValueError, match=r"mesh\.context is 0"):
+        MeshSection(context=0)
