@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from imece.data_parallel.across import AcrossModel
 from imece.data_parallel.sharding.stepped import SteppedParts
 
 
@@ -19,8 +20,9 @@ def forget_stage(scaler: torch.amp.GradScaler) -> None:
 class GradScaler(torch.amp.GradScaler):
     """As torch's, for every strategy: the ranks step together or not at all, and have one scale.
 
-    Of a sharded model a rank sees its parts of the gradient alone, or none: `unscale_`, or `step` without it,
-    asks the others, so all ranks call it. Of other models each rank has all of it, and nobody is asked.
+    Of a sharded model, or one divided along tensor or pipeline, a rank sees its parts of the gradient alone,
+    or none: `unscale_`, or `step` without it, asks the others, so all ranks call it. Of other models each has
+    all of it, and nobody is asked.
 
     RuntimeError inside of `join` if the model is sharded.
     """
@@ -38,11 +40,14 @@ class GradScaler(torch.amp.GradScaler):
             # torch's own copies do not block, and the CPU would read one before it is there.
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        stepped = SteppedParts.of(optimizer)
-        if stepped is None:
+        stepped, across = SteppedParts.of(optimizer), AcrossModel.of(optimizer)
+        if stepped is None and across is None:
             return found
         flag = torch.stack([found_inf.to(device), *(each.to(device) for each in found.values())]).amax()
-        stepped.ask_all(flag)
+        if stepped is not None:
+            stepped.ask_all(flag)
+        if across is not None:
+            across.ask_all(flag)
         return {device: flag}
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:

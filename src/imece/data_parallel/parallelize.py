@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from imece import mesh as meshes
+from imece.data_parallel.across import across_model
 from imece.data_parallel.arguments import check_way
 from imece.data_parallel.auto import Given, choose
 from imece.data_parallel.average import Over
@@ -20,12 +21,13 @@ from imece.data_parallel.sharding.cast import MixedPrecision
 from imece.data_parallel.sharding.gathering import GatherOptions
 from imece.data_parallel.sharding.meta import Init, is_meta
 from imece.data_parallel.sharding.offload import Offload, check_steps_on_host, check_strategy, offload_of
-from imece.data_parallel.sharding.torch_calls import refuse_gathered
+from imece.data_parallel.sharding.torch_calls import refuse_gathered, watch_divided
 from imece.data_parallel.sharding.units import Wanted
 from imece.data_parallel.strategy import ShardGroups, Strategy, find_strategy
 from imece.device import home_among
 from imece.footprint import OFFLOADS
 from imece.mesh import Mesh
+from imece.model_parallel.cutting import Part
 
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer | Sequence[Optimizer]]
 
@@ -115,6 +117,8 @@ def parallelize(
             bucket_cap_mb, activation_bytes,
         )
     )  # fmt: skip
+    if isinstance(model, Part):
+        _check_part(chosen, average)
     if precision is not None and not chosen.optimizer:
         raise ValueError(f"precision is for sharded strategies, such as zero1, not for {chosen.name!r}")
     joins = isinstance(arranged, Mesh) and arranged.world.joining  # it is alone, and will not stay so
@@ -128,7 +132,7 @@ def parallelize(
             model, process_group=groups.world, average=average, bucket_cap_mb=bucket_cap_mb,
             wire=wire, overlap=overlap,
         )  # fmt: skip
-        return replicated, made
+        return _known(replicated, arranged, optimizers), made
     wrapped = ShardedDataParallel(
         model,
         optimizers,
@@ -139,7 +143,32 @@ def parallelize(
         wire=wire,
         overlap=overlap,
     )
-    return wrapped, made
+    return _known(wrapped, arranged, optimizers), made
+
+
+def _check_part(strategy: Strategy, average: Over) -> None:
+    """ValueError for what a pipeline's part cannot be trained with."""
+    if strategy.parameters:
+        raise ValueError(
+            f"strategy {strategy.name!r} would gather the parts of a pipeline anew for each micro-batch: use "
+            "zero1 or zero2"
+        )
+    if average != "ranks":
+        raise ValueError(
+            f"average={average!r}: a pipeline's gradient is the mean over micro-batches and ranks"
+        )
+
+
+def _known(
+    wrapped: DistributedDataParallel, ranks: Mesh | dist.ProcessGroup, optimizers: Sequence[Optimizer]
+) -> DistributedDataParallel:
+    """To the pipeline of which it has a part; and to it, who has the others."""
+    wrapped.across = across_model(ranks, wrapped, optimizers)
+    if wrapped.across is not None and not isinstance(wrapped, ShardedDataParallel):
+        watch_divided(wrapped)
+    if isinstance(wrapped.module, Part):
+        wrapped.module.wrapped_by(wrapped)
+    return wrapped
 
 
 def _home(model: nn.Module, ranks: Mesh | dist.ProcessGroup) -> torch.device:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from imece.collectives.calls import group_or_default
 from imece.data_parallel import arguments
+from imece.data_parallel.across import AcrossModel
 from imece.data_parallel.arguments import MIB
 from imece.data_parallel.average import Average, Over
 from imece.data_parallel.batch_norm import meet_in
@@ -40,6 +41,7 @@ from imece.data_parallel.same import check_drift, check_same_shapes, sync_from
 from imece.data_parallel.sharding.parts import Part
 from imece.data_parallel.torch_names import TorchNames
 from imece.mesh import Mesh
+from imece.model_parallel.divided import divided_parameters
 
 FIRST_BUCKET_BYTES = MIB
 
@@ -137,6 +139,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         self._over: Over = average
         self._check_finite = check_finite
         self._kept: Kept | None = None  # between leaving one group and joining another
+        self.across: AcrossModel | None = None  # set by `parallelize`
         self._buffer_sync = BufferSync(module, self.parameters_to_ignore)
         self._synchronised = 0  # forwards whose backward is synchronised
         if init_sync:
@@ -204,7 +207,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         model's device. All ranks call it.
 
         The same for every strategy, and to the same bits. A norm that is not finite changes nothing.
-        norm_type, ValueError: as of `gradient_norm`.
+        norm_type, ValueError, RuntimeError: as of `gradient_norm`.
         """
         norm = self.gradient_norm(norm_type=norm_type)
         if max_norm < (length := float(norm)) < math.inf:
@@ -214,10 +217,13 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
     def gradient_norm(self, only: Collection[int] | None = None, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of the gradient, a scalar: fp64, true to 1e-12, for parameters of 64 bits, else fp32.
 
+        Of all parts of a model that is divided along tensor or pipeline, the same on all ranks; all call it.
+
         only: of some parameters, by their numbers; by default of all. norm_type: above 0; inf is the
-        largest magnitude. ValueError for another one.
+        largest magnitude. ValueError for another one. RuntimeError for a divided model whose mesh is unknown.
         """
-        return self._rounded(norm_of(self._gradients(only), self.device, norm_type))
+        mine = norm_of(self._gradients(self._counted(only)), self.device, norm_type)
+        return self._rounded(self._across_model(mine, norm_type))
 
     def scale_gradients(self, factor: float, only: Collection[int] | None = None) -> None:
         """Multiply the gradient, or that of `only` these parameters, by a number."""
@@ -230,6 +236,21 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             for slot in self.reducer.slots
             if slot.parameter.grad is not None and (only is None or slot.index in only)
         ]
+
+    def _counted(self, only: Collection[int] | None) -> Collection[int] | None:
+        """The parameters whose gradients this rank counts in a norm."""
+        return only if self.across is None else self.across.counted(only)
+
+    def _across_model(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """That of all parts of the model. norm: of the part of this rank and its replicas."""
+        if self.across is not None:
+            return self.across.norm(norm, norm_type)
+        if divided_parameters(self.module):
+            raise RuntimeError(
+                "this model is divided along the axis tensor, and who has its other parts is not known here: "
+                "wrap it by imece.parallelize(model, optimizer, strategy, mesh)"
+            )
+        return norm
 
     def _rounded(self, norm: torch.Tensor) -> torch.Tensor:
         wide = any(slot.parameter.dtype.to_real() is torch.float64 for slot in self.reducer.slots)

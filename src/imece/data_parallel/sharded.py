@@ -295,12 +295,13 @@ class ShardedDataParallel(DistributedDataParallel):
                 "clipping some parameters of a sharded model inside of join(): clip all of them, by "
                 "model.clip_grad_norm_"
             )
-        mine = norm_of(self._gradients(only), self.device, norm_type)
+        mine = norm_of(self._gradients(self._counted(only)), self.device, norm_type)
         self._tell_joined(Turn.NORM, norm_type)
         group = self.sharding.groups.shard
         everybody = mine.new_empty(group.size())
         ops.all_gather(everybody, mine, group=group, label="norms of parts of the gradient")
-        return self._rounded(norm_of([everybody], self.device, norm_type))
+        norm = norm_of([everybody], self.device, norm_type)
+        return self._rounded(self._across_model(norm, norm_type))
 
     def scale_gradients(self, factor: float, only: Collection[int] | None = None) -> None:
         """Multiply the gradient, or that of `only` these parameters, by a number."""

@@ -7,7 +7,8 @@
                                                      was and shares its groups (SAM, Lookahead): that is asked
 
 A parameter's own `.grad` is None there, so torch's functions would find nothing to do, and say nothing. In an
-optimizer's groups they would find this rank's parts, and take their norm for that of all.
+optimizer's groups they would find this rank's parts, and take their norm for that of all. So with the part of
+a rank of a model that is divided along tensor or pipeline, whose norm is that of all parts.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from imece.data_parallel.sharding.stepped import SteppedParts
 
 if TYPE_CHECKING:
     from imece.data_parallel.reducing.buckets import Slot
+    from imece.data_parallel.replicate import DistributedDataParallel
     from imece.data_parallel.sharded import ShardedDataParallel
     from imece.data_parallel.sharding.parts import Part
 
 _models: weakref.WeakSet[ShardedDataParallel] = weakref.WeakSet()
+_divided: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # replicas of parts of a model
 _left = WeakTensorKeyDictionary()  # parameters in memory that ranks have in common, whose model is gone
-_SEVERAL = "these are of several models, one of them sharded: call it for each model"
+_SEVERAL = "these are of several models, one of them sharded or divided: call it for each model"
 _torchs: dict[Callable[..., Any], Callable[..., Any]] = {}  # by what runs in its place
 
 
@@ -46,6 +49,12 @@ def watch(model: ShardedDataParallel) -> None:
     if model.sharding.common_parameters:
         left = weakref.finalize(model, _leave, [weakref.ref(slot.parameter) for slot in model.reducer.slots])
         left.atexit = False
+    _install()
+
+
+def watch_divided(model: DistributedDataParallel) -> None:
+    """A replicated model whose other parts other ranks have: a norm is of all of them."""
+    _divided.add(model)
     _install()
 
 
@@ -106,7 +115,8 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """torch's. Of a sharded model's parameters, or of what lies in its optimizers' groups, all ranks call it.
+    """torch's. Of parameters of a sharded or divided model, or of what lies in its optimizers' groups, all
+    ranks call it.
 
     The norm is of all that any rank gives. ValueError for a norm_type that is not above 0.
     """
@@ -148,12 +158,9 @@ def get_total_norm(
     ValueError for a norm_type that is not above 0.
     """
     given = _list(tensors)
-    parts = {
-        id(part.parameter.grad): part.parameter
-        for model in _models
-        for part in _parts_of(model)
-        if part.parameter.grad is not None
-    }
+    held: list[torch.Tensor] = [part.parameter for model in _models for part in _parts_of(model)]
+    held += [slot.parameter for model in _divided for slot in _whole_slots_of(model)]
+    parts = {id(each.grad): each for each in held if each.grad is not None}
     if all(id(each) in parts for each in given):
         of, only = _the_model([parts[id(each)] for each in given])
         if of is not None:
@@ -182,7 +189,7 @@ def _list(given: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _norm(
-    model: ShardedDataParallel, only: set[int] | None, norm_type: float, error_if_nonfinite: bool
+    model: DistributedDataParallel, only: set[int] | None, norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor:
     """Over all ranks. ValueError, RuntimeError: as torch's functions."""
     norm = model.gradient_norm(only, float(norm_type))
@@ -216,15 +223,15 @@ def _after_step(optimizer: Optimizer, *args: Any) -> None:
             stepped.after(optimizer)
 
 
-def _the_model(given: list[torch.Tensor]) -> tuple[ShardedDataParallel | None, set[int] | None]:
-    """The sharded model of these parameters or parts, if they are of one, and the numbers of those in it.
+def _the_model(given: list[torch.Tensor]) -> tuple[DistributedDataParallel | None, set[int] | None]:
+    """The sharded or divided model of these parameters or parts, if they are of one, and their numbers in it.
 
     None: all of them. There may be frozen ones too. ValueError: they are of several models, and one of them
     is sharded; or of none that can be told.
     """
     found = _sharded(given)
     if not found:
-        return _of_others(given), set()
+        return _the_divided(given) or (_of_others(given), set())
     model, slots, parts = found[0]
     known = {id(slot.parameter) for slot in slots} | {id(part.parameter) for part in parts}
     if len(found) > 1 or any(each.grad is not None for each in given if id(each) not in known):
@@ -232,6 +239,18 @@ def _the_model(given: list[torch.Tensor]) -> tuple[ShardedDataParallel | None, s
     if len(slots) == len(_slots_of(model)):
         return model, None
     return model, {slot.index for slot in slots} | {part.index for part in parts}
+
+
+def _the_divided(given: list[torch.Tensor]) -> tuple[DistributedDataParallel, set[int]] | None:
+    """The replicated model of which these are some parameters, and their numbers. ValueError: of several."""
+    ids = {id(each) for each in given if each.grad is not None}
+    for model in _divided:
+        numbers = {id(slot.parameter): slot.index for slot in _whole_slots_of(model)}
+        if ids & numbers.keys():
+            if ids - numbers.keys():
+                raise ValueError(_SEVERAL)
+            return model, {numbers[each] for each in ids}
+    return None
 
 
 def _of_others(given: list[torch.Tensor]) -> ShardedDataParallel | None:
@@ -277,6 +296,11 @@ def _steppers_of(given: list[torch.Tensor]) -> list[SteppedParts]:
 def _slots_of(model: ShardedDataParallel) -> list[Slot]:
     sharding = vars(model).get("sharding")  # there is none between leave() and regroup()
     return sharding.slots if sharding is not None else []
+
+
+def _whole_slots_of(model: DistributedDataParallel) -> list[Slot]:
+    reducer = vars(model).get("reducer")
+    return reducer.slots if reducer is not None else []
 
 
 def _parts_of(model: ShardedDataParallel) -> list[Part]:
