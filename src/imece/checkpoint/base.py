@@ -10,6 +10,7 @@ A digest is the SHA-256 of a tensor's dtype, shape and bytes.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -48,10 +49,10 @@ class Digests:
 
     def _one(self, name: str, tensor: Tensor) -> str:
         if tensor.is_inference():  # nothing counts how often it was written
-            return _digest(tensor)
+            return digest_of(tensor)
         held, written, digest = self._known.get(name, (None, 0, ""))
         if held is None or held.data_ptr() != tensor.data_ptr() or written != tensor._version:
-            digest = _digest(tensor)
+            digest = digest_of(tensor)
             self._known[name] = tensor.detach(), tensor._version, digest
         return digest
 
@@ -68,6 +69,12 @@ class Base:
         """Whoever makes this model again has the frozen parameters as they are now. All ranks call it."""
         if self._first is None:
             self._first = self.digests.of(self._frozen())
+
+    def digest(self) -> str:
+        """Of all that a checkpoint leaves out, in hex. All ranks call it."""
+        found = self.of()
+        text = json.dumps([sorted(found[key].items()) for key in (LEFT_OUT, BESIDE)])
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def of(self) -> dict[str, dict[str, str]]:
         """{LEFT_OUT: {name: digest}, BESIDE: the same}. All ranks call it.
@@ -153,7 +160,8 @@ def as_tensor(digest: str) -> Tensor:
 
 
 @torch.no_grad()
-def _digest(tensor: Tensor) -> str:
+def digest_of(tensor: Tensor) -> str:
+    """In hex."""
     found = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
     if tensor.numel():
         for chunk in tensor.detach().contiguous().view(-1).view(torch.uint8).split(_CHUNK):

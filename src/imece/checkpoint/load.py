@@ -28,7 +28,9 @@ from imece.checkpoint.manifest import (
     file_name,
     header,
 )
+from imece.checkpoint.parts import Parts, put_together
 from imece.errors import UserError
+from imece.model_parallel.divided import places_in_parts
 
 _CHUNK = 4 << 20  # elements that are there besides what they are read for
 _MOST_OPEN = 256  # files at once, whatever the number of ranks: a process may often have 1024
@@ -67,12 +69,17 @@ class Saved:
     _opened: dict[int, int] = field(
         default_factory=dict, repr=False
     )  # rank -> descriptor of its file, if it stays open
+    _kinds: dict[str, Kind] = field(init=False, repr=False, compare=False)  # of whole tensors
+    _parts: dict[str, Parts] = field(init=False, repr=False, compare=False)  # of those that are in parts
 
     def __post_init__(self) -> None:
         weakref.finalize(self, _close, self._opened)
+        kinds, parts = put_together(self._manifest.kinds)
+        object.__setattr__(self, "_kinds", kinds)
+        object.__setattr__(self, "_parts", parts)
 
     def names(self) -> list[str]:
-        return list(self._manifest.kinds)
+        return list(self._kinds)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the whole tensor. UserError if there is none of this name."""
@@ -124,10 +131,10 @@ class Saved:
 
     def _kind(self, name: str) -> Kind:
         try:
-            return self._manifest.kinds[name]
+            return self._kinds[name]
         except KeyError:
             raise UserError(
-                f"{self.folder}: it has no tensor {name!r}, but {len(self._manifest.kinds)} others: "
+                f"{self.folder}: it has no tensor {name!r}, but {len(self._kinds)} others: "
                 "is it of another model?"
             ) from None
 
@@ -136,6 +143,17 @@ class Saved:
         numel = self._kind(name).numel
         if not 0 <= start <= stop <= numel:
             raise ValueError(f"[{start}, {stop}) is not within the {numel} elements of {name!r}")
+        parts = self._parts.get(name)
+        if parts is None:
+            self._read_pieces(name, start, stop, out)
+            return
+        at, shape = 0, self._kind(name).shape
+        for part, first, length in places_in_parts(shape, parts.dim, len(parts.names), start, stop):
+            self._read_pieces(parts.names[part], first, first + length, out[at : at + length])
+            at += length
+
+    def _read_pieces(self, name: str, start: int, stop: int, out: torch.Tensor) -> None:
+        """As `_read`, of a tensor that is in the files by this name."""
         for rank, at, piece in self._manifest.pieces.get(name, []):
             low, high = max(start, piece.start), min(stop, piece.stop)
             if low < high:

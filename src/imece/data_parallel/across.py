@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from imece.collectives import ops
 from imece.collectives.texts import gather_json
 from imece.data_parallel.norm import norm_of
+from imece.data_parallel.optimizer import may_be_cut, parameters_of
 from imece.mesh import Mesh
 from imece.model_parallel.divided import divided_parameters
 
@@ -60,6 +62,20 @@ class AcrossModel:
     def ask_all(self, flag: torch.Tensor) -> None:
         """flag: whether gradients of this rank are not finite; then whether any rank's are."""
         ops.all_reduce(flag, "max", group=self._group, label="overflow in parts of the model")
+
+
+def refuse_whole_matrices(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """ValueError for one that looks at whole matrices where a rank has parts of them."""
+    divided = divided_parameters(model)
+    names = {id(each): name for name, each in model.named_parameters() if name in divided}
+    for optimizer in optimizers if names else ():
+        found = next((names[id(each)] for each in parameters_of(optimizer) if id(each) in names), None)
+        if found is not None and not may_be_cut(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} may look at whole matrices, and of {found} each rank of the "
+                "axis tensor has a part: step it with another optimizer, such as AdamW; one that treats each "
+                "element alone, or is to treat each part alone, says so by optimizer.element_wise = True"
+            )
 
 
 def across_model(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from imece import mesh as meshes
-from imece.data_parallel.across import across_model
+from imece.data_parallel.across import across_model, refuse_whole_matrices
 from imece.data_parallel.arguments import check_way
 from imece.data_parallel.auto import Given, choose
 from imece.data_parallel.average import Over
@@ -110,6 +110,7 @@ def parallelize(
     if not optimizers:
         raise ValueError("there is no optimizer: give one, a list of them, or a function that makes one")
     check_way(None, wire)
+    refuse_whole_matrices(model, optimizers)
     options = GatherOptions(units, reshard_after_forward, gathers_in_flight, gather)
     chosen = named or choose(
         Given(

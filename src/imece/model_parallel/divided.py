@@ -9,6 +9,8 @@ object, or its module copied.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,10 +37,40 @@ class Divided:
         """The opposite of `part_shape`."""
         return (*part[: self.dim], part[self.dim] * self.count, *part[self.dim + 1 :])
 
+    def places(self, part: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Where the elements [start, stop) of the part, flat, lie in the whole: (first, how many) in order.
+
+        part: its shape.
+        """
+        row = math.prod(part[self.dim :])
+        for at, length in _within_rows(row, start, stop):
+            yield at // row * row * self.count + self.index * row + at % row, length
+
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The part: a view of the whole tensor. ValueError as of `part_shape`."""
         size = self.part_shape(tuple(whole.shape))[self.dim]
         return whole.narrow(self.dim, self.index * size, size)
+
+
+def places_in_parts(
+    whole: tuple[int, ...], dim: int, count: int, start: int, stop: int
+) -> Iterator[tuple[int, int, int]]:
+    """The elements [start, stop) of a whole tensor, flat: (in which part, first there, how many) in order.
+
+    whole: its shape.
+    """
+    row = math.prod(whole[dim:]) // count  # of a part
+    for at, length in _within_rows(row, start, stop):
+        line, part = divmod(at // row, count)
+        yield part, line * row + at % row, length
+
+
+def _within_rows(row: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """[start, stop) as (first, how many), none of which goes on into another row of so many elements."""
+    while start < stop:
+        length = min(row - start % row, stop - start)
+        yield start, length
+        start += length
 
 
 def mark(module: nn.Module, name: str, divided: Divided) -> None:

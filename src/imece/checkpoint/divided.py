@@ -1,0 +1,152 @@
+"""Saving and loading where each rank of the mesh's axis tensor has a part of the model: see parts.py.
+
+part    what the ranks of a data group have: of a divided parameter a part of it, of others all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from imece.checkpoint.deal import Slice
+from imece.checkpoint.load import Source
+from imece.checkpoint.parts import part_name
+from imece.data_parallel.replicate import DistributedDataParallel
+from imece.model_parallel.divided import Divided, divided_parameters
+
+MODEL, OPTIMIZER = "model/", "optimizer/"
+_CHUNK = 4 << 20  # elements that are there besides what they are read for
+
+
+class Group(Protocol):
+    """Of ranks: as torch.distributed's."""
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+
+
+def parameter_of(name: str) -> str:
+    """Whose a tensor of a checkpoint is, or what is kept of it; "" if it is of no parameter."""
+    if name.startswith(MODEL):
+        return name.removeprefix(MODEL)
+    return name.removeprefix(OPTIMIZER).rpartition("/")[0] if name.startswith(OPTIMIZER) else ""
+
+
+def in_parts(
+    tensors: Mapping[str, Tensor | Slice], model: nn.Module, data: Group
+) -> dict[str, Tensor | Slice]:
+    """What a rank of a divided model hands in: the same names and shapes on all ranks, and nothing twice.
+
+    tensors: as the ranks of `data` hand it in, which have the same parts. model: the plain one. ValueError
+    for what an optimizer keeps of a part, if it is neither one number nor shaped as the part.
+    """
+    divided = divided_parameters(model)
+    shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if name in divided}
+    index, count = next((each.index, each.count) for each in divided.values())
+    found: dict[str, Tensor | Slice] = {}
+    for name, value in tensors.items():
+        parameter = parameter_of(name)
+        if parameter in divided and tuple(value.shape) == shapes[parameter]:
+            own = value if isinstance(value, Slice) else _share(_whole(value), data.rank(), data.size())
+            nothing = Slice(own.tensor.new_empty(0), own.shape, 0)
+            of = divided[parameter]
+            for at in range(of.count):
+                found[part_name(name, of.dim, at, of.count)] = own if at == of.index else nothing
+        elif parameter in divided and len(value.shape):
+            raise ValueError(
+                f"{name} is {list(value.shape)}, of a part {list(shapes[parameter])} of a matrix that is "
+                "divided along the axis tensor: what this optimizer keeps cannot be put together"
+            )
+        else:
+            found[name] = _share(value, index, count) if isinstance(value, Slice) else value
+    return found
+
+
+def _whole(tensor: Tensor) -> Slice:
+    return Slice(tensor.contiguous(), tuple(tensor.shape), 0)
+
+
+def _share(value: Slice, index: int, count: int) -> Slice:
+    """Of what several ranks have alike."""
+    first, last = (value.tensor.numel() * at // count for at in (index, index + 1))
+    return Slice(value.tensor.view(-1)[first:last], value.shape, value.start + first)
+
+
+class OfThisRank:
+    """A checkpoint as this rank's part of the model would have it (`Source`)."""
+
+    def __init__(self, saved: Source, divided: Mapping[str, Divided]) -> None:
+        self._saved, self._divided = saved, divided
+
+    @property
+    def folder(self) -> Path:
+        """Names it in messages."""
+        return self._saved.folder
+
+    def names(self) -> list[str]:
+        return self._saved.names()
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._saved.dtype(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the part; of the whole, where that cannot be divided so."""
+        divided, shape = self._of(name), self._saved.shape(name)
+        try:
+            return divided.part_shape(shape) if divided is not None else shape
+        except ValueError:
+            return shape
+
+    def tensor(self, name: str) -> Tensor:
+        shape = self.shape(name)
+        return self.slice(name, 0, torch.Size(shape).numel()).view(shape)
+
+    def slice(self, name: str, start: int, stop: int) -> Tensor:
+        out = torch.empty(max(stop - start, 0), dtype=self.dtype(name))
+        self._read(name, start, out)
+        return out
+
+    @torch.no_grad()
+    def fill(self, target: Tensor, name: str, start: int = 0) -> None:
+        if self._of(name) is None:
+            self._saved.fill(target, name, start)
+        elif not target.is_contiguous():
+            target.copy_(self.slice(name, start, start + target.numel()).view(target.shape))
+        else:
+            flat = target.detach().view(-1)
+            for at in range(0, len(flat), _CHUNK):
+                part = flat[at : at + _CHUNK]
+                part.copy_(self.slice(name, start + at, start + at + len(part)))
+
+    def _read(self, name: str, start: int, out: Tensor) -> None:
+        """out: 1-D, of its dtype, on the CPU."""
+        at = 0
+        for first, length in self._places(name, start, start + len(out)):
+            self._saved.fill(out[at : at + length], name, first)
+            at += length
+
+    def _places(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        divided = self._of(name)
+        return (
+            iter([(start, stop - start)])
+            if divided is None
+            else divided.places(self.shape(name), start, stop)
+        )
+
+    def _of(self, name: str) -> Divided | None:
+        """None: what each rank has all of."""
+        parameter = parameter_of(name)
+        if parameter not in self._divided:
+            return None
+        shape = self._saved.shape(name)
+        return self._divided[parameter] if shape == self._saved.shape(MODEL + parameter) else None
+
+
+def as_part(saved: Source, model: nn.Module) -> Source:
+    """What this rank is to load of it."""
+    divided = divided_parameters(model.module if isinstance(model, DistributedDataParallel) else model)
+    return OfThisRank(saved, divided) if divided else saved

@@ -1,0 +1,48 @@
+"""Tensors that the mesh's axis tensor divides: one tensor a part in the files, whole to whoever reads.
+
+    NAME@dim1-0of2    part 0 of 2 of NAME, along dim 1
+
+A part along dim 0 is a range of the whole, one along another dim is not: so each is a tensor of its own,
+which the ranks that have it share out as any other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from imece.checkpoint.manifest import Kind
+from imece.model_parallel.divided import Divided
+
+_PART = re.compile(r"(.+)@dim(\d+)-(\d+)of(\d+)")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Of one tensor."""
+
+    dim: int
+    names: tuple[str, ...]
+
+
+def part_name(name: str, dim: int, index: int, count: int) -> str:
+    return f"{name}@dim{dim}-{index}of{count}"
+
+
+def put_together(kinds: Mapping[str, Kind]) -> tuple[dict[str, Kind], dict[str, Parts]]:
+    """(every tensor as it is whole, of which of them there are parts); kinds: as they are in the files."""
+    whole, parts = {}, {}
+    for name, kind in kinds.items():
+        found = _PART.fullmatch(name)
+        if found is None:
+            whole[name] = kind
+            continue
+        of, dim, index, count = found[1], *map(int, found.groups()[1:])
+        names = tuple(part_name(of, dim, at, count) for at in range(count))
+        if any(kinds.get(each) != kind for each in names) or dim >= len(kind.shape):
+            whole[name] = kind  # only called so
+        elif index == 0:
+            whole[of] = Kind(kind.dtype, Divided(dim, 0, count).whole_shape(kind.shape))
+            parts[of] = Parts(dim, names)
+    return whole, parts
