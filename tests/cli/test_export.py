@@ -282,3 +282,10 @@ def test_transformers_reads_it(trained_run: Path, tmp_path: Path) -> None:
     tokens = torch.tensor([[own.end, *ids[:60]]])
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=0, atol=1e-5)
+
+
+def test_a_run_without_adapters_has_none_to_export(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(trained_run), str(tmp_path / "out"), "--to=adapter"]) == 2
+    assert "has trained all of the model, and no adapters: take --to hf" in capsys.readouterr().err

@@ -36,7 +36,7 @@ class State:
     def own(self) -> dict[str, torch.Tensor]:
         return self.held
 
-    def load(self, pieces: Pieces) -> None:
+    def load(self, pieces: Pieces, frozen: bool) -> None:
         self.loaded = {name: pieces.tensor(name) for name in pieces.names()}
 
 

@@ -40,7 +40,7 @@ def test_the_same_steps_again(strategy: str) -> None:
             return found
 
         first = steps()
-        begin_again(state, optimizers, TrainConfig(seed=7), SHAPE)
+        begin_again(state, optimizers, TrainConfig(seed=7), model)
         again = steps()
         assert all(map(torch.equal, first, again)) and not torch.equal(first[0], first[2])
     finally:

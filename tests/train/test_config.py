@@ -14,10 +14,12 @@ from imece.cli.options import parse
 from imece.errors import UserError
 from imece.models.presets import PRESETS
 from imece.train.config import (
+    LINEAR,
     BatchSection,
     CheckpointSection,
     ComputeSection,
     DataSection,
+    LoraSection,
     MeshSection,
     ModelSection,
     OptimizerSection,
@@ -95,6 +97,14 @@ CONFIGS = some(
         beta2=SHARES,
         eps=st.floats(1e-37, 1e30),
         clip=RATES,
+    ),
+    lora=some(
+        LoraSection,
+        rank=COUNTS_OR_0,
+        alpha=st.none() | COUNTS,
+        dropout=SHARES,
+        targets=st.lists(st.sampled_from(LINEAR), min_size=1, unique=True).map(tuple),
+        quantize=st.sampled_from(["none", "nf4"]),
     ),
     mesh=some(MeshSection, context=COUNTS),
     compute=some(
@@ -245,7 +255,8 @@ OTHER: dict[str, Any] = {
     "optimizer.lr": 1.0,
     "optimizer.schedule": "wsd", "optimizer.warmup": 1, "optimizer.min_lr": 0.5,
     "optimizer.weight_decay": 0.5, "optimizer.beta1": 0.5, "optimizer.beta2": 0.5, "optimizer.eps": 1e-6,
-    "optimizer.clip": 2.0, "mesh.context": 2,
+    "optimizer.clip": 2.0, "lora.rank": 1, "lora.alpha": 1, "lora.dropout": 0.5, "lora.targets": ("q",),
+    "lora.quantize": "nf4", "mesh.context": 2,
     "compute.dtype": "fp32", "compute.compile": True, "compute.recompute": True,
     "compute.offload": "optimizer", "compute.bad_steps": 1, "validate.every": 1, "validate.tokens": 1,
     "checkpoint.every": 1,

@@ -84,9 +84,9 @@ def write_tokenizer(folder: Path, adds: bool = True) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages }}")
 
 
-def write_model(folder: Path, config: TransformerConfig = SHAPE) -> Transformer:
+def write_model(folder: Path, config: TransformerConfig = SHAPE, seed: int = 5) -> Transformer:
     """A folder as a model of others comes in, in several files."""
-    model = Transformer(config, generator=torch.Generator().manual_seed(5))
+    model = Transformer(config, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(8) if parameter.ndim == 2 else parameter.uniform_(0.5, 1.5)

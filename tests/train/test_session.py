@@ -286,12 +286,10 @@ def test_back_to_the_beginning(
     session.skipped_steps = session.bad_steps = 2
     session.recovery.member.steps = made  # type: ignore[union-attr]
     assert session._from_checkpoint() == 0
-    begun.assert_called_once_with(
-        session.training_state, session.optimizers, session.config, session.model.config
-    )
+    begun.assert_called_once_with(session.training_state, session.optimizers, session.config, session.model)
     assert session._counters() == {
         "done": 0, "first": 0, "skipped_steps": 0, "bad_steps": 0, "counted": 0, "seconds": 0.0, "tokens": 0,
-        "best_val_loss": None, "val_loss": (-1, None), "scaler": {}, "micro": 4, "text": "a text",
+        "best_val_loss": None, "val_loss": (-1, None), "scaler": {}, "micro": 4, "text": "a text", "base": "",
     }  # fmt: skip
     assert session.step.load_scaler.call_args.args[0]["scale"] == 65536.0  # type: ignore[attr-defined]
     assert list(session.alarms) == [f"back to the beginning, as nothing was saved yet{said}"]

@@ -1,4 +1,6 @@
-"""`imece export RUN --to hf DIR`: a trained model as a folder that transformers loads."""
+"""`imece export RUN --to hf DIR`: a trained model as a folder that transformers loads; or its adapters alone,
+for peft.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ import tokenizers
 import torch
 import tyro
 
-from imece.checkpoint.load import Saved
+from imece.checkpoint.load import Source
+from imece.cli.export_adapter import write_adapter
 from imece.cli.options import parse
 from imece.cli.trained import open_run, tokenizer_of
 from imece.data.tokenizer import CONFIG as TOKENIZER_CONFIG
@@ -34,14 +37,18 @@ from imece.models.hugging_face import (
     tokenizer_config,
 )
 from imece.models.hugging_face_files import write_weights
+from imece.models.shape import TransformerConfig
+from imece.observe.run_files import as_argument
 from imece.observe.units import si
-from imece.train.run_folder import Which, read_shape
+from imece.train.origin import trained
+from imece.train.run_folder import RunFolder, Which, read_shape
 
 PROG = "imece export"
 DESCRIPTION = (
     "Write a trained model for other programs. --to hf: a folder with config.json, model.safetensors and the "
     "tokenizer, which transformers and what builds on it load as a Llama model, or as the kind of model that "
-    "the run began with."
+    "the run began with; adapters are in its weights. --to adapter: of a run with --lora.rank the adapters "
+    "alone, for peft."
 )
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OF_MODEL = "model/"
@@ -56,8 +63,8 @@ class ExportOptions:
     """The run folder."""
     folder: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")]
     """Where to write: a folder that does not exist yet, or is empty."""
-    to: Literal["hf"] = "hf"
-    """The format: Hugging Face's."""
+    to: Literal["hf", "adapter"] = "hf"
+    """hf: a model in Hugging Face's format; adapter: adapters in peft's."""
     which: Which = "best"
     """Checkpoint: the one with the lowest validation loss, or the last."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -72,31 +79,51 @@ def run(argv: Sequence[str]) -> int:
     folder = open_run(options.run)
     most_bytes = read_bytes(options.max_shard)
     target = free_folder(options.folder)
-    saved = folder.saved(options.which)
-    tokenizer = tokenizer_of(folder, saved)
+    saved, config = folder.saved(options.which), folder.config()
+    tokenizer, dtype = tokenizer_of(folder, saved), _DTYPES[options.dtype]
+    if options.to == "adapter" and not config.lora.rank:
+        raise UserError(f"{options.run} has trained all of the model, and no adapters: take --to hf")
+    shape = read_shape(saved.state["model"])
     with _whole(target) as partial:
-        dtype = _DTYPES[options.dtype]
-        parameters = write_hugging_face(partial, saved, tokenizer, folder.origin, dtype, most_bytes)
+        if options.to == "adapter":
+            parameters = write_adapter(partial, saved, config, dtype)
+        else:
+            source = trained(folder, saved)
+            parameters = write_hugging_face(
+                partial, source, shape, tokenizer, folder.origin, dtype, most_bytes
+            )
     size = sum(path.stat().st_size for path in target.iterdir())
     print(
         f"{options.folder}: step {saved.step}, {si(parameters)} parameters, {options.dtype}, {si(size)} bytes"
     )
-    print(f"load  transformers.AutoModelForCausalLM.from_pretrained({options.folder!r})")
+    if options.to == "adapter":
+        print(f"load  peft.PeftModel.from_pretrained(model, {options.folder!r})")
+        base = RunFolder(Path(config.model.weights))
+        first = f"what imece export {as_argument(base.path)} DIR writes" if base.config_file.exists() else ""
+        print(f"      with the model that transformers loads from {first or base.path}")
+    else:
+        print(f"load  transformers.AutoModelForCausalLM.from_pretrained({options.folder!r})")
     return 0
 
 
 def write_hugging_face(
-    folder: Path, saved: Saved, tokenizer: Tokenizer, origin: Path, dtype: torch.dtype, most_bytes: int
+    folder: Path,
+    source: Source,
+    shape: TransformerConfig,
+    tokenizer: Tokenizer,
+    origin: Path,
+    dtype: torch.dtype,
+    most_bytes: int,
 ) -> int:
-    """All files, into a folder that exists; the number of parameters. OSError if not.
+    """All files, into a folder that exists; the number of parameters. OSError if not. UserError if `source`,
+    which has all parameters of `shape`, cannot be read.
 
     origin: what the run has kept of the folder that it began with, if that is there: its tokenizer as it was.
     One tensor is in memory at a time. config.json, without which nobody reads the rest, comes after them.
     """
-    shape = read_shape(saved.state["model"])
     stored = (
-        (name.removeprefix(_OF_MODEL), saved.tensor(name))
-        for name in saved.names()
+        (name.removeprefix(_OF_MODEL), source.tensor(name))
+        for name in source.names()
         if name.startswith(_OF_MODEL)
     )
     began = read_json(origin / CONFIG) if (origin / CONFIG).exists() else {}

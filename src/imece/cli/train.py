@@ -87,7 +87,8 @@ def read_config(words: list[str]) -> TrainConfig:
     _check_named(words)
     config = parse(TrainConfig, words, PROG, DESCRIPTION, _start(file))
     if config.model.weights:  # of which other values are usual
-        config = parse(TrainConfig, words, PROG, DESCRIPTION, _start(file, config.model.weights))
+        start = _start(file, config.model.weights, config.lora.rank)
+        config = parse(TrainConfig, words, PROG, DESCRIPTION, start)
     config.check_origin()
     folder = RunFolder(config.folder)
     if file is None and os.path.isfile(folder.config_file):
@@ -99,6 +100,7 @@ def read_config(words: list[str]) -> TrainConfig:
                 f"{config.model.weights}: name another folder with --run"
             )
         config = parse(TrainConfig, words, PROG, DESCRIPTION, before)
+    config.check_adapters()
     return config
 
 
@@ -112,11 +114,11 @@ def _check_named(words: Sequence[str]) -> None:
             raise UserError(f"{option} is empty: name a folder, or leave it out")
 
 
-def _start(file: Path | None, weights: str = "") -> TrainConfig:
-    """What options change. weights: the folder that they name to begin with."""
+def _start(file: Path | None, weights: str = "", rank: int | None = None) -> TrainConfig:
+    """What options change. weights: the folder that they name to begin with; rank: of adapters."""
     if file is None:
-        return defaults(weights)
-    start = read_toml(file, weights)
+        return defaults(weights, rank or 0)
+    start = read_toml(file, weights, rank)
     if _is_of_run(file) and not _is_same(start.folder, file.parent):
         start = dataclasses.replace(start, run=str(file.parent))
     return start

@@ -85,9 +85,10 @@ def expected(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) ->
         return Footprint(_bytes(model.module.parameters()), gradients, state, 0)
     sharding = model.sharding
     store = sharding.stores[0]
+    frozen = _bytes(each for _, each in model._frozen)  # whole on each rank
     state_bytes = {each.plan.index: kept.get(each.kind, 0) * each.master.itemsize for each in sharding.stores}
     numbered = [(each.unit, each.kind, each.plan) for each in sharding.stores]
-    return predict(
+    found = predict(
         sharding.layout,
         sharding.strategy,
         sharding.rank,
@@ -102,6 +103,7 @@ def expected(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) ->
         offload=sharding.offload.name if sharding.offload is not None else None,
         takes=sharding.offload.takes if sharding.offload is not None else int,
     )
+    return replace(found, parameters=found.parameters + frozen)
 
 
 def counted(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> Footprint:
@@ -114,7 +116,8 @@ def counted(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> 
             _bytes(model.module.parameters()), sum(each.nbytes for each in buckets), optimizer, 0
         )
     sharding, offload = model.sharding, model.sharding.offload
-    own = parameters = gradients = sums = communication = 0
+    own = gradients = sums = communication = 0
+    parameters = frozen = _bytes(each for _, each in model._frozen)
     in_buckets = {bucket.flat.untyped_storage()._cdata for bucket in sharding.all if bucket.attached}
     for store in sharding.stores:
         optimizer += store.master.nbytes if store.master is not store.own else 0
@@ -135,7 +138,7 @@ def counted(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> 
     if offload is None:
         return Footprint(parameters, gradients + sums, optimizer, communication)
     if offload.parameters:
-        parameters, optimizer = 0, optimizer + own
+        parameters, optimizer = frozen, optimizer + own
     hosted = {
         id(each): each.nbytes
         for store in sharding.stores

@@ -29,14 +29,23 @@ class _Sent(NamedTuple):
 
 
 def catch_up(
-    state: TrainingState, root: int, receives: bool, group: dist.ProcessGroup, device: torch.device
+    state: TrainingState,
+    root: int,
+    receives: bool,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    frozen: bool = True,
 ) -> None:
     """The whole training state of rank `root`, for those that are behind it. All ranks of `group` call it.
 
-    receives: whether this rank is behind. device: of the model.
+    receives: whether this rank is behind. device: of the model. frozen: with the parameters that are not
+    trained.
     """
     sends = group.rank() == root
-    held = {name: _whole(value) for name, value in state.own().items()} if sends else {}
+    left_out = set() if frozen else state.frozen_names()
+    own = state.own() if sends else {}
+    held = {name: _whole(value) for name, value in own.items() if name not in left_out}
     table = [[name, str(each.dtype), list(each.shape)] for name, each in held.items()]
     said = gather_json(table, group, device, "names of the training state")[root]
     pieces = Pieces()
@@ -51,7 +60,7 @@ def catch_up(
             for each, part in zip(chunk, flat.split([each.nbytes for each in chunk]), strict=True):
                 pieces.add(each.name, each.shape, 0, part.clone().view(each.dtype).cpu())
     if receives:
-        state.load(pieces)
+        state.load(pieces, frozen=frozen)
 
 
 def _whole(value: torch.Tensor | Slice) -> torch.Tensor:

@@ -87,14 +87,16 @@ class Recovery:
         state: Callable[[], Json],
         take: Callable[[Json], None],
         fallback: Callable[[], int] | None = None,
+        frozen: bool = True,
         patience_s: float = 60.0,
     ) -> None:
         """fallback: loads what a checkpoint has, on all ranks, and says after how many steps that was.
 
+        frozen: False: whoever joins has the parameters that are not trained already.
         patience_s: how long to wait for the launcher to see what this rank has seen.
         """
         self.member, self._model = member, model
-        self._training_state = TrainingState(model, list(optimizers))
+        self._training_state, self._frozen = TrainingState(model, list(optimizers)), frozen
         self._state, self._take, self._fallback, self._patience_s = state, take, fallback, patience_s
         self._optimizers = list(optimizers)
         self._sharded = isinstance(model, ShardedDataParallel)
@@ -281,7 +283,10 @@ class Recovery:
             self._block.take_back()
             if any(note["far"] < furthest_far for note in notes):
                 behind = far < furthest_far
-                catch_up(self._training_state, furthest, behind, mesh.world_group, model.device)
+                catch_up(
+                    self._training_state, furthest, behind, mesh.world_group, model.device,
+                    frozen=self._frozen,
+                )  # fmt: skip
             self._block.begin(notes[furthest]["updates"])
         state = notes[furthest]["states"].get(str(begin))
         if state is None:  # back at a checkpoint, which a rank that joins has read but for what is not in it

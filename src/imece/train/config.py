@@ -31,11 +31,14 @@ Optimizer = Literal["muon", "adamw"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Dtype = Literal["auto", "bf16", "fp32", "fp16"]
 Offload = Literal["none", "optimizer", "parameters"]
+Quantize = Literal["none", "nf4"]
 
 # For weights that are trained already, by default: with AdamW, as most of them were. A rate that is good for
 # random ones would make them forget.
 TUNING_LR = 5e-5
+ADAPTER_LR = 2e-4  # adapters begin with nothing, and what they stand beside does not forget
 OF_MODEL = "model"  # the tokenizer that a model of others comes with
+LINEAR = ("q", "k", "v", "out", "gate", "up", "down")  # the matrices of a block
 
 MOST = 2**63 - 1  # of whole numbers: tensors, files and TOML have no larger ones
 _LEAST_EPS = 1e-37  # what is much less is 0 in float32, and the update of a gradient of 0 is then 0/0
@@ -214,6 +217,38 @@ class OptimizerSection:
 
 
 @dataclass(frozen=True)
+class LoraSection:
+    """Adapters, which are all that is trained then: the model of model.weights stays as it is."""
+
+    rank: int = 0
+    """Train two matrices of this rank beside each of the model's, and not the model; 0: all of the model."""
+    alpha: int | None = None
+    """What they give is multiplied by alpha / rank; none: by 2."""
+    dropout: float = 0.0
+    """Share of what they read that is left out at random in training."""
+    targets: tuple[str, ...] = LINEAR
+    """Beside which matrices of the blocks: q k v out gate up down."""
+    quantize: Quantize = "none"
+    """nf4: the matrices of the blocks are kept in 4 bits (QLoRA), by bitsandbytes."""
+
+    def __post_init__(self) -> None:
+        _least("lora.rank", self.rank, 0)
+        if self.alpha is not None:
+            _least("lora.alpha", self.alpha, 1)
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"lora.dropout is {self.dropout}: at least 0 and less than 1")
+        wrong = [name for name in self.targets if name not in LINEAR or self.targets.count(name) > 1]
+        if wrong or not self.targets:
+            said = f"has {wrong[0]!r}" + " twice" * (wrong[0] in LINEAR) if wrong else "is empty"
+            raise ValueError(f"lora.targets {said}: each of {', '.join(LINEAR)} at most once")
+
+    @property
+    def alpha_or_usual(self) -> int:
+        """Twice the rank, where nothing is said."""
+        return 2 * self.rank if self.alpha is None else self.alpha
+
+
+@dataclass(frozen=True)
 class MeshSection:
     """How ranks work on the same batch together. Without, each has sequences of its own."""
 
@@ -311,6 +346,7 @@ class TrainConfig:
     data: DataSection = field(default_factory=DataSection)
     batch: BatchSection = field(default_factory=BatchSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    lora: LoraSection = field(default_factory=LoraSection)
     mesh: MeshSection = field(default_factory=MeshSection)
     compute: ComputeSection = field(default_factory=ComputeSection)
     validate: ValidateSection = field(default_factory=ValidateSection)
@@ -353,15 +389,43 @@ class TrainConfig:
         if tokenizer == OF_MODEL and not weights:
             raise UserError(f"--data.tokenizer {OF_MODEL}: that of --from FOLDER, which is not given")
 
+    def check_adapters(self) -> None:
+        """UserError if they are asked for with what does not go with them."""
+        if not self.lora.rank:
+            usual = flat(LoraSection())
+            if given := [name for name, value in flat(self.lora).items() if value != usual[name]]:
+                raise UserError(
+                    f"--lora.{given[0]} without --lora.rank: name a rank, such as 16, or leave it out"
+                )
+            return
+        asked = f"--lora.rank {self.lora.rank}"
+        if not self.model.weights:
+            raise UserError(
+                f"{asked}: adapters stand beside a model that is trained already: name its folder with "
+                "--from, or leave that option out"
+            )
+        if self.optimizer.kind != "adamw":
+            raise UserError(
+                f"{asked} and --optimizer.kind {self.optimizer.kind}: adapters are trained with adamw: leave "
+                "one of them out"
+            )
+        if self.compute.compile:
+            raise UserError(
+                f"{asked} and --compute.compile: adapters are not compiled: leave one of them out"
+            )
 
-def defaults(weights: str = "") -> TrainConfig:
-    """What is not said: for a model of random weights, or one that begins with those of a folder."""
+
+def defaults(weights: str = "", rank: int = 0) -> TrainConfig:
+    """What is not said: for a model of random weights, or one that begins with those of a folder.
+
+    rank: of adapters, if they alone are to be trained.
+    """
     if not weights:
         return TrainConfig()
     return TrainConfig(
         model=ModelSection(preset="", weights=weights),
         data=DataSection(tokenizer=OF_MODEL),
-        optimizer=OptimizerSection(kind="adamw", lr=TUNING_LR),
+        optimizer=OptimizerSection(kind="adamw", lr=ADAPTER_LR if rank else TUNING_LR),
     )
 
 

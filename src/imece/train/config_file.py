@@ -30,9 +30,9 @@ def to_toml(config: TrainConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-def read_toml(path: Path, weights: str = "") -> TrainConfig:
+def read_toml(path: Path, weights: str = "", rank: int | None = None) -> TrainConfig:
     """The config in a file; what it does not say is as in `defaults` of the folder that it begins with, or of
-    `weights` if that is named beside it.
+    `weights` if that is named beside it; so with `rank` of adapters.
 
     UserError, with the file's name, for one that cannot be read, is no TOML, or says what cannot be.
     """
@@ -45,11 +45,17 @@ def read_toml(path: Path, weights: str = "") -> TrainConfig:
             f"{path}: not TOML ({error}); imece train --print-config shows a whole one"
         ) from error
     try:
-        model = content.get("model")
-        named = model.get("weights", "") if isinstance(model, dict) else ""
-        return _section(defaults(weights or str(named)), content, "")
+        named = _said(content, "model", "weights")
+        of = _said(content, "lora", "rank") if rank is None else rank
+        start = defaults(weights or str(named or ""), of if type(of) is int else 0)
+        return _section(start, content, "")
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
+
+
+def _said(content: Mapping[str, Any], section: str, name: str) -> Any:
+    table = content.get(section)
+    return table.get(name) if isinstance(table, dict) else None
 
 
 def _section(start: Section, content: Mapping[str, Any], prefix: str) -> Section:

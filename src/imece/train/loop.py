@@ -58,7 +58,9 @@ class Loop:
         self._stragglers = Stragglers(session.config.watch.slow_ratio)
         self._drift = self._new_drift()
         peak = measured_peak(mesh.device, session.precision.dtype)
-        self._tokens_per_s_of_rank = peak / flops_per_token(session.model.config, session.plan.seq)
+        frozen = session.config.lora.rank > 0
+        flops = flops_per_token(session.model.config, session.plan.seq, frozen=frozen)
+        self._tokens_per_s_of_rank = peak / flops
 
     def run(self) -> int:
         """Go on to the last step; the signal that ended it before, or 0.

@@ -33,6 +33,7 @@ def make_optimizers(model: Transformer, section: OptimizerSection) -> list[Optim
         {"params": [each for each in parameters if each.ndim >= 2], "weight_decay": section.weight_decay},
         {"params": [each for each in parameters if each.ndim < 2], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]  # adapters have matrices only
     betas = (section.beta1, section.beta2)
     return [*optimizers, AdamW(groups, lr=section.lr, betas=betas, eps=section.eps, fused=True)]
 

@@ -32,7 +32,9 @@ from imece.models.hugging_face import (
     to_hugging_face,
 )
 from imece.models.shape import TransformerConfig
+from imece.train.adapters import check_libraries
 from imece.train.config import TrainConfig
+from imece.train.merged import Merged
 from imece.train.run_folder import RunFolder, read_shape
 from imece.writing import write_whole
 
@@ -44,7 +46,7 @@ class Weights:
     """A model on the disk, as a checkpoint (`Source`) that has its parameters and nothing else."""
 
     config: TransformerConfig
-    _of: HuggingFaceModel | Saved
+    _of: HuggingFaceModel | Saved | Merged
     _prefix: str  # of the names there
 
     @property
@@ -95,9 +97,37 @@ def open_weights(name: str) -> Weights:
         model = HuggingFaceModel.open(folder)
         return Weights(model.config, model, "")
     saved = run.saved("best")
-    shape = read_shape(saved.state["model"])
-    check_shapes(saved, shapes_of(shape))
-    return Weights(shape, saved, MODEL)
+    shape, found = read_shape(saved.state["model"]), trained(run, saved)
+    check_shapes(found, shapes_of(shape))
+    return Weights(shape, found, MODEL)
+
+
+def trained(run: RunFolder, saved: Saved) -> Saved | Merged:
+    """What a checkpoint has of the whole model; where adapters were trained, with them in it. UserError if
+    their base is gone.
+    """
+    config = run.config()
+    if not config.lora.rank:
+        return saved
+    check_libraries(config.lora, to_train=False)
+    return Merged(saved, open_base(config, run), config.model.weights, config.lora)
+
+
+def open_base(config: TrainConfig, run: RunFolder) -> Weights:
+    """The model beside which a run trains adapters. UserError for what is wrong with it."""
+    name = config.model.weights
+    if run.config_file.exists() and not os.path.isdir(os.path.expanduser(name)):
+        raise UserError(
+            f"{run.path}: its adapters stand beside the model of {name}, which is not there: put it back, or "
+            f"say in {run.config_file} where it is now (weights, below [model])"
+        )
+    found, kept = open_weights(name), run.origin / CONFIG
+    if kept.exists() and shapes_of(read_config(kept)) != shapes_of(found.config):
+        raise UserError(
+            f"{run.path}: its adapters stand beside another model than that of {name}, which has changed "
+            "since: put the old one back"
+        )
+    return found
 
 
 def keep(config: TrainConfig) -> None:

@@ -14,13 +14,14 @@ _SIZE = {"cpu": 1024, "cuda": 8192}  # of the square matrices: large enough for 
 _ROUNDS = 5
 
 
-def flops_per_token(config: TransformerConfig, seq: int | None = None) -> float:
+def flops_per_token(config: TransformerConfig, seq: int | None = None, *, frozen: bool = False) -> float:
     """Floating-point operations of forward and backward for one token, recomputation not counted.
 
     6 for each parameter that is multiplied with (2 forward, 4 backward; the embedding only looks up), and
     12 * layers * width of the heads * context for attention, whose causal half counts (Chowdhery et al. 2022,
     appendix B, where it counts whole), within the windows of layers that have one. seq: tokens of a sequence,
-    where that is less than the model's context.
+    where that is less than the model's context. frozen: the parameters have no gradients, so 4 for each of
+    them; adapters beside them are not counted.
     """
     tables = 1 if config.tied_head else 2
     looked_up = (tables - 1) * config.vocab_size * config.width  # a tied table is multiplied with as the head
@@ -28,7 +29,7 @@ def flops_per_token(config: TransformerConfig, seq: int | None = None) -> float:
     seq = seq or config.max_seq
     windows = (min(config.window_of(layer) or seq, seq) for layer in range(config.layers))
     seen = sum(window * (2 - window / seq) for window in windows)  # twice what a token sees on average
-    return 6.0 * multiplied + 6.0 * config.q_width * seen
+    return (4.0 if frozen else 6.0) * multiplied + 6.0 * config.q_width * seen
 
 
 @functools.cache

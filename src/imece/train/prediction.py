@@ -31,15 +31,17 @@ from imece.plan.answer.words import title
 from imece.plan.check import PLAN_FILE, VERSION, median
 from imece.plan.hardware import Cluster, find_cluster
 from imece.plan.here import kept_cluster
+from imece.plan.memory.held import adapter_parameters
 from imece.plan.memory.memory import memory
 from imece.plan.models.by_name import from_shape
-from imece.plan.setup import Parallel, Recipe, Setup, Strategy
+from imece.plan.setup import Adapters, Parallel, Recipe, Setup, Strategy
 from imece.plan.setup import Precision as Bytes
 from imece.train.batch import BatchPlan
-from imece.train.config import TrainConfig
+from imece.train.config import LoraSection, TrainConfig
 from imece.train.precision import Precision
 from imece.writing import write_whole
 
+_WITH_WHOLE_BASE: dict[Strategy, Strategy] = {"zero3": "zero2", "hybrid": "hybrid_zero2"}
 _WARM = 3  # steps at the beginning that are slower
 _FIRST_STEP_BYTES = 70 << 20
 """On a CPU, of libraries: code that only a step runs, oneDNN's own memory, what the allocator cannot fill.
@@ -153,6 +155,8 @@ def predict(
         optimizer=config.optimizer.kind,
         compiled=config.compute.compile,
         offload=config.offload,
+        adapters=_adapters(config.lora),
+        adapter_rank=_rank_on_all(config.lora, shape),
         precision=Bytes(parameters=4, gradients=4, masters=0, moments=4, activations=itemsize),
     )
     model = from_shape(config.model.name, shape)
@@ -162,7 +166,27 @@ def predict(
     )
     setup = Setup(model, parallel, recipe)
     mapped = _mapped(setup, cluster, copies and strategy != "replicate") if machine.shares_memory else 0
-    return Prediction(judge(setup, cluster), machine, mapped)
+    return Prediction(replace(judge(_as_run(setup), cluster), setup=setup), machine, mapped)
+
+
+def _as_run(setup: Setup) -> Setup:
+    """The base of adapters is whole on each rank, where the planner would have it divided and gathered."""
+    parallel = setup.parallel
+    whole = replace(parallel, strategy=_WITH_WHOLE_BASE.get(parallel.strategy, parallel.strategy))
+    return replace(setup, parallel=whole) if setup.recipe.adapters != "none" else setup
+
+
+def _adapters(lora: LoraSection) -> Adapters:
+    if not lora.rank:
+        return "none"
+    return "lora" if lora.quantize == "none" else "qlora"
+
+
+def _rank_on_all(lora: LoraSection, shape: TransformerConfig) -> int:
+    """Of adapters beside all matrices of a block, which have as many parameters as those beside some."""
+    q, kv, mlp = (shape.width + other for other in (shape.q_width, shape.kv_width, shape.mlp_width))
+    sides = {"q": q, "k": kv, "v": kv, "out": q, "gate": mlp, "up": mlp, "down": mlp}
+    return max(1, round(lora.rank * sum(sides[name] for name in lora.targets) / sum(sides.values())))
 
 
 def _mapped(setup: Setup, cluster: Cluster, copies: bool) -> int:
@@ -171,8 +195,13 @@ def _mapped(setup: Setup, cluster: Cluster, copies: bool) -> int:
     shared = counted["gradients"] + counted["communication"]
     part = counted["optimizer"]
     if setup.parallel.strategy != "replicate":
-        shared += counted["parameters"]
-        part += 4 * setup.model.parameters / ranks
+        trained, recipe = counted["parameters"], setup.recipe
+        numbers = setup.model.parameters
+        if recipe.adapters != "none":
+            numbers = setup.model.layers * adapter_parameters(setup.model, recipe.adapter_rank)
+            trained = 4.0 * numbers
+        shared += trained
+        part += 4 * numbers / ranks
     return int((ranks - 1) * shared + (ranks * 2 * part if copies else 0))
 
 
@@ -181,6 +210,7 @@ def _counted(setup: Setup, cluster: Cluster) -> dict[str, float]:
     that micro-batches keep whole.
     """
     precision = replace(setup.recipe.precision, activations=setup.recipe.precision.parameters)
+    setup = _as_run(setup)
     plain = replace(setup, recipe=replace(setup.recipe, precision=precision, accumulation=1))
     found = memory(plain, framework=framework_on(cluster))
     return {

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from imece.checkpoint.load import Saved, all_steps, best, newest
-from imece.checkpoint.weights import load_weights
+from imece.checkpoint.weights import check_shapes, fill
 from imece.data.build import discard
 from imece.data.files import other_place
 from imece.data.tokenizer import Tokenizer, load_tokenizer
@@ -223,12 +223,16 @@ class RunFolder:
         return found
 
     def model(self, which: Which = "last", device: torch.device | str = "cpu") -> tuple[Transformer, Saved]:
-        """The trained model, ready for evaluation."""
+        """The trained model, ready for evaluation; adapters are in its weights."""
+        from imece.train.origin import trained  # which opens other runs
+
         saved = self.saved(which)
         with torch.device("meta"):
             model = Transformer(read_shape(saved.state["model"]))
         model.to_empty(device=device)
-        load_weights(model, saved)
+        found = trained(self, saved)
+        check_shapes(found, {name: tuple(each.shape) for name, each in model.named_parameters()})
+        fill(model, found)
         return model.eval(), saved
 
 

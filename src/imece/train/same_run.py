@@ -52,7 +52,8 @@ def check_same_run(before: TrainConfig, now: TrainConfig) -> None:
 
 def computed_with(config: TrainConfig) -> dict[str, Any]:
     """For a checkpoint's state: what `check_computed_with` compares, without where text and weights lie."""
-    return {name: value for name, value in _computing(config).items() if name not in _PLACES}
+    values = ((name, value) for name, value in _computing(config).items() if name not in _PLACES)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values}  # JSON's
 
 
 def check_computed_with(before: Mapping[str, Any], now: TrainConfig, where: Path) -> None:

@@ -79,6 +79,7 @@ class Session:
     seconds: float = 0.0  # spent on them
     tokens: int = 0  # that they read
     compile_s: float = 0.0  # before the first step
+    base: str = ""  # of adapters: a digest
     best_val_loss: float | None = None
     val_loss: tuple[int, float | None] = (_NOTHING, None)  # (after so many updates, it): by which one is kept
     owes_save: bool = False  # one was due after a skipped step, or was given up as ranks died or came
@@ -108,7 +109,7 @@ class Session:
 
         prepared, shape, plan, batches, precision = together(mesh, inputs)
         check_same_tokens(prepared, mesh)
-        model = together(mesh, lambda: new_model(config, shape))
+        model = together(mesh, lambda: new_model(config, shape, mesh.device, precision))
         bare = is_meta(model)
         if not bare:
             model.to(mesh.device)
@@ -125,16 +126,18 @@ class Session:
         # This has collectives within, but what it refuses it refuses on all ranks before them.
         wrapped = together(mesh, lambda: _parallelize(model, optimizers, strategy, config, mesh))
         clock, alarms = Clock(mesh.device), deque[str]()
+        state = TrainingState(wrapped, optimizers, frozen=not config.lora.rank)
         session = cls(
             config, folder, mesh, prepared, plan, precision, machine, model, wrapped, optimizers, batches,
             clock,
-            TrainingState(wrapped, optimizers),
+            state,
             Step(
                 wrapped, optimizers, batches, plan, precision, config.optimizer.clip, clock,
                 ContextParallel(mesh),
             ),
             alarms,
             compile_s=compile_s,
+            base=state.base_digest() if config.lora.rank else "",
         )  # fmt: skip
         if not mesh.world.joining:
             if not session._resume():
@@ -145,6 +148,7 @@ class Session:
             session.recovery = Recovery(
                 Member(mesh), wrapped, optimizers,
                 state=session._counters, take=session._take_counters, fallback=session._from_checkpoint,
+                frozen=not config.lora.rank,
             )  # fmt: skip
         else:
             say_unwatched(mesh)
@@ -219,6 +223,7 @@ class Session:
             "scaler": self.step.scaler_state,
             "micro": self.plan.micro,
             "text": self.prepared.tokens.identity,
+            "base": self.base,
         }
 
     def _take_counters(self, state: dict[str, Any]) -> None:
@@ -228,6 +233,11 @@ class Session:
             raise UserError(
                 f"{tokens.folder}: not the text that the other ranks read: give this host the text that they "
                 "began with, or start the run again, which then goes on with the text as it is now"
+            )
+        if state["base"] != self.base:
+            raise UserError(
+                f"{self.config.model.weights}: not the model beside which the other ranks train adapters: "
+                "give this host the one that they began with"
             )
         if state["done"] != self.recovery.member.steps:  # else its own may know more of this step
             self.counted, self.seconds, self.tokens = state["counted"], state["seconds"], state["tokens"]
@@ -261,7 +271,7 @@ class Session:
 
     def _begin_again(self) -> None:
         """As `open` began. All ranks call it."""
-        begin_again(self.training_state, self.optimizers, self.config, self.model.config)
+        begin_again(self.training_state, self.optimizers, self.config, self.model)
         if (scaler := self.precision.scaler()) is not None:
             self.step.load_scaler(scaler.state_dict())
         self.done = self.first = self.skipped_steps = self.bad_steps = self.counted = self.tokens = 0

@@ -25,6 +25,8 @@ from imece.membership.recovery import Recovered
 from imece.observe.environment import environment
 from imece.observe.run_files import as_argument
 from imece.observe.units import megabytes, si
+from imece.train.adapters import check_libraries
+from imece.train.adapters import describe as describe_adapters
 from imece.train.agreeing import together
 from imece.train.alike import check_same_start
 from imece.train.batch import plan_batch
@@ -34,7 +36,7 @@ from imece.train.drift import DriftError
 from imece.train.finish import end_early, finish, is_finished, newest_kept
 from imece.train.loop import Loop, NotFiniteError
 from imece.train.origin import keep as keep_origin
-from imece.train.origin import sequence_length, shape_of
+from imece.train.origin import open_base, sequence_length, shape_of
 from imece.train.precision import choose_precision
 from imece.train.prediction import keep
 from imece.train.run_folder import RunFolder
@@ -57,6 +59,7 @@ def make_ready(config: TrainConfig, progress: Progress | None, lock: RunLock) ->
     lock: of the run folder. UserError for whatever would stop them: nothing is then left of a new folder.
     """
     ranks = config.ranks or default_ranks()
+    check_libraries(config.lora)
     kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     choose_precision(config.compute.dtype, kind)
     _check_strategy(config.strategy)
@@ -68,6 +71,8 @@ def make_ready(config: TrainConfig, progress: Progress | None, lock: RunLock) ->
     folder = RunFolder(config.folder)
     with folder.begun(config, lock):
         keep_origin(config)
+        if config.lora.rank:
+            open_base(config, folder)
         prepared = prepare(config.data.source(), folder.tokenizer_file, folder.tokens(config), progress)
         Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed)
     return ranks
@@ -115,6 +120,7 @@ def run_rank(config: TrainConfig, stop: Stop) -> int:
     with RunLock(folder.path) as lock:
         mesh = meshes.init(axes_of(config.mesh, read_world().world_size), ranks=config.ranks or None)
         check_same_start(config, mesh)
+        together(mesh, lambda: check_libraries(config.lora))
         with contextlib.ExitStack() as until_open:
             first = mesh.rank == 0 and not mesh.world.joining
             begun = folder.begun(config, lock) if first else contextlib.nullcontext()
@@ -233,7 +239,10 @@ def header(session: Session) -> list[tuple[str, str]]:
 
 def _weights(session: Session) -> str:
     """Where they come from, of a run that began with others'."""
-    weights = session.config.model.weights
+    weights, lora = session.config.model.weights, session.config.lora
+    if lora.rank:
+        goes_on = f"; adapters of its own checkpoint of step {session.done:,}" if session.done else ""
+        return f"of {weights}, frozen; {describe_adapters(session.model, lora)}{goes_on}"
     if session.done:
         return f"of its own checkpoint of step {session.done:,}; {weights} is not read again"
     return f"of {weights}"

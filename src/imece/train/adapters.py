@@ -1,0 +1,149 @@
+"""Adapters beside the matrices of a model that stays as it is, by peft: LoRA (Hu et al. 2021) and QLoRA
+(Dettmers et al. 2023).
+
+    base     the model of --from, frozen: whole on each rank under every strategy, in no checkpoint, but for
+             its digests; each command that needs it reads it again from where it lies
+    adapter  A [rank, in] and B [out, rank] beside a matrix W [out, in]: W x + alpha / rank * B A x
+
+A begins at random, B with zeros, so the model begins as the base. With lora.quantize the matrices of the
+blocks, those without adapters too, are NF4: codes of 4 bits for 64 elements with a scale of 8 bits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from imece.checkpoint.load import Source
+from imece.checkpoint.weights import MODEL
+from imece.errors import UserError
+from imece.membership.pieces import Pieces
+from imece.models.transformer import Transformer
+from imece.observe.units import si
+from imece.train.config import LINEAR, LoraSection, TrainConfig
+from imece.train.precision import Precision
+
+ADAPTER_A, ADAPTER_B = ".lora_A.default.weight", ".lora_B.default.weight"
+_BASE = ".base_layer"
+_QUANT_TYPE = "nf4"
+
+
+def check_libraries(lora: LoraSection, *, to_train: bool = True) -> None:
+    """UserError, with what to install, if what adapters need is not there. to_train: or only to be merged."""
+    needed = [("peft", "hf", "--lora.rank")] if lora.rank and to_train else []
+    if lora.rank and lora.quantize != "none":
+        needed.append(("bitsandbytes", "quant", f"--lora.quantize {lora.quantize}"))
+    for package, extra, option in needed:
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"{option} needs {package}: pip install 'imece[{extra}]'")
+
+
+def adapted(
+    config: TrainConfig, base: Source, model: Transformer, device: torch.device, precision: Precision
+) -> Transformer:
+    """A model on the meta device gets its memory on `device`, the values of `base`, and adapters.
+
+    No more than a matrix is on the CPU besides. UserError if the base cannot be read.
+    """
+    lora = config.lora
+    for name, module in list(model.named_modules()):
+        if lora.quantize != "none" and name.startswith("blocks.") and name.rpartition(".")[2] in LINEAR:
+            assert isinstance(module, nn.Linear)
+            _replace(model, name, _quantised(module, base.tensor(f"{MODEL}{name}.weight"), device, precision))
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                memory = torch.empty(parameter.shape, device=device)
+                base.fill(memory, f"{MODEL}{name}.{key}")
+                module._parameters[key] = nn.Parameter(memory, requires_grad=False)
+    _inject(model, lora)
+    with torch.no_grad():
+        for name, value in first_values(model, config.seed):
+            model.get_parameter(name).copy_(value)
+    return model
+
+
+def first_values(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Of all adapters, float32 on the CPU: the same on every rank, and whenever they are made."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith(ADAPTER_A):
+            value = torch.empty(parameter.shape)
+            yield name, nn.init.kaiming_uniform_(value, math.sqrt(5), generator=generator)
+        elif name.endswith(ADAPTER_B):
+            yield name, torch.zeros(parameter.shape)
+
+
+def first_pieces(config: TrainConfig, model: nn.Module) -> Source:
+    """The same as what a training state is loaded from."""
+    start = Pieces()
+    for name, value in first_values(model, config.seed):
+        start.add(MODEL + name, tuple(value.shape), 0, value.view(-1))
+    return start
+
+
+def describe(model: Transformer, lora: LoraSection) -> str:
+    """ "LoRA rank 16 on 7 layers a block: 0.9M of 135M parameters trained"."""
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    many = f"{len(lora.targets)} layer{'s' * (len(lora.targets) > 1)} a block"
+    kind = f"QLoRA ({lora.quantize})" if lora.quantize != "none" else "LoRA"
+    whole = si(model.config.parameter_count)
+    return f"{kind} rank {lora.rank} on {many}: {si(trained)} of {whole} parameters trained"
+
+
+def live_name(name: str, lora: LoraSection) -> str:
+    """A parameter's of the base, once adapters are beside it."""
+    module, _, key = name.rpartition(".")
+    is_target = module.startswith("blocks.") and module.rpartition(".")[2] in lora.targets
+    return f"{module}{_BASE}.{key}" if is_target else name
+
+
+def is_quantised(name: str, lora: LoraSection) -> bool:
+    """A parameter's of the base."""
+    module, _, key = name.rpartition(".")
+    inner = module.startswith("blocks.") and module.rpartition(".")[2] in LINEAR
+    return lora.quantize != "none" and inner and key == "weight"
+
+
+def codes_of(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(the codes, uint8, and the matrix that they stand for, float32) of a float32 matrix on the CPU."""
+    from bitsandbytes import functional
+
+    codes, state = functional.quantize_4bit(weight, quant_type=_QUANT_TYPE, compress_statistics=True)
+    return codes, functional.dequantize_4bit(codes, state)
+
+
+def _quantised(module: nn.Linear, weight: Tensor, device: torch.device, precision: Precision) -> nn.Module:
+    """On the CPU, whatever the device: so that a later command finds the same codes."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    linear = Linear4bit(
+        module.in_features, module.out_features, bias=False, compute_dtype=precision.dtype,
+        quant_type=_QUANT_TYPE, device="meta",
+    )  # fmt: skip
+    linear.bias = module.bias  # on the meta device still
+    linear.support_avx512bf16_for_cpu = False  # it would lay the codes anew in a validation
+    parameter = Params4bit(weight.float(), requires_grad=False, quant_type=_QUANT_TYPE, module=linear)
+    linear.weight = parameter.to("cpu").to(device)
+    return cast(nn.Module, linear)
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, key = name.rpartition(".")
+    setattr(model.get_submodule(parent), key, module)
+
+
+def _inject(model: Transformer, lora: LoraSection) -> None:
+    import peft
+
+    model.__dict__["is_loaded_in_4bit"] = lora.quantize != "none"  # by which peft knows bitsandbytes' layers
+    config = peft.LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha_or_usual, lora_dropout=lora.dropout,
+        target_modules=list(lora.targets),
+    )  # fmt: skip
+    peft.inject_adapter_in_model(config, model)

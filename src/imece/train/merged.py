@@ -1,0 +1,87 @@
+"""What a run with adapters has trained, as a model without: W + alpha / rank * B A in place of each W."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from imece.checkpoint.base import LEFT_OUT, digest_of
+from imece.checkpoint.load import Saved, Source
+from imece.checkpoint.weights import MODEL
+from imece.errors import UserError
+from imece.train.adapters import ADAPTER_A, ADAPTER_B, codes_of, is_quantised, live_name
+from imece.train.config import LoraSection
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A checkpoint of adapters and the base that it was trained on, which it knows by digests (`Source`).
+
+    All is float32, each sum rounded once. A quantised base is the numbers that its codes stand for, with
+    which the adapters were trained.
+    """
+
+    saved: Saved
+    base: Source
+    where: str
+    """The base, as a person named it."""
+    lora: LoraSection
+
+    @property
+    def folder(self) -> Path:
+        """For messages."""
+        return self.saved.folder
+
+    def names(self) -> list[str]:
+        return self.base.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self.base.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float32
+
+    @torch.no_grad()
+    def tensor(self, name: str) -> Tensor:
+        """All of it, on the CPU. UserError if it cannot be read, or if the base is another by now."""
+        own = name.removeprefix(MODEL)
+        weight = self.base.tensor(name).float()
+        read = weight
+        if is_quantised(own, self.lora):
+            read, weight = codes_of(weight)
+        live = live_name(own, self.lora)
+        if digest_of(read) != self._digest(live):
+            raise UserError(
+                f"{self.folder}: its adapters were trained beside another {own} than that of {self.where}, "
+                "which has changed since: put the old model back"
+            )
+        module = live.removesuffix(".base_layer.weight")
+        if module == live:
+            return weight
+        a, b = (self.saved.tensor(f"{MODEL}{module}{end}").double() for end in (ADAPTER_A, ADAPTER_B))
+        # Products of two float32 are exact here.
+        return (b @ a).mul_(self.lora.alpha_or_usual / self.lora.rank).add_(weight).float()
+
+    def slice(self, name: str, start: int, stop: int) -> Tensor:
+        """The elements [start, stop) of the flat tensor, on the CPU. UserError as `tensor`."""
+        return self.tensor(name).view(-1)[start:stop]
+
+    def fill(self, target: Tensor, name: str, start: int = 0) -> None:
+        """Its elements from `start` on into a tensor, all of it. UserError as `tensor`."""
+        found = self.slice(name, start, start + target.numel())
+        target.detach().copy_(found.view(target.shape))
+
+    def _digest(self, live: str) -> str:
+        """Of a parameter of the base when the adapters were trained; "" for one that it had not."""
+        name = LEFT_OUT + live
+        return bytes(self.saved.tensor(name).tolist()).hex() if name in self._kept else ""
+
+    @cached_property
+    def _kept(self) -> Collection[str]:
+        return frozenset(self.saved.names())
