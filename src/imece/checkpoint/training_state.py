@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from imece.checkpoint.base import BESIDE, LEFT_OUT, Base, Expected, as_tensor, in_memory
 from imece.checkpoint.deal import Slice
+from imece.checkpoint.divided import as_part, in_parts
 from imece.checkpoint.kept import Entry, Kept, are_alike, shape_of
 from imece.checkpoint.load import Source
 from imece.checkpoint.plain import by_key, plain, value_of
@@ -53,6 +54,7 @@ from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.sharding.parts import Part
 from imece.data_parallel.sharding.stepped import whole_groups
 from imece.errors import UserError
+from imece.model_parallel.divided import divided_parameters
 
 OPTIMIZER = "optimizer/"
 MADE_BY = "made_by/"
@@ -77,6 +79,9 @@ class TrainingState:
         model with another base is refused. What has been changed meanwhile stays in, as an average of weights
         is; but a change by `.data` is not seen.
 
+        Of a model that is divided along the mesh's axis tensor all ranks of the mesh have such a state, and
+        save into one checkpoint, which any other number of them can load. It leaves nothing out.
+
         TypeError for a model that is not wrapped. ValueError for some of the optimizers that step a sharded
         model, and for one that steps another; a warning where the model is replicated, and none of these
         steps some of the parameters that are trained.
@@ -86,6 +91,11 @@ class TrainingState:
             raise TypeError(
                 f"TrainingState: a {type(model).__name__} is not wrapped: give what imece.parallelize or "
                 "imece.DistributedDataParallel returned"
+            )
+        if divided_parameters(model.module) and not frozen:
+            raise ValueError(
+                "TrainingState(frozen=False): of a model that is divided along the axis tensor each rank has "
+                "a part of the base: save all of it"
             )
         given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self._model, self._optimizers = model, [(each, Kept(each)) for each in given]
@@ -106,7 +116,9 @@ class TrainingState:
             del found[MODEL + name]
         for prefix, of in digests.items():
             found |= {prefix + name: as_tensor(digest) for name, digest in of.items()}
-        return found | self._of_rank_0() | self._numbers()
+        found |= self._of_rank_0() | self._numbers()
+        plain = model.module
+        return in_parts(found, plain, model.process_group) if divided_parameters(plain) else found
 
     def _replicated(self) -> dict[str, Tensor | Slice]:
         found: dict[str, Tensor | Slice] = dict(self._whole_parameters())
@@ -184,6 +196,7 @@ class TrainingState:
                 f"TrainingState.load: a {type(saved).__name__} is no checkpoint: open it, as newest(folder, "
                 "damaged=print) or open_checkpoint(folder) do"
             )
+        saved = as_part(saved, self._model.module)
         shapes = {name: tuple(each.shape) for name, each in shaped(self._model).items()}
         skipped = set() if frozen else self.frozen_names()
         check_shapes(saved, {name: shape for name, shape in shapes.items() if MODEL + name not in skipped})

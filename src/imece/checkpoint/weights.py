@@ -20,6 +20,7 @@ from typing import TypeVar, cast
 from torch import Tensor, nn
 
 from imece.checkpoint.base import LEFT_OUT, Digests, Expected, in_memory
+from imece.checkpoint.divided import as_part
 from imece.checkpoint.load import Saved, Source, newest, open_checkpoint
 from imece.checkpoint.manifest import MANIFEST
 from imece.checkpoint.plain import by_key, value_of
@@ -67,7 +68,7 @@ def load_weights(model: nn.Module, source: Path | str | Saved, *, strict: bool =
 
     def look() -> tuple[Saved, Expected]:
         saved = source if isinstance(source, Saved) else find(Path(source), damaged)
-        check_shapes(saved, shapes, strict)
+        check_shapes(as_part(saved, model), shapes, strict)
         return saved, Expected.by(saved)
 
     saved, expected = together(model, look)
@@ -79,7 +80,7 @@ def load_weights(model: nn.Module, source: Path | str | Saved, *, strict: bool =
             print(f"imece: damaged, so an older checkpoint is used: {line}", file=sys.stderr, flush=True)
     if strict:
         expected.check(model, Digests(model), saved.folder)
-    together(model, lambda: fill(model, saved))
+    together(model, lambda: fill(model, as_part(saved, model)))
     if isinstance(model, DistributedDataParallel):
         model.take_over_masters()
     kept = kept_names(saved)
