@@ -1,0 +1,214 @@
+"""Where a model is cut into stages.
+
+    piece   what is never cut: a child of an nn.Sequential, a block of a Transformer, its head
+    stage   consecutive pieces, run as one; each takes what the one before returns
+    part    what one rank has: its stages, of which there are several with the interleaved schedule
+
+A part's parameters have the names that they have in the whole model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from imece.models.transformer import Transformer, rotation_at
+
+Values = tuple[Tensor, ...]
+
+
+class Pieces(Protocol):
+    """The pieces of a model, in the order of its forward."""
+
+    costs: list[float]
+    """What each costs in a step, in any unit."""
+
+    def named(self, which: range) -> dict[str, nn.Module]:
+        """The modules of these pieces, by their names in the model."""
+
+    def stage(self, which: range, inputs: Values) -> nn.Module:
+        """These pieces as one module. inputs: of the whole model, a micro-batch, with or without memory."""
+
+
+def pieces_of(model: nn.Module | Sequence[nn.Module]) -> Pieces:
+    """ValueError for a model that nobody knows how to cut, with what to do."""
+    if isinstance(model, Transformer) and type(model).forward is Transformer.forward:
+        return _OfTransformer(model)
+    if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential):
+        raise ValueError(
+            f"a {type(model).__name__} cannot be cut by itself: give an imece Transformer, an nn.Sequential, "
+            "or a list of modules, each of which takes what the one before returns"
+        )
+    return _OfSequential(model if isinstance(model, nn.Sequential) else nn.Sequential(*model))
+
+
+def deal(costs: Sequence[float], stages: int) -> list[range]:
+    """Consecutive pieces for each stage, at least one, so that the costliest stage costs least.
+
+    ValueError for fewer pieces than stages.
+    """
+    if len(costs) < stages:
+        raise ValueError(f"a model of {len(costs)} pieces cannot be cut into {stages} stages")
+    sums = [0.0, *itertools.accumulate(costs)]
+    # Of the first `stop` pieces in so many stages: the cost of the costliest, and where the last one starts.
+    best = [(sums[stop], 0) for stop in range(len(sums))]
+    starts = []
+    for stage in range(1, stages):
+        best = [
+            min(
+                ((max(best[start][0], sums[stop] - sums[start]), start) for start in range(stage, stop)),
+                default=(float("inf"), 0),
+            )
+            for stop in range(len(sums))
+        ]
+        starts.append([start for _, start in best])
+    ends = [len(costs)]
+    for each in reversed(starts):
+        ends.insert(0, each[ends[0]])
+    return _between([0, *ends])
+
+
+def dealt_by(cuts: Sequence[int], pieces: int, stages: int) -> list[range]:
+    """cuts: the piece at which each stage begins but the first. ValueError for others than can be."""
+    ends = [0, *cuts, pieces]
+    if len(cuts) != stages - 1 or any(start >= stop for start, stop in itertools.pairwise(ends)):
+        raise ValueError(
+            f"cuts={list(cuts)}: {stages} stages need {stages - 1} rising numbers from 1 to {pieces - 1}, "
+            "the pieces at which stages begin"
+        )
+    return _between(ends)
+
+
+def _between(ends: Sequence[int]) -> list[range]:
+    return [range(start, stop) for start, stop in itertools.pairwise(ends)]
+
+
+class Part(nn.Module):
+    """What one rank has of a model that is cut. Pipeline runs its stages; called, it only passes on.
+
+    So a forward of its wrapper, which `parallelize` makes of it, is only where the ranks that have this part
+    begin to sum its gradients.
+    """
+
+    def __init__(self, named: dict[str, nn.Module]) -> None:
+        """named: its modules, by their names in the whole model."""
+        super().__init__()
+        self.wrapper: Callable[[], nn.Module | None] = lambda: None
+        for name, module in named.items():
+            *path, last = name.split(".")
+            home: nn.Module = self
+            for each in path:
+                if each not in home._modules:
+                    home.add_module(each, nn.ModuleList())
+                home = cast(nn.Module, home._modules[each])
+            home.add_module(last, module)
+
+    def wrapped_by(self, wrapper: nn.Module) -> None:
+        """`parallelize` made it."""
+        self.wrapper = weakref.ref(wrapper)
+
+    def forward(self, anchor: Tensor) -> Tensor:
+        return anchor * 1.0  # with a history, by which the wrapper sees backward come
+
+
+class _OfSequential:
+    def __init__(self, model: nn.Sequential) -> None:
+        self._named = dict(model._modules)  # named_children() leaves out repeats
+        self.costs = [
+            float(sum(_cost_of(each) for each in module.modules())) or 1.0 for module in self._named.values()
+        ]
+        owners: dict[int, str] = {}
+        for name, module in self._named.items():
+            for inner, parameter in module.named_parameters():
+                first = owners.setdefault(id(parameter), name)
+                if first != name:
+                    raise ValueError(
+                        f"parameter {name}.{inner} is that of {first} too: modules that share parameters "
+                        "must be one piece, as nobody else would sum their gradients"
+                    )
+
+    def named(self, which: range) -> dict[str, nn.Module]:
+        return dict(list(self._named.items())[which.start : which.stop])
+
+    def stage(self, which: range, inputs: Values) -> nn.Module:
+        return _SequentialStage(*self.named(which).values())
+
+
+class _SequentialStage(nn.Sequential):
+    """What comes from another stage as several arguments goes to a child as the tuple that it was."""
+
+    def forward(self, *values: Tensor) -> Any:
+        x: Any = values[0] if len(values) == 1 else values
+        for each in self:
+            x = each(x)
+        return x
+
+
+def _cost_of(module: nn.Module) -> int:
+    """By its parameters, each of which is multiplied by once, but for those that are looked up."""
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return 0
+    return sum(each.numel() for each in module.parameters(recurse=False))
+
+
+class _OfTransformer:
+    """The blocks, the first with the embedding, and the head, as the last piece."""
+
+    def __init__(self, model: Transformer) -> None:
+        config, self._model = model.config, model
+        costs = []  # multiplications a token
+        for layer, block in enumerate(model.blocks):
+            seen = min(config.window_of(layer) or config.max_seq, config.max_seq)
+            costs.append(float(sum(each.numel() for each in block.parameters()) + seen * config.q_width))
+        self.costs = [*costs, float(config.vocab_size * config.width)]
+
+    def named(self, which: range) -> dict[str, nn.Module]:
+        model, layers = self._model, self._model.config.layers
+        found: dict[str, nn.Module] = {}
+        if 0 in which or (layers in which and model.config.tied_head):
+            found["embed"] = model.embed
+        found |= {f"blocks.{layer}": model.blocks[layer] for layer in which if layer < layers}
+        if layers in which:
+            found["norm"] = model.norm
+            if not model.config.tied_head:
+                found["head"] = model.head
+        return found
+
+    def stage(self, which: range, inputs: Values) -> nn.Module:
+        return _TransformerStage(self._model, which, inputs[0].shape[1])
+
+
+class _TransformerStage(nn.Module):
+    """Tokens [B, T], or the residual [B, T, width] -> the residual, or logits [B, T, V]."""
+
+    def __init__(self, model: Transformer, which: range, length: int) -> None:
+        """length: of the sequences. The residual may be shorter, where other ranks have the rest."""
+        super().__init__()
+        self._model, self._length = [model], length  # not its child
+        layers = model.config.layers
+        self.begins, self.ends = 0 in which, layers in which
+        self.blocks = nn.ModuleList(model.blocks[layer] for layer in which if layer < layers)
+        if self.begins or (self.ends and model.config.tied_head):
+            self.embed = model.embed
+        if self.ends:
+            self.norm = model.norm
+            if not model.config.tied_head:
+                self.head = model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        model: Any = self._model[0]
+        if self.begins:
+            model._check_room(x, None)
+            x = self.embed(x)
+        rotation = rotation_at(model.config, torch.arange(self._length, device=x.device))
+        for block in self.blocks:
+            x = model.through(block, x, rotation)
+        if not self.ends:
+            return x
+        x = self.norm(x)
+        return cast(Tensor, self.embed.as_head(x) if model.config.tied_head else self.head(x))

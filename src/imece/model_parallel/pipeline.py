@@ -1,0 +1,206 @@
+"""Pipeline parallelism: the layers of a model dealt to the ranks along the mesh's axis "pipeline".
+
+On p ranks a step of m micro-batches idles (p - 1) / m of the time that it is busy, interleaved
+(p - 1) / (v m). The schedules (schedules.py) are torch.distributed.pipelining's; what is here is the cut, the
+shapes, the shared parameters, and the one reduction over the data axes after all backwards of a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from imece import mesh as meshes
+from imece.collectives import ops
+from imece.mesh import Mesh
+from imece.model_parallel.cutting import Part, Values, deal, dealt_by, pieces_of
+from imece.model_parallel.schedules import Loss, Span, check_schedule
+from imece.model_parallel.shared import Shared
+
+_KEPT = 4  # schedules for inputs of different shapes, with memory for what they receive
+
+
+class Pipeline:
+    """A model cut into stages, and this rank's part of it.
+
+    pipeline = imece.Pipeline(model, mesh, micro_batches=8, loss=loss)
+    stage, optimizer = imece.parallelize(pipeline.part, AdamW, "zero1", mesh)
+    loss = pipeline.step(tokens, targets)
+    optimizer.step(); optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        mesh: Mesh | None = None,
+        *,
+        micro_batches: int,
+        loss: Loss,
+        schedule: str = "1f1b",
+        chunks: int | None = None,
+        cuts: Sequence[int] | None = None,
+    ) -> None:
+        """All ranks of the pipeline construct together, of the same whole model, on its device.
+
+        model: an imece Transformer, an nn.Sequential, or a list of modules, each of which takes what the one
+        before returns: a tensor or a tuple of tensors, whose first dimension is the batch and whose shapes
+        follow from those of the inputs. It is taken apart: what others have loses its memory here.
+
+        mesh: by default that of imece.init(). micro_batches: into how many a batch is split. loss: of (what
+        the last stage returns, targets) of a micro-batch, its mean. schedule: gpipe, 1f1b or interleaved.
+        chunks: stages a rank has, interleaved (2). cuts: the piece at which each stage but the first begins;
+        pieces are the children of an nn.Sequential, or the blocks of a Transformer and, as the last one, its
+        head. By default the costliest stage costs as little as can be.
+
+        ValueError: a model that cannot be cut so, or a schedule that cannot run with so many micro-batches.
+        """
+        self.mesh = mesh = mesh if mesh is not None else meshes.current()
+        self.micro_batches, self.schedule = micro_batches, schedule
+        chunks = chunks if chunks is not None else 1 + (schedule == "interleaved")
+        size, rank = mesh.size("pipeline"), mesh.coordinate("pipeline")
+        check_schedule(schedule, micro_batches, chunks, size)
+        self._pieces, stages = pieces_of(model), size * chunks
+        costs = self._pieces.costs
+        self._dealt = deal(costs, stages) if cuts is None else dealt_by(cuts, len(costs), stages)
+        self._group = mesh.group("pipeline")
+        self._loss, self._named = loss, [self._pieces.named(which) for which in self._dealt]
+        self._mine = list(range(rank, stages, size))
+        self._check_parts(size)
+        self.spans: list[Span] = []
+        """When this rank was busy in the latest step or evaluation, by time.perf_counter()."""
+        self.part = Part({name: each for at in self._mine for name, each in self._named[at].items()})
+        """This rank's part of the model, for `parallelize`, or for an optimizer if no rank has the same."""
+        self._shared = Shared([self._named[at::size] for at in range(size)], self._group)
+        self._free_others()
+        self._schedule_for = functools.lru_cache(_KEPT)(self._make_schedule)
+
+    def step(self, inputs: Tensor | Values, targets: Tensor) -> Tensor:
+        """Forward and backward of a batch, and the sum of the gradients over the data axes.
+
+        All ranks of the pipeline call it, with inputs of the same shapes; the first stage reads inputs, the
+        last one targets. Returns the mean loss of the micro-batches, fp64 scalar, on all of these ranks.
+
+        Inside of `stage.no_sync()` gradients stay on their rank, to be added to by the next step outside.
+
+        ValueError: the micro-batches do not divide the batch. RuntimeError: an error in a stage, by its name;
+        nobody has called `parallelize`, though other ranks have this part too.
+        """
+        wrapper = self._wrapper()
+        reduces = wrapper is None or wrapper.require_backward_grad_sync
+        self._shared.before_step()
+        loss = self._run(inputs, targets, train=True)
+        if reduces:
+            self._shared.sum()
+            if wrapper is not None:
+                wrapper(torch.zeros((), device=self.mesh.device, requires_grad=True)).backward()
+        return self._told(loss)
+
+    def evaluate(self, inputs: Tensor | Values, targets: Tensor) -> Tensor:
+        """As `step`, without gradients."""
+        with torch.no_grad():
+            return self._told(self._run(inputs, targets, train=False))
+
+    def __str__(self) -> str:
+        stages = ", ".join(f"{at} ({_names(self._named[at])})" for at in self._mine)
+        return f"stage {stages} of {len(self._dealt)}, rank {self.mesh.rank}"
+
+    def _run(self, inputs: Tensor | Values, targets: Tensor, *, train: bool) -> Tensor | None:
+        """The mean loss, where it is known."""
+        values = inputs if isinstance(inputs, tuple) else (inputs,)
+        for each in (*values, targets):
+            if each.shape[0] % self.micro_batches:
+                raise ValueError(
+                    f"a batch of {each.shape[0]} cannot be split into micro_batches={self.micro_batches}"
+                )
+        device = self.mesh.device.type
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        alike = tuple((each.shape[0] // self.micro_batches, *each.shape[1:]) for each in values)
+        schedule = self._schedule_for(alike, tuple(each.dtype for each in values), cast, train)
+        last = self._mine[-1] == len(self._dealt) - 1
+        losses: list[Tensor] | None = [] if last else None
+        self.spans.clear()
+        try:
+            run = schedule.step if train else schedule.eval
+            run(
+                *(values if self._mine[0] == 0 else ()),
+                target=targets if last else None,
+                losses=losses,
+                return_outputs=False,
+            )
+        except Exception as error:
+            raise RuntimeError(f"{self}: {error}") from error
+        return torch.stack([each.detach() for each in losses]).double().sum() if losses else None
+
+    def _make_schedule(
+        self,
+        alike: tuple[tuple[int, ...], ...],
+        dtypes: tuple[torch.dtype, ...],
+        cast: torch.dtype | None,
+        train: bool,
+    ) -> Any:
+        """For micro-batches of these shapes and dtypes, and this autocast."""
+        from imece.model_parallel.stages import schedule_of, shapes
+
+        inputs = tuple(
+            torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(alike, dtypes, strict=True)
+        )
+        stages = [self._pieces.stage(which, inputs) for which in self._dealt]
+        along = shapes(stages, inputs, self.mesh.device)
+        mine = {at: stages[at] for at in self._mine}
+        return schedule_of(
+            self.schedule,
+            mine,
+            along,
+            self.micro_batches,
+            self._mean_loss,
+            self.mesh.device,
+            self._group,
+            self.spans,
+        )
+
+    def _mean_loss(self, output: Any, targets: Tensor) -> Tensor:
+        """So that gradients of all micro-batches add up to those of the mean."""
+        return self._loss(output, targets) / self.micro_batches
+
+    def _told(self, loss: Tensor | None) -> Tensor:
+        """To all stages, by the last one."""
+        told = torch.zeros((), dtype=torch.float64, device=self.mesh.device) if loss is None else loss
+        if self._group.size() > 1:
+            ops.broadcast(told, self._group.size() - 1, group=self._group, label="loss of the last stage")
+        return told
+
+    def _wrapper(self) -> Any:
+        wrapper = self.part.wrapper()
+        if wrapper is None and self.mesh.data_group.size() > 1:
+            raise RuntimeError(
+                f"{self.mesh.data_group.size()} ranks have this part of the model, and nobody sums their "
+                "gradients: call imece.parallelize(pipeline.part, ...) before pipeline.step, and keep what "
+                "it returns"
+            )
+        return wrapper
+
+    def _check_parts(self, size: int) -> None:
+        for at in range(size):
+            modules = [each for named in self._named[at::size] for each in named.values()]
+            if not any(True for module in modules for _ in module.parameters()):
+                raise ValueError(
+                    f"rank {at} of the pipeline would have no parameters, and nothing to train: cut "
+                    f"otherwise, by cuts=, than at {[which.start for which in self._dealt[1:]]}"
+                )
+
+    def _free_others(self) -> None:
+        """The memory of what only other ranks have; its shapes stay."""
+        mine = {id(each) for each in self.part.modules()}
+        for named in self._named:
+            for module in named.values():
+                if id(module) not in mine:
+                    module.to("meta")
+
+
+def _names(named: dict[str, nn.Module]) -> str:
+    names = list(named)
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"

@@ -1,0 +1,61 @@
+"""The schedules of a pipeline: their names, what they need, what they cost.
+
+gpipe        all forwards, then all backwards: activations of all m micro-batches are kept
+             (Huang et al., GPipe, 2019)
+1f1b         a backward as soon as there can be one: activations of at most p micro-batches
+             (Narayanan et al., PipeDream, 2019; with the weights of one step, as PipeDream-Flush, 2021)
+interleaved  1f1b with v stages a rank, each a v-th as long (Narayanan et al., Megatron-LM, 2021)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a rank was busy with."""
+
+    what: str
+    """forward or backward."""
+    stage: int
+    micro_batch: int
+    start_s: float
+    end_s: float
+
+
+def check_schedule(schedule: str, micro_batches: int, chunks: int, size: int) -> None:
+    """ValueError for a schedule that cannot run, with what to do. size: ranks along the axis pipeline."""
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule={schedule!r}: one of {', '.join(SCHEDULES)}")
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches={micro_batches}: at least 1")
+    if chunks < 1 or (chunks > 1 and schedule != "interleaved"):
+        raise ValueError(f"chunks={chunks} with schedule={schedule!r}: only 'interleaved' has more than 1")
+    if schedule == "1f1b" and micro_batches < size:
+        raise ValueError(
+            f"micro_batches={micro_batches}: 1f1b needs at least one for each of {size} stages; take more, "
+            "or schedule='gpipe'"
+        )
+    rounds = max(1, micro_batches // size)
+    if schedule == "interleaved" and micro_batches % rounds:
+        raise ValueError(
+            f"micro_batches={micro_batches}: interleaved runs them in {rounds} equal rounds on {size} ranks; "
+            f"take {micro_batches - micro_batches % size}"
+        )
+
+
+def ideal_bubble(micro_batches: int, chunks: int, size: int) -> float:
+    """The part of a step in which a rank idles, where stages cost alike and nothing is lost between them.
+
+    That is (p - 1) / (v m) of the time it is busy, p = size, v = chunks, m = micro_batches.
+    """
+    idle = (size - 1) / (chunks * micro_batches)
+    return idle / (1 + idle)

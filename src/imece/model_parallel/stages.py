@@ -1,0 +1,136 @@
+"""torch's pipeline stages and schedules, told the shapes of what travels, timed, and checked.
+
+To import it takes a second: torch's compiler comes with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+from torch.func import functional_call
+
+from imece.model_parallel.cutting import Values
+from imece.model_parallel.schedules import Loss, Span
+
+
+def values_of(output: Any) -> Values:
+    """What a stage returned. ValueError unless it is a tensor, or several: else nobody could send it."""
+    values = tuple(output) if isinstance(output, tuple | list) else (output,)
+    wrong = [type(each).__name__ for each in values if not isinstance(each, Tensor)]
+    if wrong:
+        raise ValueError(f"a stage returns a tensor or a tuple of tensors, and this one a {wrong[0]}")
+    return values
+
+
+def shapes(stages: Sequence[nn.Module], inputs: Values, device: torch.device) -> list[Values]:
+    """What goes into each stage, and what comes out of the last: tensors of shapes, without memory.
+
+    Nothing is computed and no rank is asked: parameters may be on the meta device. inputs: a micro-batch.
+    """
+    found: list[Values] = []
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        x = tuple(torch.empty_like(each, device=device) for each in inputs)
+        for stage in stages:
+            found.append(x)
+            own = {
+                name: torch.empty_like(each, device=device).requires_grad_(each.requires_grad)
+                for name, each in [*stage.named_parameters(), *stage.named_buffers()]
+            }
+            x = tuple(each.detach().requires_grad_(each.requires_grad) for each in x)
+            x = values_of(functional_call(stage, own, x))
+        found.append(x)
+    return [
+        tuple(
+            torch.empty(each.shape, dtype=each.dtype, device="meta", requires_grad=each.requires_grad)
+            for each in values
+        )
+        for values in found
+    ]
+
+
+class TimedStage(PipelineStage):
+    """One of torch's, which says when it was busy and compares what it returns with what was agreed on."""
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        number: int,
+        along: Sequence[Values],
+        device: torch.device,
+        group: dist.ProcessGroup,
+        spans: list[Span],
+    ) -> None:
+        """number: of the stage. along: as `shapes` of all of them gives it."""
+        inputs, self._agreed = along[number], along[number + 1]
+        super().__init__(stage, number, len(along) - 1, device, inputs, self._agreed, group=group)
+        self._spans = spans
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        with self._busy("forward", fwd_chunk_id):
+            output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        if self.is_last and not self.has_backward:
+            self.fwd_cache[fwd_chunk_id] = ((), [])  # nobody needs it any more
+        if not self.is_last:
+            for value, agreed in zip(values_of(output), self._agreed, strict=True):
+                if (value.shape, value.dtype) != (agreed.shape, agreed.dtype):
+                    raise ValueError(
+                        f"it returned {value.dtype} {list(value.shape)} for micro-batch {fwd_chunk_id}, "
+                        f"where {agreed.dtype} {list(agreed.shape)} follows from its input: do its shapes "
+                        "depend on the data?"
+                    )
+        return output
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        with self._busy("backward", bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    @contextlib.contextmanager
+    def _busy(self, what: str, micro_batch: int) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - raised anew
+            cause = error.__cause__ or error  # torch's own tells no more than which stage
+            raise RuntimeError(
+                f"{what} of micro-batch {micro_batch} in stage {self.stage_index}: {cause}"
+            ) from cause
+        self._spans.append(Span(what, self.stage_index, micro_batch, start, time.perf_counter()))
+
+
+def schedule_of(
+    name: str,
+    stages: dict[int, nn.Module],
+    along: list[Values],
+    micro_batches: int,
+    loss: Loss,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    spans: list[Span],
+) -> Any:
+    """torch's schedule of this rank's stages. along: as `shapes` of all of them gives it."""
+    made = [TimedStage(stage, number, along, device, group, spans) for number, stage in stages.items()]
+    if name == "interleaved":
+        return ScheduleInterleaved1F1B(made, micro_batches, loss, scale_grads=False)  # type: ignore[arg-type]
+    kind = ScheduleGPipe if name == "gpipe" else Schedule1F1B
+    return kind(made[0], micro_batches, loss, scale_grads=False)

@@ -1,0 +1,465 @@
+"""A pipeline trains as one rank does, with every schedule, cut and strategy over the data axes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+import imece
+from imece import Pipeline, parallelize
+from imece.mesh import Mesh
+from imece.model_parallel.shared import Shared
+from imece.models.transformer import Transformer
+from tests.data_parallel.checks import Check, Job, jobs, passed, slow
+from tests.model_parallel.test_cutting import config
+from tests.ranks import run_ranks
+
+EXACT = 1e-12
+STEPS = 3
+BATCH, LENGTH = 8, 6  # of each data rank
+
+Batch = tuple[Tensor, Tensor]
+
+
+def tokens_of(step: int, size: int) -> Batch:
+    drawn = torch.randint(11, (size, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def numbers_of(step: int, size: int) -> Batch:
+    x, y = torch.randn(2, size, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+    return x, y
+
+
+def transformer(tied: bool = False, layers: int = 4, checkpoint: bool = False) -> nn.Module:
+    model = Transformer(
+        config(tied_head=tied, layers=layers), generator=torch.Generator().manual_seed(3)
+    ).double()
+    model.checkpoint_blocks = checkpoint
+    return model
+
+
+class Both(nn.Module):
+    """Takes a pair, or one tensor, and returns a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.full((5,), 0.5))
+
+    def forward(self, given: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, left = given if isinstance(given, tuple) else (given, given)
+        return torch.tanh(self.layer(x)), left * self.scale
+
+
+class Joined(nn.Module):
+    """Of a pair."""
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        return given[0] + given[1]
+
+
+def sequence() -> nn.Sequential:
+    torch.manual_seed(3)
+    layers = [nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.Linear(7, 7), nn.GELU(), nn.Linear(7, 7)]
+    return nn.Sequential(*layers, nn.Linear(7, 6), nn.Linear(6, 5), nn.LayerNorm(5)).double()
+
+
+def pairs() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(Both(), Both(), Both(), Joined()).double()
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and by whom."""
+
+    axes: dict[str, int]
+    schedule: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[int, int], Batch] = tokens_of
+    strategy: str | None = "replicate"  # None: no wrapper
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def loss(self, output: Any, targets: Tensor) -> Tensor:
+        if self.batch is tokens_of:
+            return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+        return F.mse_loss(output, targets)
+
+
+def optimizer_of(parameters: Any) -> AdamW:
+    return AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def one_rank(case: Case, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and parameters after all steps, of one process on the batches of all data ranks."""
+    model = case.make()
+    optimizer, losses = optimizer_of(model.parameters()), []
+    for step in range(STEPS):
+        inputs, targets = case.batch(step, BATCH * ranks)
+        optimizer.zero_grad()
+        loss = case.loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def mine(batch: Batch, mesh: Mesh) -> Batch:
+    inputs, targets = (each.chunk(mesh.batch_ranks)[mesh.batch_rank] for each in batch)
+    return inputs, targets
+
+
+def piped(case: Case, mesh: Mesh) -> tuple[list[float], dict[str, Tensor], Pipeline]:
+    pipeline = Pipeline(
+        case.make(), mesh, micro_batches=4, schedule=case.schedule, loss=case.loss, **case.options
+    )
+    part: Any = pipeline.part
+    optimizer: Any = optimizer_of(part.parameters())
+    if case.strategy is not None:
+        part, optimizer = parallelize(part, optimizer, case.strategy, mesh)
+    losses = []
+    for step in range(STEPS):
+        loss = pipeline.step(*mine(case.batch(step, BATCH * mesh.batch_ranks), mesh))
+        optimizer.step()
+        optimizer.zero_grad()
+        imece.all_reduce(loss, "avg", group=mesh.data_group)
+        losses.append(loss.item())
+    return losses, pipeline.part.state_dict(), pipeline
+
+
+def differs(case: Case) -> float:
+    """From one rank, at most: losses and parameters."""
+    with contextlib.closing(imece.init(case.axes)) as mesh:
+        losses, parameters, pipeline = piped(case, mesh)
+        expected, whole = one_rank(case, mesh.batch_ranks)
+        assert parameters
+        inputs, targets = mine(case.batch(99, BATCH * mesh.batch_ranks), mesh)
+        model = case.make()
+        model.load_state_dict(whole)
+        with torch.no_grad():
+            losses.append(pipeline.evaluate(inputs, targets).item())
+            expected.append(case.loss(model(inputs), targets).item())
+        return max(
+            max(abs(a - b) for a, b in zip(losses, expected, strict=True)),
+            max((each - whole[name]).abs().max().item() for name, each in parameters.items()),
+        )
+
+
+def trains_as_one_rank(case: Case, group: dist.ProcessGroup) -> None:
+    assert differs(case) < EXACT
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+TWO, FOUR, BOTH = {"pipeline": 2}, {"pipeline": 4}, {"pipeline": 2, "replicate": 2}
+tied = partial(transformer, tied=True)
+
+OF_TWO = {
+    **{f"tied {each}": Case(TWO, each, tied) for each in SCHEDULES},
+    **{f"untied {each}": Case(TWO, each, transformer, strategy=None) for each in SCHEDULES},
+    "recomputed": Case(TWO, "1f1b", partial(transformer, checkpoint=True)),
+    "uneven": Case(TWO, "1f1b", tied, options={"cuts": [1]}),
+    "head alone": Case(TWO, "gpipe", tied, options={"cuts": [4]}),
+    "sequence": Case(TWO, "interleaved", sequence, numbers_of, options={"cuts": [1, 4, 5]}),
+    "three chunks": Case(TWO, "interleaved", sequence, numbers_of, options={"chunks": 3}),
+    "pairs": Case(TWO, "1f1b", pairs, numbers_of),
+}
+OF_FOUR = {
+    **{
+        f"{schedule} {strategy}": Case(BOTH, schedule, tied, strategy=strategy)
+        for schedule in SCHEDULES
+        for strategy in ("replicate", "zero1", "zero2")
+    },
+    "four stages 1f1b": Case(FOUR, "1f1b", tied),
+    "four stages interleaved": Case(FOUR, "interleaved", sequence, numbers_of, strategy=None),
+    "four stages gpipe": Case(
+        FOUR, "gpipe", sequence, numbers_of, strategy=None, options={"cuts": [1, 3, 7]}
+    ),
+}
+ALWAYS_ON_GLOO = ("tied interleaved", "untied 1f1b", "pairs")
+ALWAYS_ON_FOUR = (
+    "gpipe replicate",
+    "1f1b zero1",
+    "interleaved zero2",
+    "four stages 1f1b",
+    "without the sum over data",
+    "steps add up",
+    "keeps activations of",
+    "an unwrapped part is refused",
+)
+
+
+# Negative controls: what is there to make it right, taken away.
+
+
+def without_the_sum_of_the_shared(group: dist.ProcessGroup) -> None:
+    with mock.patch.object(Shared, "sum"):
+        assert differs(Case(TWO, "1f1b", tied)) > 1e-4
+
+
+def without_the_sum_over_data(group: dist.ProcessGroup) -> None:
+    with mock.patch.object(Pipeline, "_wrapper", lambda self: None):
+        assert differs(Case(BOTH, "1f1b", transformer, strategy="replicate")) > 1e-4
+
+
+def shared_parameters_stay_equal(group: dist.ProcessGroup) -> None:
+    with contextlib.closing(imece.init(TWO)) as mesh:
+        _, parameters, _ = piped(Case(TWO, "1f1b", partial(transformer, tied=True)), mesh)
+        embed = parameters["embed.weight"]
+        other = imece.broadcast(embed.clone(), 0, group=mesh.group("pipeline"))
+        assert torch.equal(embed, other)
+
+
+def shared_parameters_begin_equal(group: dist.ProcessGroup) -> None:
+    with contextlib.closing(imece.init(TWO)) as mesh:
+        model = Transformer(config(tied_head=True))  # by each rank's own random state
+        part = Pipeline(model, mesh, micro_batches=2, loss=F.cross_entropy).part
+        embed = part.state_dict()["embed.weight"]
+        assert torch.equal(embed, imece.broadcast(embed.clone(), 0))
+
+
+# Gradients that stay for a while.
+
+
+def steps_add_up(group: dist.ProcessGroup) -> None:
+    """Inside of no_sync and after it, and without zero_grad, as with any wrapped model."""
+    case = Case(BOTH, "1f1b", tied)
+    for strategy in ("replicate", "zero1"):
+        with contextlib.closing(imece.init(case.axes)) as mesh:
+            pipeline = Pipeline(case.make(), mesh, micro_batches=4, loss=case.loss)
+            part, optimizer = parallelize(pipeline.part, optimizer_of, strategy, mesh)
+            batches = [case.batch(step, BATCH * mesh.batch_ranks) for step in range(3)]
+            pipeline.step(*mine(batches[0], mesh))
+            with part.no_sync():
+                pipeline.step(*mine(batches[1], mesh))
+            pipeline.step(*mine(batches[2], mesh))
+            optimizer.step()
+            model = case.make()
+            whole = optimizer_of(model.parameters())
+            for inputs, targets in batches:
+                case.loss(model(inputs), targets).backward()
+            whole.step()
+            expected = model.state_dict()
+            for name, each in pipeline.part.state_dict().items():
+                assert (each - expected[name]).abs().max() < EXACT, (strategy, name)
+
+
+# Schedules, batches and memory.
+
+
+def in_flight(pipeline: Pipeline) -> int:
+    """Most micro-batches of which a stage keeps activations, all stages of this rank together."""
+    most = now = 0
+    for span in pipeline.spans:
+        now += 1 if span.what == "forward" else -1
+        most = max(most, now)
+    assert now == 0 and most
+    return most
+
+
+def keeps_activations_of(group: dist.ProcessGroup) -> None:
+    with contextlib.closing(imece.init(FOUR)) as mesh:
+        rank, found = mesh.coordinate("pipeline"), {}
+        for schedule in ("gpipe", "1f1b"):
+            case = Case(FOUR, schedule, sequence, numbers_of, strategy=None)
+            pipeline = Pipeline(
+                case.make(), mesh, micro_batches=8, schedule=schedule, loss=case.loss, **case.options
+            )
+            pipeline.step(*case.batch(0, 8))
+            found[schedule] = in_flight(pipeline)
+        assert found == {"gpipe": 8, "1f1b": 4 - rank}
+
+
+def batches_of_other_sizes(group: dist.ProcessGroup) -> None:
+    case = Case(TWO, "1f1b", transformer)
+    with contextlib.closing(imece.init(TWO)) as mesh:
+        model = case.make()
+        pipeline = Pipeline(case.make(), mesh, micro_batches=2, loss=case.loss)
+        for size, length in ((4, 6), (2, 6), (4, 3), (6, 1), (8, 2), (4, 6)):
+            inputs, targets = (each[:, :length] for each in tokens_of(size, size))
+            expected = case.loss(model(inputs), targets).item()
+            assert abs(pipeline.evaluate(inputs, targets).item() - expected) < EXACT
+            assert abs(pipeline.step(inputs, targets).item() - expected) < EXACT
+        with pytest.raises(ValueError, match="a batch of 3 cannot be split into micro_batches=2"):
+            pipeline.step(*tokens_of(0, 3))
+
+
+def autocast_is_foreseen(group: dist.ProcessGroup) -> None:
+    """Stages hand on bf16 where they would fp32, and the ranks know it."""
+    with contextlib.closing(imece.init(TWO)) as mesh:
+        model, whole = sequence().float(), sequence().float()
+        pipeline = Pipeline(model, mesh, micro_batches=2, loss=F.mse_loss, cuts=[1])
+        x, y = (each.float() for each in numbers_of(0, 4))
+        plain = pipeline.evaluate(x, y).item()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = pipeline.step(x, y).item()
+            expected = F.mse_loss(whole(x), y).item()
+        assert loss == pytest.approx(expected, abs=1e-6)
+        assert plain != loss
+
+
+def frozen_stages_send_no_gradients(group: dist.ProcessGroup) -> None:
+    with contextlib.closing(imece.init(TWO)) as mesh:
+        model, whole = sequence(), sequence()
+        for frozen in (*model[:4].parameters(), *whole[:4].parameters()):
+            frozen.requires_grad = False
+        x, y = numbers_of(0, 4)
+        F.mse_loss(whole(x), y).backward()
+        pipeline = Pipeline(model, mesh, micro_batches=2, loss=F.mse_loss, cuts=[2])
+        pipeline.step(x, y)
+        expected = {name: each.grad for name, each in whole.named_parameters()}
+        for name, each in pipeline.part.named_parameters():
+            gradient = expected[name]
+            if each.grad is None or gradient is None:
+                assert each.grad is gradient
+            else:
+                assert (each.grad - gradient).abs().max() < EXACT
+
+
+def others_lose_their_memory(group: dist.ProcessGroup) -> None:
+    with contextlib.closing(imece.init(TWO)) as mesh:
+        model = sequence()
+        part = Pipeline(model, mesh, micro_batches=2, loss=F.mse_loss).part
+        names = set(part.state_dict())
+        assert {name for name, each in model.named_parameters() if not each.is_meta} == names
+        assert 0 < len(names) < len(model.state_dict())
+
+
+# What is refused.
+
+
+def what_cannot_be_is_refused(group: dist.ProcessGroup) -> None:
+    """On all ranks, before one waits for another."""
+    with contextlib.closing(imece.init(TWO)) as mesh:
+        make = partial(Pipeline, sequence(), mesh, loss=F.mse_loss)
+        wrong: dict[str, dict[str, Any]] = {
+            "schedule='zb': one of gpipe, 1f1b, interleaved": {"micro_batches": 4, "schedule": "zb"},
+            "micro_batches=0: at least 1": {"micro_batches": 0},
+            "micro_batches=1: 1f1b needs at least one for each of 2 stages": {"micro_batches": 1},
+            "take 4": {"micro_batches": 5, "schedule": "interleaved"},
+            "only 'interleaved' has more than 1": {"micro_batches": 4, "chunks": 2},
+            "a model of 9 pieces cannot be cut into 10 stages": {
+                "micro_batches": 4,
+                "chunks": 5,
+                "schedule": "interleaved",
+            },
+        }
+        for message, options in wrong.items():
+            with pytest.raises(ValueError, match=message):
+                make(**options)
+        with pytest.raises(ValueError, match=r"rank 1 of the pipeline would have no parameters.* at \[1\]"):
+            Pipeline([nn.Linear(2, 2), nn.Tanh()], mesh, micro_batches=2, loss=F.mse_loss)
+        pipeline = make(micro_batches=4)
+        for strategy in ("zero3", "full_shard"):
+            with pytest.raises(
+                ValueError, match="'zero3' would gather the parts of a pipeline anew for each"
+            ):
+                parallelize(pipeline.part, optimizer_of, strategy, mesh)
+        with pytest.raises(ValueError, match="average='tokens': a pipeline's gradient is the mean"):
+            parallelize(pipeline.part, optimizer_of, "zero1", mesh, average="tokens")
+
+
+def an_unwrapped_part_is_refused(group: dist.ProcessGroup) -> None:
+    with contextlib.closing(imece.init(BOTH)) as mesh:
+        pipeline = Pipeline(sequence(), mesh, micro_batches=4, loss=F.mse_loss)
+        with pytest.raises(RuntimeError, match="2 ranks have this part of the model, and nobody sums"):
+            pipeline.step(*numbers_of(0, 4))
+
+
+CHECKS: dict[str, Check] = {
+    **{name: partial(trains_as_one_rank, case) for name, case in (OF_TWO | OF_FOUR).items()},
+    **{
+        each.__name__.replace("_", " "): each
+        for each in (
+            without_the_sum_of_the_shared,
+            without_the_sum_over_data,
+            shared_parameters_stay_equal,
+            shared_parameters_begin_equal,
+            steps_add_up,
+            keeps_activations_of,
+            batches_of_other_sizes,
+            autocast_is_foreseen,
+            frozen_stages_send_no_gradients,
+            others_lose_their_memory,
+            what_cannot_be_is_refused,
+            an_unwrapped_part_is_refused,
+        )
+    },
+}
+_OF_FOUR = {*OF_FOUR, *ALWAYS_ON_FOUR}
+
+
+def _found(names: Collection[str], always: Collection[str], world_size: int, backend: str) -> list[Any]:
+    place = world_size, backend
+    rest = [name for name in names if name not in always]
+    return [*jobs(__name__, always, place), *slow(jobs(__name__, rest, place))]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        *jobs(__name__, [name for name in CHECKS if name not in _OF_FOUR], (2, "shm")),
+        *_found(OF_TWO, ALWAYS_ON_GLOO, 2, "gloo"),
+        *_found([name for name in CHECKS if name in _OF_FOUR], ALWAYS_ON_FOUR, 4, "shm"),
+        *_found(OF_FOUR, ("1f1b zero2", "interleaved replicate"), 4, "gloo"),
+    ],
+)
+def test_pipeline(job: Job, request: pytest.FixtureRequest) -> None:
+    passed(job, request)
+
+
+# An error in a stage ends all ranks.
+
+
+class Failing(nn.Linear):
+    """In its second micro-batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        calls = getattr(self, "calls", 0)
+        if calls == 2:  # the first call is where its shapes are found
+            raise ValueError("too hot")
+        self.calls = calls + 1
+        return super().forward(x)
+
+
+def fails_in_a_stage(backend: str, schedule: str) -> None:
+    mesh = imece.init({"pipeline": 2}, backend=backend)
+    layers: Sequence[nn.Module] = [nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3), Failing(3, 3)]
+    pipeline = Pipeline(layers, mesh, micro_batches=4, schedule=schedule, loss=F.mse_loss)
+    pipeline.step(torch.randn(8, 3), torch.randn(8, 3))
+
+
+@pytest.mark.parametrize(("backend", "schedule"), [("shm", "1f1b"), ("gloo", "interleaved")])
+def test_an_error_in_a_stage_ends_all_ranks_and_names_it(backend: str, schedule: str) -> None:
+    waiting, failing = run_ranks(
+        fails_in_a_stage,
+        2,
+        args=[backend, schedule],
+        backend=None,
+        timeout_s=60,
+        after_failure_s=20,
+        expect=r"RuntimeError: stage \d .* of \d, rank \d: ",
+    )
+    last = 1 if schedule == "1f1b" else 3
+    assert f"forward of micro-batch 1 in stage {last}: too hot" in failing
+    assert "too hot" not in waiting
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
