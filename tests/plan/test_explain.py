@@ -23,7 +23,7 @@ STATE = ("parameters", "gradients", "optimizer", "masters")
 
 @pytest.fixture(scope="module")
 def answer() -> Answer:
-    return search(ask(gpu="A100-40", batch=128))
+    return search(ask(gpu="A100-40", batch=128, pipeline=1))
 
 
 @pytest.fixture(scope="module")

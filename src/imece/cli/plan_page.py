@@ -6,6 +6,7 @@ import base64
 import contextlib
 import html
 import io
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -168,7 +169,9 @@ def _next(found: Next) -> list[tuple[str, str]]:
     """What the script has to say and do."""
     if found.call is None:
         return [("", found.says)]
-    return [("call", found.call.text()), *([("", found.says)] if found.says else []), *found.call.left()]
+    names = itertools.chain(["call"], itertools.repeat(""))
+    calls = zip(names, found.call.text().splitlines(), strict=False)
+    return [*calls, *([("", found.says)] if found.says else []), *found.call.left()]
 
 
 def _bars(rows: Iterable[tuple[str, float, str]]) -> str:

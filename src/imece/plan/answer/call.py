@@ -1,4 +1,4 @@
-"""How imece does a plan: the call of `imece.parallelize`, and what is left to the script."""
+"""How imece does a plan: the calls up to `imece.parallelize`, and what is left to the script."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from imece.plan.answer.search import (
 from imece.plan.answer.space import Question
 from imece.plan.answer.words import compared, count, device, gb, is_cpu, title
 from imece.plan.memory.memory import more_with_torchs_loss
-from imece.plan.setup import Setup
+from imece.plan.setup import Parallel, Setup
 
 _CPU_BUCKET = 5 * 2**20  # bytes: what parallelize takes by itself on CPUs, where gradients are sharded
 _MENTIONED = 10**7  # bytes: 0.01 GB
@@ -37,16 +37,41 @@ _OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Call:
-    """One way that imece.parallelize does without other software."""
+    """One way that imece does without other software."""
 
     candidate: Candidate
     question: Question
     precision: str  # as --precision names it
 
     def text(self) -> str:
-        """The call, with every argument that is not its default."""
+        """The calls, a line each, with every argument that is not its default."""
+        return "\n".join([*self._divided(), self._parallelized()])
+
+    def _divided(self) -> Iterator[str]:
+        """What comes before, where ranks share a model or a sequence."""
+        parallel = self.candidate.setup.parallel
+        if not _divides_models(parallel):
+            return
+        shard = parallel.shard if parallel.strategy == "hybrid" else 1
+        sizes = {
+            "pipeline": parallel.pipeline, "replicate": parallel.data // shard, "shard": shard,
+            "context": parallel.context, "tensor": parallel.tensor,
+        }  # fmt: skip
+        axes = ", ".join(f'"{axis}": {size}' for axis, size in sizes.items() if size > 1)
+        yield f"mesh = imece.init({{{axes}}})"
+        if parallel.tensor > 1:
+            yield f"model = imece.tensor_parallel(model, mesh{', sequence=True' * parallel.sequence})"
+        if parallel.pipeline > 1:
+            times = self.candidate.setup.recipe.accumulation
+            chunks = (
+                f', schedule="interleaved", chunks={parallel.interleave}' if parallel.interleave > 1 else ""
+            )
+            yield f"pipeline = imece.Pipeline(model, mesh, micro_batches={times}{chunks}, loss=loss)"
+
+    def _parallelized(self) -> str:
         setup, recipe = self.candidate.setup, self.candidate.setup.recipe
-        arguments = [f'strategy="{setup.parallel.strategy}"']
+        parallel = setup.parallel
+        arguments = [f'strategy="{parallel.strategy}"']
         if _has_masters(setup):
             dtype = _DTYPES[self.precision]
             arguments.append(f"precision=imece.MixedPrecision(param={dtype}, reduce={dtype})")
@@ -54,7 +79,8 @@ class Call:
             arguments.append(f'offload="{recipe.offload}"')
         if self._has_buckets() and recipe.bucket_bytes != self._usual_bucket():
             arguments.append(f"bucket_cap_mb={recipe.bucket_bytes / 2**20:g}")
-        return f"model, optimizer = imece.parallelize(model, optimizer, {', '.join(arguments)})"
+        result, model = ("stage", "pipeline.part") if parallel.pipeline > 1 else ("model", "model")
+        return f"{result}, optimizer = imece.parallelize({model}, optimizer, {', '.join(arguments)})"
 
     def left(self) -> Iterator[tuple[str, str]]:
         """(what, how) of all that is the script's own part."""
@@ -62,7 +88,7 @@ class Call:
         if recipe.adapters != "none":
             bits = ", loaded in 4 bits," * (recipe.adapters == "qlora")
             rank = recipe.adapter_rank
-            yield "adapters", f"wrap the model{bits} with peft first (rank {rank}): imece has none of its own"
+            yield "adapters", f"wrap the model{bits} with peft first (rank {rank})"
         if _has_masters(self.candidate.setup):
             yield (
                 "model",
@@ -86,6 +112,12 @@ class Call:
             yield "backward", "through imece.GradScaler(), as fp16 has small gradients vanish"
         if recipe.optimizer in _OPTIMIZERS:
             yield "optimizer", _OPTIMIZERS[recipe.optimizer]
+        if self.candidate.setup.parallel.context > 1:
+            yield (
+                "sequences",
+                "imece.ContextParallel(mesh): inputs and targets through its part, and forward and backward "
+                "inside of it",
+            )
         yield "batch", self._batch()
         if recipe.recompute != "none":
             what = "forward" if recipe.recompute == "full" else "attention"
@@ -100,10 +132,17 @@ class Call:
         parallel, recipe = self.candidate.setup.parallel, self.candidate.setup.recipe
         times, size = recipe.accumulation, count(recipe.micro_batch, "sequence")
         each = device(self.question.cluster)
+        if parallel.pipeline > 1:
+            share = count(times * recipe.micro_batch, "sequence")
+            return (
+                f"{share} a pipeline, {size} at once: pipeline.step(inputs, targets), then optimizer.step()"
+            )
+        if (shared := parallel.tensor * parallel.context) > 1:
+            each = f"group of {shared} {each}s"
         if times == 1:
             return f"{size} a {each}, one loss.backward() before each optimizer.step()"
         said = f"{size} a {each}, {times:,} times (loss / {times}).backward() before each optimizer.step()"
-        if parallel.data == 1:
+        if parallel.data * parallel.context == 1:
             return said
         if DIVIDED[parallel.strategy].gradients:
             return f"{said}; not in model.no_sync(), which would keep whole gradients"
@@ -113,7 +152,7 @@ class Call:
         """Whether bucket_cap_mb says how messages are cut, and not the layers."""
         parallel, cluster = self.candidate.setup.parallel, self.question.cluster
         gathered = DIVIDED[parallel.strategy].parameters and framework_on(cluster).gathers
-        return parallel.data > 1 and not gathered
+        return parallel.data * parallel.context > 1 and not gathered
 
     def _usual_bucket(self) -> int:
         divides = DIVIDED[self.candidate.setup.parallel.strategy]
@@ -132,26 +171,32 @@ class Next:
 
 
 def next_of(answer: Answer, precision: str) -> Next:
-    """The plan as imece.parallelize does it, or else the fastest that it does, which may have none of the
-    arrangement that was asked for. precision: as --precision names it.
+    """The plan as imece does it, or else the fastest that it does, which may have none of the arrangement
+    that was asked for. precision: as --precision names it.
     """
     winner = answer.winner
     assert winner is not None
     call, says = _call_of(answer, precision), "what imece does by itself"
-    if call is None and (found := unpinned(answer.question)) is not None:
+    if (call is None or not _is_same(call, winner)) and (found := unpinned(answer.question)) is not None:
         pins, free = found
-        call = _call_of(free, precision)
-        says += f", without {pins} ({_why_not(winner)})"
+        other = _call_of(free, precision)
+        if call is None or (other is not None and other.candidate.seconds < call.candidate.seconds):
+            call, says = other, f"{says}, without {pins} ({_why_not(winner)})"
     if call is None:
-        return Next(None, f"no way fits that imece.parallelize does by itself: {_why_not(winner)}")
-    ours = call.candidate
-    if (title(ours.setup), gb(ours.needed)) == (title(winner.setup), gb(winner.needed)):
+        return Next(None, f"no way fits that imece does by itself: {_why_not(winner)}")
+    if _is_same(call, winner):
         return Next(call, "")
+    ours = call.candidate
     more = ours.seconds / winner.seconds - 1
     than = compared(more) if more else "as fast"
     return Next(
         call, f"{says}, {than}, {gb(ours.needed)} GB a {device(answer.question.cluster)}: {title(ours.setup)}"
     )
+
+
+def _is_same(call: Call, winner: Candidate) -> bool:
+    ours = call.candidate
+    return (title(ours.setup), gb(ours.needed)) == (title(winner.setup), gb(winner.needed))
 
 
 def _call_of(answer: Answer, precision: str) -> Call | None:
@@ -172,8 +217,14 @@ def _ours(candidate: Candidate, question: Question) -> Candidate | None:
     """
     setup = candidate.setup
     parallel = setup.parallel
-    if not parallel.tensor == parallel.pipeline == parallel.context == 1:
+    if not _goes_together(setup):
         return None
+    if parallel.pipeline > 1 and DIVIDED[parallel.strategy].gradients:  # which a schedule keeps whole
+        candidate = judge(
+            replace(setup, recipe=replace(setup.recipe, accumulates_whole=True)), question.cluster
+        )
+        if candidate.needed > question.room_bytes:
+            return None
     if parallel.strategy == "replicate" and (_has_masters(setup) or setup.recipe.offload):
         if parallel.data > 1:
             return None
@@ -184,16 +235,24 @@ def _ours(candidate: Candidate, question: Question) -> Candidate | None:
 
 
 def _why_not(winner: Candidate) -> str:
-    parallel, batch = winner.setup.parallel, winner.setup.global_batch
-    if batch % parallel.ranks:
-        even = -(-batch // parallel.ranks) * parallel.ranks
-        return (
-            f"it is data-parallel, and {parallel.ranks:,} GPUs cannot share {count(batch, 'sequence')} "
-            f"evenly, as they can {even:,}"
-        )
-    if parallel.tensor == parallel.pipeline == parallel.context == 1:  # so it is replicate
-        return "it keeps masters, or what is offloaded, in sharded strategies alone, such as zero1"
-    return "it is data-parallel, without tensor, pipeline or context parallelism"
+    if not _goes_together(winner.setup):
+        return "it does not do all of that together"
+    return "it keeps masters, or what is offloaded, in sharded strategies alone, such as zero1"
+
+
+def _divides_models(parallel: Parallel) -> bool:
+    return not parallel.tensor == parallel.pipeline == parallel.context == 1
+
+
+def _goes_together(setup: Setup) -> bool:
+    """Whether imece does these kinds of parallelism at a time: docs/model-parallel.md says why not all."""
+    parallel = setup.parallel
+    gathers = DIVIDED[parallel.strategy].parameters
+    return not (
+        (parallel.pipeline > 1 and (gathers or parallel.context > 1))
+        or (parallel.strategy == "hybrid" and parallel.context > 1)
+        or (setup.recipe.precision.fp8 and parallel.tensor > 1)
+    )
 
 
 def _has_masters(setup: Setup) -> bool:

@@ -98,7 +98,8 @@ def _next_lines(found: Next, width: int) -> Iterator[str]:
     if found.call is None:
         yield from wrapped("next", found.says, width)
         return
-    yield from wrapped("next", found.call.text(), width, hang=4)
+    for at, line in enumerate(found.call.text().splitlines()):
+        yield from wrapped("next" if not at else "", line, width, hang=4)
     if found.says:
         yield from wrapped("", found.says, width, hang=2)
     for what, how in found.call.left():
