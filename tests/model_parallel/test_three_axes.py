@@ -41,6 +41,7 @@ def compare(axes: dict[str, int], strategy: str, options: dict[str, Any]) -> flo
         loss = pipeline.step(tokens, targets)
         norm = torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], CLIP)
         check_same_bits(norm, mesh.world_group, "the norm")
+        assert abs(float(stage.gradient_norm()) - CLIP) < 1e-5
         optimizer.step()
         optimizer.zero_grad()
         imece.all_reduce(loss, "sum", group=mesh.data_group)
