@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -64,9 +65,14 @@ def on_one_rank() -> tuple[list[float], dict[str, Tensor]]:
     return losses, dict(model.named_parameters())
 
 
-def trained(mesh: imece.Mesh, strategy: str, recompute: bool) -> tuple[list[float], dict[str, Tensor]]:
+def trained(
+    mesh: imece.Mesh, strategy: str, recompute: bool, sequence: bool = False
+) -> tuple[list[float], dict[str, Tensor]]:
+    """sequence: along an axis tensor too."""
     context = imece.ContextParallel(mesh)
     model = model_of()
+    if mesh.size("tensor") > 1:
+        imece.tensor_parallel(model, mesh, sequence=sequence)
     model.checkpoint_blocks = recompute
     wrapped, optimizer = imece.parallelize(model, optimizer_of(model), strategy, mesh, average="tokens")
     losses = []
@@ -110,6 +116,22 @@ def train_alike(shapes: list[dict[str, int]], backend: str) -> list[list[float]]
 def test_a_model_trains_as_on_one_rank(shapes: list[dict[str, int]], backend: str) -> None:
     by_rank = run_ranks(train_alike, 4, args=(shapes, backend), backend=None)
     assert len(by_rank[0]) == 4 * len(shapes)
+    assert max(far for found in by_rank for each in found for far in each) < EXACT
+
+
+def train_divided() -> list[list[float]]:
+    """Matrices and positions both divided: how far losses are from those of one rank."""
+    losses, _ = on_one_rank()
+    mesh = imece.init({"context": 2, "tensor": 2})
+    found = [
+        trained(mesh, "zero1", recompute, sequence)[0]
+        for recompute, sequence in ((False, False), (True, True))
+    ]
+    return [[abs(one - other) for one, other in zip(each, losses, strict=True)] for each in found]
+
+
+def test_matrices_may_be_divided_too() -> None:
+    by_rank = run_ranks(train_divided, 4, backend=None)
     assert max(far for found in by_rank for each in found for far in each) < EXACT
 
 
@@ -270,6 +292,12 @@ def test_what_cannot_be() -> None:
         for line, pattern in zip(said, expected, strict=True):
             assert "\n" not in line or line == said[-1]
             assert re.search(pattern, line), (pattern, line)
+
+
+def test_no_stages() -> None:
+    mesh: Any = SimpleNamespace(size={"context": 2, "pipeline": 2}.get)
+    with pytest.raises(ValueError, match="with 2 ranks along pipeline: stages take no positions"):
+        ContextParallel(mesh)
 
 
 def kept_for_backward(ranks: int, dtype: str) -> int:

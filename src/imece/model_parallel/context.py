@@ -50,8 +50,13 @@ class ContextParallel:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        """All ranks of the mesh call it."""
+        """All ranks of the mesh call it. ValueError beside an axis pipeline: stages take no positions."""
         self.ranks = mesh.size("context")
+        if self.ranks > 1 and (stages := mesh.size("pipeline")) > 1:
+            raise ValueError(
+                f"ContextParallel on a mesh with {stages} ranks along pipeline: stages take no positions, which "
+                "parts of sequences need"
+            )
         self.rank = mesh.coordinate("context")
         # One of one rank needs none; whoever has one keeps its connections open.
         self._group = mesh.group("context") if self.ranks > 1 else None
@@ -198,7 +203,8 @@ def _check(
     if mask is not None:
         raise ValueError(
             f"attn_mask of shape {list(mask.shape)} inside `with context`: the ring knows is_causal=True or "
-            "False only, no masks; windows and padding are such masks"
+            "False only, no masks, as windows and padding are; a model of transformers makes them unless "
+            "attention_mask=torch.ones_like(input_ids) is given"
         )
     if dropout:
         raise ValueError(f"dropout_p={dropout} inside `with context`: the ring has no dropout, set it to 0")
