@@ -61,13 +61,13 @@ class Model(nn.Module):
         return torch.as_tensor(self.head(x))
 
 
-def footprints(strategy: str, gather: bool, bf16: bool) -> list[dict[str, int]]:
-    """Predicted before, counted after a backward; and again with twice the buckets of gradients."""
+def footprints(strategy: str, gather: bool, bf16: bool, frozen: int = 0) -> list[dict[str, int]]:
+    """Predicted before, counted after a backward. frozen: so many layers are not trained."""
     imece.init()
     dtype = torch.bfloat16 if bf16 else None
     precision = imece.MixedPrecision(dtype, dtype) if bf16 else None
     model, optimizer = imece.parallelize(
-        *_new(), strategy, bucket_cap_mb=0.04, gather=gather, precision=precision
+        *_new(frozen=frozen), strategy, bucket_cap_mb=0.04, gather=gather, precision=precision
     )
     predicted = expected(model, [optimizer])
     assert predicted is not None
@@ -79,9 +79,11 @@ def footprints(strategy: str, gather: bool, bf16: bool) -> list[dict[str, int]]:
     return [asdict(predicted), asdict(counted(model, [optimizer]))]
 
 
-def _new(device: str = "cpu") -> tuple[nn.Module, Optimizer]:
+def _new(device: str = "cpu", frozen: int = 0) -> tuple[nn.Module, Optimizer]:
     with torch.device(device):
         model = Model()
+    for layer in model.layers[:frozen]:
+        layer.requires_grad_(False)
     return model, AdamW(model.parameters())
 
 
@@ -99,6 +101,17 @@ def test_what_is_counted_was_predicted(strategy: str, gather: bool, bf16: bool) 
             # Scalars of the optimizer, and a unit more or less on its way.
             room = 0.01 * nbytes + 300 if name != "communication" else 0.35 * nbytes
             assert found[name] == pytest.approx(nbytes, abs=room), name
+
+
+@pytest.mark.parametrize(("strategy", "gather"), [("zero2", False), ("zero3", False), ("zero3", True)])
+def test_what_is_frozen_is_whole_on_each_rank(strategy: str, gather: bool) -> None:
+    frozen, layer = 5, 4 * (64 * 64 + 64)  # bytes
+    trained = layer + 4 * (64 * 32 + 32)
+    for predicted, found in run_ranks(footprints, 2, args=(strategy, gather, False, frozen), backend=None):
+        held = trained / 2 if strategy == "zero3" else trained
+        assert found["parameters"] == pytest.approx(frozen * layer + held, rel=0.01)
+        assert predicted["parameters"] == pytest.approx(found["parameters"], rel=0.01)
+        assert found["optimizer"] == pytest.approx(trained, rel=0.05), "two moments, of half of it"
 
 
 def under_way(device: str) -> tuple[int, int, int]:

@@ -52,6 +52,32 @@ def test_no_name_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(state.loaded[name], each) for name, each in state.held.items())
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_is_not_trained_travels_only_if_it_is_to(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = imece.init()
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.AdamW(model[1].parameters())
+        wrapped = imece.DistributedDataParallel(model)
+        wrapped(torch.randn(5, 3)).square().sum().backward()
+        optimizer.step()
+        state, taken = TrainingState(wrapped, [optimizer]), list[str]()
+        load = state.load
+
+        def noting(pieces: Pieces, **how: bool) -> None:
+            taken.extend(pieces.names())
+            load(pieces, **how)
+
+        monkeypatch.setattr(state, "load", noting)
+        catch_up(state, 0, True, wrapped.process_group, wrapped.device, frozen=frozen)
+        names = {name.removeprefix("model/") for name in taken if name.startswith("model/")}
+        assert names == {"1.weight", "1.bias"} | ({"0.weight", "0.bias"} if frozen else set())
+        assert "optimizer/1.weight/exp_avg" in taken
+    finally:
+        mesh.close()
+
+
 def test_what_lies_in_another_order_in_memory() -> None:
     """torch's fused optimizers on CPUs pair elements by where they lie."""
     mesh = imece.init()

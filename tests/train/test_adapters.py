@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +26,8 @@ from imece.train.config import ADAPTER_LR, LINEAR, TUNING_LR
 from imece.train.origin import open_weights
 from imece.train.peak import flops_per_token
 from imece.train.run_folder import RunFolder
-from tests.membership.deaths import death, difference, slower
+from imece.train.step import Step
+from tests.membership.deaths import death, difference
 from tests.train.command import in_fork, train
 from tests.train.compare import exact, last, records
 from tests.train.test_origin import QWEN, SHAPE, first_sequences, ready, words, write_model
@@ -121,10 +124,22 @@ def test_a_frozen_model_takes_two_thirds_of_the_products() -> None:
 # Runs.
 
 
+def alone_slowly() -> None:
+    """A rank that is left alone takes so long for a step that another one can join it."""
+    run = Step.run
+
+    def slow(self: Step, *args: Any) -> Any:
+        time.sleep(0.5 if self._plan.ranks == 1 else 0.0)
+        return run(self, *args)
+
+    mock.patch.object(Step, "run", slow).start()
+
+
 def story(folder: str) -> dict[str, Any]:
     """What the tests below look at, made at once: what adapters need is imported only here."""
     import peft  # noqa: F401  (the ranks are forks of this process)
 
+    mock.patch("imece.train.finish._SAMPLE_TOKENS", 4).start()
     path, told = Path(folder), dict[str, Any]()
 
     def run(name: str, *more: str, source: str = "source", fault: Callable[[], None] = lambda: None) -> str:
@@ -141,12 +156,12 @@ def story(folder: str) -> dict[str, Any]:
         run("nf4", *nf4, "--strategy=zero2", "--steps=3")
         told["nf4"] = run("nf4", *nf4, "--strategy=zero3", "--steps=6")
     told["of a run"] = run("of a run", "--steps=2", source="zero2")
-    more = ["--steps=30", "--lora.dropout=0"]
+    more = ["--steps=16", "--lora.dropout=0"]
     run("whole", *more)
-    slow, dies = slower(0.05), death("backward", [1], 3)
+    dies = death("backward", [1], 3)
 
     def both() -> None:
-        slow()
+        alone_slowly()
         dies()
 
     for strategy in ("replicate", "zero2"):

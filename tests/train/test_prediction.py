@@ -16,7 +16,7 @@ from imece.plan.hardware import find_cluster
 from imece.plan.here import cluster_of, keep, to_toml
 from imece.train import prediction
 from imece.train.batch import BatchPlan, plan_batch
-from imece.train.config import TrainConfig
+from imece.train.config import LINEAR, LoraSection, OptimizerSection, TrainConfig
 from imece.train.precision import Precision
 from imece.train.prediction import Machine, Prediction, choose, chosen_before, compared, measured, predict
 from tests.plan.test_here import FIGURES, NOW, without_home
@@ -101,6 +101,33 @@ def test_what_is_offloaded_is_said() -> None:
     host = said.candidate.memory.host
     assert said.as_json()["counted_bytes"]["host"] == host > 4 * SHAPE.parameter_count
     assert f"and {host / 1e9:.2f} GB of the host's memory" in said.describe()
+
+
+@pytest.mark.parametrize("targets", [LINEAR, ("q", "v")])
+@pytest.mark.parametrize("strategy", ["replicate", "zero1", "zero2", "zero3"])
+def test_the_base_of_adapters_is_frozen_and_whole(strategy: str, targets: tuple[str, ...]) -> None:
+    """The base and adapters whole; gradients and the optimizer of adapters, divided or not."""
+    plan, on = plan_batch(CONFIG.batch, SHAPE.max_seq, 2), machine()
+    sides = {"q": SHAPE.q_width, "k": SHAPE.kv_width, "v": SHAPE.kv_width, "out": SHAPE.q_width}
+    wide = sum(SHAPE.width + sides.get(name, SHAPE.mlp_width) for name in targets)
+    trained, base = 4 * 16 * wide * SHAPE.layers, 4 * SHAPE.parameter_count
+    config = replace(CONFIG, lora=LoraSection(rank=16, targets=targets), optimizer=OptimizerSection("adamw"))
+    found = predict(strategy, config, SHAPE, plan, BF16, on).as_json()
+    counted = found["counted_bytes"]
+    assert found["strategy"] == strategy and found["plan"].endswith("LoRA")
+    assert counted["parameters"] == pytest.approx(base + trained, rel=0.01)
+    divided = 2 if strategy in ("zero2", "zero3") else 1
+    assert counted["gradients"] == pytest.approx(trained / divided, rel=0.15)
+    assert counted["optimizer"] == pytest.approx(
+        2 * trained / (1 if strategy == "replicate" else 2), rel=0.15
+    )
+    four = replace(config, lora=LoraSection(rank=16, targets=targets, quantize="nf4"))
+    blocks = SHAPE.parameter_count - SHAPE.vocab_size * SHAPE.width
+    quantised = predict(strategy, four, SHAPE, plan, BF16, on).as_json()["counted_bytes"]["parameters"]
+    assert quantised == pytest.approx(counted["parameters"] - (4 - 0.52) * blocks, rel=0.02)
+    shared = replace(on, shares_memory=True)
+    mapped = predict(strategy, config, SHAPE, plan, BF16, shared, copies=True).mapped
+    assert mapped < 10 * trained, "the base is in no memory that ranks have in common"
 
 
 def test_a_machine_is_what_was_kept_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

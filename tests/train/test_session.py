@@ -21,7 +21,7 @@ from imece.membership.recovery import MovedOnError
 from imece.train import loop as loops
 from imece.train import session as sessions
 from imece.train.batch import BatchPlan
-from imece.train.config import CheckpointSection, TrainConfig, ValidateSection
+from imece.train.config import CheckpointSection, ModelSection, TrainConfig, ValidateSection
 from imece.train.loop import Loop, _Together
 from imece.train.precision import Precision
 from imece.train.same_run import computed_with
@@ -365,6 +365,15 @@ def test_who_joins_with_another_text_is_refused(session: Session) -> None:
         "run/tokens: not the text that the other ranks read: give this host the text that they began with, "
         "or start the run again, which then goes on with the text as it is now"
     )
+
+
+def test_who_joins_with_another_base_is_refused(session: Session) -> None:
+    state = json.loads(json.dumps(session._counters())) | {"base": "of another model"}
+    session.config = replace(session.config, model=ModelSection(preset="", weights="exported"))
+    with pytest.raises(
+        UserError, match="exported: not the model beside which the other ranks train adapters"
+    ):
+        session._take_counters(state)
 
 
 @pytest.mark.parametrize(
