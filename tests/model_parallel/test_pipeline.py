@@ -19,6 +19,7 @@ from torch.optim import AdamW
 import imece
 from imece import Pipeline, parallelize
 from imece.mesh import Mesh
+from imece.model_parallel.divided import divided_parameters
 from imece.model_parallel.shared import Shared
 from imece.models.transformer import Transformer
 from tests.data_parallel.checks import Check, Job, jobs, passed, slow
@@ -48,6 +49,12 @@ def transformer(tied: bool = False, layers: int = 4, checkpoint: bool = False) -
     ).double()
     model.checkpoint_blocks = checkpoint
     return model
+
+
+def even() -> nn.Module:
+    """What can be halved."""
+    shape = config(vocab_size=12, kv_heads=2, tied_head=True)
+    return Transformer(shape, generator=torch.Generator().manual_seed(3)).double()
 
 
 class Both(nn.Module):
@@ -92,6 +99,8 @@ class Case:
     batch: Callable[[int, int], Batch] = tokens_of
     strategy: str | None = "replicate"  # None: no wrapper
     options: dict[str, Any] = field(default_factory=dict)
+    clip: float | None = None  # norms are compared too
+    sequence: bool = False  # where there is an axis tensor
 
     def loss(self, output: Any, targets: Tensor) -> Tensor:
         if self.batch is tokens_of:
@@ -112,6 +121,14 @@ def one_rank(case: Case, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
         optimizer.zero_grad()
         loss = case.loss(model(inputs), targets)
         loss.backward()
+        if case.clip is not None:
+            norm = torch.nn.utils.get_total_norm(
+                each.grad for each in model.parameters() if each.grad is not None
+            )
+            for each in model.parameters():
+                assert each.grad is not None
+                each.grad.mul_(min(1.0, case.clip / norm.item()))
+            losses.append(norm.item())
         optimizer.step()
         losses.append(loss.item())
     return losses, model.state_dict()
@@ -123,9 +140,10 @@ def mine(batch: Batch, mesh: Mesh) -> Batch:
 
 
 def piped(case: Case, mesh: Mesh) -> tuple[list[float], dict[str, Tensor], Pipeline]:
-    pipeline = Pipeline(
-        case.make(), mesh, micro_batches=4, schedule=case.schedule, loss=case.loss, **case.options
-    )
+    model = case.make()
+    if mesh.size("tensor") > 1:
+        model = imece.tensor_parallel(model, mesh, sequence=case.sequence)
+    pipeline = Pipeline(model, mesh, micro_batches=4, schedule=case.schedule, loss=case.loss, **case.options)
     part: Any = pipeline.part
     optimizer: Any = optimizer_of(part.parameters())
     if case.strategy is not None:
@@ -133,6 +151,8 @@ def piped(case: Case, mesh: Mesh) -> tuple[list[float], dict[str, Tensor], Pipel
     losses = []
     for step in range(STEPS):
         loss = pipeline.step(*mine(case.batch(step, BATCH * mesh.batch_ranks), mesh))
+        if case.clip is not None:
+            losses.append(part.clip_grad_norm_(case.clip).item())
         optimizer.step()
         optimizer.zero_grad()
         imece.all_reduce(loss, "avg", group=mesh.data_group)
@@ -152,9 +172,16 @@ def differs(case: Case) -> float:
         with torch.no_grad():
             losses.append(pipeline.evaluate(inputs, targets).item())
             expected.append(case.loss(model(inputs), targets).item())
+        divided = divided_parameters(pipeline.part)
         return max(
             max(abs(a - b) for a, b in zip(losses, expected, strict=True)),
-            max((each - whole[name]).abs().max().item() for name, each in parameters.items()),
+            *(
+                (each - (divided[name].of(whole[name]) if name in divided else whole[name]))
+                .abs()
+                .max()
+                .item()
+                for name, each in parameters.items()
+            ),
         )
 
 
@@ -164,11 +191,13 @@ def trains_as_one_rank(case: Case, group: dist.ProcessGroup) -> None:
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 TWO, FOUR, BOTH = {"pipeline": 2}, {"pipeline": 4}, {"pipeline": 2, "replicate": 2}
+THREE = {"pipeline": 2, "tensor": 2}
 tied = partial(transformer, tied=True)
 
 OF_TWO = {
     **{f"tied {each}": Case(TWO, each, tied) for each in SCHEDULES},
     **{f"untied {each}": Case(TWO, each, transformer, strategy=None) for each in SCHEDULES},
+    "clipped": Case(TWO, "1f1b", tied, strategy="zero1", clip=0.05),
     "recomputed": Case(TWO, "1f1b", partial(transformer, checkpoint=True)),
     "uneven": Case(TWO, "1f1b", tied, options={"cuts": [1]}),
     "head alone": Case(TWO, "gpipe", tied, options={"cuts": [4]}),
@@ -182,17 +211,21 @@ OF_FOUR = {
         for schedule in SCHEDULES
         for strategy in ("replicate", "zero1", "zero2")
     },
+    "tensor too": Case(THREE, "1f1b", even, strategy="zero1", clip=0.05),
+    "tensor and sequence too": Case(THREE, "interleaved", even, sequence=True, clip=0.05),
     "four stages 1f1b": Case(FOUR, "1f1b", tied),
     "four stages interleaved": Case(FOUR, "interleaved", sequence, numbers_of, strategy=None),
     "four stages gpipe": Case(
         FOUR, "gpipe", sequence, numbers_of, strategy=None, options={"cuts": [1, 3, 7]}
     ),
 }
+NOT_ALWAYS = ("tied gpipe", "untied 1f1b", "untied interleaved", "three chunks", "uneven")
 ALWAYS_ON_GLOO = ("tied interleaved", "untied 1f1b", "pairs")
 ALWAYS_ON_FOUR = (
     "gpipe replicate",
     "1f1b zero1",
     "interleaved zero2",
+    "tensor and sequence too",
     "four stages 1f1b",
     "without the sum over data",
     "steps add up",
@@ -399,6 +432,7 @@ CHECKS: dict[str, Check] = {
     },
 }
 _OF_FOUR = {*OF_FOUR, *ALWAYS_ON_FOUR}
+ALWAYS_ON_TWO = [name for name in CHECKS if name not in (*_OF_FOUR, *NOT_ALWAYS)]
 
 
 def _found(names: Collection[str], always: Collection[str], world_size: int, backend: str) -> list[Any]:
@@ -410,7 +444,7 @@ def _found(names: Collection[str], always: Collection[str], world_size: int, bac
 @pytest.mark.parametrize(
     "job",
     [
-        *jobs(__name__, [name for name in CHECKS if name not in _OF_FOUR], (2, "shm")),
+        *_found([name for name in CHECKS if name not in _OF_FOUR], ALWAYS_ON_TWO, 2, "shm"),
         *_found(OF_TWO, ALWAYS_ON_GLOO, 2, "gloo"),
         *_found([name for name in CHECKS if name in _OF_FOUR], ALWAYS_ON_FOUR, 4, "shm"),
         *_found(OF_FOUR, ("1f1b zero2", "interleaved replicate"), 4, "gloo"),

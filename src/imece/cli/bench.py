@@ -17,6 +17,7 @@ from imece.bench.gpu import gpu
 from imece.bench.gpu import targets as gpu_targets
 from imece.bench.hosts import hosts
 from imece.bench.hosts.namespaces import HostsUnavailable
+from imece.bench.pipeline import pipeline
 from imece.bench.planner import page as planner_page
 from imece.bench.planner import planner
 from imece.bench.planner import plot as planner_plot
@@ -35,6 +36,7 @@ from imece.cli.bench_options import (
     StepOptions,
     TrainOptions,
 )
+from imece.cli.bench_pipeline import PipelineOptions
 from imece.cli.bench_planner import PlannerOptions
 from imece.cli.bench_recovery import RecoveryOptions
 from imece.cli.bench_save import SaveOptions
@@ -177,6 +179,12 @@ BENCHMARKS = {
         _IDLE,
         failed=lambda results: bool(results.odd_ones),
         finish=lambda options, results: step.write_timelines(results, options.trace, options.plot, _say),
+    ),
+    "pipeline": Benchmark(
+        "how long the ranks of a pipeline idle in each schedule, beside (p - 1) / m",
+        "Time forwards and backwards in each schedule of imece.Pipeline: what ranks idle, and keep.",
+        PipelineOptions,
+        pipeline.run,
     ),
     "memory": Benchmark(
         "bytes of a rank by category in every strategy, predicted and counted; bars",

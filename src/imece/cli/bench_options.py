@@ -54,7 +54,7 @@ class CollectivesOptions:
         ranks = tuple(_whole(word, "--ranks") for word in self.ranks.split(","))
         if any(not 2 <= count <= 64 for count in ranks):
             raise UserError(f"--ranks {self.ranks}: from 2 to 64 ranks can be measured")
-        _at_least_one(self.rounds, "--rounds")
+        at_least_one(self.rounds, "--rounds")
         against = report.read_choices(self.against, LIBRARIES[2:], "--against", or_none=True)
         ours = [name for name, wanted in zip(LIBRARIES, (self.shared, self.ordinary), strict=False) if wanted]
         chosen = tuple(ours + against)
@@ -90,7 +90,7 @@ class HostsOptions:
         """What to measure; UserError for what cannot be."""
         if re.fullmatch(r"(?=.*[1-9])[0-9]+(\.[0-9]+)?[kmg]?bit", self.rate) is None:
             raise UserError(f"--rate {self.rate!r} is not a rate like 1gbit or 100mbit")
-        _at_least_one(self.rounds, "--rounds")
+        at_least_one(self.rounds, "--rounds")
         size = report.read_size(self.size) // 4 * 4
         if self.quick:
             return hosts.Plan(min(size, 2 * 2**20), min(self.rounds, 2), self.rate, (1, 4), False)
@@ -159,9 +159,9 @@ class StepOptions:
         if self.parameters:
             if self.plot or self.trace:
                 raise UserError("--parameters measures no timeline: leave --plot and --trace out")
-            counts = tuple(sorted(_counts(self.parameters, "--parameters")))
-            return parameter_cost.Plan(counts, self.ranks, min(self.rounds, 2) if self.quick else self.rounds)
-        tokens = _counts(self.tokens, "--tokens")
+            sizes = tuple(sorted(counts(self.parameters, "--parameters")))
+            return parameter_cost.Plan(sizes, self.ranks, min(self.rounds, 2) if self.quick else self.rounds)
+        tokens = counts(self.tokens, "--tokens")
         for count in tokens:
             if count > REFERENCE.length and count % REFERENCE.length:
                 raise UserError(
@@ -201,7 +201,7 @@ class MemoryOptions:
         """What to measure; UserError for what cannot be."""
         strategies = tuple(report.read_choices(self.strategies, STRATEGIES, "--strategies"))
         models = tuple(report.read_choices(self.models, tuple(MODELS), "--models"))
-        ranks = _counts(self.ranks, "--ranks")
+        ranks = counts(self.ranks, "--ranks")
         for count in ranks:
             if not 2 <= count <= 64:
                 raise UserError(f"--ranks {count}: from 2 to 64 ranks can be measured")
@@ -248,19 +248,19 @@ class TrainOptions:
 def _check_counts(options: DdpOptions | StepOptions | TrainOptions) -> None:
     if not 2 <= options.ranks <= 64:
         raise UserError(f"--ranks {options.ranks}: from 2 to 64 ranks can be measured")
-    _at_least_one(options.rounds, "--rounds")
-    _at_least_one(options.steps, "--steps")
+    at_least_one(options.rounds, "--rounds")
+    at_least_one(options.steps, "--steps")
 
 
-def _counts(text: str, option: str) -> tuple[int, ...]:
+def counts(text: str, option: str) -> tuple[int, ...]:
     """ "128,512" -> (128, 512); UserError for anything but whole numbers from 1."""
     counts = tuple(dict.fromkeys(_whole(word, option) for word in text.split(",")))
     for count in counts:
-        _at_least_one(count, option)
+        at_least_one(count, option)
     return counts
 
 
-def _at_least_one(number: int, option: str) -> None:
+def at_least_one(number: int, option: str) -> None:
     if number < 1:
         raise UserError(f"{option} {number}: at least 1 is needed")
 

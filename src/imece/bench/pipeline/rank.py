@@ -1,0 +1,128 @@
+"""One rank of `imece bench pipeline`: the same layers, cut anew for each schedule."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import imece
+from imece.bench import crew
+from imece.bench.reference_model import Block, Shape
+from imece.collectives import ops
+
+BLOCKS = 8
+SHAPE = Shape(vocabulary=1, width=192, layers=BLOCKS, heads=6, length=128)
+WAIT_S = 0.004
+"""Of an emulated block's forward; its backward takes twice that."""
+EMULATED = "IMECE_BENCH_EMULATED"  # "1": blocks wait instead of computing
+
+
+class Wait(nn.Module):
+    """A block that takes its time and no core's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:  # else it is asked for its shape
+            time.sleep(WAIT_S)
+        scaled = x * self.factor
+        if scaled.requires_grad:
+            scaled.register_hook(_wait_in_backward)
+        return scaled
+
+
+def _wait_in_backward(gradient: Tensor) -> None:
+    if type(gradient) is Tensor:
+        time.sleep(2 * WAIT_S)
+
+
+class Kept:
+    """Bytes that a graph keeps for backward, but for parameters: each piece of memory once."""
+
+    def __init__(self, parameters: set[int]) -> None:
+        """parameters: addresses of their memory."""
+        self._parameters = parameters
+        self._uses: Counter[int] = Counter()
+        self.now = self.most = 0
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """A context for forward."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held[0])
+
+    def _pack(self, tensor: Tensor) -> _Held:
+        held, memory = _Held([tensor]), tensor.untyped_storage()
+        address, nbytes = memory.data_ptr(), memory.nbytes()
+        if address not in self._parameters:
+            if not self._uses[address]:
+                self.now += nbytes
+                self.most = max(self.most, self.now)
+            self._uses[address] += 1
+            weakref.finalize(held, self._let_go, address, nbytes)
+        return held
+
+    def _let_go(self, address: int, nbytes: int) -> None:
+        self._uses[address] -= 1
+        if not self._uses[address]:
+            self.now -= nbytes
+
+
+class _Held(list[Tensor]):
+    """What the graph keeps in a tensor's place: a list, to which a weak reference can be made."""
+
+
+class Rank:
+    """The orders of a rank."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._emulated = os.environ[EMULATED] == "1"
+        self._mesh = imece.init({"pipeline": int(os.environ["WORLD_SIZE"])}, device="cpu")
+
+    def build(self, schedule: str, micro_batches: int) -> dict[str, Any]:
+        """Cut the model, and go through it once: torch prepares what it receives into."""
+        torch.manual_seed(0)
+        blocks = [Wait() if self._emulated else Block(SHAPE) for _ in range(BLOCKS)]
+        self._pipeline = imece.Pipeline(
+            blocks, self._mesh, micro_batches=micro_batches, schedule=schedule, loss=nn.functional.mse_loss
+        )
+        self._inputs = torch.randn(micro_batches, SHAPE.length, SHAPE.width)
+        addresses = {each.untyped_storage().data_ptr() for each in self._pipeline.part.parameters()}
+        kept = Kept(addresses)
+        self._step()
+        with kept.hooks():
+            self._step()
+        return {"kept_bytes": kept.most}
+
+    def step(self) -> dict[str, Any]:
+        """When this rank was busy, in seconds of the host's clock, and for how long in all."""
+        ops.barrier(group=self._mesh.world_group)
+        self._step()
+        spans = self._pipeline.spans
+        return {
+            "start_s": min(each.start_s for each in spans),
+            "end_s": max(each.end_s for each in spans),
+            "busy_s": sum(each.end_s - each.start_s for each in spans),
+        }
+
+    def _step(self) -> None:
+        self._pipeline.step(self._inputs, self._inputs)
+        self._pipeline.part.zero_grad()
+
+
+def main() -> None:
+    """Entry of `python -m imece.bench.pipeline.rank`, which only a crew starts."""
+    crew.end_with_crew()
+    rank = Rank()
+    crew.serve({"build": rank.build, "step": rank.step})
+
+
+if __name__ == "__main__":
+    main()
