@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import re
 import runpy
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 BEFORE, AFTER = ROOT / "examples/minimal/before.py", ROOT / "examples/minimal/after.py"
 TRAIN_TEXT = ROOT / "examples/train_text.py"
 RESILIENT = ROOT / "examples/resilient"
+MODEL_PARALLEL = ROOT / "examples/model_parallel.py"
 DOCS = ROOT / "docs/ddp.md"
 
 BOTH = f"""
@@ -182,6 +184,43 @@ def test_docs_show_the_example() -> None:
     assert len(images) == 3
     for image in images:
         assert (DOCS.parent / image).is_file(), image
+
+
+def test_whatever_divides_the_model_the_losses_are_those_of_one_rank() -> None:
+    alone = losses(run([[sys.executable, MODEL_PARALLEL, "--steps", "3"]]))
+    assert len(alone) == 1 and alone[0] < math.log(256)
+    for ranks, axes in (("4", "pipeline=2,tensor=2"), ("2", "context=2")):
+        outcome = run_launch("--ranks", ranks, MODEL_PARALLEL, "--steps", "3", "--mesh", axes, timeout_s=200)
+        assert outcome.status == 0, outcome.err
+        assert losses(outcome.out) == pytest.approx(alone, abs=2e-4), axes
+
+
+def losses(output: str) -> list[float]:
+    """Of the one rank that prints some."""
+    return [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", output)]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--mesh", "tensor"], "--mesh tensor: name axes and their sizes, as pipeline=2,tensor=2"),
+        (["--mesh", "row=2"], "'row' is no axis of ranks"),
+        (["--mesh", "tensor=2"], "tensor 2 = 2 ranks, but the world has 1"),
+        (["--text", "/dev/null"], "--text /dev/null has 0 bytes: at least 256"),
+        (["--strategy", "zero9"], "unknown strategy 'zero9'"),
+    ],
+)
+def test_a_mistake_in_a_mesh_is_one_line(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["model_parallel.py", *words])
+    with pytest.raises(SystemExit) as leaving:
+        runpy.run_path(str(MODEL_PARALLEL), run_name="__main__")
+    if dist.is_initialized():
+        mesh.current().close()
+    assert leaving.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("model_parallel.py: ") and said in line
 
 
 def test_figures_are_drawn(tmp_path: Path) -> None:
