@@ -42,18 +42,19 @@ class Net(nn.Module):
         super().__init__()
         self.tokens, self.places = nn.Embedding(32, 8, padding_idx=20), nn.Embedding(8, 8)
         self.start = nn.Identity()
-        self.wide, self.narrow, self.norm = nn.Linear(8, 12), nn.Linear(12, 8), nn.LayerNorm(8)
+        self.wide, self.wide_gate, self.narrow = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 32)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
         x = self.start(x)
-        x = self.norm(x + self.narrow(F.gelu(self.wide(x))))
+        x = self.norm(x + self.narrow(F.gelu(self.wide(x)) * self.wide_gate(x)))
         return torch.as_tensor(self.head(x))
 
 
 NET_PLAN = {
-    "wide": "column", "narrow": "row", "norm": "sequence", "start": "scatter", "head": "vocab"
+    "wide*": "column", "narrow": "row", "norm": "sequence", "start": "scatter", "head": "vocab"
 }  # fmt: skip
 
 
@@ -261,6 +262,24 @@ def used() -> None:
 
 def test_other_uses() -> None:
     run_ranks(used, 2)
+
+
+def compiled() -> None:
+    """torch.compile leaves the collectives where they are, in backward too."""
+    mesh = imece.init({"tensor": 2})
+    found = []
+    for compiling in (False, True):
+        model: nn.Module = made(CASES["a plan"], seed=0)
+        imece.tensor_parallel(model, mesh, plan=NET_PLAN)
+        tokens, targets = batch(0)
+        run = torch.compile(model, backend="aot_eager", dynamic=False) if compiling else model
+        imece.cross_entropy(run(tokens), targets).backward()
+        found.append([each.grad for each in model.parameters()])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=EXACT)
+
+
+def test_compiled() -> None:
+    run_ranks(compiled, 2)
 
 
 def refused() -> list[str]:

@@ -13,7 +13,8 @@ section 4.2.2), which torch's DTensor finds by the placements on both sides:
     gather          all-gather      -               the opposite
     summed          -               all-reduce      of a parameter: the gradients of all ranks
 
-A DTensor lives only in here: what comes in and goes out is this rank's plain tensor.
+A DTensor lives only in here: what comes in and goes out is this rank's plain tensor. torch.compile leaves it
+alone and compiles what is between: traced, an input that layers share would get a wrong gradient (torch 2.13).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Boundary:
         self._between: Placement = Shard(_POSITIONS) if sequence else Replicate()
         self._entered: tuple[Tensor, tuple[int, bool], Tensor] | None = None
 
+    @torch._disable_dynamo(recursive=True)
     def enter(self, x: Tensor) -> Tensor:
         """What layers that share one input, as queries, keys and values do, get once: so their gradients are
         summed before they travel."""
@@ -66,6 +68,7 @@ class Boundary:
     def summed(self, gradient: Tensor) -> Tensor:
         return self._move(gradient, Partial(), Replicate())
 
+    @torch._disable_dynamo(recursive=True)
     def _move(
         self, x: Tensor, before: Placement, after: Placement, gradient: Placement | None = None
     ) -> Tensor:
