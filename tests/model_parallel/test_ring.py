@@ -21,7 +21,8 @@ from tests.data_parallel.checks import Check, Job, jobs, passed
 
 LENGTH = 48  # of 2, 3 and 4 ranks, each 2 stretches
 EXACT = 1e-12
-NEAR = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
+FARTHER = 1.45
+"""Times as far from what is exact as torch's kernel is. Sums in the parts' own dtypes are 1.6 to 1.9."""
 
 
 def drawn(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -87,14 +88,16 @@ def check_any_division(group: dist.ProcessGroup) -> None:
 
 
 def check_narrow(group: dist.ProcessGroup) -> None:
-    """Parts of 8 and 11 bits, merged in fp32: as near as torch's own kernel is."""
+    """Parts in 8 and 11 bits, merged and summed in fp32: about as near as torch's own kernel is."""
     mine = own(group)
-    for dtype, near in NEAR.items():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         given = drawn(4, 2, dtype)
         exact = whole([each.detach().double().requires_grad_() for each in given], True, None)
         found = parted(group, given, True, None, mine)
         assert {each.dtype for each in found} == {dtype}
-        assert furthest(found, exact, mine) < near, dtype
+        for name, one, other, true in zip("oqkv", found, whole(given, True, None), exact, strict=True):
+            away = [(each.double() - true[:, :, mine]).norm() for each in (one, other[:, :, mine])]
+            assert away[0] < FARTHER * away[1], (dtype, name, float(away[0] / away[1]))
 
 
 def check_other_orders(group: dist.ProcessGroup) -> None:

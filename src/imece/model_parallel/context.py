@@ -54,8 +54,8 @@ class ContextParallel:
         self.ranks = mesh.size("context")
         if self.ranks > 1 and (stages := mesh.size("pipeline")) > 1:
             raise ValueError(
-                f"ContextParallel on a mesh with {stages} ranks along pipeline: stages take no positions, and "
-                "parts of sequences need them"
+                f"ContextParallel on a mesh with {stages} ranks along pipeline: stages take no positions, "
+                "and parts of sequences need them"
             )
         self.rank = mesh.coordinate("context")
         # One of one rank needs none; whoever has one keeps its connections open.
