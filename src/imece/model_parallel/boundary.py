@@ -14,7 +14,7 @@ section 4.2.2), which torch's DTensor finds by the placements on both sides:
     summed          -               all-reduce      of a parameter: the gradients of all ranks
 
 A DTensor lives only in here: what comes in and goes out is this rank's plain tensor. torch.compile leaves it
-alone and compiles what is between: traced, an input that layers share would get a wrong gradient (torch 2.13).
+alone and compiles what is between: traced, an input that layers share had a wrong gradient (torch 2.13).
 """
 
 from __future__ import annotations

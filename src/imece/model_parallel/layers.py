@@ -77,14 +77,21 @@ def divide(module: nn.Module, kind: Kind, boundary: Boundary, done: dict[int, Di
     _tell_sizes(module, boundary)
     if kind in ("heads", "sequence") or (kind == "row" and boundary.sequence):
         for name, parameter in own.items():
-            if name not in dims_of(kind) and parameter.requires_grad:
-                parameter.register_hook(boundary.summed)
+            if name not in dims_of(kind):
+                _when_gradient_comes(parameter, boundary.summed)
     make = _FORWARDS.get((kind, nn.Embedding if isinstance(module, nn.Embedding) else nn.Module))
     if make is not None:
         _bind(module, "forward", make(boundary, type(module).forward))
     as_head: Forward | None = getattr(type(module), "as_head", None)  # an embedding that is the head too
     if kind == "vocab" and as_head is not None:
         _bind(module, "as_head", _head(boundary, as_head))
+
+
+def _when_gradient_comes(parameter: nn.Parameter, hook: Callable[[Tensor], Tensor]) -> None:
+    """Also if it is frozen now: it may be trained later."""
+    wanted = parameter.requires_grad
+    parameter.requires_grad_(True).register_hook(hook)
+    parameter.requires_grad_(wanted)
 
 
 def _tell_sizes(module: nn.Module, boundary: Boundary) -> None:
