@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from imece.checkpoint.deal import Slice
 from imece.checkpoint.load import Source
 from imece.checkpoint.parts import part_name
+from imece.checkpoint.staged import as_stage, share, whole
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.model_parallel.divided import Divided, divided_parameters
 
@@ -51,7 +52,7 @@ def in_parts(
     for name, value in tensors.items():
         parameter = parameter_of(name)
         if parameter in divided and tuple(value.shape) == shapes[parameter]:
-            own = value if isinstance(value, Slice) else _share(_whole(value), data.rank(), data.size())
+            own = value if isinstance(value, Slice) else share(whole(value), data.rank(), data.size())
             nothing = Slice(own.tensor.new_empty(0), own.shape, 0)
             of = divided[parameter]
             for at in range(of.count):
@@ -62,18 +63,8 @@ def in_parts(
                 "divided along the axis tensor: what this optimizer keeps cannot be put together"
             )
         else:
-            found[name] = _share(value, index, count) if isinstance(value, Slice) else value
+            found[name] = share(value, index, count) if isinstance(value, Slice) else value
     return found
-
-
-def _whole(tensor: Tensor) -> Slice:
-    return Slice(tensor.contiguous(), tuple(tensor.shape), 0)
-
-
-def _share(value: Slice, index: int, count: int) -> Slice:
-    """Of what several ranks have alike."""
-    first, last = (value.tensor.numel() * at // count for at in (index, index + 1))
-    return Slice(value.tensor.view(-1)[first:last], value.shape, value.start + first)
 
 
 class OfThisRank:
@@ -149,4 +140,5 @@ class OfThisRank:
 def as_part(saved: Source, model: nn.Module) -> Source:
     """What this rank is to load of it."""
     divided = divided_parameters(model.module if isinstance(model, DistributedDataParallel) else model)
+    saved = as_stage(saved, model)
     return OfThisRank(saved, divided) if divided else saved

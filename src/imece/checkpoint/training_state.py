@@ -35,6 +35,7 @@ from imece.checkpoint.divided import as_part, in_parts
 from imece.checkpoint.kept import Entry, Kept, are_alike, shape_of
 from imece.checkpoint.load import Source
 from imece.checkpoint.plain import by_key, plain, value_of
+from imece.checkpoint.staged import names_of_groups, of_all_stages, place_of
 from imece.checkpoint.weights import (
     EXTRA,
     MODEL,
@@ -79,8 +80,8 @@ class TrainingState:
         model with another base is refused. What has been changed meanwhile stays in, as an average of weights
         is; but a change by `.data` is not seen.
 
-        Of a model that is divided along the mesh's axis tensor all ranks of the mesh have such a state, and
-        save into one checkpoint, which any other number of them can load. It leaves nothing out.
+        Of a model that is divided along the mesh's axes tensor and pipeline all ranks of the mesh have such
+        a state, and save into one checkpoint, which any other number of them can load. It leaves nothing out.
 
         TypeError for a model that is not wrapped. ValueError for some of the optimizers that step a sharded
         model, and for one that steps another; a warning where the model is replicated, and none of these
@@ -92,10 +93,11 @@ class TrainingState:
                 f"TrainingState: a {type(model).__name__} is not wrapped: give what imece.parallelize or "
                 "imece.DistributedDataParallel returned"
             )
-        if divided_parameters(model.module) and not frozen:
+        self._place = place_of(model)
+        if (divided_parameters(model.module) or self._place is not None) and not frozen:
             raise ValueError(
-                "TrainingState(frozen=False): of a model that is divided along the axis tensor each rank has "
-                "a part of the base: save all of it"
+                "TrainingState(frozen=False): of a model that is divided along the axis tensor or pipeline "
+                "each rank has a part of the base: save all of it"
             )
         given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self._model, self._optimizers = model, [(each, Kept(each)) for each in given]
@@ -118,7 +120,8 @@ class TrainingState:
             found |= {prefix + name: as_tensor(digest) for name, digest in of.items()}
         found |= self._of_rank_0() | self._numbers()
         plain = model.module
-        return in_parts(found, plain, model.process_group) if divided_parameters(plain) else found
+        found = in_parts(found, plain, model.process_group) if divided_parameters(plain) else found
+        return of_all_stages(found, self._place) if self._place is not None else found
 
     def _replicated(self) -> dict[str, Tensor | Slice]:
         found: dict[str, Tensor | Slice] = dict(self._whole_parameters())
@@ -272,14 +275,23 @@ class TrainingState:
                 stacklevel=4,
             )
 
-    def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _groups(self) -> list[tuple[str, dict[str, Any]]]:
         """Of all optimizers, by name and not by place: another program may have them in another order."""
+        groups: list[dict[str, Any]] = []
+        found: list[str | None] = []
         places = {id(each): at for at, each in enumerate(self._names)}
         names = list(self._names.values())
         for optimizer, _ in self._optimizers:
             for group, parameters in whole_groups(optimizer):
-                if found := [places[id(each)] for each in parameters if id(each) in places]:
-                    yield names[min(found)], group
+                of = [places[id(each)] for each in parameters if id(each) in places]
+                found.append(names[min(of)] if of else None)
+                groups.append(group)
+        of_model = names_of_groups(found, self._place) if self._place is not None else found
+        return [
+            (name, group)
+            for name, own, group in zip(of_model, found, groups, strict=True)
+            if name is not None and own is not None
+        ]
 
     def _slices(self, model: ShardedDataParallel) -> dict[str, Tensor | Slice]:
         sharding = model.sharding

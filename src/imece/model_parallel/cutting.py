@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from imece.models.transformer import Transformer, rotation_at
@@ -88,6 +90,21 @@ def _between(ends: Sequence[int]) -> list[range]:
     return [range(start, stop) for start, stop in itertools.pairwise(ends)]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a part is, for who saves and loads the whole model."""
+
+    pipeline: dist.ProcessGroup
+    """The ranks along the axis pipeline: one of each part."""
+    device: torch.device
+    rank: int
+    """Of this rank among those that have the same part."""
+    ranks: int
+    """How many these are."""
+    elsewhere: frozenset[str]
+    """Names of modules, parameters and buffers that only other parts have."""
+
+
 class Part(nn.Module):
     """What one rank has of a model that is cut. Pipeline runs its stages; called, it only passes on.
 
@@ -98,6 +115,7 @@ class Part(nn.Module):
     def __init__(self, named: dict[str, nn.Module]) -> None:
         """named: its modules, by their names in the whole model."""
         super().__init__()
+        self.place: Place | None = None
         self.wrapper: Callable[[], nn.Module | None] = lambda: None
         for name, module in named.items():
             *path, last = name.split(".")
@@ -114,6 +132,13 @@ class Part(nn.Module):
 
     def forward(self, anchor: Tensor) -> Tensor:
         return anchor * 1.0  # with a history, by which the wrapper sees backward come
+
+
+def names_in(named: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Of these modules, what is in them, and their parameters and buffers; by those of the whole model."""
+    for name, module in named.items():
+        for inner, _ in (*module.named_modules(), *module.named_parameters(), *module.named_buffers()):
+            yield f"{name}.{inner}" if inner else name
 
 
 class _OfSequential:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from imece import mesh as meshes
 from imece.collectives import ops
 from imece.mesh import Mesh
-from imece.model_parallel.cutting import Part, Values, deal, dealt_by, pieces_of
+from imece.model_parallel.cutting import Part, Place, Values, deal, dealt_by, names_in, pieces_of
 from imece.model_parallel.schedules import Loss, Span, check_schedule
 from imece.model_parallel.shared import Shared
 
@@ -74,6 +74,7 @@ class Pipeline:
         """When this rank was busy in the latest step or evaluation, by time.perf_counter()."""
         self.part = Part({name: each for at in self._mine for name, each in self._named[at].items()})
         """This rank's part of the model, for `parallelize`, or for an optimizer if no rank has the same."""
+        self.part.place = self._place()
         self._shared = Shared([self._named[at::size] for at in range(size)], self._group)
         self._free_others()
         self._schedule_for = functools.lru_cache(_KEPT)(self._make_schedule)
@@ -182,6 +183,18 @@ class Pipeline:
                 "it returns"
             )
         return wrapper
+
+    def _place(self) -> Place:
+        mine = {name for at in self._mine for name in names_in(self._named[at])}
+        every = {name for named in self._named for name in names_in(named)}
+        ranks = self.mesh.world_size // self._group.size()
+        return Place(
+            self._group,
+            self.mesh.device,
+            self.mesh.rank % ranks,  # pipeline is the mesh's slowest axis
+            ranks,
+            frozenset(every - mine),
+        )
 
     def _check_parts(self, size: int) -> None:
         for at in range(size):

@@ -105,8 +105,8 @@ def _chunks(schedule: str) -> int:
 
 
 def _runs(schedule: str, micro_batches: int, ranks: int) -> bool:
-    if _chunks(schedule) * ranks > BLOCKS:
-        return False
+    if _chunks(schedule) * ranks > BLOCKS or (schedule == "interleaved" and micro_batches % ranks):
+        return False  # with fewer than p micro-batches nothing can be interleaved
     try:
         check_schedule(schedule, micro_batches, _chunks(schedule), ranks)
     except ValueError:

@@ -18,7 +18,7 @@ from imece.collectives import ops
 
 BLOCKS = 8
 SHAPE = Shape(vocabulary=1, width=192, layers=BLOCKS, heads=6, length=128)
-WAIT_S = 0.004
+WAIT_S = 0.01
 """Of an emulated block's forward; its backward takes twice that."""
 EMULATED = "IMECE_BENCH_EMULATED"  # "1": blocks wait instead of computing
 
