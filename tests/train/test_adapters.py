@@ -61,7 +61,6 @@ needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not i
             ["--lora.rank=2", "--optimizer.kind=muon"],
             "--optimizer.kind muon: adapters are trained with adamw",
         ),
-        (["--lora.rank=2", "--compute.compile"], "--compute.compile: adapters are not compiled"),
     ],
 )
 def test_mistakes(more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,9 @@ from imece.models.generate import generate
 from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer
 from imece.train import compiling
+from imece.train.adapters import add
 from imece.train.batch import BatchPlan
+from imece.train.config import LoraSection
 from imece.train.precision import Precision
 from tests.ranks import run_ranks
 
@@ -151,6 +153,22 @@ def test_blocks_that_differ_are_all_compiled(anew: None) -> None:
     assert found[:2] == (LAYERS, LAYERS) and found[2] == pytest.approx(expected[2], rel=1e-5)
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
     assert len(list(generate(model, [1, 2], 12))) == 12
+
+
+def test_blocks_with_adapters_are_all_compiled(anew: None) -> None:
+    """The first one too, which reads from a frozen embedding: nothing wants a gradient of that."""
+    pytest.importorskip("peft")
+    model, plain = made(), Precision("fp32", "cpu")
+    add(model, LoraSection(rank=2, dropout=0.1))
+    expected = compiled_calls(model, tokens(MICRO, SEQ), plain, True)
+    cheap = functools.partial(imece.compile_blocks, backend="aot_eager")
+    with mock.patch("imece.train.compiling.compile_blocks", cheap):
+        compiling.compile_now(model, PLAN, plain, CPU)
+    found = compiled_calls(model, tokens(MICRO, SEQ), plain, True)
+    assert found[:2] == (LAYERS, LAYERS) and found[2] == pytest.approx(expected[2], rel=1e-5)
+    assert steps_of(model, 1, SEQ, True) == [0, 0], "a micro-batch that is smaller"
+    assert steps_of(model, MICRO, SEQ, True) == [LAYERS, LAYERS]
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
 
 
 def test_without_a_compiler(anew: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def adapted(
                 memory = torch.empty(parameter.shape, device=device)
                 base.fill(memory, f"{MODEL}{name}.{key}")
                 module._parameters[key] = nn.Parameter(memory, requires_grad=False)
-    _inject(model, lora)
+    add(model, lora)
     with torch.no_grad():
         for name, value in first_values(model, config.seed):
             model.get_parameter(name).copy_(value)
@@ -138,7 +138,8 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), key, module)
 
 
-def _inject(model: Transformer, lora: LoraSection) -> None:
+def add(model: Transformer, lora: LoraSection) -> None:
+    """Adapters beside the matrices of a model; all else of it is frozen from then on."""
     import peft
 
     model.__dict__["is_loaded_in_4bit"] = lora.quantize != "none"  # by which peft knows bitsandbytes' layers

@@ -7,6 +7,7 @@ that is gone on with computes each micro-batch as the undisturbed one does.
 
 from __future__ import annotations
 
+import copy
 import time
 
 import torch
@@ -37,6 +38,8 @@ def compile_now(model: Transformer, plan: BatchPlan, precision: Precision, devic
         with torch.compiler.set_stance("default"):  # an earlier session in this process has set the other
             for block in blocks:
                 _run_a_block(model, block, plan, precision, device)
+            if not model.embed.weight.requires_grad:  # then what the first block reads wants no gradient
+                _run_a_block(model, blocks[0], plan, precision, device, wants_gradient=False)
     except BackendCompilerFailed as error:
         why = str(error.inner_exception).partition("\n")[0]
         raise UserError(
@@ -51,6 +54,8 @@ def _kinds(model: Transformer, device: torch.device) -> list[nn.Module]:
     """A block for each kind of those that share their code."""
     config = model.config
     kinds = {(config.window_of(at), at in config.nope_layers): at for at in range(config.layers)}
+    if not model.embed.weight.requires_grad:  # with adapters: it has memory
+        return [copy.deepcopy(model.blocks[at]) for at in kinds.values()]
     blocks = [Block(config, at).to(device) for at in kinds.values()]
     for parameter in (each for block in blocks for each in block.parameters()):
         parameter.detach().zero_()
@@ -58,11 +63,17 @@ def _kinds(model: Transformer, device: torch.device) -> list[nn.Module]:
 
 
 def _run_a_block(
-    model: Transformer, block: nn.Module, plan: BatchPlan, precision: Precision, device: torch.device
+    model: Transformer,
+    block: nn.Module,
+    plan: BatchPlan,
+    precision: Precision,
+    device: torch.device,
+    wants_gradient: bool = True,
 ) -> None:
-    """Forward and backward, as training does it."""
-    residual = torch.zeros(plan.micro, plan.seq, model.config.width, device=device, requires_grad=True)
+    """Forward and backward, as training does it. wants_gradient: whether what the block reads does."""
+    residual = torch.zeros(plan.micro, plan.seq, model.config.width, device=device)
+    residual.requires_grad_(wants_gradient)
     rotation = rotation_at(model.config, torch.arange(plan.seq, device=device))
     with precision.autocast():
         out = model.through(block, residual.clone(), rotation)
-    torch.autograd.grad(out.sum(), [residual, *block.parameters()])
+    torch.autograd.grad(out.sum(), [each for each in (residual, *block.parameters()) if each.requires_grad])

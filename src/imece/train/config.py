@@ -409,10 +409,6 @@ class TrainConfig:
                 f"{asked} and --optimizer.kind {self.optimizer.kind}: adapters are trained with adamw: leave "
                 "one of them out"
             )
-        if self.compute.compile:
-            raise UserError(
-                f"{asked} and --compute.compile: adapters are not compiled: leave one of them out"
-            )
 
 
 def defaults(weights: str = "", rank: int = 0) -> TrainConfig:
