@@ -305,6 +305,8 @@ def refused() -> list[str]:
     with torch.device("meta"):
         bare = Transformer(PLAIN)
     refuse(lambda: imece.tensor_parallel(bare, mesh))
+    apart = imece.tensor_parallel(Transformer(PLAIN), mesh)
+    refuse(lambda: apart(batch(mesh.rank)[0]))
     drops = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
     torch.manual_seed(mesh.rank)
     refuse(lambda: imece.tensor_parallel(drops, mesh, plan={"0": "column"}))
@@ -325,6 +327,7 @@ def test_what_is_refused_is_refused_on_all_ranks() -> None:
             "goes through whole sequences alone",
             "is wrapped already",
             "embed.weight is on the meta device",
+            "different tokens, and need the same: take share mesh.batch_rank of mesh.batch_ranks",
             "would not drop the same: call torch.manual_seed(number)",
         ),
         strict=True,

@@ -19,11 +19,16 @@ alone and compiles what is between: traced, an input that layers share had a wro
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+
+from imece.collectives.texts import gather_texts
+from imece.errors import UserError
 
 _POSITIONS = 1  # the dim of [batch, positions, ...]
 
@@ -37,7 +42,24 @@ class Boundary:
         self.index = ranks.get_local_rank()
         self._ranks = ranks
         self._between: Placement = Shard(_POSITIONS) if sequence else Replicate()
+        self._compared = False
         self._entered: tuple[Tensor, tuple[int, bool], Tensor] | None = None
+
+    @torch._disable_dynamo(recursive=True)
+    def check_same(self, tokens: Tensor) -> None:
+        """UserError, on all ranks, unless they look up the same in the first forward. Others on each, as
+        data parallelism has them, would make no sense together, and nobody would see that."""
+        if self._compared or type(tokens) is not Tensor:  # else it has no elements: somebody asks for shapes
+            return
+        self._compared = True
+        shape, content = list(tokens.shape), tokens.detach().cpu().contiguous().numpy().tobytes()
+        mine = f"{shape} {hashlib.sha256(content).hexdigest()}"
+        said = gather_texts([mine], self._ranks.get_group(), tokens.device, "tokens of a tensor group")
+        if len({text for (text,) in said}) > 1:
+            raise UserError(
+                "the ranks of a tensor group have different tokens, and need the same: take share "
+                "mesh.batch_rank of mesh.batch_ranks of the data, as imece.DistributedSampler does"
+            )
 
     @torch._disable_dynamo(recursive=True)
     def enter(self, x: Tensor) -> Tensor:

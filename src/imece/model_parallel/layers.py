@@ -133,6 +133,7 @@ def _head(boundary: Boundary, forward: Forward) -> Forward:
 
 def _lookup(boundary: Boundary, forward: Forward) -> Forward:
     def run(self: nn.Embedding, input: Tensor) -> Tensor:
+        boundary.check_same(input)
         rows = len(self.weight)
         at = input - boundary.index * rows
         # A token that no rank has stays one, for the lookup to refuse.
