@@ -150,6 +150,9 @@ def attention_within() -> dict[str, Any]:
         threads.append(threading.get_ident())
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
+    def twice(q: Tensor) -> Tensor:
+        return 2 * F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
     def recomputed(backward: Callable[[Tensor, Tensor], object]) -> float:
         """How far the gradient is that backward gives with recomputation."""
         leaf = q.detach().requires_grad_()
@@ -173,6 +176,7 @@ def attention_within() -> dict[str, Any]:
         inside = attend(q)
         with torch.autocast("cpu", torch.bfloat16):
             narrow = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
+        compiled = torch.compile(twice, backend="eager")(q)
     after = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     (gradient,) = torch.autograd.grad(inside.square().sum(), q)  # the ring itself needs no mode for it
     return {
@@ -180,6 +184,7 @@ def attention_within() -> dict[str, Any]:
         "outside": float((before - expected).abs().max()),
         "left": torch.equal(before, after),
         "whole": float((context.whole(inside, dim=2) - whole).abs().max()),
+        "compiled": float((compiled - 2 * expected).abs().max()),
         "narrow": [str(narrow.dtype), float((narrow - expected).abs().max())],
         "recomputed": [
             recomputed(lambda loss, leaf: loss.backward()),
@@ -213,7 +218,7 @@ class _Nested(torch.autograd.Function):
 def test_what_the_mode_reaches() -> None:
     for found in run_ranks(attention_within, 2, backend=None):
         assert found["inside"] < EXACT and found["whole"] < EXACT and found["left"]
-        assert found["outside"] > 0.1
+        assert found["outside"] > 0.1 and found["compiled"] < EXACT
         assert found["narrow"][0] == "torch.bfloat16" and found["narrow"][1] < 0.02
         assert max(found["recomputed"]) < EXACT and len(found["recomputed"]) == 5
 

@@ -110,6 +110,7 @@ class ContextParallel:
                 'model of transformers does with attn_implementation="sdpa"'
             )
 
+    @torch._disable_dynamo(recursive=True)  # torch.compile compiles what is around it
     def _attend(
         self,
         query: Tensor,
