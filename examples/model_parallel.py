@@ -51,13 +51,8 @@ def prepared(
     model = imece.tensor_parallel(model, mesh, sequence=True)
     if mesh.size("pipeline") > 1:
         pipeline = imece.Pipeline(model, mesh, micro_batches=4, loss=imece.cross_entropy)
-        part, optimizer = imece.parallelize(pipeline.part, adamw, args.strategy, mesh)
-
-        def through_stages(inputs: Tensor, targets: Tensor) -> Tensor:
-            assert part.training  # and is held on to: it sums the gradients of replicas
-            return pipeline.step(inputs, targets)
-
-        return through_stages, optimizer
+        _, optimizer = imece.parallelize(pipeline.part, adamw, args.strategy, mesh)
+        return pipeline.step, optimizer
 
     context = imece.ContextParallel(mesh)
     wrapped, optimizer = imece.parallelize(model, adamw, args.strategy, mesh)

@@ -10,7 +10,6 @@ A part's parameters have the names that they have in the whole model.
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -116,7 +115,8 @@ class Part(nn.Module):
         """named: its modules, by their names in the whole model."""
         super().__init__()
         self.place: Place | None = None
-        self.wrapper: Callable[[], nn.Module | None] = lambda: None
+        self.owner: Callable[[], Callable[[nn.Module], None] | None] = lambda: None
+        """A weak reference to whom to tell of a wrapper."""
         for name, module in named.items():
             *path, last = name.split(".")
             home: nn.Module = self
@@ -128,7 +128,8 @@ class Part(nn.Module):
 
     def wrapped_by(self, wrapper: nn.Module) -> None:
         """`parallelize` made it."""
-        self.wrapper = weakref.ref(wrapper)
+        if (tell := self.owner()) is not None:
+            tell(wrapper)
 
     def forward(self, anchor: Tensor) -> Tensor:
         return anchor * 1.0  # with a history, by which the wrapper sees backward come

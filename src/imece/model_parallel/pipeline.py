@@ -7,8 +7,11 @@ shapes, the shared parameters, and the one reduction over the data axes after al
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from imece import mesh as meshes
 from imece.collectives import ops
 from imece.mesh import Mesh
 from imece.model_parallel.cutting import Part, Place, Values, deal, dealt_by, names_in, pieces_of
-from imece.model_parallel.schedules import Loss, Span, check_schedule
+from imece.model_parallel.schedules import Loss, Span, StageError, check_schedule
 from imece.model_parallel.shared import Shared
 
 _KEPT = 4  # schedules for inputs of different shapes, with memory for what they receive
@@ -75,6 +78,8 @@ class Pipeline:
         self.part = Part({name: each for at in self._mine for name, each in self._named[at].items()})
         """This rank's part of the model, for `parallelize`, or for an optimizer if no rank has the same."""
         self.part.place = self._place()
+        self._wrapper: Any = None  # what `parallelize` made of the part
+        self.part.owner = weakref.WeakMethod(self._take)
         self._shared = Shared([self._named[at::size] for at in range(size)], self._group)
         self._free_others()
         self._schedule_for = functools.lru_cache(_KEPT)(self._make_schedule)
@@ -90,7 +95,8 @@ class Pipeline:
         ValueError: the micro-batches do not divide the batch. RuntimeError: an error in a stage, by its name;
         nobody has called `parallelize`, though other ranks have this part too.
         """
-        wrapper = self._wrapper()
+        self._check_wrapped()
+        wrapper = self._wrapper
         reduces = wrapper is None or wrapper.require_backward_grad_sync
         self._shared.before_step()
         loss = self._run(inputs, targets, train=True)
@@ -126,14 +132,18 @@ class Pipeline:
         self.spans.clear()
         try:
             run = schedule.step if train else schedule.eval
-            run(
-                *(values if self._mine[0] == 0 else ()),
-                target=targets if last else None,
-                losses=losses,
-                return_outputs=False,
-            )
-        except Exception as error:
-            raise RuntimeError(f"{self}: {error}") from error
+            with _without_tables():
+                run(
+                    *(values if self._mine[0] == 0 else ()),
+                    target=targets if last else None,
+                    losses=losses,
+                    return_outputs=False,
+                )
+        except StageError as error:
+            raise RuntimeError(f"{self}: {error}") from error.__cause__
+        except Exception as error:  # in a message: it keeps its type, by which others know what to do
+            error.add_note(str(self))
+            raise
         return torch.stack([each.detach() for each in losses]).double().sum() if losses else None
 
     def _make_schedule(
@@ -174,15 +184,15 @@ class Pipeline:
             ops.broadcast(told, self._group.size() - 1, group=self._group, label="loss of the last stage")
         return told
 
-    def _wrapper(self) -> Any:
-        wrapper = self.part.wrapper()
-        if wrapper is None and self.mesh.data_group.size() > 1:
+    def _take(self, wrapper: nn.Module) -> None:
+        self._wrapper = wrapper
+
+    def _check_wrapped(self) -> None:
+        if self._wrapper is None and self.mesh.data_group.size() > 1:
             raise RuntimeError(
                 f"{self.mesh.data_group.size()} ranks have this part of the model, and nobody sums their "
-                "gradients: call imece.parallelize(pipeline.part, ...) before pipeline.step, and keep what "
-                "it returns"
+                "gradients: call imece.parallelize(pipeline.part, ...) before pipeline.step"
             )
-        return wrapper
 
     def _place(self) -> Place:
         mine = {name for at in self._mine for name in names_in(self._named[at])}
@@ -212,6 +222,17 @@ class Pipeline:
             for module in named.values():
                 if id(module) not in mine:
                     module.to("meta")
+
+
+@contextlib.contextmanager
+def _without_tables() -> Iterator[None]:
+    """torch would print the whole schedule on each rank when one fails."""
+    logger = logging.getLogger("torch.distributed.pipelining.schedules")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _names(named: dict[str, nn.Module]) -> str:

@@ -31,6 +31,10 @@ class Span:
     end_s: float
 
 
+class StageError(Exception):
+    """What a stage has raised is the cause of it."""
+
+
 def check_schedule(schedule: str, micro_batches: int, chunks: int, size: int) -> None:
     """ValueError for a schedule that cannot run, with what to do. size: ranks along the axis pipeline."""
     if schedule not in SCHEDULES:

@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
 from torch.func import functional_call
 
 from imece.model_parallel.cutting import Values
-from imece.model_parallel.schedules import Loss, Span
+from imece.model_parallel.schedules import Loss, Span, StageError
 
 
 def values_of(output: Any) -> Values:
@@ -112,7 +112,7 @@ class TimedStage(PipelineStage):
             yield
         except Exception as error:  # noqa: BLE001 - raised anew
             cause = error.__cause__ or error  # torch's own tells no more than which stage
-            raise RuntimeError(
+            raise StageError(
                 f"{what} of micro-batch {micro_batch} in stage {self.stage_index}: {cause}"
             ) from cause
         self._spans.append(Span(what, self.stage_index, micro_batch, start, time.perf_counter()))
