@@ -393,6 +393,13 @@ def what_cannot_be_is_refused(group: dist.ProcessGroup) -> None:
         for message, options in wrong.items():
             with pytest.raises(ValueError, match=message):
                 make(**options)
+        with pytest.raises(ValueError, match="on the meta device, or was cut before"):
+            imece.Pipeline(
+                nn.Sequential(*(nn.Linear(2, 2, device="meta") for _ in range(2))),
+                mesh,
+                micro_batches=2,
+                loss=F.mse_loss,
+            )
         with pytest.raises(ValueError, match=r"rank 1 of the pipeline would have no parameters.* at \[1\]"):
             Pipeline([nn.Linear(2, 2), nn.Tanh()], mesh, micro_batches=2, loss=F.mse_loss)
         pipeline = make(micro_batches=4)

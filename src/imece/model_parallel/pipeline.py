@@ -59,7 +59,8 @@ class Pipeline:
         pieces are the children of an nn.Sequential, or the blocks of a Transformer and, as the last one, its
         head. By default the costliest stage costs as little as can be.
 
-        ValueError: a model that cannot be cut so, or a schedule that cannot run with so many micro-batches.
+        ValueError: a model that cannot be cut so, or has no values; a schedule that cannot run with so many
+        micro-batches.
         """
         self.mesh = mesh = mesh if mesh is not None else meshes.current()
         self.micro_batches, self.schedule = micro_batches, schedule
@@ -209,7 +210,13 @@ class Pipeline:
     def _check_parts(self, size: int) -> None:
         for at in range(size):
             modules = [each for named in self._named[at::size] for each in named.values()]
-            if not any(True for module in modules for _ in module.parameters()):
+            parameters = [each for module in modules for each in module.parameters()]
+            if any(each.is_meta for each in parameters):
+                raise ValueError(
+                    "this model is on the meta device, or was cut before: make one with values, of which "
+                    "each rank then keeps its part alone"
+                )
+            if not parameters:
                 raise ValueError(
                     f"rank {at} of the pipeline would have no parameters, and nothing to train: cut "
                     f"otherwise, by cuts=, than at {[which.start for which in self._dealt[1:]]}"
