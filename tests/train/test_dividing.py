@@ -1,4 +1,4 @@
-"""`imece train --mesh.context`: ranks that divide sequences train as those that have some of their own."""
+"""`imece train --mesh.context --mesh.tensor`: ranks that divide sequences or matrices train as one does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 import imece
 from imece.errors import UserError
-from imece.train.config import ComputeSection, MeshSection, TrainConfig
+from imece.train.config import ComputeSection, MeshSection, OptimizerSection, TrainConfig
 from imece.train.dividing import axes_of, check_divided, groups_of
 from imece.train.step import Step
 from tests.ranks import run_ranks
@@ -54,13 +54,22 @@ def runs(folder: str) -> dict[str, Any]:
     """On one rank, on ranks that divide sequences, on such of which one dies, and first these then others."""
     path = Path(folder)
     os.environ["FLAG"] = str(path / "died")
-    usual = ["--steps=8", "--checkpoint.every=4", "--validate.every=4", "--optimizer.kind=adamw"]
+    usual = [
+        "--steps=8",
+        "--model.kv-heads=2",
+        "--model.tied-head=False",
+        "--checkpoint.every=4",
+        "--validate.every=4",
+        "--optimizer.kind=adamw",
+    ]
     ways = {
         "one": ["--ranks=1"],
         "two": ["--ranks=2", "--mesh.context=2", "--strategy=zero3", "--compute.recompute"],
         "four": ["--ranks=4", "--mesh.context=2", "--strategy=zero1", "--batch.micro=2"],
         "other": ["--ranks=2", "--mesh.context=2", "--steps=4", "--strategy=zero1"],
         "dies": ["--ranks=2", "--mesh.context=2", "--strategy=zero1"],
+        "tensor": ["--ranks=2", "--mesh.tensor=2", "--steps=4"],
+        "all": ["--ranks=4", "--mesh.tensor=2", "--mesh.sequence", "--mesh.context=2", "--strategy=zero2"],
     }
     found: dict[str, Any] = {}
     for name, more in ways.items():
@@ -70,6 +79,11 @@ def runs(folder: str) -> dict[str, Any]:
         found[name] = [outcome.out, outcome.err, json.loads((path / name / "plan.json").read_bytes())]
     again = train(["--run", path / "other", "--mesh.context=1", "--steps=8"], path)
     assert again.status == 0 and "going on after step 4" in again.out, again
+    again = train(["--run", path / "tensor", "--ranks=1", "--mesh.tensor=1", "--steps=8"], path)
+    assert again.status == 0 and "going on after step 4" in again.out, again
+    start = ["--run", path / "from", "--from", path / "all", "--data", path / "text.jsonl"]
+    tuned = train([*start, "--ranks=2", "--mesh.tensor=2", "--batch.sequences=2", "--steps=1"], path)
+    found["from"] = [tuned.out, tuned.err, None]
     return found
 
 
@@ -77,12 +91,18 @@ def test_the_losses_are_those_of_one_rank(tmp_path: Path) -> None:
     found = in_fork(runs, str(tmp_path))
     expected = np.array(curve(tmp_path / "one"))
     assert len(expected) == 8 * 2 + 2
-    for name in ("two", "four", "other", "dies"):
+    for name in ("two", "four", "other", "dies", "tensor", "all"):
         assert np.abs(np.array(curve(tmp_path / name)) - expected).max() < NEAR, name
     out, err, plan = found["four"]
     assert "12 sequences x 16 = micro-batch 2 x 3 accumulated x 2 groups of 2 ranks, 192 tokens a step" in out
     assert "a mesh with axes of its own cannot change its ranks" in err
     assert plan["predicted"]["plan"].startswith("CP 2 x ZeRO-1") and plan["predicted"]["ranks"] == 4
+    out, _, plan = found["all"]
+    assert "x 1 group of 4 ranks, 192 tokens a step" in out and "sample" in out
+    assert plan["predicted"]["plan"].startswith("TP 2 x CP 2 x ZeRO-2") and plan["predicted"]["ranks"] == 4
+    last = records(tmp_path / "one")[-1]["val_loss"]
+    (first,) = records(tmp_path / "from")
+    assert abs(first["val_loss"] - last) < 0.05, "what was trained is what it began with"
     out, err, _ = found["dies"]
     assert "was killed by signal 9" in err and "all 2 ranks start again now" in err
     assert "going on after step 4" in out
@@ -124,7 +144,7 @@ def test_a_step_of_ranks_that_divide_sequences() -> None:
         assert found["apart"] < NEAR and abs(found["loss"]) < NEAR
         assert found["skipped"] == "the gradient is not finite"
         (line,) = found["blamed"]
-        assert line.startswith("ranks 0 to 1: loss ") and line.endswith("; documents DOCUMENTS"), line
+        assert line.startswith("ranks 0, 1: loss ") and line.endswith("; documents DOCUMENTS"), line
         assert found["spoilt"] == ["rank 1: weights that are not finite: embed.weight"]
 
 
@@ -156,3 +176,27 @@ def test_what_cannot_be_divided() -> None:
         check_divided(replace(config, compute=ComputeSection(compile=True)), shape, 256)
     with pytest.raises(ValueError, match=r"mesh\.context is 0"):
         MeshSection(context=0)
+
+
+def test_what_cannot_be_divided_by_matrices() -> None:
+    adamw = OptimizerSection(kind="adamw")
+    config = TrainConfig(mesh=MeshSection(tensor=2, sequence=True), optimizer=adamw)
+    shape = config.model.shape(4096)
+    check_divided(config, shape, 256)
+    for changed, seq, said in (
+        (replace(config, optimizer=OptimizerSection()), 256, "Muon: its update is of a whole matrix"),
+        (replace(config, compute=ComputeSection(compile=True)), 256, r"and --compute\.compile: "),
+        (replace(config, mesh=MeshSection(tensor=3)), 256, "3: heads 4 and kv_heads 2 .*among the 3 ranks"),
+        (config, 255, r"255 positions of a rank cannot be .* --model\.max-seq 252$"),
+    ):
+        with pytest.raises(UserError, match=rf"^--mesh\.tensor .*{said}"):
+            check_divided(changed, shape, seq)
+    with pytest.raises(UserError, match=r"^--mesh\.tensor 2: 257 entries .*: --model\.tied-head False, or"):
+        check_divided(config, replace(shape, vocab_size=257), 256)
+    check_divided(config, replace(shape, vocab_size=257, tied_head=False), 256)
+    with pytest.raises(
+        UserError, match=r"^--mesh\.context 2 and --mesh\.tensor 2: 6 ranks .* --ranks 4 or 8$"
+    ):
+        groups_of(MeshSection(context=2, tensor=2), 6)
+    with pytest.raises(ValueError, match=r"give mesh\.tensor"):
+        MeshSection(sequence=True)

@@ -72,6 +72,7 @@ def test_a_model_whose_numbers_are_not_finite() -> None:
         prepared=SimpleNamespace(tokenizer=ByteTokenizer()),
         model=model,
         mesh=SimpleNamespace(device=torch.device("cpu")),
+        plan=SimpleNamespace(tensor=1),
         precision=Precision("fp32", "cpu"),
         folder=SimpleNamespace(path=Path("runs/a")),
     )

@@ -77,6 +77,7 @@ class Bench:
         self.step = Step(
             self.wrapped, self.optimizers, self.batches, self.plan, precision, clip, self.clock,
             imece.ContextParallel(mesh),
+            mesh,
         )  # fmt: skip
 
     def gradients(self) -> list[Tensor]:

@@ -20,7 +20,8 @@ class BatchPlan:
     ranks: int  # that share them out, or groups of ranks
     micro: int  # sequences that one rank computes at once
     accumulation: int  # times it does so
-    context: int = 1  # ranks of a group: each has a part of every sequence of it
+    context: int = 1  # ranks of a group among which its sequences are divided
+    tensor: int = 1  # and matrices
 
     @property
     def tokens(self) -> int:
@@ -29,7 +30,7 @@ class BatchPlan:
 
     def describe(self) -> str:
         """The arithmetic, in words."""
-        ranks = _ranks(self.ranks, self.context)
+        ranks = _ranks(self.ranks, self.context * self.tensor)
         if self.sequences != self.micro * self.accumulation * self.ranks:
             return (
                 f"{self.sequences} sequences x {self.seq} over {ranks}, micro-batches of up to "
@@ -48,12 +49,12 @@ def shared_among(plan: BatchPlan, ranks: int) -> BatchPlan:
     return replace(plan, ranks=ranks, micro=micro, accumulation=math.ceil(share / micro))
 
 
-def plan_batch(section: BatchSection, seq: int, ranks: int, context: int = 1) -> BatchPlan:
+def plan_batch(section: BatchSection, seq: int, ranks: int, context: int = 1, tensor: int = 1) -> BatchPlan:
     """UserError, with the nearest numbers that would do, if the batch cannot be divided.
 
-    ranks: that have sequences of their own; with `context` groups of so many.
+    ranks: that have sequences of their own; groups of context x tensor, where these divide a model.
     """
-    sequences = section.sequences
+    sequences, size = section.sequences, context * tensor
     if section.tokens:
         if section.tokens % seq:
             raise UserError(
@@ -62,10 +63,10 @@ def plan_batch(section: BatchSection, seq: int, ranks: int, context: int = 1) ->
             )
         sequences = section.tokens // seq
     if sequences < ranks:
-        asked = f"--ranks {ranks} are" if context == 1 else f"{_ranks(ranks, context)} are"
+        asked = f"--ranks {ranks} are" if size == 1 else f"{_ranks(ranks, size)} are"
         raise UserError(
             f"{asked} more than the {sequences} sequence{'s' * (sequences != 1)} of a step: "
-            f"at most {_ranks(sequences, context)}, or at least {_option(section, seq, ranks)}"
+            f"at most {_ranks(sequences, size)}, or at least {_option(section, seq, ranks)}"
         )
     share = sequences // ranks
     if section.micro > share:
@@ -75,22 +76,22 @@ def plan_batch(section: BatchSection, seq: int, ranks: int, context: int = 1) ->
         )
     step = ranks * (section.micro or 1)
     if sequences % step:
-        by = _ranks(ranks, context) + (f" x micro-batch {section.micro}" if section.micro else "")
+        by = _ranks(ranks, size) + (f" x micro-batch {section.micro}" if section.micro else "")
         also = f", which is {sequences} sequences," if section.tokens else ""
         unit = seq if section.tokens else 1
         raise UserError(
             f"{_option(section, seq, sequences)}{also} cannot be divided by {by}; the nearest are "
             f"{_nearest(sequences * unit, step * unit)}"
-            f"{_other_ranks(sequences, section.micro or 1, ranks, context)}"
+            f"{_other_ranks(sequences, section.micro or 1, ranks, size)}"
         )
     micro = section.micro or max(n for n in range(1, min(share, _MOST_AT_ONCE) + 1) if share % n == 0)
-    return BatchPlan(seq, sequences, ranks, micro, share // micro, context)
+    return BatchPlan(seq, sequences, ranks, micro, share // micro, context, tensor)
 
 
-def _ranks(count: int, context: int) -> str:
-    if context == 1:
+def _ranks(count: int, size: int) -> str:
+    if size == 1:
         return f"{count} rank{'s' * (count != 1)}"
-    return f"{count} group{'s' * (count != 1)} of {context} ranks"
+    return f"{count} group{'s' * (count != 1)} of {size} ranks"
 
 
 def _option(section: BatchSection, seq: int, sequences: int) -> str:
@@ -98,11 +99,11 @@ def _option(section: BatchSection, seq: int, sequences: int) -> str:
     return f"--batch.tokens {sequences * seq}" if section.tokens else f"--batch.sequences {sequences}"
 
 
-def _other_ranks(sequences: int, micro: int, ranks: int, context: int) -> str:
+def _other_ranks(sequences: int, micro: int, ranks: int, size: int) -> str:
     """Those that divide it: a run that is gone on with keeps its global batch."""
     fit = [each for each in range(1, sequences // micro + 1) if sequences % (each * micro) == 0]
     near = [*[each for each in fit if each < ranks][-1:], *[each for each in fit if each > ranks][:1]]
-    near = [each * context for each in near]
+    near = [each * size for each in near]
     return f", or {' or '.join(map(str, near))} rank{'s' * (near != [1])}" if near else ""
 
 

@@ -254,9 +254,21 @@ class MeshSection:
 
     context: int = 1
     """Ranks that divide the positions of each sequence, for long ones: the number of ranks is a multiple."""
+    tensor: int = 1
+    """Ranks that divide the matrices of the model, for large ones: likewise. With --optimizer.kind adamw."""
+    sequence: bool = False
+    """With `tensor`: they divide norms and the residual too, by positions. Less memory."""
 
     def __post_init__(self) -> None:
         _least("mesh.context", self.context, 1)
+        _least("mesh.tensor", self.tensor, 1)
+        if self.sequence and self.tensor == 1:
+            raise ValueError("mesh.sequence is for ranks that divide matrices: give mesh.tensor, 2 or more")
+
+    @property
+    def size(self) -> int:
+        """Ranks that work on one batch together."""
+        return self.context * self.tensor
 
 
 @dataclass(frozen=True)

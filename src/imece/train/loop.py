@@ -173,19 +173,19 @@ class Loop:
 
     def validate(self, most_tokens: int) -> float:
         """Nats a token of the held-out part, over all ranks."""
-        session = self._session
+        session, group = self._session, self._session.mesh.data_group
         nats, tokens = evaluate(
             session.model,
             session.prepared.tokens.validation,
             session.plan.seq,
             session.plan.micro,
             session.precision,
-            rank=session.mesh.rank,
-            world_size=session.mesh.world_size,
+            rank=group.rank(),
+            world_size=group.size(),
             most_tokens=most_tokens,
         )
         both = torch.tensor([nats, tokens], dtype=torch.float64, device=session.mesh.device)
-        ops.all_reduce(both, group=session.mesh.world_group, label="validation loss")
+        ops.all_reduce(both, group=group, label="validation loss")
         total, count = both.tolist()
         self._check_came()
         return float(total / count)
@@ -209,8 +209,8 @@ class Loop:
         return most + total - free - torch.cuda.memory_reserved(mesh.device)
 
     def _gather(self, outcome: Outcome) -> _Together:
-        device, group = self._session.mesh.device, self._session.mesh.world_group
-        recovery = self._session.recovery
+        mesh, recovery = self._session.mesh, self._session.recovery
+        device, group = mesh.device, mesh.world_group
         said = (*(recovery.says() if recovery is not None else (0.0, 0.0)), float(self._session.owes_save))
         own = self._own or (math.nan,) * len(PHASES)
         mine = torch.tensor(
@@ -221,14 +221,14 @@ class Loop:
                 self._stop.signal,
                 *said,
                 *own,
-                self._drift.key,
+                self._drift.key * mesh.size("tensor") + mesh.coordinate("tensor"),
                 0.0,
             ],
             dtype=torch.float64,
             device=device,
         )
         mine[-1] = self._drift.digest(self._session.done)
-        everybodys = mine.new_empty(self._session.mesh.world_size * len(mine))
+        everybodys = mine.new_empty(mesh.world_size * len(mine))
         with self._session.clock.phase("exposed"):  # it waits for the slowest rank
             ops.all_gather(everybodys, mine, group=group, label="loss of each rank")
         rows = everybodys.view(-1, len(mine)).tolist()
@@ -236,7 +236,8 @@ class Loop:
         nats, tokens, *most, keys, digests = zip(*rows, strict=True)
         memory, signal, newest, anew, owes = map(max, most[:5])
         return _Together(
-            sum(nats) / max(1.0, sum(tokens)), int(sum(tokens)), int(memory), int(signal), newest, anew,
+            sum(nats) / max(1.0, sum(tokens)), int(sum(tokens)) // mesh.size("tensor"), int(memory),
+            int(signal), newest, anew,
             bool(owes), Drift.differs(digests, keys), tuple(zip(*most[5:], strict=True)),
         )  # fmt: skip
 

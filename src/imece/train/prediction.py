@@ -143,7 +143,7 @@ def predict(
 ) -> Prediction:  # fmt: skip
     """Of the run with that strategy. copies: whether each rank keeps copies of its part, for when it dies."""
     cluster = machine.cluster
-    ranks = plan.ranks * plan.context
+    ranks = plan.ranks * plan.context  # of data: they share states out
     shard = {"replicate": 1, "hybrid": cluster.gpus_per_host, "hybrid_zero2": cluster.gpus_per_host}
     itemsize = 4 if precision.name == "fp32" else 2
     recipe = Recipe(
@@ -162,8 +162,9 @@ def predict(
     model = from_shape(config.model.name, shape)
     name = cast(Strategy, strategy)  # as data_parallel/strategy.py has them
     parallel = Parallel(
-        strategy=name, data=plan.ranks, shard=shard.get(strategy, ranks), context=plan.context
-    )
+        strategy=name, data=plan.ranks, shard=shard.get(strategy, ranks), context=plan.context,
+        tensor=plan.tensor, sequence=config.mesh.sequence,
+    )  # fmt: skip
     setup = Setup(model, parallel, recipe)
     mapped = _mapped(setup, cluster, copies and strategy != "replicate") if machine.shares_memory else 0
     return Prediction(replace(judge(_as_run(setup), cluster), setup=setup), machine, mapped)

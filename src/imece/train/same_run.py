@@ -23,6 +23,8 @@ MAY_CHANGE = frozenset(
         "steps",
         "strategy",
         "mesh.context",
+        "mesh.tensor",
+        "mesh.sequence",
         "batch.micro",
         "data.folder",
         "compute.compile",

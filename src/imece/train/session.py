@@ -37,7 +37,7 @@ from imece.train.beginning import begin_again, begin_with, empty, new_model
 from imece.train.clock import Clock
 from imece.train.compiling import compile_now
 from imece.train.config import TrainConfig
-from imece.train.dividing import check_divided
+from imece.train.dividing import check_divided, divided
 from imece.train.evaluate import windows_read
 from imece.train.optimizer import make_optimizers
 from imece.train.origin import keep, sequence_length, shape_of
@@ -101,9 +101,10 @@ class Session:
             get = reopen if mesh.world.joining else prepare
             prepared = get(config.data.source(), folder.tokenizer_file, folder.tokens(config))
             shape = shape_of(config, prepared.tokenizer.vocab_size)
-            seq, context = sequence_length(config, shape), config.mesh.context
+            seq, divide = sequence_length(config, shape), config.mesh
             check_divided(config, shape, seq)
-            plan = plan_batch(config.batch, seq, _first_ranks(config, mesh) // context, context)
+            groups = _first_ranks(config, mesh) // divide.size
+            plan = plan_batch(config.batch, seq, groups, divide.context, divide.tensor)
             batches = Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed)
             return prepared, shape, plan, batches, choose_precision(config.compute.dtype, mesh.device)
 
@@ -111,8 +112,12 @@ class Session:
         check_same_tokens(prepared, mesh)
         model = together(mesh, lambda: new_model(config, shape, mesh.device, precision))
         bare = is_meta(model)
+        if bare and config.mesh.tensor > 1:  # it is divided first, and has its values later all the same
+            model.to_empty(device=mesh.device).apply(empty)
+            bare = False
         if not bare:
             model.to(mesh.device)
+        model = together(mesh, lambda: divided(model, config, mesh))
         model.checkpoint_blocks = config.compute.recompute
         compile_s = 0.0
         if config.compute.compile:
@@ -134,6 +139,7 @@ class Session:
             Step(
                 wrapped, optimizers, batches, plan, precision, config.optimizer.clip, clock,
                 ContextParallel(mesh),
+                mesh,
             ),
             alarms,
             compile_s=compile_s,

@@ -67,7 +67,9 @@ def make_ready(config: TrainConfig, progress: Progress | None, lock: RunLock) ->
     shape = shape_of(config, config.data.vocab_size)
     seq = sequence_length(config, shape)
     check_divided(config, shape, seq)
-    plan = plan_batch(config.batch, seq, groups_of(config.mesh, ranks), config.mesh.context)
+    plan = plan_batch(
+        config.batch, seq, groups_of(config.mesh, ranks), config.mesh.context, config.mesh.tensor
+    )
     folder = RunFolder(config.folder)
     with folder.begun(config, lock):
         keep_origin(config)

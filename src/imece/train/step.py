@@ -16,6 +16,7 @@ from imece.data.batches import Batches, rows
 from imece.data_parallel.grad_scaler import forget_stage
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.membership.draws import begin_draws
+from imece.mesh import Mesh
 from imece.model_parallel.context import ContextParallel
 from imece.models.cross_entropy import cross_entropy
 from imece.train.batch import BatchPlan
@@ -70,9 +71,13 @@ class Step:
         clip: float,
         clock: Clock,
         context: ContextParallel,
+        mesh: Mesh,
     ) -> None:
         self._model, self._optimizers = model, optimizers
-        self._context = context
+        self._context, self._mesh = context, mesh
+        # Ranks, neighbours, that make each forward together.
+        self._together = mesh.size("context") * mesh.size("tensor")
+        self._forward_group = mesh.group("context", "tensor") if self._together > 1 else None
         divided = context.ranks > 1
         self._positions = context.positions(plan.seq, device=model.device) if divided else None
         self._parameters = [each for each in model.parameters() if each.requires_grad]
@@ -124,13 +129,13 @@ class Step:
         with model.gathered():
             spoilt = self._not_finite([each.detach() for each in self._parameters])
             alone = bool(spoilt)
-            if self._context.ranks > 1:  # which attend to each other: none may wait for one that does not
-                everybodys = gather_json(spoilt, model.process_group, model.device, "weights that are spoilt")
-                alone = any(everybodys)
+            if self._forward_group is not None:  # none may wait for one that makes no forward
+                of_each = gather_json(spoilt, self._forward_group, model.device, "weights that are spoilt")
+                alone = any(of_each)
             found = [] if alone else list(self._not_finite_in(index))
             largest = max((float(each.detach().abs().max()), name) for name, each in self._named())
         mine = [spoilt, found, largest]
-        every = gather_json(mine, model.process_group, model.device, "who brought what is not finite")
+        every = gather_json(mine, self._mesh.world_group, model.device, "who brought what is not finite")
         if all(spoilt for spoilt, *_ in every):
             return [f"weights that are not finite since an earlier update: {_names(every[0][0])}"]
         by_group = self._by_group([found for _, found, _ in every])
@@ -141,17 +146,18 @@ class Step:
                 f"all {len(everywhere)} micro-batches, so by no document but the weights, as earlier updates "
                 f"left them: up to {size:.3g}, in {name}"
             ]
-        lines = []
+        lines, size = [], self._together
         for rank, (spoilt, _, _) in enumerate(every):
             if spoilt:
                 lines.append(f"rank {rank}: weights that are not finite: {_names(spoilt)}")
-            group, first = divmod(rank, self._context.ranks)
-            lines += [self._describe(rank, *each) for each in by_group[group] if each and not first]
+            group, first = divmod(rank, size)
+            those = range(rank, rank + size)
+            lines += [self._describe(those, *each) for each in by_group[group] if each and not first]
         return lines
 
     def _by_group(self, by_rank: list[list[_Found]]) -> list[list[_Found]]:
-        """Ranks that divide sequences have the same micro-batches: what one of them found of each."""
-        size = self._context.ranks
+        """Ranks that make a forward together have the same micro-batches: what one of them found of each."""
+        size = self._together
         groups = (by_rank[first : first + size] for first in range(0, len(by_rank), size))
         return [[next(filter(None, each), None) for each in zip(*group, strict=True)] for group in groups]
 
@@ -211,10 +217,9 @@ class Step:
     def _named(self) -> list[tuple[str, Tensor]]:
         return [(name, each) for name, each in self._model.module.named_parameters() if each.requires_grad]
 
-    def _describe(self, rank: int, loss: float, bad: list[str], documents: list[int]) -> str:
+    def _describe(self, ranks: Sequence[int], loss: float, bad: list[str], documents: list[int]) -> str:
         where = f"gradient of {_names(bad)}" if bad else "finite gradients"
-        last = rank + self._context.ranks - 1
-        who = f"rank {rank}" if last == rank else f"ranks {rank} to {last}"
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         return f"{who}: loss {loss:g}, {where}; documents {_listed(documents)}"
 
     def take_over(self, plan: BatchPlan) -> None:
