@@ -21,6 +21,7 @@ def test_what_a_schedule_leaves_idle() -> None:
     assert ideal_bubble(5, 1, 1) == 0.0
 
 
+@pytest.mark.slow
 def test_ranks_idle_as_the_schedule_says() -> None:
     said: list[str] = []
     plan = pipeline.Plan((2,), (1, 4), ("gpipe", "1f1b"), steps=3, wait=True)
