@@ -164,7 +164,7 @@ CALLS = {  # plan -> the arguments that follow the optimizer, and some of what i
     "7B --gpus 1xA100-40 --global-batch 16 --seq 2048 --adapters qlora --offload optimizer": (
         'strategy="zero1", precision=imece.MixedPrecision(param=torch.bfloat16, reduce=torch.bfloat16), '
         'offload="optimizer"',
-        "adapters: wrap the model, loaded in 4 bits, with peft first (rank 16)",
+        "adapters: wrap the model, loaded in 4 bits, with peft first (rank 16), or imece train --l",
     ),
     "7B --gpus 8xA100-40 --offload parameters --global-batch 64 --tensor 1 --pipeline 1": (
         'strategy="zero3", precision=imece.MixedPrecision(param=torch.bfloat16, reduce=torch.bfloat16), '

@@ -156,3 +156,16 @@ def test_a_batch_is_a_mistake_only_where_no_arrangement_divides_it() -> None:
         with pytest.raises(UserError, match=f"--global-batch {batch} cannot be divided by 8 ranks"):
             check(question(batch=batch, **ALONE))
     check(question(8, 3, 64))  # three stages
+
+
+def test_what_is_frozen_beside_adapters_is_on_every_gpu() -> None:
+    asked = question(8, adapters="lora")
+    found = {setup.parallel.strategy for line in setups(asked) for setup in line}
+    assert found == {"replicate", "zero1", "zero2"}
+    check(asked)
+    for changes, said in (
+        ({"strategy": "zero3"}, "--strategy zero3 and --adapters lora: .*: use zero2$"),
+        ({"offload": "parameters"}, "--offload parameters and --adapters lora: .* leave one of them out$"),
+    ):
+        with pytest.raises(UserError, match=said):
+            check(question(8, adapters="lora", **changes))

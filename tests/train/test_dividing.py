@@ -81,7 +81,7 @@ def runs(folder: str) -> dict[str, Any]:
     assert again.status == 0 and "going on after step 4" in again.out, again
     again = train(["--run", path / "tensor", "--ranks=1", "--mesh.tensor=1", "--steps=8"], path)
     assert again.status == 0 and "going on after step 4" in again.out, again
-    start = ["--run", path / "from", "--from", path / "all", "--data", path / "text.jsonl"]
+    start: list[str | Path] = ["--run", path / "from", "--from", path / "all", "--data", path / "text.jsonl"]
     tuned = train([*start, "--ranks=2", "--mesh.tensor=2", "--batch.sequences=2", "--steps=1"], path)
     found["from"] = [tuned.out, tuned.err, None]
     return found

@@ -127,9 +127,9 @@ def clip_by_groups(strategy: str, gather: bool) -> None:
     other = nn.Parameter(torch.ones(1))
     other.grad = torch.ones(1)
     both = [*in_groups(optimizer, slice(2)), other]
-    with pytest.raises(ValueError, match="of several models, one of them sharded or divided: call it for each model"):
+    with pytest.raises(ValueError, match="models, one of them sharded or divided: call it for each model"):
         nn.utils.clip_grad_norm_(both, 1.0)
-    with pytest.raises(ValueError, match="of several models, one of them sharded or divided: call it for each model"):
+    with pytest.raises(ValueError, match="models, one of them sharded or divided: call it for each model"):
         nn.utils.get_total_norm([each.grad for each in both if each.grad is not None])
     second, _ = wrap(nn.Linear(9, 9), lambda given: torch.optim.SGD(given, lr=0.1), strategy)
     with pytest.raises(ValueError) as caught:

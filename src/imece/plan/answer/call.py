@@ -88,7 +88,10 @@ class Call:
         if recipe.adapters != "none":
             bits = ", loaded in 4 bits," * (recipe.adapters == "qlora")
             rank = recipe.adapter_rank
-            yield "adapters", f"wrap the model{bits} with peft first (rank {rank})"
+            yield (
+                "adapters",
+                f"wrap the model{bits} with peft first (rank {rank}), or imece train --lora.rank {rank}",
+            )
         if _has_masters(self.candidate.setup):
             yield (
                 "model",

@@ -101,6 +101,20 @@ def check(question: Question) -> None:
             f"{_nearest(ranks, together)}"
         )
     data = ranks // together
+    if (
+        question.adapters != "none"
+        and question.strategy is not None
+        and DIVIDED[question.strategy].parameters
+    ):
+        raise UserError(
+            f"--strategy {question.strategy} and --adapters {question.adapters}: what is frozen is whole on "
+            "each GPU under any strategy, so it divides no more than zero2 does: use zero2"
+        )
+    if question.adapters != "none" and question.offload == "parameters":
+        raise UserError(
+            f"--offload parameters and --adapters {question.adapters}: what is frozen stays on the GPU, and "
+            "the rest is small: leave one of them out"
+        )
     if (strategy := question.strategy) is not None and not _can_offload(question, strategy, data):
         needs = "zero3 or hybrid" if question.offload == "parameters" else "a sharded strategy, such as zero1"
         raise UserError(f"--offload {question.offload} is for {needs}, not for --strategy {strategy}")
@@ -274,6 +288,9 @@ def _strategies(question: Question, tensor: int, ranks: int) -> Iterator[tuple[S
     inside = max(1, question.cluster.gpus_per_host // tensor)
     for strategy in STRATEGIES if question.strategy is None else (question.strategy,):
         if not _can_offload(question, strategy, ranks):
+            continue
+        # What is frozen is whole on each rank: beside adapters these divide no more than zero2 does.
+        if question.adapters != "none" and DIVIDED[strategy].parameters:
             continue
         if strategy == "replicate":
             yield strategy, 1
