@@ -30,10 +30,12 @@ _KEPT = 4  # schedules for inputs of different shapes, with memory for what they
 class Pipeline:
     """A model cut into stages, and this rank's part of it.
 
-    pipeline = imece.Pipeline(model, mesh, micro_batches=8, loss=loss)
-    stage, optimizer = imece.parallelize(pipeline.part, AdamW, "zero1", mesh)
-    loss = pipeline.step(tokens, targets)
-    optimizer.step(); optimizer.zero_grad()
+        pipeline = imece.Pipeline(model, mesh, micro_batches=8, loss=loss)
+        part, optimizer = imece.parallelize(pipeline.part, AdamW, "zero1", mesh)
+        loss = pipeline.step(tokens, targets)
+        optimizer.step()
+
+    Parameters have the names that they have in the whole model.
     """
 
     def __init__(
@@ -47,11 +49,12 @@ class Pipeline:
         chunks: int | None = None,
         cuts: Sequence[int] | None = None,
     ) -> None:
-        """All ranks of the pipeline construct together, of the same whole model, on its device.
+        """All ranks of the pipeline construct together, of the same whole model.
 
         model: an imece Transformer, an nn.Sequential, or a list of modules, each of which takes what the one
         before returns: a tensor or a tuple of tensors, whose first dimension is the batch and whose shapes
-        follow from those of the inputs. It is taken apart: what others have loses its memory here.
+        follow from those of the inputs. It is taken apart: this rank's part comes to the mesh's device, and
+        what others have loses its memory here.
 
         mesh: by default that of imece.init(). micro_batches: into how many a batch is split. loss: of (what
         the last stage returns, targets) of a micro-batch, its mean. schedule: gpipe, 1f1b or interleaved.
@@ -81,6 +84,7 @@ class Pipeline:
         self.part.place = self._place()
         self._wrapper: Any = None  # what `parallelize` made of the part
         self.part.owner = weakref.WeakMethod(self._take)
+        self.part.to(mesh.device)
         self._shared = Shared([self._named[at::size] for at in range(size)], self._group)
         self._free_others()
         self._schedule_for = functools.lru_cache(_KEPT)(self._make_schedule)
@@ -91,7 +95,7 @@ class Pipeline:
         All ranks of the pipeline call it, with inputs of the same shapes; the first stage reads inputs, the
         last one targets. Returns the mean loss of the micro-batches, fp64 scalar, on all of these ranks.
 
-        Inside of `stage.no_sync()` gradients stay on their rank, to be added to by the next step outside.
+        Inside of `part.no_sync()` gradients stay on their rank, to be added to by the next step outside.
 
         ValueError: the micro-batches do not divide the batch. RuntimeError: an error in a stage, by its name;
         nobody has called `parallelize`, though other ranks have this part too.
