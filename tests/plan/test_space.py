@@ -163,9 +163,10 @@ def test_what_is_frozen_beside_adapters_is_on_every_gpu() -> None:
     found = {setup.parallel.strategy for line in setups(asked) for setup in line}
     assert found == {"replicate", "zero1", "zero2"}
     check(asked)
-    for changes, said in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"strategy": "zero3"}, "--strategy zero3 and --adapters lora: .*: use zero2$"),
         ({"offload": "parameters"}, "--offload parameters and --adapters lora: .* leave one of them out$"),
-    ):
+    )
+    for changes, said in cases:
         with pytest.raises(UserError, match=said):
             check(question(8, adapters="lora", **changes))
