@@ -303,6 +303,12 @@ def test_what_imece_does_not_do_by_itself_is_told(capsys: pytest.CaptureFixture[
         "next no way fits that imece does by itself: it keeps masters, or what is offloaded, in sharded "
         "strategies alone, such as zero1"
     )
+    assert main(["plan", *["70B", "--gpus", "8xH100", "--global-batch", "64", "--adapters", "lora"]]) == 0
+    assert "next no way fits that imece does by itself: it does not do all of that together" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    call, _ = next_of(capsys, "7B --gpus 8xH100 --global-batch 12 --optimizer muon --tensor 2")
+    assert "tensor_parallel" not in call
 
 
 NO_WAY = ["30B", "--gpus", "8xA100-80", "--global-batch", "1"]

@@ -82,7 +82,7 @@ def test_more_rows_are_more_work() -> None:
     """After a death some ranks have a sequence more than others."""
     lap = Lap(1.0, {}, {"forward": 0.3, "backward": 0.6})
     loop = mock.Mock()
-    loop._session.plan.ranks, loop._session.plan.tokens = 3, 400
+    loop._session.plan = mock.Mock(ranks=3, tokens=400, context=1)
     times = Loop._own_times(loop, lap, Outcome(0.0, 100, 1.0, computed=200))
     assert times == pytest.approx((0.0, 0.2, 0.4, 0.0, 0.0, 0.0))
     assert Loop._own_times(loop, lap, Outcome(0.0, 0, 1.0)) is None

@@ -198,5 +198,5 @@ def test_what_cannot_be_divided_by_matrices() -> None:
         UserError, match=r"^--mesh\.context 2 and --mesh\.tensor 2: 6 ranks .* --ranks 4 or 8$"
     ):
         groups_of(MeshSection(context=2, tensor=2), 6)
-    with pytest.raises(ValueError, match=r"give mesh\.tensor"):
-        MeshSection(sequence=True)
+    with pytest.raises(UserError, match=r"^--mesh\.sequence is .* give --mesh\.tensor, 2 or more$"):
+        check_divided(TrainConfig(mesh=MeshSection(sequence=True)), shape, 256)

@@ -37,7 +37,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     monkeypatch.setattr(sessions, "together", lambda _, call: call())
     monkeypatch.setattr(sessions, "gather_json", lambda mine, *_: [mine, mine])
     made = Session.__new__(Session)
-    made.mesh = mock.Mock(rank=0, world_size=1, device=CPU)
+    made.mesh = mock.Mock(rank=0, world_size=1, device=CPU, size=lambda _: 1, coordinate=lambda _: 0)
     made.folder, made.config, made.alarms = mock.Mock(), TrainConfig(steps=100), deque()
     made.model = mock.Mock(config=TrainConfig().model.shape(300))
     made.prepared, made.wrapped, made.training_state = mock.Mock(), mock.Mock(), mock.Mock()

@@ -201,7 +201,7 @@ class TrainingState:
             )
         saved = as_part(saved, self._model.module)
         shapes = {name: tuple(each.shape) for name, each in shaped(self._model).items()}
-        skipped = set() if frozen else self.frozen_names()
+        skipped = set() if frozen else self.frozen_names() - set(saved.names())
         check_shapes(saved, {name: shape for name, shape in shapes.items() if MODEL + name not in skipped})
         self._base.begin()
         if any(name.startswith((LEFT_OUT, BESIDE)) for name in saved.names()):

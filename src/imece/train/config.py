@@ -262,8 +262,6 @@ class MeshSection:
     def __post_init__(self) -> None:
         _least("mesh.context", self.context, 1)
         _least("mesh.tensor", self.tensor, 1)
-        if self.sequence and self.tensor == 1:
-            raise ValueError("mesh.sequence is for ranks that divide matrices: give mesh.tensor, 2 or more")
 
     @property
     def size(self) -> int:

@@ -86,11 +86,13 @@ class Call:
         """(what, how) of all that is the script's own part."""
         recipe = self.candidate.setup.recipe
         if recipe.adapters != "none":
-            bits = ", loaded in 4 bits," * (recipe.adapters == "qlora")
+            is_4_bit = recipe.adapters == "qlora"
+            bits, quantize = ", loaded in 4 bits," * is_4_bit, " --lora.quantize nf4" * is_4_bit
             rank = recipe.adapter_rank
             yield (
                 "adapters",
-                f"wrap the model{bits} with peft first (rank {rank}), or imece train --lora.rank {rank}",
+                f"wrap the model{bits} with peft first (rank {rank}), or imece train "
+                f"--lora.rank {rank}{quantize}",
             )
         if _has_masters(self.candidate.setup):
             yield (
@@ -249,12 +251,12 @@ def _divides_models(parallel: Parallel) -> bool:
 
 def _goes_together(setup: Setup) -> bool:
     """Whether imece does these kinds of parallelism at a time: docs/model-parallel.md says why not all."""
-    parallel = setup.parallel
-    gathers = DIVIDED[parallel.strategy].parameters
+    parallel, recipe = setup.parallel, setup.recipe
+    gathers, adapts = DIVIDED[parallel.strategy].parameters, recipe.adapters != "none"
     return not (
-        (parallel.pipeline > 1 and (gathers or parallel.context > 1))
+        (parallel.pipeline > 1 and (gathers or adapts or parallel.context > 1))
         or (parallel.strategy == "hybrid" and parallel.context > 1)
-        or (setup.recipe.precision.fp8 and parallel.tensor > 1)
+        or (parallel.tensor > 1 and (recipe.precision.fp8 or adapts or recipe.optimizer == "muon"))
     )
 
 
