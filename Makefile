@@ -32,7 +32,7 @@ $(SETUP_STAMP): pyproject.toml constraints.txt
 		-c constraints.txt -e '.[dev]'
 	@touch $@
 
-train: setup  ## the main job: train a small language model, about 3 minutes on two cores; again: go on
+train: setup  ## the main job: train a small language model, 3 to 6 minutes on two cores; again: go on
 	$(VENV_PYTHON) -m imece train $(ARGS)
 
 test: setup  ## the tests that need no GPU and are not slow
