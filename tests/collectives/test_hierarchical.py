@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -217,14 +218,16 @@ def gathers(mesh: Mesh, groups: HostGroups, numel: int, dtype: torch.dtype) -> i
     parts = [values(each, numel, dtype) for each in range(world_size)]
     expected, what, cases = torch.cat(parts), f"{dtype}[{numel}]", 0
     own = slice(rank * numel, (rank + 1) * numel)
-    for where, place in memories(torch.zeros(world_size * numel, dtype=dtype), rank):
-        assert hierarchical.all_gather(place, parts[rank], groups, chunk_bytes=SMALL) is place
-        assert torch.equal(place, expected), f"{what} in {where} memory"
-        mine = place[own].clone()
-        place.zero_()
-        place[own].copy_(mine)
-        hierarchical.all_gather(place, place[own], groups, chunk_bytes=SMALL)
-        assert torch.equal(place, expected), f"{what}: in place it differs in {where} memory"
+    memory = memories(torch.zeros(world_size * numel, dtype=dtype), rank)
+    for (where, place), beside in itertools.product(memory, (0, hierarchical.BESIDE_BYTES)):
+        with mock.patch.object(hierarchical, "BESIDE_BYTES", beside):
+            assert hierarchical.all_gather(place.zero_(), parts[rank], groups, chunk_bytes=SMALL) is place
+            assert torch.equal(place, expected), f"{what} in {where} memory"
+            mine = place[own].clone()
+            place.zero_()
+            place[own].copy_(mine)
+            hierarchical.all_gather(place, place[own], groups, chunk_bytes=SMALL)
+            assert torch.equal(place, expected), f"{what}: in place it differs in {where} memory"
         cases += 1
     out = torch.zeros(world_size, numel, dtype=dtype)
     assert ops.all_gather(out, parts[rank], schedule="hierarchical", async_op=True).wait(30) is out

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from imece.collectives.execute import pieces
 from imece.collectives.hierarchical_chunk import Chunk, Cut, HostGroups, Row, Stage
 from imece.collectives.reduction import flattened, landed, prepared, shares_memory
+from imece.collectives.shared_memory.arena import ARENAS, shared_empty
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.wire import check_bf16, check_wire
 
@@ -30,6 +31,7 @@ __all__ = ["HostGroups", "all_gather", "all_reduce", "reduce_scatter"]
 
 CHUNK_BYTES = 1024 * 1024
 LANE_CHUNK_BYTES = 2 * CHUNK_BYTES  # beside another call the wire has work while this one begins and ends
+BESIDE_BYTES = 64 * CHUNK_BYTES  # most that is gathered beside where it is to lie
 LEAST_BYTES = 32 * 1024  # of a message between hosts: with many ranks chunks are larger
 CHUNKS_AHEAD = 3
 
@@ -124,7 +126,7 @@ def all_gather(
     assert out.numel() == hosts.world_size * tensor.numel()
     numel, peers = tensor.numel(), hosts.peers
     with torch.no_grad():
-        place = flattened(out) if out.is_contiguous() else out.new_empty(out.numel())
+        place = _reachable(out, hosts.host)
         rank = hosts.ranks[peers.index(hosts.cross.rank())][hosts.host.rank()]
         own = place[rank * numel : (rank + 1) * numel]
         if not shares_memory(own, tensor):
@@ -164,10 +166,26 @@ def _cut(hosts: HostGroups, numel: int, start: int, stop: int) -> Cut:
     return cut
 
 
+def _reachable(out: torch.Tensor, host: dist.ProcessGroup) -> torch.Tensor:
+    """`out` flat; or other memory for it, that the ranks of the host can write into, unless it is too much.
+
+    To copy all of it once more is less work than to meet for every chunk, which is copied three times then.
+    """
+    reached = out.is_contiguous() and ARENAS.locate(out.data_ptr(), out.nbytes) is not None
+    if _has_memory_in_common(out, host) and not reached and out.nbytes <= BESIDE_BYTES:
+        return shared_empty(out.numel(), out.dtype)
+    return flattened(out) if out.is_contiguous() else out.new_empty(out.numel())
+
+
+def _has_memory_in_common(tensor: torch.Tensor, host: dist.ProcessGroup) -> bool:
+    return isinstance(host, SharedMemoryGroup) and tensor.device.type == "cpu" and host.size() > 1
+
+
 def _open(tensor: torch.Tensor, host: dist.ProcessGroup) -> list[torch.Tensor]:
     """The tensors of all ranks of the host, where they lie; empty unless all of them are in shared memory."""
-    if not isinstance(host, SharedMemoryGroup) or tensor.device.type != "cpu" or host.size() == 1:
+    if not _has_memory_in_common(tensor, host):
         return []
+    assert isinstance(host, SharedMemoryGroup)
     return host.open(tensor) or []
 
 
