@@ -75,7 +75,7 @@ def death(
                 loss.register_hook(die)  # when backward begins: the others' buckets are on their way
                 return loss
 
-            mock.patch("imece.train.step.cross_entropy", deadly).start()
+            mock.patch("imece.train.passes.cross_entropy", deadly).start()
 
     return prepare
 

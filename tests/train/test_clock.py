@@ -11,6 +11,7 @@ import torch
 
 from imece.collectives.waited import waited_s, waiting
 from imece.train.clock import Clock, Lap
+from imece.train.config import MeshSection
 from imece.train.loop import Loop
 from imece.train.step import Outcome
 
@@ -82,7 +83,7 @@ def test_more_rows_are_more_work() -> None:
     """After a death some ranks have a sequence more than others."""
     lap = Lap(1.0, {}, {"forward": 0.3, "backward": 0.6})
     loop = mock.Mock()
-    loop._session.plan = mock.Mock(ranks=3, tokens=400, context=1)
+    loop._session.plan = mock.Mock(ranks=3, tokens=400, mesh=MeshSection())
     times = Loop._own_times(loop, lap, Outcome(0.0, 100, 1.0, computed=200))
     assert times == pytest.approx((0.0, 0.2, 0.4, 0.0, 0.0, 0.0))
     assert Loop._own_times(loop, lap, Outcome(0.0, 0, 1.0)) is None

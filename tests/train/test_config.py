@@ -23,6 +23,7 @@ from imece.train.config import (
     MeshSection,
     ModelSection,
     OptimizerSection,
+    PipelineSchedule,
     Strategy,
     TrainConfig,
     ValidateSection,
@@ -106,7 +107,14 @@ CONFIGS = some(
         targets=st.lists(st.sampled_from(LINEAR), min_size=1, unique=True).map(tuple),
         quantize=st.sampled_from(["none", "nf4"]),
     ),
-    mesh=some(MeshSection, context=COUNTS, tensor=COUNTS, sequence=st.booleans()),
+    mesh=some(
+        MeshSection,
+        context=COUNTS,
+        tensor=COUNTS,
+        sequence=st.booleans(),
+        pipeline=COUNTS,
+        schedule=st.sampled_from(get_args(PipelineSchedule)),
+    ),
     compute=some(
         ComputeSection,
         dtype=st.sampled_from(["auto", "bf16", "fp32", "fp16"]),
@@ -257,6 +265,7 @@ OTHER: dict[str, Any] = {
     "optimizer.weight_decay": 0.5, "optimizer.beta1": 0.5, "optimizer.beta2": 0.5, "optimizer.eps": 1e-6,
     "optimizer.clip": 2.0, "lora.rank": 1, "lora.alpha": 1, "lora.dropout": 0.5, "lora.targets": ("q",),
     "lora.quantize": "nf4", "mesh.context": 2, "mesh.tensor": 2, "mesh.sequence": True,
+    "mesh.pipeline": 2, "mesh.schedule": "gpipe",
     "compute.dtype": "fp32", "compute.compile": True, "compute.recompute": True,
     "compute.offload": "optimizer", "compute.bad_steps": 1, "validate.every": 1, "validate.tokens": 1,
     "checkpoint.every": 1,
@@ -281,7 +290,7 @@ def test_the_list_of_what_may_change() -> None:
     """Written out once more: whoever makes it longer has to say here that the run stays the same."""
     expected = {
         "run", "ranks", "steps", "data.folder",
-        "strategy", "mesh.context", "mesh.tensor", "mesh.sequence",
+        "strategy", "mesh.context", "mesh.tensor", "mesh.sequence", "mesh.pipeline", "mesh.schedule",
         "batch.micro", "compute.compile", "compute.recompute", "compute.offload",
         "compute.bad_steps", "validate.every", "validate.tokens", "checkpoint.every", "checkpoint.keep",
         "watch.drift_every", "watch.slow_ratio",

@@ -110,7 +110,7 @@ def test_the_losses_are_those_of_one_rank(tmp_path: Path) -> None:
 
 def steps_of_two() -> dict[str, Any]:
     """Gradients of two ranks that divide sequences; and whom they blame."""
-    bench = Bench(micro=6, context=2)
+    bench = Bench(micro=6, divide=MeshSection(context=2))
     loss, expected = bench.whole_batch(0)
     outcome = bench.step.run(0, lr=0.0)
     nats = torch.tensor([outcome.nats, outcome.tokens], dtype=torch.float64)

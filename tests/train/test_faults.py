@@ -221,7 +221,7 @@ def poison() -> None:
         return cross_entropy(*args) * (math.nan if bad and os.environ["RANK"] == str(POISON["rank"]) else 1.0)
 
     Step.run, Step.blame = noting(run), noting(blame)  # type: ignore[method-assign]
-    mock.patch("imece.train.step.cross_entropy", spoilt).start()
+    mock.patch("imece.train.passes.cross_entropy", spoilt).start()
 
 
 def not_finite(folder: str) -> None:

@@ -19,15 +19,17 @@ from imece.checkpoint import Slice, TrainingState
 from imece.checkpoint.training_state import NUMBERS
 from imece.data.batches import Batches
 from imece.data.tokens import Part
+from imece.data_parallel.average import Over
 from imece.models.cross_entropy import cross_entropy
 from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer
 from imece.train.batch import BatchPlan, plan_batch, shared_among
 from imece.train.clock import Clock
-from imece.train.config import BatchSection, MeshSection, OptimizerSection
-from imece.train.dividing import axes_of
+from imece.train.config import BatchSection, MeshSection, OptimizerSection, TrainConfig
+from imece.train.dividing import axes_of, dealt
 from imece.train.evaluate import evaluate
 from imece.train.optimizer import make_optimizers
+from imece.train.passes import InPipeline, InTurn, Passes, StageLoss
 from imece.train.precision import Precision
 from imece.train.step import Step
 from imece.world import read_world
@@ -59,26 +61,44 @@ class Bench:
         precision: Precision = FP32,
         strategy: str = "replicate",
         plan: BatchPlan | None = None,
-        context: int = 1,
+        divide: MeshSection = MeshSection(),  # noqa: B008 - it is frozen
     ) -> None:
-        """optimizers: "adamw" or "muon"; none: one that only moves by the gradient itself. context: how many
-        ranks divide each sequence."""
-        mesh = imece.init(axes_of(MeshSection(context), read_world().world_size))
+        """optimizers: "adamw" or "muon"; none: one that only moves by the gradient itself. divide: how ranks
+        work together."""
+        mesh = imece.init(axes_of(divide, read_world().world_size))
         config = dataclasses.replace(PRESETS["tiny"], vocab_size=257, width=16, mlp_width=24, max_seq=SEQ)
         self.model = Transformer(config, generator=torch.Generator().manual_seed(1))
-        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(self.model.parameters())]
-        for kind in optimizers:
-            self.optimizers = make_optimizers(self.model, OptimizerSection(kind=kind))  # type: ignore[arg-type]
         section = BatchSection(sequences=SEQUENCES, micro=micro)
-        self.plan = plan or plan_batch(section, SEQ, mesh.batch_ranks, context)
+        self.plan = plan or plan_batch(section, SEQ, mesh.batch_ranks, divide)
+        scaler = precision.scaler()
+        loss = StageLoss(scaler)
+        pipeline = dealt(self.model, TrainConfig(mesh=divide), self.plan, mesh, loss)
+        own = self.model if pipeline is None else pipeline.part
+        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(own.parameters())]
+        for kind in optimizers:
+            self.optimizers = make_optimizers(own, OptimizerSection(kind=kind))  # type: ignore[arg-type]
         self.batches = Batches(text(), SEQ, self.plan.sequences, seed=1)
         self.clock = Clock(mesh.device)
-        self.wrapped, _ = imece.parallelize(self.model, self.optimizers, strategy, mesh, average="tokens")
+        over: Over = "tokens" if pipeline is None else "ranks"
+        self.wrapped, _ = imece.parallelize(own, self.optimizers, strategy, mesh, average=over)
+        ring = imece.ContextParallel(mesh)
+        passes: Passes = (
+            InTurn(self.wrapped, precision, scaler, self.clock, ring, SEQ)
+            if pipeline is None
+            else InPipeline(pipeline, loss, self.wrapped, precision, self.clock)
+        )
         self.step = Step(
-            self.wrapped, self.optimizers, self.batches, self.plan, precision, clip, self.clock,
-            imece.ContextParallel(mesh),
+            self.wrapped,
+            self.optimizers,
+            self.batches,
+            self.plan,
+            passes,
+            scaler,
+            clip,
+            self.clock,
+            ring,
             mesh,
-        )  # fmt: skip
+        )
 
     def gradients(self) -> list[Tensor]:
         return [parameter.grad.clone() for parameter in self.model.parameters() if parameter.grad is not None]

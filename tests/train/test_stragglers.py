@@ -116,7 +116,7 @@ def late_in_backward() -> None:
                 loss.register_hook(lambda _: time.sleep(LATE_S))
         return loss
 
-    mock.patch("imece.train.step.cross_entropy", delayed).start()
+    mock.patch("imece.train.passes.cross_entropy", delayed).start()
 
 
 def real(folder: str, strategy: str) -> None:

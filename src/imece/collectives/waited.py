@@ -39,6 +39,11 @@ class _Waiting:
 waiting = _Waiting()
 
 
+def count(seconds: float) -> None:
+    """So much was waited in calls of others, as torch's pipelines make them."""
+    here.seconds += seconds
+
+
 def waited_s() -> float:
     """Seconds that this thread has been in collectives, since it began."""
     return here.seconds

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from imece import mesh as meshes
-from imece.collectives import ops
+from imece.collectives import ops, waited
 from imece.mesh import Mesh
 from imece.model_parallel.cutting import Part, Place, Values, deal, dealt_by, names_in, pieces_of
 from imece.model_parallel.schedules import Loss, Span, StageError, check_schedule
@@ -116,6 +117,11 @@ class Pipeline:
         with torch.no_grad():
             return self._told(self._run(inputs, targets, train=False))
 
+    @property
+    def stages(self) -> list[range]:
+        """Which pieces each stage has, in the order of forward; rank r has stages r, r + ranks, ..."""
+        return list(self._dealt)
+
     def __str__(self) -> str:
         stages = ", ".join(f"{at} ({_names(self._named[at])})" for at in self._mine)
         return f"stage {stages} of {len(self._dealt)}, rank {self.mesh.rank}"
@@ -135,6 +141,7 @@ class Pipeline:
         last = self._mine[-1] == len(self._dealt) - 1
         losses: list[Tensor] | None = [] if last else None
         self.spans.clear()
+        began = time.perf_counter()
         try:
             run = schedule.step if train else schedule.eval
             with _without_tables():
@@ -149,6 +156,7 @@ class Pipeline:
         except Exception as error:  # in a message: it keeps its type, by which others know what to do
             error.add_note(str(self))
             raise
+        waited.count(time.perf_counter() - began - sum(each.end_s - each.start_s for each in self.spans))
         return torch.stack([each.detach() for each in losses]).double().sum() if losses else None
 
     def _make_schedule(

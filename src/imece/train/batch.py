@@ -1,14 +1,22 @@
-"""The global batch, cut for the ranks: sequences = micro-batch x accumulation x ranks."""
+"""The global batch, cut for the ranks: sequences = micro-batch x accumulation x ranks.
+
+What one rank accumulates, one micro-batch after the other, goes through the stages of a pipeline as its
+micro-batches.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from imece.errors import UserError
-from imece.train.config import BatchSection
+from imece.model_parallel.schedules import check_schedule
+from imece.train.config import BatchSection, MeshSection
 
 _MOST_AT_ONCE = 8  # sequences: beyond that the products of a CPU rank gain nothing more
+_BY_STAGE = 4  # micro-batches for each stage of a pipeline, which then idles a fifth of the time at most
+_ALONE = MeshSection()
 
 
 @dataclass(frozen=True)
@@ -20,17 +28,22 @@ class BatchPlan:
     ranks: int  # that share them out, or groups of ranks
     micro: int  # sequences that one rank computes at once
     accumulation: int  # times it does so
-    context: int = 1  # ranks of a group among which its sequences are divided
-    tensor: int = 1  # and matrices
+    mesh: MeshSection = _ALONE  # how the ranks of a group work together
 
     @property
     def tokens(self) -> int:
         """Of the global batch."""
         return self.sequences * self.seq
 
+    @property
+    def at_once(self) -> int:
+        """Sequences that a rank is given together: in a pipeline all of its micro-batches."""
+        return self.micro * (self.accumulation if self.mesh.pipeline > 1 else 1)
+
     def describe(self) -> str:
         """The arithmetic, in words."""
-        ranks = _ranks(self.ranks, self.context * self.tensor)
+        ranks = _ranks(self.ranks, self.mesh.size)
+        how = "in the pipeline" if self.mesh.pipeline > 1 else "accumulated"
         if self.sequences != self.micro * self.accumulation * self.ranks:
             return (
                 f"{self.sequences} sequences x {self.seq} over {ranks}, micro-batches of up to "
@@ -38,7 +51,7 @@ class BatchPlan:
             )
         return (
             f"{self.sequences} sequences x {self.seq} = micro-batch {self.micro} x {self.accumulation} "
-            f"accumulated x {ranks}, {self.tokens:,} tokens a step"
+            f"{how} x {ranks}, {self.tokens:,} tokens a step"
         )
 
 
@@ -49,12 +62,12 @@ def shared_among(plan: BatchPlan, ranks: int) -> BatchPlan:
     return replace(plan, ranks=ranks, micro=micro, accumulation=math.ceil(share / micro))
 
 
-def plan_batch(section: BatchSection, seq: int, ranks: int, context: int = 1, tensor: int = 1) -> BatchPlan:
+def plan_batch(section: BatchSection, seq: int, ranks: int, mesh: MeshSection = _ALONE) -> BatchPlan:
     """UserError, with the nearest numbers that would do, if the batch cannot be divided.
 
-    ranks: that have sequences of their own; groups of context x tensor, where these divide a model.
+    ranks: that have sequences of their own; groups, where several ranks work together as `mesh` says.
     """
-    sequences, size = section.sequences, context * tensor
+    sequences, size = section.sequences, mesh.size
     if section.tokens:
         if section.tokens % seq:
             raise UserError(
@@ -84,8 +97,45 @@ def plan_batch(section: BatchSection, seq: int, ranks: int, context: int = 1, te
             f"{_nearest(sequences * unit, step * unit)}"
             f"{_other_ranks(sequences, section.micro or 1, ranks, size)}"
         )
-    micro = section.micro or max(n for n in range(1, min(share, _MOST_AT_ONCE) + 1) if share % n == 0)
-    return BatchPlan(seq, sequences, ranks, micro, share // micro, context, tensor)
+    micro = section.micro or _most_at_once(share, mesh)
+    if not _goes(mesh, share // micro):
+        _refuse(section, seq, share, ranks, mesh)
+    return BatchPlan(seq, sequences, ranks, micro, share // micro, mesh)
+
+
+def _most_at_once(share: int, mesh: MeshSection) -> int:
+    """Sequences of a micro-batch, by default. In a pipeline the fewer, the less its stages wait."""
+    sizes = [micro for micro in range(1, min(share, _MOST_AT_ONCE) + 1) if share % micro == 0]
+    if mesh.pipeline == 1:
+        return sizes[-1]
+    going = [micro for micro in sizes if _goes(mesh, share // micro)]
+    enough = [micro for micro in going if share // micro >= _BY_STAGE * mesh.pipeline]
+    return enough[-1] if enough else going[0] if going else 1
+
+
+def _goes(mesh: MeshSection, count: int) -> bool:
+    """Whether so many micro-batches can go through the pipeline."""
+    try:
+        check_schedule(mesh.schedule, count, mesh.chunks, mesh.pipeline)
+    except ValueError:
+        return False
+    return True
+
+
+def _refuse(section: BatchSection, seq: int, share: int, ranks: int, mesh: MeshSection) -> NoReturn:
+    going = [micro for micro in range(1, share + 1) if share % micro == 0 and _goes(mesh, share // micro)]
+    micro = section.micro or 1
+    count = share // micro
+    cure = (
+        f"--batch.micro {' or '.join(map(str, going))}"
+        if going
+        else f"at least {_option(section, seq, ranks * mesh.pipeline)}"
+    )
+    raise UserError(
+        f"--mesh.pipeline {mesh.pipeline}: {count} micro-batch{'es' * (count != 1)} of {micro} "
+        f"sequence{'s' * (micro != 1)} a step cannot go through {mesh.pipeline} stages by "
+        f"--mesh.schedule {mesh.schedule}: {cure}, or --mesh.schedule gpipe"
+    )
 
 
 def _ranks(count: int, size: int) -> str:

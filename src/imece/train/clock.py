@@ -69,6 +69,11 @@ class Clock:
         if computed is not None:
             self._computed.append((computed, self._events[-1][2]))
 
+    def busy(self, name: str, seconds: float) -> None:
+        """So much of the step's "exposed" was this rank's own, and belongs to `name`."""
+        self._times[name] += seconds
+        self._times["exposed"] -= seconds
+
     def lap(self) -> Lap:
         """What was since the last one."""
         for name, begin, end in self._events:

@@ -32,6 +32,7 @@ Schedule = Literal["cosine", "wsd", "constant"]
 Dtype = Literal["auto", "bf16", "fp32", "fp16"]
 Offload = Literal["none", "optimizer", "parameters"]
 Quantize = Literal["none", "nf4"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
 
 # For weights that are trained already, by default: with AdamW, as most of them were. A rate that is good for
 # random ones would make them forget.
@@ -258,15 +259,32 @@ class MeshSection:
     """Ranks that divide the matrices of the model, for large ones: likewise. With --optimizer.kind adamw."""
     sequence: bool = False
     """With `tensor`: they divide norms and the residual too, by positions. Less memory."""
+    pipeline: int = 1
+    """Ranks to which the layers of the model are dealt, one after the other: likewise. What would be
+    accumulated goes through them as micro-batches, so smaller --batch.micro lets them wait less."""
+    schedule: PipelineSchedule = "1f1b"
+    """With `pipeline`. 1f1b: a backward as soon as there can be one; gpipe: after all forwards, which takes
+    more memory; interleaved: a rank has layers at two places of the model, and waits half as long."""
 
     def __post_init__(self) -> None:
+        _least("mesh.pipeline", self.pipeline, 1)
         _least("mesh.context", self.context, 1)
         _least("mesh.tensor", self.tensor, 1)
 
     @property
     def size(self) -> int:
         """Ranks that work on one batch together."""
-        return self.context * self.tensor
+        return self.context * self.tensor * self.pipeline
+
+    @property
+    def chunks(self) -> int:
+        """Stages that a rank of the pipeline has."""
+        return 2 if self.schedule == "interleaved" else 1
+
+    @property
+    def deals(self) -> bool:
+        """Whether a rank has a part of the model only."""
+        return self.tensor * self.pipeline > 1
 
 
 @dataclass(frozen=True)

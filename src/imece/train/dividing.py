@@ -1,14 +1,18 @@
-"""Ranks that divide the sequences or the matrices of a run among them: the mesh for it, and what it needs."""
+"""Ranks that divide sequences, matrices or layers of a run among them: the mesh for it, and what it needs."""
 
 from __future__ import annotations
 
+from imece.data_parallel.strategy import find_strategy
 from imece.errors import UserError
 from imece.mesh import Mesh
 from imece.model_parallel.context import check_length
+from imece.model_parallel.pipeline import Pipeline
 from imece.model_parallel.plan import check_counts
+from imece.model_parallel.schedules import Loss
 from imece.model_parallel.tensor import tensor_parallel
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
+from imece.train.batch import BatchPlan
 from imece.train.config import MeshSection, TrainConfig
 
 
@@ -16,7 +20,12 @@ def axes_of(section: MeshSection, ranks: int) -> dict[str, int] | None:
     """For `imece.init`; None if nothing is divided, for such a mesh can change its ranks. UserError."""
     if section.size == 1:
         return None
-    return {"replicate": groups_of(section, ranks), "context": section.context, "tensor": section.tensor}
+    return {
+        "pipeline": section.pipeline,
+        "replicate": groups_of(section, ranks),
+        "context": section.context,
+        "tensor": section.tensor,
+    }
 
 
 def groups_of(section: MeshSection, ranks: int) -> int:
@@ -40,20 +49,43 @@ def check_divided(config: TrainConfig, shape: TransformerConfig, seq: int) -> No
     asked = _asked(config.mesh)
     if config.compute.compile:
         raise UserError(
-            f"{asked} and --compute.compile: what ranks tell each other amid a block cannot be compiled: "
+            f"{asked} and --compute.compile: what ranks tell each other amid a forward cannot be compiled: "
             "leave one of them out"
+        )
+    if config.mesh.deals and config.lora.rank:
+        raise UserError(
+            f"{asked} and --lora.rank {config.lora.rank}: adapters are not divided: leave one out"
         )
     if config.mesh.context > 1:
         _check_sequences(asked, shape, seq, config.mesh.context)
     if config.mesh.tensor > 1:
         _check_matrices(asked, config, shape, seq)
+    if config.mesh.pipeline > 1:
+        _check_layers(asked, config, shape)
 
 
 def divided(model: Transformer, config: TrainConfig, mesh: Mesh) -> Transformer:
-    """This rank's part of it, in place. All ranks call it."""
+    """This rank's part of each matrix, in place. All ranks call it."""
     if config.mesh.tensor == 1:
         return model
     return tensor_parallel(model, mesh, sequence=config.mesh.sequence)
+
+
+def dealt(
+    model: Transformer, config: TrainConfig, plan: BatchPlan, mesh: Mesh, loss: Loss
+) -> Pipeline | None:
+    """This rank's layers, of the whole model on any device; None if each rank has all. All ranks call it."""
+    section = config.mesh
+    if section.pipeline == 1:
+        return None
+    return Pipeline(
+        model,
+        mesh,
+        micro_batches=plan.accumulation,
+        loss=loss,
+        schedule=section.schedule,
+        chunks=section.chunks,
+    )
 
 
 def _check_sequences(asked: str, shape: TransformerConfig, seq: int, context: int) -> None:
@@ -75,10 +107,6 @@ def _check_matrices(asked: str, config: TrainConfig, shape: TransformerConfig, s
             f"{asked} and Muon: its update is of a whole matrix, which no rank has: --optimizer.kind "
             "adamw, with about a third of the rate"
         )
-    if config.lora.rank:
-        raise UserError(
-            f"{asked} and --lora.rank {config.lora.rank}: adapters are not divided: leave one out"
-        )
     counts = {"heads": shape.heads, "kv_heads": shape.kv_heads, "mlp_width": shape.mlp_width}
     try:
         check_counts(counts, tensor)
@@ -90,14 +118,50 @@ def _check_matrices(asked: str, config: TrainConfig, shape: TransformerConfig, s
             "and the embedding is the head too: --model.tied-head False, or another --data.vocab-size"
         )
     # Attention over the ring sees whole positions of a rank, but those of `sequence` are parts of these.
-    length = seq // config.mesh.context
+    length, step = seq // config.mesh.context, 2 * config.mesh.context * tensor
     if config.mesh.sequence and length % tensor:
         raise UserError(
             f"{asked}: {length} positions of a rank cannot be divided among {tensor}: --model.max-seq "
-            f"{seq // (config.mesh.size * 2) * config.mesh.size * 2}"
+            f"{seq // step * step}"
         )
 
 
+def _check_layers(asked: str, config: TrainConfig, shape: TransformerConfig) -> None:
+    section = config.mesh
+    if section.context > 1:
+        raise UserError(f"{asked}: stages of a pipeline cannot divide sequences: leave one of them out")
+    if config.strategy != "auto" and not goes_with_stages(config.strategy):
+        raise UserError(
+            f"{asked} and --strategy {config.strategy}: layers would be gathered anew for each micro-batch: "
+            "--strategy zero1, zero2 or replicate"
+        )
+    pieces, stages = shape.layers + 1, section.pipeline * section.chunks
+    if pieces < stages:
+        most = pieces // section.chunks
+        raise UserError(
+            f"{asked}: {shape.layers} layers and the head cannot be dealt to {stages} stages"
+            f"{f', {section.chunks} for each rank' if section.chunks > 1 else ''}: "
+            + (f"at most --mesh.pipeline {most}" if most > 1 else "leave it out")
+        )
+
+
+def part_of(mesh: Mesh) -> tuple[int, int]:
+    """Which part of the model a rank has, and of how many."""
+    tensor = mesh.size("tensor")
+    part = mesh.coordinate("pipeline") * tensor + mesh.coordinate("tensor")
+    return part, mesh.size("pipeline") * tensor
+
+
+def goes_with_stages(strategy: str) -> bool:
+    """Whether the ranks that have the same stages can share out what they hold so."""
+    found = find_strategy(strategy)
+    return not found.parameters and not found.hybrid
+
+
 def _asked(section: MeshSection) -> str:
-    said = [f"--mesh.{name} {size}" for name in ("context", "tensor") if (size := getattr(section, name)) > 1]
+    said = [
+        f"--mesh.{name} {size}"
+        for name in ("pipeline", "context", "tensor")
+        if (size := getattr(section, name)) > 1
+    ]
     return " and ".join(said)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from imece.data.batches import Tokens
 from imece.data.tokens import Part
@@ -28,12 +29,14 @@ def evaluate(
     rank: int = 0,
     world_size: int = 1,
     most_tokens: int = 0,
+    nats: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[float, int]:
     """(nats, tokens): this rank's share, to be added up over the ranks.
 
     The part is read in windows of `seq` tokens that do not overlap, `batch` at a time. Each token counts
     once; the one before a document's first is an end token, as in training.
-    most_tokens: in so many windows only, at equal distances over the whole part; 0 for all.
+    most_tokens: in so many windows only, at equal distances over the whole part; 0 for all. nats: of (inputs,
+    targets), instead of `summed` by this model, which then says no more than where tensors are.
 
     All ranks make as many forwards, as gathered parameters need: some of them one more that does not count.
     """
@@ -41,21 +44,25 @@ def evaluate(
     chosen = windows_read(part, seq, most_tokens)
     device = next(model.parameters()).device
     # Whole batches are dealt out, so that each product has the same shape whatever the number of ranks.
-    nats, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
+    nats = nats or partial(summed, model, precision)
+    total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
     was_training = model.training
     model.eval()
     for begin in range(0, chosen, world_size * batch):
         first = begin + rank * batch
         numbers = range(first, min(first + batch, chosen))  # none for the last ranks of the last round
         inputs, targets = _windows(part, seq, [number * windows // chosen for number in numbers])
-        with precision.autocast():
-            logits = model(torch.from_numpy(inputs).to(device))
-        nats += cross_entropy(
-            logits, torch.from_numpy(targets).to(device), ignore_index=IGNORE, reduction="sum"
-        ).double()
+        total += nats(torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device))
         tokens += int((targets != IGNORE).sum())
     model.train(was_training)
-    return float(nats), tokens
+    return float(total), tokens
+
+
+def summed(model: nn.Module, precision: Precision, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Nats of those targets (int64 [B, T]) that count, an fp64 scalar."""
+    with precision.autocast():
+        logits = model(inputs)
+    return cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum").double()
 
 
 def windows_read(part: Part, seq: int, most_tokens: int) -> int:

@@ -183,7 +183,7 @@ def _prompt(session: Session) -> str:
 def _sample(session: Session, prompt: str) -> dict[str, str] | None:
     """The prompt, and it with what the model adds; None if the model's numbers are not finite."""
     tokenizer, model = session.prepared.tokenizer, session.model
-    if session.plan.tensor > 1:  # of which this rank has a part only
+    if session.plan.mesh.deals:  # of which this rank has a part only
         if newest_kept(session) is None:
             return {"prompt": prompt, "text": f"{prompt} (no checkpoint is on the disk to sample from)"}
         model, _ = session.folder.model(device=session.mesh.device)

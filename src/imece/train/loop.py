@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ import psutil
 import torch
 
 from imece.collectives import ops
+from imece.collectives.texts import gather_json
 from imece.membership.recovery import MovedOnError, Recovered
 from imece.train.clock import Lap
+from imece.train.dividing import part_of
 from imece.train.drift import Drift, DriftError
 from imece.train.evaluate import evaluate
 from imece.train.peak import flops_per_token, measured_peak
@@ -55,7 +58,7 @@ class Loop:
         self._made: tuple[int, Outcome, float] | None = None  # the newest step
         self._recovered: Recovered | None = None  # since the last step
         self._own: tuple[float, ...] | None = None  # this rank's time of the last step, by PHASES
-        self._stragglers = Stragglers(session.config.watch.slow_ratio)
+        self._stragglers = Stragglers(session.config.watch.slow_ratio, mesh.size("pipeline"))
         self._drift = self._new_drift()
         peak = measured_peak(mesh.device, session.precision.dtype)
         frozen = session.config.lora.rank > 0
@@ -175,14 +178,15 @@ class Loop:
         """Nats a token of the held-out part, over all ranks."""
         session, group = self._session, self._session.mesh.data_group
         nats, tokens = evaluate(
-            session.model,
+            session.wrapped.module,
             session.prepared.tokens.validation,
             session.plan.seq,
-            session.plan.micro,
+            session.plan.at_once,
             session.precision,
             rank=group.rank(),
             world_size=group.size(),
             most_tokens=most_tokens,
+            nats=session.step.passes.nats,
         )
         both = torch.tensor([nats, tokens], dtype=torch.float64, device=session.mesh.device)
         ops.all_reduce(both, group=group, label="validation loss")
@@ -211,6 +215,7 @@ class Loop:
     def _gather(self, outcome: Outcome) -> _Together:
         mesh, recovery = self._session.mesh, self._session.recovery
         device, group = mesh.device, mesh.world_group
+        part, parts = part_of(mesh)
         said = (*(recovery.says() if recovery is not None else (0.0, 0.0)), float(self._session.owes_save))
         own = self._own or (math.nan,) * len(PHASES)
         mine = torch.tensor(
@@ -221,7 +226,7 @@ class Loop:
                 self._stop.signal,
                 *said,
                 *own,
-                self._drift.key * mesh.size("tensor") + mesh.coordinate("tensor"),
+                self._drift.key * parts + part,
                 0.0,
             ],
             dtype=torch.float64,
@@ -236,9 +241,9 @@ class Loop:
         nats, tokens, *most, keys, digests = zip(*rows, strict=True)
         memory, signal, newest, anew, owes = map(max, most[:5])
         return _Together(
-            sum(nats) / max(1.0, sum(tokens)), int(sum(tokens)) // mesh.size("tensor"), int(memory),
-            int(signal), newest, anew,
-            bool(owes), Drift.differs(digests, keys), tuple(zip(*most[5:], strict=True)),
+            sum(nats) / max(1.0, sum(tokens)), int(sum(tokens)) // parts, int(memory),
+            int(signal), newest, anew, bool(owes),
+            Drift.differs(digests, keys), tuple(zip(*most[5:], strict=True)),
         )  # fmt: skip
 
     def _record(self, outcome: Outcome, together: _Together, rate: float) -> dict[str, Any]:
@@ -281,7 +286,7 @@ class Loop:
     def _own_times(self, lap: Lap, outcome: Outcome) -> tuple[float, ...] | None:
         """By PHASES, for an even share of the global batch: who has more to do is not slow."""
         plan = self._session.plan
-        share = outcome.computed * plan.ranks * plan.context / plan.tokens
+        share = outcome.computed * plan.ranks * plan.mesh.context / plan.tokens
         return tuple(lap.own.get(phase, 0.0) / share for phase in PHASES) if share else None
 
     def _new_drift(self) -> Drift:
@@ -302,12 +307,17 @@ class Loop:
             self._mend(record)
 
     def _mend(self, record: dict[str, Any]) -> None:
-        step = self._session.done
+        """All ranks call it, and end together: those with other parts of the model see nothing of it."""
+        step, mesh = self._session.done, self._session.mesh
         try:
-            said = self._drift.mend(step)
+            mine = [self._drift.mend(step), []]
         except DriftError as error:
-            self._watching.step(record | {"drift": str(error)})
-            raise
+            mine = [[], [str(error)]]
+        every = gather_json(mine, mesh.world_group, mesh.device, "drift of parts of the model")
+        said, errors = (list(dict.fromkeys(itertools.chain(*each))) for each in zip(*every, strict=True))
+        if errors:
+            self._watching.step(record | {"drift": errors[0]})
+            raise DriftError(errors[0])
         for line in said:
             self._watching.note(
                 f"warning: step {step}: {line}, though nothing should change it on one rank alone: theirs is "

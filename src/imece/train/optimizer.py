@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer, _muon
 
-from imece.models.transformer import Transformer
 from imece.train.config import OptimizerSection
 from imece.train.precision import multiplies_bf16
 
 
-def make_optimizers(model: Transformer, section: OptimizerSection) -> list[Optimizer]:
+def make_optimizers(model: nn.Module, section: OptimizerSection) -> list[Optimizer]:
     """Every parameter is in one of them. Weight decay pulls on matrices only, not on the scales of norms.
 
+    model: a Transformer, or its layers that a rank of a pipeline has, by the same names.
     adamw: AdamW (Loshchilov and Hutter 2019) for all. muon: Muon (Jordan et al. 2024) for the matrices
     of the blocks, its update scaled to AdamW's usual size (Liu et al. 2025), so that one learning rate serves
     both; AdamW for embedding, head and norms, which are no maps from channels to channels. On a processor
     that only emulates bf16 torch's Muon iterates as `orthogonalised` does, in the whole of this process.
+
+    Groups may be empty: in a checkpoint of several stages they go by their place.
     """
-    parameters = [each for each in model.parameters() if each.requires_grad]
-    inner = [each for each in model.blocks.parameters() if each.requires_grad and each.ndim == 2]
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    inner = [each for name, each in trained.items() if name.startswith("blocks.") and each.ndim == 2]
+    parameters = list(trained.values())
     optimizers: list[Optimizer] = []
     if section.kind == "muon":
-        if not multiplies_bf16(next(model.parameters()).device):
+        if not multiplies_bf16(parameters[0].device):
             _muon._zeropower_via_newtonschulz = orthogonalised
-        muon = Muon(inner, lr=section.lr, weight_decay=section.weight_decay, adjust_lr_fn="match_rms_adamw")
+        muon = Muon(
+            [{"params": inner}],
+            lr=section.lr,
+            weight_decay=section.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
         optimizers.append(muon)
         taken = set(inner)
         parameters = [each for each in parameters if each not in taken]
@@ -33,7 +41,6 @@ def make_optimizers(model: Transformer, section: OptimizerSection) -> list[Optim
         {"params": [each for each in parameters if each.ndim >= 2], "weight_decay": section.weight_decay},
         {"params": [each for each in parameters if each.ndim < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]  # adapters have matrices only
     betas = (section.beta1, section.beta2)
     return [*optimizers, AdamW(groups, lr=section.lr, betas=betas, eps=section.eps, fused=True)]
 

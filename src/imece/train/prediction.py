@@ -38,6 +38,7 @@ from imece.plan.setup import Adapters, Parallel, Recipe, Setup, Strategy
 from imece.plan.setup import Precision as Bytes
 from imece.train.batch import BatchPlan
 from imece.train.config import LoraSection, TrainConfig
+from imece.train.dividing import goes_with_stages
 from imece.train.precision import Precision
 from imece.writing import write_whole
 
@@ -143,7 +144,7 @@ def predict(
 ) -> Prediction:  # fmt: skip
     """Of the run with that strategy. copies: whether each rank keeps copies of its part, for when it dies."""
     cluster = machine.cluster
-    ranks = plan.ranks * plan.context  # of data: they share states out
+    ranks = plan.ranks * plan.mesh.context  # of data: they share states out
     shard = {"replicate": 1, "hybrid": cluster.gpus_per_host, "hybrid_zero2": cluster.gpus_per_host}
     itemsize = 4 if precision.name == "fp32" else 2
     recipe = Recipe(
@@ -162,8 +163,9 @@ def predict(
     model = from_shape(config.model.name, shape)
     name = cast(Strategy, strategy)  # as data_parallel/strategy.py has them
     parallel = Parallel(
-        strategy=name, data=plan.ranks, shard=shard.get(strategy, ranks), context=plan.context,
-        tensor=plan.tensor, sequence=config.mesh.sequence,
+        strategy=name, data=plan.ranks, shard=shard.get(strategy, ranks), context=plan.mesh.context,
+        tensor=plan.mesh.tensor, sequence=plan.mesh.sequence, pipeline=plan.mesh.pipeline,
+        interleave=plan.mesh.chunks, schedule="gpipe" if plan.mesh.schedule == "gpipe" else "1f1b",
     )  # fmt: skip
     setup = Setup(model, parallel, recipe)
     mapped = _mapped(setup, cluster, copies and strategy != "replicate") if machine.shares_memory else 0
@@ -239,6 +241,8 @@ def choose(
     usual = choose_strategy("auto", mesh).name
     on_hosts = len(mesh.hosts) > 1 and mesh.cross_group is not None
     sharded = [each for each in ORDER if on_hosts or not each.startswith("hybrid")]
+    if plan.mesh.pipeline > 1:
+        sharded = [each for each in sharded if goes_with_stages(each)]
     if config.offload is not None:
         sharded = [each for each in sharded if can_offload(config.offload, find_strategy(each))]
     found = {each: predict(each, config, shape, plan, precision, machine).candidate for each in sharded}

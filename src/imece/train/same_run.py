@@ -25,6 +25,8 @@ MAY_CHANGE = frozenset(
         "mesh.context",
         "mesh.tensor",
         "mesh.sequence",
+        "mesh.pipeline",
+        "mesh.schedule",
         "batch.micro",
         "data.folder",
         "compute.compile",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from imece.checkpoint.commit import METRIC_ON, METRIC_OVER
 from imece.checkpoint.load import Saved
@@ -18,6 +19,7 @@ from imece.checkpoint.training_state import TrainingState
 from imece.collectives.texts import gather_json, gather_texts
 from imece.data.batches import Batches
 from imece.data.prepare import Prepared, prepare, reopen
+from imece.data_parallel.average import Over
 from imece.data_parallel.parallelize import parallelize
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharding.meta import is_meta
@@ -28,6 +30,7 @@ from imece.membership.recovery import MovedOnError, Recovered, Recovery
 from imece.membership.unwatched import say_unwatched
 from imece.mesh import Mesh
 from imece.model_parallel.context import ContextParallel
+from imece.model_parallel.pipeline import Pipeline
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
 from imece.train.agreeing import together
@@ -37,10 +40,11 @@ from imece.train.beginning import begin_again, begin_with, empty, new_model
 from imece.train.clock import Clock
 from imece.train.compiling import compile_now
 from imece.train.config import TrainConfig
-from imece.train.dividing import check_divided, divided
+from imece.train.dividing import check_divided, dealt, divided
 from imece.train.evaluate import windows_read
 from imece.train.optimizer import make_optimizers
 from imece.train.origin import keep, sequence_length, shape_of
+from imece.train.passes import InPipeline, InTurn, Passes, StageLoss
 from imece.train.peak import measured_peak
 from imece.train.precision import Precision, choose_precision
 from imece.train.prediction import Machine, Prediction, choose, chosen_before, machine_of, predict
@@ -80,6 +84,7 @@ class Session:
     tokens: int = 0  # that they read
     compile_s: float = 0.0  # before the first step
     base: str = ""  # of adapters: a digest
+    pipeline: Pipeline | None = None  # of which this rank has a part
     best_val_loss: float | None = None
     val_loss: tuple[int, float | None] = (_NOTHING, None)  # (after so many updates, it): by which one is kept
     owes_save: bool = False  # one was due after a skipped step, or was given up as ranks died or came
@@ -104,46 +109,47 @@ class Session:
             seq, divide = sequence_length(config, shape), config.mesh
             check_divided(config, shape, seq)
             groups = _first_ranks(config, mesh) // divide.size
-            plan = plan_batch(config.batch, seq, groups, divide.context, divide.tensor)
+            plan = plan_batch(config.batch, seq, groups, divide)
             batches = Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed)
             return prepared, shape, plan, batches, choose_precision(config.compute.dtype, mesh.device)
 
         prepared, shape, plan, batches, precision = together(mesh, inputs)
         check_same_tokens(prepared, mesh)
-        model = together(mesh, lambda: new_model(config, shape, mesh.device, precision))
-        bare = is_meta(model)
-        if bare and config.mesh.tensor > 1:  # it is divided first, and has its values later all the same
-            model.to_empty(device=mesh.device).apply(empty)
-            bare = False
-        if not bare:
-            model.to(mesh.device)
-        model = together(mesh, lambda: divided(model, config, mesh))
+        model, bare = _new_model(config, shape, precision, mesh)
         model.checkpoint_blocks = config.compute.recompute
         compile_s = 0.0
         if config.compute.compile:
             compile_s = together(mesh, lambda: compile_now(model, plan, precision, mesh.device))
-        optimizers = make_optimizers(model, config.optimizer)  # with it come torch's libraries for them
-        machine = machine_of(mesh, sum(each.nbytes for each in model.parameters() if not each.is_meta))
+        scaler = precision.scaler()
+        loss = StageLoss(scaler)
+        pipeline = together(mesh, lambda: dealt(model, config, plan, mesh, loss))
+        own = model if pipeline is None else pipeline.part  # what this rank trains
+        optimizers = make_optimizers(own, config.optimizer)  # with it come torch's libraries for them
+        machine = machine_of(mesh, sum(each.nbytes for each in own.parameters() if not each.is_meta))
         strategy = _strategy(config, shape, plan, precision, machine, mesh)
         if bare and not find_strategy(strategy).optimizer:  # each rank has all of it
             model.to_empty(device=mesh.device).apply(empty)
-            optimizers = make_optimizers(model, config.optimizer)
+            optimizers = make_optimizers(own, config.optimizer)
         # This has collectives within, but what it refuses it refuses on all ranks before them.
-        wrapped = together(mesh, lambda: _parallelize(model, optimizers, strategy, config, mesh))
+        wrapped = together(mesh, lambda: _parallelize(own, optimizers, strategy, config, mesh))
         clock, alarms = Clock(mesh.device), deque[str]()
         state = TrainingState(wrapped, optimizers, frozen=not config.lora.rank)
+        context = ContextParallel(mesh)
+        passes: Passes = (
+            InTurn(wrapped, precision, scaler, clock, context, plan.seq)
+            if pipeline is None
+            else InPipeline(pipeline, loss, wrapped, precision, clock)
+        )
+        clip = config.optimizer.clip
         session = cls(
             config, folder, mesh, prepared, plan, precision, machine, model, wrapped, optimizers, batches,
             clock,
             state,
-            Step(
-                wrapped, optimizers, batches, plan, precision, config.optimizer.clip, clock,
-                ContextParallel(mesh),
-                mesh,
-            ),
+            Step(wrapped, optimizers, batches, plan, passes, scaler, clip, clock, context, mesh),
             alarms,
             compile_s=compile_s,
             base=state.base_digest() if config.lora.rank else "",
+            pipeline=pipeline,
         )  # fmt: skip
         if not mesh.world.joining:
             if not session._resume():
@@ -424,6 +430,22 @@ def _first_ranks(config: TrainConfig, mesh: Mesh) -> int:
     return config.ranks or (1 if several_hosts else world.local_world_size)
 
 
+def _new_model(
+    config: TrainConfig, shape: TransformerConfig, precision: Precision, mesh: Mesh
+) -> tuple[Transformer, bool]:
+    """With this rank's part of each matrix; and whether it has no memory yet. All ranks call it."""
+    model, divide = together(mesh, lambda: new_model(config, shape, mesh.device, precision)), config.mesh
+    bare = is_meta(model)
+    # Layers that are dealt out need not all be on this rank's device.
+    home = mesh.device if divide.pipeline == 1 or divide.tensor > 1 else torch.device("cpu")
+    if bare and divide.deals:  # it is divided first, and has its values later all the same
+        model.to_empty(device=home).apply(empty)
+        bare = False
+    if not bare:
+        model.to(home)
+    return together(mesh, lambda: divided(model, config, mesh)), bare
+
+
 def _strategy(
     config: TrainConfig,
     shape: TransformerConfig,
@@ -444,17 +466,17 @@ def _strategy(
 
 
 def _parallelize(
-    model: Transformer,
+    model: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     strategy: str,
     config: TrainConfig,
     mesh: Mesh,
 ) -> DistributedDataParallel:
     offload = config.offload
+    # The micro-batches of a pipeline are all as long, and their mean is that of tokens.
+    over: Over = "ranks" if config.mesh.pipeline > 1 else "tokens"
     try:
-        wrapped, _ = parallelize(
-            model, optimizers, strategy, mesh, average="tokens", offload=offload, init=empty
-        )
+        wrapped, _ = parallelize(model, optimizers, strategy, mesh, average=over, offload=offload, init=empty)
     except ValueError as error:  # what cannot be on these hosts, or with this strategy
         option = f" --offload {offload}" if offload is not None else ""
         raise UserError(f"--strategy {strategy}{option}: {error}") from None

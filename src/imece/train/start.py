@@ -22,6 +22,8 @@ from imece.data_parallel.strategy import find_strategy
 from imece.device import usable_gpus
 from imece.errors import UserError
 from imece.membership.recovery import Recovered
+from imece.model_parallel.pipeline import Pipeline
+from imece.model_parallel.schedules import ideal_bubble
 from imece.observe.environment import environment
 from imece.observe.run_files import as_argument
 from imece.observe.units import megabytes, si
@@ -67,9 +69,7 @@ def make_ready(config: TrainConfig, progress: Progress | None, lock: RunLock) ->
     shape = shape_of(config, config.data.vocab_size)
     seq = sequence_length(config, shape)
     check_divided(config, shape, seq)
-    plan = plan_batch(
-        config.batch, seq, groups_of(config.mesh, ranks), config.mesh.context, config.mesh.tensor
-    )
+    plan = plan_batch(config.batch, seq, groups_of(config.mesh, ranks), config.mesh)
     folder = RunFolder(config.folder)
     with folder.begun(config, lock):
         keep_origin(config)
@@ -232,6 +232,7 @@ def header(session: Session) -> list[tuple[str, str]]:
             f"{f', compiled in {session.compile_s:.0f} s' if session.compile_s else ''}",
         ),
         ("batch", session.plan.describe()),
+        *([("stages", _stages(session.pipeline))] if session.pipeline is not None else []),
         ("memory", _memory(session)),
         ("plan", session.prediction.describe()),
         ("steps", _steps(session)),
@@ -250,9 +251,29 @@ def _weights(session: Session) -> str:
     return f"of {weights}"
 
 
+def _stages(pipeline: Pipeline) -> str:
+    """Which layers are where, and what that costs."""
+    last, texts = pipeline.stages[-1].stop - 1, []
+    for pieces in pipeline.stages:
+        layers = [piece for piece in pieces if piece != last]
+        texts.append(
+            ("embedding, " if 0 in pieces else "")
+            + (
+                f"layers {layers[0]} to {layers[-1]}"
+                if layers[1:]
+                else "".join(f"layer {at}" for at in layers)
+            )
+            + (", head" if layers else "head") * (last in pieces)
+        )
+    size = pipeline.mesh.size("pipeline")
+    idle = ideal_bubble(pipeline.micro_batches, len(texts) // size, size)
+    return f"{' | '.join(texts)}; {pipeline.schedule}, ranks wait {100 * idle:.0f} % of a step at least"
+
+
 def _memory(session: Session) -> str:
     predicted = expected(session.wrapped, session.optimizers)
-    return f"{predicted} on a rank, and activations" if predicted is not None else "unknown optimizer"
+    where = "a rank" if session.pipeline is None else "a rank of the first stage"
+    return f"{predicted} on {where}, and activations" if predicted is not None else "unknown optimizer"
 
 
 def describe_data(prepared: Prepared, config: TrainConfig) -> str:

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from imece.collectives.texts import gather_json
 from imece.data.batches import Batches, rows
-from imece.data_parallel.grad_scaler import forget_stage
+from imece.data_parallel.grad_scaler import GradScaler, forget_stage
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.membership.draws import begin_draws
 from imece.mesh import Mesh
 from imece.model_parallel.context import ContextParallel
-from imece.models.cross_entropy import cross_entropy
 from imece.train.batch import BatchPlan
 from imece.train.clock import Clock
-from imece.train.precision import Precision
+from imece.train.passes import MicroBatch, Passes, not_finite, trained
 
-_Found = tuple[float, list[str], list[int]] | None  # what is not finite: loss, parameters, documents
+# What is not finite of a micro-batch: its loss, if it is known here; parameters, documents.
+_Found = tuple[float | None, list[str], list[int]] | None
 
 
 @dataclass(frozen=True)
@@ -37,18 +36,12 @@ class Outcome:
     computed: int = 0  # tokens of this rank, with those that do not count
 
 
-class _MicroBatch(NamedTuple):
-    inputs: Tensor  # int64 [micro, seq / context]
-    targets: Tensor  # the same
-    tokens: int  # that count: all or none
-
-
 class Step:
     """The phases of an update, in order:
 
     data      this rank's rows of the global batch, of each its part if ranks divide them
-    forward, backward   for each micro-batch; the last backward sums the gradients over the ranks
-    exposed   the part of that sum which backward did not hide
+    forward, backward   of the micro-batches (passes.py), and the sum of the gradients over the ranks
+    exposed   the part of that sum which backward did not hide, and what a stage waits for others
     optimizer the gradient's norm; if it is finite, clipping and the update
 
     All ranks make as many forwards and backwards, since with gathered parameters each is a collective: a rank
@@ -67,24 +60,21 @@ class Step:
         optimizers: Sequence[torch.optim.Optimizer],
         batches: Batches,
         plan: BatchPlan,
-        precision: Precision,
+        passes: Passes,
+        scaler: GradScaler | None,
         clip: float,
         clock: Clock,
         context: ContextParallel,
         mesh: Mesh,
     ) -> None:
+        """scaler: of fp16, which the passes have too."""
         self._model, self._optimizers = model, optimizers
         self._context, self._mesh = context, mesh
-        # Ranks, neighbours, that make each forward together.
-        self._together = mesh.size("context") * mesh.size("tensor")
-        self._forward_group = mesh.group("context", "tensor") if self._together > 1 else None
-        divided = context.ranks > 1
-        self._positions = context.positions(plan.seq, device=model.device) if divided else None
-        self._parameters = [each for each in model.parameters() if each.requires_grad]
-        self._batches, self._plan = batches, plan
-        self._precision, self._scaler = precision, precision.scaler()
-        self._clip, self._clock = clip, clock
-        self._rank = self._place()
+        together = ("pipeline", "context", "tensor")
+        several = any(mesh.size(axis) > 1 for axis in together)
+        self._together = mesh.group(*together) if several else None  # ranks that make each forward together
+        self._batches, self._plan, self.passes = batches, plan, passes
+        self._scaler, self._clip, self._clock = scaler, clip, clock
         model.record_trace()
 
     def run(self, index: int, lr: float) -> Outcome:
@@ -94,22 +84,7 @@ class Step:
             for group in optimizer.param_groups:
                 group["lr"] = lr
         micro_batches = self._read(index)
-        # The sum stays on the device: reading it after each micro-batch would make a GPU wait.
-        nats = torch.zeros((), dtype=torch.float64, device=self._model.device)
-        for number, (inputs, targets, tokens) in enumerate(micro_batches):
-            last = number == len(micro_batches) - 1
-            begin_draws(self._batches.seed, index, self._first(number), self._model.device)
-            with contextlib.nullcontext() if last else self._model.no_sync(), self._context:
-                with self._clock.phase("forward"), self._precision.autocast():
-                    loss = cross_entropy(self._model(inputs, positions=self._positions), targets)
-                with self._clock.phase("backward"):
-                    weighed = self._model.weigh(loss, tokens)
-                    (self._scaler.scale(weighed) if self._scaler else weighed).backward()
-            if tokens:
-                nats += loss.detach().double() * tokens
-        trace = self._model.last_trace
-        if trace is not None:
-            self._clock.exposed(trace.exposed_s, self._model.backward_computed)
+        nats = self.passes.gradients(micro_batches, self._draws(index))
         with self._clock.phase("optimizer"):
             norm, skipped = self._update()
         counted = sum(each.tokens for each in micro_batches)
@@ -127,70 +102,62 @@ class Step:
         model = self._model
         # autograd.grad asks for the gradients of whole parameters, which may be gone after a unit's forward.
         with model.gathered():
-            spoilt = self._not_finite([each.detach() for each in self._parameters])
+            weights = {name: each.detach() for name, each in trained(model).items()}
+            spoilt = not_finite({**weights})
             alone = bool(spoilt)
-            if self._forward_group is not None:  # none may wait for one that makes no forward
-                of_each = gather_json(spoilt, self._forward_group, model.device, "weights that are spoilt")
+            if self._together is not None:  # none may wait for one that makes no forward
+                of_each = gather_json(spoilt, self._together, model.device, "weights that are spoilt")
                 alone = any(of_each)
-            found = [] if alone else list(self._not_finite_in(index))
-            largest = max((float(each.detach().abs().max()), name) for name, each in self._named())
-        mine = [spoilt, found, largest]
+            found = [] if alone else self._found_in(index)
+            largest = max((float(each.abs().max()), name) for name, each in weights.items())
+        mine = [self._mesh.batch_rank, spoilt, found, largest]
         every = gather_json(mine, self._mesh.world_group, model.device, "who brought what is not finite")
-        if all(spoilt for spoilt, *_ in every):
-            return [f"weights that are not finite since an earlier update: {_names(every[0][0])}"]
-        by_group = self._by_group([found for _, found, _ in every])
-        everywhere = [each for found in by_group for each in found]
-        if len(everywhere) > 1 and all(everywhere) and not any(spoilt for spoilt, *_ in every):
-            size, name = every[0][2]
+        if all(spoilt for _, spoilt, *_ in every):
+            return [f"weights that are not finite since an earlier update: {_names(every[0][1])}"]
+        by_group = _by_group(every)
+        everywhere = [each for found in by_group.values() for each in found]
+        if len(everywhere) > 1 and all(everywhere) and not any(spoilt for _, spoilt, *_ in every):
+            size, name = max(largest for *_, largest in every)
             return [
                 f"all {len(everywhere)} micro-batches, so by no document but the weights, as earlier updates "
                 f"left them: up to {size:.3g}, in {name}"
             ]
-        lines, size = [], self._together
-        for rank, (spoilt, _, _) in enumerate(every):
+        lines = []
+        for rank, (group, spoilt, *_) in enumerate(every):
             if spoilt:
                 lines.append(f"rank {rank}: weights that are not finite: {_names(spoilt)}")
-            group, first = divmod(rank, size)
-            those = range(rank, rank + size)
-            lines += [self._describe(those, *each) for each in by_group[group] if each and not first]
+            those = [other for other, (its, *_) in enumerate(every) if its == group]
+            if rank == those[0]:
+                lines += [_describe(those, *each) for each in by_group[group] if each]
         return lines
 
-    def _by_group(self, by_rank: list[list[_Found]]) -> list[list[_Found]]:
-        """Ranks that make a forward together have the same micro-batches: what one of them found of each."""
-        size = self._together
-        groups = (by_rank[first : first + size] for first in range(0, len(by_rank), size))
-        return [[next(filter(None, each), None) for each in zip(*group, strict=True)] for group in groups]
+    def _found_in(self, index: int) -> list[_Found]:
+        """Of each micro-batch of this rank; None where nothing of it is known not to be finite."""
+        micro_batches = [each for each in self._read(index) if each.tokens]
+        found: list[_Found] = []
+        brought = self.passes.not_finite(micro_batches, self._draws(index))
+        for micro_batch, each in zip(micro_batches, brought, strict=True):
+            place = micro_batch.place
+            documents = self._batches.names(index, place, place + len(micro_batch.inputs))
+            found.append((*each, documents) if each is not None else None)
+        return found
 
-    def _not_finite_in(self, index: int) -> Iterator[_Found]:
-        """Of each micro-batch of this rank: its loss, the parameters, the documents; None if it is finite."""
-        for number, (inputs, targets, tokens) in enumerate(self._read(index)):
-            if not tokens:
-                continue
-            begin_draws(self._batches.seed, index, self._first(number), self._model.device)
-            with self._context:
-                with self._precision.autocast():
-                    loss = cross_entropy(self._model.module(inputs, positions=self._positions), targets)
-                gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-            bad, nats = self._not_finite(gradients), float(loss.detach())
-            begin = self._first(number)
-            documents = self._batches.names(index, begin, begin + len(inputs))
-            yield (nats, bad, documents) if bad or not math.isfinite(nats) else None
+    def _draws(self, index: int) -> Callable[[int], None]:
+        return lambda place: begin_draws(self._batches.seed, index, place, self._model.device)
 
-    def _first(self, number: int) -> int:
-        """Where this rank's micro-batch `number` begins among the sequences of the global batch."""
-        first, _ = rows(self._plan.sequences, self._rank, self._plan.ranks)
-        return first + number * self._plan.micro
-
-    def _read(self, index: int) -> list[_MicroBatch]:
+    def _read(self, index: int) -> list[MicroBatch]:
         """This rank's micro-batches, as many as every other rank has."""
         with self._clock.phase("data"):
-            both = self._batches.for_rank(index, self._rank, self._plan.ranks)
+            rank, micro = self._mesh.batch_rank, self._plan.micro
+            both = self._batches.for_rank(index, rank, self._plan.ranks)
             whole = (torch.from_numpy(each).to(self._model.device) for each in both)
             inputs, targets = (self._context.part(each) for each in whole)
-            parts = zip(inputs.split(self._plan.micro), targets.split(self._plan.micro), strict=True)
-            found = [_MicroBatch(*part, part[1].numel()) for part in parts]
+            first, _ = rows(self._plan.sequences, rank, self._plan.ranks)
+            places = range(first, first + len(inputs), micro)
+            parts = zip(inputs.split(micro), targets.split(micro), places, strict=True)
+            found = [MicroBatch(inputs, targets, targets.numel(), place) for inputs, targets, place in parts]
             # A sequence of its own: it brings nothing that is not finite unless it has done so already.
-            ignored = _MicroBatch(inputs[:1], targets[:1], 0)
+            ignored = MicroBatch(inputs[:1], targets[:1], 0, first)
             return found + [ignored] * (self._plan.accumulation - len(found))
 
     def _update(self) -> tuple[float, str]:
@@ -209,28 +176,9 @@ class Step:
             return length, "" if finite else f"fp16 overflow; the scale is now {self._scaler.get_scale():g}"
         return length, "" if finite else "the gradient is not finite"
 
-    def _not_finite(self, tensors: Sequence[Tensor | None]) -> list[str]:
-        """Of one tensor for each parameter, the names of those parameters."""
-        pairs = zip(self._named(), tensors, strict=True)
-        return [name for (name, _), each in pairs if each is not None and not bool(each.isfinite().all())]
-
-    def _named(self) -> list[tuple[str, Tensor]]:
-        return [(name, each) for name, each in self._model.module.named_parameters() if each.requires_grad]
-
-    def _describe(self, ranks: Sequence[int], loss: float, bad: list[str], documents: list[int]) -> str:
-        where = f"gradient of {_names(bad)}" if bad else "finite gradients"
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        return f"{who}: loss {loss:g}, {where}; documents {_listed(documents)}"
-
     def take_over(self, plan: BatchPlan) -> None:
         """The model is on other ranks now, and this is how they share the global batch."""
         self._plan = plan
-        self._rank = self._place()
-        self._parameters = [each for each in self._model.parameters() if each.requires_grad]
-
-    def _place(self) -> int:
-        """Whose rows of the global batch are this rank's; neighbours that divide sequences have the same."""
-        return torch.distributed.get_rank(self._model.process_group) // self._context.ranks
 
     @property
     def scale(self) -> float:
@@ -247,6 +195,35 @@ class Step:
         if self._scaler is not None and state:
             self._scaler.load_state_dict(state)
             forget_stage(self._scaler)
+
+
+def _by_group(every: list[Any]) -> dict[int, list[_Found]]:
+    """Ranks that read the same have the same micro-batches: what all of them together found of each.
+
+    every: of each rank (what it reads, ..., what it found, ...).
+    """
+    groups = defaultdict(list)
+    for group, _, found, _ in every:
+        groups[group].append(found)
+    return {
+        group: [_merged(each) for each in zip(*by_rank, strict=True)] for group, by_rank in groups.items()
+    }
+
+
+def _merged(of_ranks: Sequence[_Found]) -> _Found:
+    found = [each for each in of_ranks if each is not None]
+    loss = next((loss for loss, *_ in found if loss is not None), None)
+    names = list(dict.fromkeys(name for _, names, _ in found for name in names))
+    if not names and (loss is None or math.isfinite(loss)):
+        return None
+    return loss, names, found[0][2]
+
+
+def _describe(ranks: Sequence[int], loss: float | None, bad: list[str], documents: list[int]) -> str:
+    assert loss is not None, "one of the ranks knows it"
+    where = f"gradient of {_names(bad)}" if bad else "finite gradients"
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return f"{who}: loss {loss:g}, {where}; documents {_listed(documents)}"
 
 
 def _names(names: list[str]) -> str:

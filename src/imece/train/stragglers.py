@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,9 +49,13 @@ class Slow:
 class Stragglers:
     """The last steps' own times of all ranks, and what they say."""
 
-    def __init__(self, ratio: float) -> None:
-        """ratio: to the median of the others, above which a rank is late; by 10 ms and 5 % of a step too."""
-        self._ratio = ratio
+    def __init__(self, ratio: float, stages: int = 1) -> None:
+        """ratio: to the median of the others, above which a rank is late; by 10 ms and 5 % of a step too.
+
+        stages: of a pipeline, each with as many ranks, in order. The others are those of the same stage then,
+        since stages differ in what they have to do.
+        """
+        self._ratio, self._stages = ratio, stages
         self._steps: deque[np.ndarray] = deque(maxlen=_WINDOW)  # each [ranks, PHASES]
         self._added = 0
         self.slow: Slow | None = None
@@ -60,7 +64,7 @@ class Stragglers:
         """One step: seconds of each rank and phase. Whether another is slow now, or nobody any more."""
         self._steps.append(np.asarray(times))
         self._added += 1
-        if len(self._steps) < _WINDOW or self._added % _LOOK_EVERY or len(times) < 2:
+        if len(self._steps) < _WINDOW or self._added % _LOOK_EVERY or len(times) < 2 * self._stages:
             return False
         before, self.slow = self.slow, self._slowest()
         return _who(before) != _who(self.slow)
@@ -72,17 +76,24 @@ class Stragglers:
 
     def _slowest(self) -> Slow | None:
         steps = np.stack(self._steps)  # [window, ranks, phases]
+        alike = steps.shape[1] // self._stages
+        found = [
+            each for first in range(0, steps.shape[1], alike) for each in self._late(steps, first, alike)
+        ]
+        return max(found, key=lambda each: each[0])[1] if found else None
+
+    def _late(self, steps: np.ndarray, first: int, count: int) -> Iterator[tuple[float, Slow]]:
+        """Of `count` ranks, from `first` on, who is, and by how much."""
+        steps = steps[:, first : first + count]
         least = np.maximum(_LEAST_S, _LEAST_SHARE * np.median(steps.sum(2), axis=1))  # [window]
-        found: list[tuple[float, Slow]] = []
         for at, phase in enumerate(PHASES):
             rank = int(np.median(steps[:, :, at], axis=0).argmax())
             own, others = steps[:, rank, at], np.median(np.delete(steps[:, :, at], rank, axis=1), axis=1)
             late = float(np.mean((own > self._ratio * others) & (own - others > least)))
-            named = _who(self.slow) == (rank, phase)
+            named = _who(self.slow) == (first + rank, phase)
             if late >= (_ENDS if named else _BEGINS):
-                slow = Slow(rank, phase, float(np.median(own)), float(np.median(others)))
-                found.append(((slow.seconds - slow.others) * (_ADVANTAGE if named else 1.0), slow))
-        return max(found, key=lambda each: each[0])[1] if found else None
+                slow = Slow(first + rank, phase, float(np.median(own)), float(np.median(others)))
+                yield (slow.seconds - slow.others) * (_ADVANTAGE if named else 1.0), slow
 
 
 def _who(slow: Slow | None) -> tuple[int, str] | None:

@@ -1,0 +1,211 @@
+"""How a rank's micro-batches become gradients: one after the other, or through the stages of a pipeline.
+
+passes    the forwards and backwards of a step, and the sum of their gradients over the ranks
+draws     called with the place of a micro-batch before it is computed: what its model draws follows from that
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from imece.data_parallel.grad_scaler import GradScaler
+from imece.data_parallel.replicate import DistributedDataParallel
+from imece.model_parallel.context import ContextParallel
+from imece.model_parallel.pipeline import Pipeline
+from imece.models.cross_entropy import cross_entropy
+from imece.train.clock import Clock
+from imece.train.evaluate import IGNORE, summed
+from imece.train.precision import Precision
+
+Draws = Callable[[int], None]
+
+
+class MicroBatch(NamedTuple):
+    """Sequences that go through the model together."""
+
+    inputs: Tensor  # int64 [micro, seq / context]
+    targets: Tensor  # the same
+    tokens: int  # that count: all or none
+    place: int  # of the first among the sequences of the global batch
+
+
+class Brought(NamedTuple):
+    """Of a micro-batch: its loss, and the parameters of this rank whose gradients by it are not finite."""
+
+    loss: float | None  # nats a token; None: another stage knows it
+    names: list[str]
+
+
+class Passes(Protocol):
+    """What all ranks do with their micro-batches at once, each with as many."""
+
+    def gradients(self, micro_batches: Sequence[MicroBatch], draws: Draws) -> Tensor:
+        """Add the gradient of the mean over all tokens of all ranks to what each holds of it. Returns the
+        nats of this rank's tokens, an fp64 scalar."""
+
+    def nats(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Of the targets that count, an fp64 scalar, without gradients. inputs: int64 [B, seq]."""
+
+    def not_finite(self, micro_batches: Sequence[MicroBatch], draws: Draws) -> list[Brought | None]:
+        """Of each micro-batch what it brings alone, and None where that is finite. Nothing is summed, and
+        only ranks that make forwards together wait for each other."""
+
+
+def trained(model: DistributedDataParallel) -> dict[str, Tensor]:
+    """What of this rank's parameters is trained, by name."""
+    return {name: each for name, each in model.module.named_parameters() if each.requires_grad}
+
+
+class InTurn:
+    """One micro-batch after the other. The last backward sums the gradients over the ranks."""
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        precision: Precision,
+        scaler: GradScaler | None,
+        clock: Clock,
+        context: ContextParallel,
+        seq: int,
+    ) -> None:
+        """model: averages over tokens. seq: positions of a whole sequence."""
+        self._model, self._precision, self._scaler, self._clock = model, precision, scaler, clock
+        self._context = context
+        self._positions = context.positions(seq, device=model.device) if context.ranks > 1 else None
+
+    def gradients(self, micro_batches: Sequence[MicroBatch], draws: Draws) -> Tensor:
+        # The sum stays on the device: reading it after each micro-batch would make a GPU wait.
+        nats = torch.zeros((), dtype=torch.float64, device=self._model.device)
+        for number, each in enumerate(micro_batches):
+            last = number == len(micro_batches) - 1
+            draws(each.place)
+            with contextlib.nullcontext() if last else self._model.no_sync(), self._context:
+                with self._clock.phase("forward"), self._precision.autocast():
+                    loss = cross_entropy(self._model(each.inputs, positions=self._positions), each.targets)
+                with self._clock.phase("backward"):
+                    weighed = self._model.weigh(loss, each.tokens)
+                    (self._scaler.scale(weighed) if self._scaler else weighed).backward()
+            if each.tokens:
+                nats += loss.detach().double() * each.tokens
+        trace = self._model.last_trace
+        if trace is not None:
+            self._clock.exposed(trace.exposed_s, self._model.backward_computed)
+        return nats
+
+    def nats(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return summed(self._model.module, self._precision, inputs, targets)
+
+    def not_finite(self, micro_batches: Sequence[MicroBatch], draws: Draws) -> list[Brought | None]:
+        return [self._brought(each, draws) for each in micro_batches]
+
+    def _brought(self, each: MicroBatch, draws: Draws) -> Brought | None:
+        named = trained(self._model)
+        draws(each.place)
+        with self._context:
+            with self._precision.autocast():
+                logits = self._model.module(each.inputs, positions=self._positions)
+                loss = cross_entropy(logits, each.targets)
+            gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        names = not_finite(dict(zip(named, gradients, strict=True)))
+        nats = float(loss.detach())
+        return Brought(nats, names) if names or not math.isfinite(nats) else None
+
+
+class StageLoss:
+    """What the last stage makes of logits: nats a token, of all targets, whether they count or not."""
+
+    def __init__(self, scaler: GradScaler | None) -> None:
+        self.scaler = scaler
+        self.heard: list[float] | None = None  # of each micro-batch, while somebody listens
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        loss = cross_entropy(logits, targets, IGNORE, "sum") / targets.numel()
+        if self.heard is not None:
+            self.heard.append(float(loss.detach()))
+        return self.scaler.scale(loss) if self.scaler is not None and torch.is_grad_enabled() else loss
+
+
+class InPipeline:
+    """All micro-batches through the stages of a pipeline, as its schedule says. Nothing is drawn there."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        loss: StageLoss,
+        model: DistributedDataParallel,
+        precision: Precision,
+        clock: Clock,
+    ) -> None:
+        """loss: the pipeline's. model: its part, wrapped; averages over ranks."""
+        self._pipeline, self._loss, self._model = pipeline, loss, model
+        self._precision, self._clock = precision, clock
+
+    def gradients(self, micro_batches: Sequence[MicroBatch], draws: Draws) -> Tensor:
+        scaler, scale = self._loss.scaler, 1.0
+        if scaler is not None:
+            scaler.scale(torch.zeros((), device=self._model.device))  # all stages unscale, one has the loss
+            scale = scaler.get_scale()
+        with self._clock.phase("exposed"), self._precision.autocast():
+            inputs, targets = _joined(micro_batches)
+            loss = self._pipeline.step(inputs, targets)
+        for span in self._pipeline.spans:
+            self._clock.busy(span.what, span.end_s - span.start_s)
+        return loss / scale * targets.numel()
+
+    def nats(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        count = self._pipeline.micro_batches
+        lacking = -len(inputs) % count
+        if lacking:
+            inputs = torch.cat([inputs, inputs[:1].expand(lacking, -1)])
+            targets = torch.cat([targets, torch.full_like(targets[:1], IGNORE).expand(lacking, -1)])
+        with self._precision.autocast():
+            return self._pipeline.evaluate(inputs, targets) * targets.numel()
+
+    def not_finite(self, micro_batches: Sequence[MicroBatch], draws: Draws) -> list[Brought | None]:
+        """Each stage sees the gradients of one micro-batch after the other, in their order."""
+        found: list[set[str]] = [set() for _ in micro_batches]
+        losses: list[float] = []
+        self._loss.heard = losses
+        with self._listening(found), self._model.no_sync(), self._precision.autocast():
+            self._pipeline.step(*_joined(micro_batches))
+        self._loss.heard = None
+        names = [[name for name in trained(self._model) if name in each] for each in found]
+        if losses:
+            return [Brought(loss, each) for loss, each in zip(losses, names, strict=True)]
+        return [Brought(None, each) if each else None for each in names]
+
+    @contextlib.contextmanager
+    def _listening(self, found: list[set[str]]) -> Iterator[None]:
+        """found: of each micro-batch, to which the parameters come whose gradients are not finite."""
+        hooks: list[RemovableHandle] = []
+        for name, parameter in trained(self._model).items():
+            coming = iter(found)
+
+            def listen(gradient: Tensor, name: str = name, coming: Iterator[set[str]] = coming) -> None:
+                here = next(coming)
+                if not bool(gradient.isfinite().all()):
+                    here.add(name)
+
+            hooks.append(parameter.register_hook(listen))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def not_finite(tensors: dict[str, Tensor | None]) -> list[str]:
+    """The names of those that are not."""
+    return [name for name, each in tensors.items() if each is not None and not bool(each.isfinite().all())]
+
+
+def _joined(micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
+    inputs, targets = ([getattr(each, name) for each in micro_batches] for name in ("inputs", "targets"))
+    return torch.cat(inputs), torch.cat(targets)
