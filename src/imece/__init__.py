@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from imece.model_parallel.context import ContextParallel
     from imece.model_parallel.pipeline import Pipeline
     from imece.model_parallel.tensor import tensor_parallel
-    from imece.models.cross_entropy import cross_entropy
+    from imece.model_parallel.vocabulary import cross_entropy
     from imece.world import World
 
 __version__ = "0.1.0"
@@ -68,7 +68,7 @@ _HOMES = {
     "model_parallel.context": ["ContextParallel"],
     "model_parallel.pipeline": ["Pipeline"],
     "model_parallel.tensor": ["tensor_parallel"],
-    "models.cross_entropy": ["cross_entropy"],
+    "model_parallel.vocabulary": ["cross_entropy"],
     "mesh": ["Mesh", "init"],
     "world": ["World"],
 }  # fmt: skip

@@ -80,6 +80,10 @@ def by_positions(case: Case) -> Case:
     return replace(case, dividing=case.dividing | {"sequence": True})
 
 
+def by_vocabulary(case: Case) -> Case:
+    return replace(case, dividing=case.dividing | {"divided_logits": True})
+
+
 CASES = {
     "plain": ours(PLAIN),
     "biases and norms of heads": ours(FULL),
@@ -91,6 +95,10 @@ CASES = {
     "sequence, a vocabulary that stays whole": by_positions(ours(ODD)),
     "a plan": Case(Net, dividing={"plan": NET_PLAN | {"tokens": "vocab"}}),
     "a plan, sequence": Case(Net, dividing={"plan": NET_PLAN, "sequence": True}),
+    "divided logits": by_vocabulary(ours(FULL)),
+    "divided logits, sequence, tied": by_vocabulary(by_positions(ours(TIED, recompute=True))),
+    "divided logits, a vocabulary that stays whole": by_vocabulary(ours(ODD)),
+    "divided logits, a plan": by_vocabulary(Case(Net, dividing={"plan": NET_PLAN | {"tokens": "vocab"}})),
 }
 SHARDED = {
     "zero1": ours(TIED, "zero1"),
@@ -98,6 +106,8 @@ SHARDED = {
     "zero3": by_positions(ours(TIED, "zero3")),
     "zero3, gathered": by_positions(ours(FULL, "zero3", gather=True)),
     "zero3, gathered, recomputed": ours(TIED, "zero3", recompute=True, gather=True),
+    "zero1, divided logits": by_vocabulary(ours(TIED, "zero1")),
+    "zero3, gathered, divided logits": by_vocabulary(by_positions(ours(FULL, "zero3", gather=True))),
 }
 
 
@@ -177,7 +187,7 @@ def compare(axes: dict[str, int], names: list[str]) -> int:
     ("axes", "backend", "names"),
     [
         ({"tensor": 2}, "shm", list(CASES)),
-        ({"tensor": 2}, "gloo", ["tied", "sequence", "a plan, sequence"]),
+        ({"tensor": 2}, "gloo", ["tied", "sequence", "a plan, sequence", "divided logits"]),
         ({"replicate": 2, "tensor": 2}, "shm", ["plain", *SHARDED]),
         ({"replicate": 2, "tensor": 2}, "gloo", ["zero1", "zero3, gathered"]),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 import imece
 from imece.model_parallel.divided import divided_parameters
-from tests.model_parallel.test_tensor import EXACT, FULL, STEPS, batch, check_same_bits, made, ours, sgd
+from tests.model_parallel.test_tensor import EXACT, STEPS, TIED, batch, check_same_bits, made, ours, sgd
 from tests.ranks import run_ranks
 
 CLIP = 0.2  # of norms of about 0.5
@@ -19,7 +18,7 @@ CLIP = 0.2  # of norms of about 0.5
 
 def compare(axes: dict[str, int], strategy: str, options: dict[str, Any]) -> float:
     mesh = imece.init(axes)
-    config = replace(FULL, tied_head=options["tied"])
+    config = TIED
     whole = made(ours(config), seed=0)
     optimizer = sgd(whole.parameters())
     expected = []
@@ -32,7 +31,9 @@ def compare(axes: dict[str, int], strategy: str, options: dict[str, Any]) -> flo
         optimizer.zero_grad()
         expected.append((loss.item(), norm.item()))
 
-    model = imece.tensor_parallel(made(ours(config), seed=0), mesh, sequence=options["sequence"])
+    model = imece.tensor_parallel(
+        made(ours(config), seed=0), mesh, sequence=options["sequence"], divided_logits=options["logits"]
+    )
     pipeline = imece.Pipeline(model, mesh, micro_batches=2, loss=imece.cross_entropy)
     stage, optimizer = imece.parallelize(pipeline.part, sgd, strategy, mesh)
     worst = 0.0
@@ -58,8 +59,8 @@ def compare(axes: dict[str, int], strategy: str, options: dict[str, Any]) -> flo
 @pytest.mark.parametrize(
     ("axes", "strategy", "options"),
     [
-        ({"pipeline": 2, "tensor": 2}, "replicate", {"tied": True, "sequence": False}),
-        ({"pipeline": 2, "replicate": 2, "tensor": 2}, "zero1", {"tied": True, "sequence": True}),
+        ({"pipeline": 2, "tensor": 2}, "replicate", {"sequence": False, "logits": True}),
+        ({"pipeline": 2, "replicate": 2, "tensor": 2}, "zero1", {"sequence": True, "logits": False}),
     ],
 )
 def test_trains_as_one_rank(axes: dict[str, int], strategy: str, options: dict[str, Any]) -> None:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 import imece
 from imece.errors import UserError
+from imece.models.transformer import Transformer
 from imece.train.config import ComputeSection, MeshSection, OptimizerSection, TrainConfig
-from imece.train.dividing import axes_of, check_divided, groups_of
+from imece.train.dividing import axes_of, check_divided, divided, groups_of
 from imece.train.step import Step
 from tests.ranks import run_ranks
 from tests.train.command import in_fork, train
@@ -176,6 +177,19 @@ def test_what_cannot_be_divided() -> None:
         check_divided(replace(config, compute=ComputeSection(compile=True)), shape, 256)
     with pytest.raises(ValueError, match=r"mesh\.context is 0"):
         MeshSection(context=0)
+
+
+def logits_of_a_run() -> list[list[int]]:
+    mesh = imece.init({"tensor": 2})
+    config = TrainConfig(mesh=MeshSection(tensor=2))
+    shape = replace(config.model.shape(64), layers=1)
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    logits = divided(Transformer(shape), config, mesh)(tokens)
+    return [list(logits.shape), list(logits.to_local().shape)]
+
+
+def test_a_rank_has_the_logits_of_its_part_of_the_vocabulary() -> None:
+    assert run_ranks(logits_of_a_run, 2) == [[[1, 4, 64], [1, 4, 32]]] * 2
 
 
 def test_what_cannot_be_divided_by_matrices() -> None:

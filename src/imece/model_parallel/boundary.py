@@ -1,7 +1,7 @@
 """Where a tensor passes from what all ranks of the axis "tensor" have alike to what each has a part of.
 
 Forward and backward are a pair of collectives each (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022,
-section 4.2.2), which torch's DTensor finds by the placements on both sides:
+section 4.2.2), which the placements on both sides say, in the terms of torch's DTensor (crossing.py):
 
                     forward         backward
     enter           -               all-reduce      a whole tensor, which each rank uses for its part
@@ -13,8 +13,9 @@ section 4.2.2), which torch's DTensor finds by the placements on both sides:
     gather          all-gather      -               the opposite
     summed          -               all-reduce      of a parameter: the gradients of all ranks
 
-A DTensor lives only in here: what comes in and goes out is this rank's plain tensor. torch.compile leaves it
-alone and compiles what is between: traced, an input that layers share had a wrong gradient (torch 2.13).
+What comes in and goes out is this rank's plain tensor, but for logits that stay divided: these are a DTensor,
+so that nobody takes a rank's entries of the vocabulary for all. torch.compile leaves all of this alone and
+compiles what is between.
 """
 
 from __future__ import annotations
@@ -29,18 +30,21 @@ from torch.distributed.tensor.placement_types import Placement
 
 from imece.collectives.texts import gather_texts
 from imece.errors import UserError
+from imece.model_parallel.crossing import cross
 
 _POSITIONS = 1  # the dim of [batch, positions, ...]
 
 
 class Boundary:
-    """Of one axis of ranks. sequence: between divided layers each rank holds a part of the positions."""
+    """Of one axis of ranks. sequence: between divided layers each rank holds a part of the positions.
+    divided_logits: those of a head stay parts."""
 
-    def __init__(self, ranks: DeviceMesh, *, sequence: bool) -> None:
+    def __init__(self, ranks: DeviceMesh, *, sequence: bool, divided_logits: bool = False) -> None:
         self.sequence = sequence
         self.size = ranks.size()
         self.index = ranks.get_local_rank()
-        self._ranks = ranks
+        self._ranks, self._group = ranks, ranks.get_group()
+        self._divided_logits = divided_logits
         self._between: Placement = Shard(_POSITIONS) if sequence else Replicate()
         self._compared = False
         self._entered: tuple[Tensor, tuple[int, bool], Tensor] | None = None
@@ -54,7 +58,7 @@ class Boundary:
         self._compared = True
         shape, content = list(tokens.shape), tokens.detach().cpu().contiguous().numpy().tobytes()
         mine = f"{shape} {hashlib.sha256(content).hexdigest()}"
-        said = gather_texts([mine], self._ranks.get_group(), tokens.device, "tokens of a tensor group")
+        said = gather_texts([mine], self._group, tokens.device, "tokens of a tensor group")
         if len({text for (text,) in said}) > 1:
             raise UserError(
                 "the ranks of a tensor group have different tokens, and need the same: take share "
@@ -76,8 +80,16 @@ class Boundary:
             self._check_positions(addend)
         return self._move(addend, Partial(), self._between)
 
-    def join_channels(self, part: Tensor) -> Tensor:
+    def logits(self, part: Tensor) -> Tensor:
+        """Of a rank's entries of the vocabulary: all of them on each rank, or a DTensor that says whose."""
         self._entered = None
+        return self._described(part) if self._divided_logits else self.join_channels(part)
+
+    @torch._disable_dynamo(recursive=True)
+    def _described(self, part: Tensor) -> Tensor:
+        return DTensor.from_local(part, self._ranks, [Shard(part.ndim - 1)], run_check=False)
+
+    def join_channels(self, part: Tensor) -> Tensor:
         return self._move(part, Shard(part.ndim - 1), Replicate())
 
     def scatter(self, x: Tensor) -> Tensor:
@@ -95,10 +107,7 @@ class Boundary:
         self, x: Tensor, before: Placement, after: Placement, gradient: Placement | None = None
     ) -> Tensor:
         """gradient: what each rank's is, if that is not as `after` says."""
-        moved = DTensor.from_local(x, self._ranks, [before], run_check=False)
-        if after != before:
-            moved = moved.redistribute(self._ranks, [after])
-        return moved.to_local(grad_placements=None if gradient is None else [gradient])
+        return cross(x, self._group, before, after, gradient)
 
     def _check_positions(self, x: Tensor) -> None:
         if x.ndim < 2 or x.shape[_POSITIONS] % self.size:

@@ -4,7 +4,7 @@
     row       a Linear's input features: W = [W_0, W_1, ...], dim 1; the ranks' outputs are summed, then the
               bias is added, which is whole
     vocab     an Embedding's or a head's rows; an embedding's ranks look up what they have and add zeros, a
-              head's logits are made whole
+              head's logits are made whole unless they are to stay divided
     heads     whole parameters that each rank uses for its heads alone, as the norms of queries and keys
     sequence  whole parameters that each rank uses for its positions alone; with sequence=True
     scatter   from this module's output on each rank holds its positions; with sequence=True
@@ -57,6 +57,11 @@ def wrong_with(module: nn.Module, kind: Kind) -> str | None:
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
         return "has max_norm or scale_grad_by_freq, which look at other rows"
     return None
+
+
+def is_head(module: nn.Module, kind: Kind) -> bool:
+    """Whether logits come out of it."""
+    return kind == "vocab" and (not isinstance(module, nn.Embedding) or hasattr(type(module), "as_head"))
 
 
 def divide(module: nn.Module, kind: Kind, boundary: Boundary, done: dict[int, Divided]) -> None:
@@ -126,7 +131,7 @@ def _row(boundary: Boundary, forward: Forward) -> Forward:
 
 def _head(boundary: Boundary, forward: Forward) -> Forward:
     def run(self: nn.Module, input: Tensor) -> Tensor:
-        return boundary.join_channels(forward(self, boundary.enter(input)))
+        return boundary.logits(forward(self, boundary.enter(input)))
 
     return run
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.tensor import DTensor
 
@@ -24,7 +24,7 @@ from imece.errors import UserError
 from imece.mesh import Mesh
 from imece.model_parallel.boundary import Boundary
 from imece.model_parallel.divided import Divided, divided_parameters
-from imece.model_parallel.layers import divide
+from imece.model_parallel.layers import divide, is_head
 from imece.model_parallel.plan import planned
 from imece.models.transformer import Transformer
 
@@ -37,6 +37,7 @@ def tensor_parallel(
     *,
     plan: Mapping[str, str] | None = None,
     sequence: bool = False,
+    divided_logits: bool = False,
 ) -> Model:
     """Divide a model's matrices over the ranks of the mesh's axis "tensor", in place; all ranks call it.
 
@@ -45,9 +46,9 @@ def tensor_parallel(
         model, optimizer = imece.parallelize(model, optimizer, "zero1", mesh)
 
     It comes before `parallelize`. The ranks of a tensor group are given the same batch, and have the same
-    loss as one rank that has all of the model; logits are whole on each. model: with memory; the values of
-    the group's first rank count. mesh: by default that of imece.init(); with one rank in "tensor" nothing is
-    changed.
+    loss as one rank that has all of the model; logits are whole on each, or `divided_logits`. model: with
+    memory; the values of the group's first rank count. mesh: by default that of imece.init(); with one rank
+    in "tensor" nothing is changed.
 
     plan: {name of modules, * for any characters: what becomes of them}. By default the one that is known for
     imece's Transformer, and for Hugging Face's models the one that they bring.
@@ -65,26 +66,38 @@ def tensor_parallel(
     norms, residual and dropout; the last three kinds are for this and mean nothing otherwise. It moves as
     much as without.
 
+    divided_logits: of [batch, positions, vocabulary], the largest tensor of a step, each rank keeps its
+    entries of the vocabulary: a DTensor, of which `imece.cross_entropy` (or torch's F.cross_entropy inside of
+    its `loss_parallel`) makes the loss, and `full_tensor()` all logits. imece's Transformer gives out whole
+    ones even so with a cache or for the last position only, as sampling asks for. A vocabulary that cannot be
+    divided, where no plan is given, has whole logits too.
+
     UserError, on all ranks: a plan that names no module, or one that cannot be so; what cannot be divided by
-    the number of ranks; a tied parameter that would be divided in one place only; a model that is wrapped or
-    divided already, or on the meta device; dropout where the ranks' random states differ.
+    the number of ranks; divided_logits by a plan that divides no head; a tied parameter that would be divided
+    in one place only; a model that is wrapped or divided already, or on the meta device; dropout where the
+    ranks' random states differ.
     """
     arranged = meshes.current() if mesh is None else mesh
     ranks = arranged.size("tensor")
     _check(model)
     chosen = planned(model, plan, ranks, sequence)
+    if divided_logits and plan is not None and not any(is_head(*each) for each in chosen.values()):
+        raise UserError("divided_logits: this plan divides no head: name the Linear that it is as 'vocab'")
     if ranks == 1:
         return model
     group = arranged.group("tensor")
     _check_dropout(model, group, arranged.device)
     for name, each in [*model.named_parameters(), *model.named_buffers()]:
         ops.broadcast(each.data, 0, group=group, label=name)
-    boundary = Boundary(arranged.device_mesh["tensor"], sequence=sequence)
+    boundary = Boundary(arranged.device_mesh["tensor"], sequence=sequence, divided_logits=divided_logits)
     done: dict[int, Divided] = {}
     for module, kind in chosen.values():
         divide(module, kind, boundary, done)
-    if sequence and isinstance(model, Transformer):
-        model.register_forward_pre_hook(_refuse_parts, with_kwargs=True)
+    if isinstance(model, Transformer):
+        if sequence:
+            model.register_forward_pre_hook(_refuse_parts, with_kwargs=True)
+        if divided_logits:
+            model.register_forward_hook(_whole_for_sampling, with_kwargs=True)
     return model
 
 
@@ -124,3 +137,10 @@ def _refuse_parts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     for name in ("cache", "last_only"):
         if kwargs.get(name):
             raise ValueError(f"{name}: tensor_parallel(sequence=True) goes through whole sequences alone")
+
+
+def _whole_for_sampling(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], logits: Tensor
+) -> Tensor:
+    asked = kwargs.get("cache") is not None or kwargs.get("last_only")
+    return logits.full_tensor() if asked and isinstance(logits, DTensor) else logits

@@ -68,7 +68,7 @@ def divided(model: Transformer, config: TrainConfig, mesh: Mesh) -> Transformer:
     """This rank's part of each matrix, in place. All ranks call it."""
     if config.mesh.tensor == 1:
         return model
-    return tensor_parallel(model, mesh, sequence=config.mesh.sequence)
+    return tensor_parallel(model, mesh, sequence=config.mesh.sequence, divided_logits=True)
 
 
 def dealt(
