@@ -303,7 +303,9 @@ def test_what_imece_does_not_do_by_itself_is_told(capsys: pytest.CaptureFixture[
         "next no way fits that imece does by itself: it keeps masters, or what is offloaded, in sharded "
         "strategies alone, such as zero1"
     )
-    assert main(["plan", *["70B", "--gpus", "8xH100", "--global-batch", "64", "--adapters", "lora"]]) == 0
+    call, left = next_of(capsys, "70B --gpus 8xH100 --global-batch 64 --adapters lora")
+    assert 'strategy="zero3"' in call and "a GPU: ZeRO-3 (FULL_SHARD)" in left
+    assert main(["plan", *["405B", "--gpus", "8xH100", "--global-batch", "64", "--adapters", "qlora"]]) == 0
     assert "next no way fits that imece does by itself: it does not do all of that together" in " ".join(
         capsys.readouterr().out.split()
     )
@@ -398,7 +400,7 @@ def test_pictures_and_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     text = page.read_text(encoding="utf-8")
     assert text.count("<h1>") == 1 and "data:image/png;base64," in text
     assert "<script" not in text and "http://" not in text and "https://" not in text
-    assert re.search(r"<th>computing</th><td>[^<]*forward [\d.]+ m?s, from [\d.]+ m?s to [\d.]+ m?s; ", text)
+    assert re.search(r"<th>computing</th><td>[^<]*forward [\d.]+ m?s, from [\d.]+( m?s)? to [\d.]+ m?s; ", text)
     assert "GB a GPU" in capsys.readouterr().out
 
 

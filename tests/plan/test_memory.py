@@ -285,11 +285,12 @@ def test_axes_divide_what_they_should() -> None:
     assert context.activations == pytest.approx(alone.activations / 4)
     assert context.communication > alone.communication  # keys and values of a neighbour
     assert tensor.parameters == pytest.approx(alone.parameters / 4, rel=1e-3)
-    assert tensor.logits == alone.logits
-    dividing = replace(IMECE, name="dividing", gathered_inputs=False, whole_logits=False)
+    assert tensor.logits - 2**28 == (alone.logits - 2**28) / 4
+    odd = replace(MODEL, vocab_size=MODEL.vocab_size + 1)  # which cannot be divided
+    assert memory(Setup(odd, Parallel(tensor=4), recipe)).logits > alone.logits
+    dividing = replace(IMECE, name="dividing", gathered_inputs=False)
     divided = memory(Setup(MODEL, Parallel(tensor=4), recipe), framework=dividing)
     assert divided.activations == pytest.approx(alone.activations / 4)
-    assert divided.logits - 2**28 == (alone.logits - 2**28) / 4
     read = 2 * MODEL.layers * 8192 * MODEL.width * 2  # bytes: by attention's products and by the MLP's
     assert tensor.activations - divided.activations == pytest.approx(read * 3 / 4)
     whole = memory(Setup(MODEL, Parallel(tensor=4, sequence=False), recipe))

@@ -60,7 +60,8 @@ class Call:
         axes = ", ".join(f'"{axis}": {size}' for axis, size in sizes.items() if size > 1)
         yield f"mesh = imece.init({{{axes}}})"
         if parallel.tensor > 1:
-            yield f"model = imece.tensor_parallel(model, mesh{', sequence=True' * parallel.sequence})"
+            more = ", sequence=True" * parallel.sequence + ", divided_logits=True"
+            yield f"model = imece.tensor_parallel(model, mesh{more})"
         if parallel.pipeline > 1:
             times = self.candidate.setup.recipe.accumulation
             chunks = (
@@ -108,7 +109,9 @@ class Call:
         if self.precision == "fp8":
             yield "FP8", _FP8
         more = more_with_torchs_loss(self.candidate.setup, framework_on(self.question.cluster))
-        if more >= _MENTIONED:
+        if self.candidate.setup.parallel.tensor > 1:
+            yield "loss", "imece.cross_entropy(logits, targets), which takes logits that ranks have parts of"
+        elif more >= _MENTIONED:
             yield (
                 "loss",
                 f"imece.cross_entropy(logits, targets): torch's of fp32 logits needs {gb(more)} GB more",

@@ -35,7 +35,6 @@ class Framework:
     compiled_copies: int = 2  # of either, where a compiler computes again what is cheap
     norm_copies: int = 1  # of a norm's input
     gathered_inputs: bool = False  # with sequence parallelism: what products read is kept gathered
-    whole_logits: bool = False  # with tensor parallelism: each rank has those of the whole vocabulary
     logit_bytes: float | None = None  # of each where most are alive, from the head to its gradient; None:
     # it and its gradient, in the dtype of activations, and a piece of them in fp32:
     logit_piece_bytes: int = 2**28
@@ -59,15 +58,15 @@ class Framework:
 TORCH_LOSS_BYTES = 12.0
 
 # Cross-entropy of models/cross_entropy.py. While the gradients of one unit grow, those of the one before are
-# summed. model_parallel/: torch keeps what a product reads, which is whole on each rank; any loss can follow.
-IMECE = Framework("imece", grown_units=2, gathered_inputs=True, whole_logits=True)
+# summed. model_parallel/: torch keeps what a product reads, which is whole on each rank.
+IMECE = Framework("imece", grown_units=2, gathered_inputs=True)
 
 # Ours on the CPUs of one host, in fp32: zero3 leaves parameters in memory that the ranks have in common.
 # There RMSNorm is made of several operations, which keep what is normalised too, and what attention gives out
 # is copied to be multiplied with.
 IMECE_CPU = Framework(
     "imece-cpu", Precision(4, 4, 0, 0, 4, 4), gathers=False, query_copies=1, norm_copies=2,
-    gathered_inputs=True, whole_logits=True, logit_piece_bytes=2**20,
+    gathered_inputs=True, logit_piece_bytes=2**20,
 )  # fmt: skip
 
 # The papers' own counting: Rajbhandari et al. 2020, section 3.1 (K = 12); Korthikanti et al. 2022, section 4.

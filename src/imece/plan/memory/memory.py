@@ -70,7 +70,7 @@ def memory(setup: Setup, stage: int | None = None, framework: Framework = IMECE)
 
 def more_with_torchs_loss(setup: Setup, framework: Framework = IMECE) -> int:
     """Bytes that a rank needs besides `memory` where the loss is F.cross_entropy of fp32 logits."""
-    logits = _logits(setup, framework)
+    logits = _logits(setup)
     return round(logits * TORCH_LOSS_BYTES - framework.of_logits(logits, setup.recipe.precision))
 
 
@@ -215,12 +215,12 @@ def _activations(setup: Setup, stage: int, part: Held, framework: Framework) -> 
     count = tokens(recipe, parallel)
     sharded = parallel.tensor if parallel.sequence else 1
     activations += 2 * count * model.width * recipe.precision.activations / sharded
-    return activations, framework.of_logits(_logits(setup, framework), recipe.precision)
+    return activations, framework.of_logits(_logits(setup), recipe.precision)
 
 
-def _logits(setup: Setup, framework: Framework) -> float:
+def _logits(setup: Setup) -> float:
     """On a rank of the last stage."""
-    parallel, recipe = setup.parallel, setup.recipe
-    parts = 1 if framework.whole_logits else parallel.tensor
+    parallel, recipe, vocabulary = setup.parallel, setup.recipe, setup.model.vocab_size
+    parts = parallel.tensor if vocabulary % parallel.tensor == 0 else 1  # else each rank has them all
     at_once = recipe.accumulation if parallel.schedule == "gpipe" and parallel.pipeline > 1 else 1
-    return at_once * tokens(recipe, parallel) * setup.model.vocab_size / parts
+    return at_once * tokens(recipe, parallel) * vocabulary / parts
