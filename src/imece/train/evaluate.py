@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from imece.data.batches import Tokens
 from imece.data.tokens import Part
-from imece.models.cross_entropy import cross_entropy
+from imece.model_parallel.vocabulary import cross_entropy
 from imece.train.precision import Precision
 
 IGNORE = -100  # a target that does not count

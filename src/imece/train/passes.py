@@ -19,7 +19,7 @@ from imece.data_parallel.grad_scaler import GradScaler
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.model_parallel.context import ContextParallel
 from imece.model_parallel.pipeline import Pipeline
-from imece.models.cross_entropy import cross_entropy
+from imece.model_parallel.vocabulary import cross_entropy
 from imece.train.clock import Clock
 from imece.train.evaluate import IGNORE, summed
 from imece.train.precision import Precision
