@@ -22,7 +22,7 @@ from tests.checkpoint.crew import crew
 from tests.data_parallel.test_tensor_subclasses import Quantised
 from tests.ranks import run_ranks
 
-STRATEGIES = ("replicate", "zero2", "zero3")
+STRATEGIES = ("replicate", "zero2", "zero3", "zero3 gathered")
 WIDTH = 64
 
 
@@ -58,10 +58,11 @@ class Adapted(nn.Module):
         return torch.as_tensor(self.base(x) + self.up(self.down(x)))
 
 
-def wrapped(strategy: str, base: int = 0, adapters: int = 1) -> tuple[DistributedDataParallel, Optimizer]:
+def wrapped(way: str, base: int = 0, adapters: int = 1) -> tuple[DistributedDataParallel, Optimizer]:
     model = Adapted(base, adapters)
     trained = [each for each in model.parameters() if each.requires_grad]
-    return imece.parallelize(model, AdamW(trained, lr=0.1), strategy)
+    strategy, _, gathered = way.partition(" ")
+    return imece.parallelize(model, AdamW(trained, lr=0.1), strategy, gather=bool(gathered))
 
 
 def step(model: DistributedDataParallel, optimizer: Optimizer, number: int) -> float:

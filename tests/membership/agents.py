@@ -163,10 +163,12 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(SAMPLES, WIDTH, generator=draw), torch.randn(SAMPLES, 1, generator=draw)
 
 
-def network() -> nn.Module:
-    """The same on all ranks, in 353 elements: they lie unevenly on any number of ranks."""
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 1))
+def network(seed: int = 0, frozen: bool = False) -> nn.Module:
+    """The same on all ranks, in 353 elements: they lie unevenly on any number of ranks. frozen: some are."""
+    torch.manual_seed(1 + seed)
+    made = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 1))
+    made[2].requires_grad_(not frozen)
+    return made
 
 
 def learn(*args: Any) -> dict[str, Any]:
@@ -177,11 +179,18 @@ def learn(*args: Any) -> dict[str, Any]:
         return {"left": leaving.code}
 
 
-def learn_all(strategy: str, deaths: dict[str, list[Any]], slow_s: float = 0.0) -> dict[str, Any]:
+def learn_all(
+    strategy: str,
+    deaths: dict[str, list[Any]],
+    slow_s: float = 0.0,
+    gather: bool = False,
+    frozen: bool = False,
+) -> dict[str, Any]:
     """STEPS steps; what this rank has seen, and the parameters at the end.
 
     deaths: {member: [step, place]}, where it kills itself: "backward", "gather" (of what was stepped, which
-    the others are in or have gone on from) or "step" (after it). slow_s: a step takes so much longer.
+    the others are in or have gone on from) or "step" (after it). slow_s: a step takes so much longer. frozen:
+    some parameters are, of which a member that joins has other values.
     """
     member = as_member()
     step_of, place_of = deaths.get(str(member), [-1, ""])
@@ -196,7 +205,9 @@ def learn_all(strategy: str, deaths: dict[str, list[Any]], slow_s: float = 0.0) 
         hosts = [len(host) for host in mesh.hosts]
         told.append([found.generation.number, found.step, found.lost_steps, hosts])
 
-    model, optimizer = imece.parallelize(network(), lambda each: torch.optim.AdamW(each, lr=1e-2), strategy)
+    inner = network(member if frozen else 0, frozen)
+    trained = [each for each in inner.parameters() if each.requires_grad]
+    model, optimizer = imece.parallelize(inner, torch.optim.AdamW(trained, lr=1e-2), strategy, gather=gather)
     for step in imece.steps(STEPS, model, optimizer, recovered=recovered):
         with step as number:
             inputs, targets = batch(number)
@@ -205,8 +216,8 @@ def learn_all(strategy: str, deaths: dict[str, list[Any]], slow_s: float = 0.0) 
             loss.backward()
             here(number, "backward")
             if (number, "gather") == (step_of, place_of):
-                gather = mock.patch.object(hierarchical, "all_gather", lambda *_: here(step_of, "gather"))
-                gather.start()
+                dies = mock.patch.object(hierarchical, "all_gather", lambda *_: here(step_of, "gather"))
+                dies.start()
             optimizer.step()
             optimizer.zero_grad()
             here(number, "step")
@@ -215,9 +226,9 @@ def learn_all(strategy: str, deaths: dict[str, list[Any]], slow_s: float = 0.0) 
     return {"told": told, "parameters": parameters.tolist()}
 
 
-def learnt_alone() -> torch.Tensor:
+def learnt_alone(frozen: bool = False) -> torch.Tensor:
     """What `learn` comes to without ranks."""
-    model = network()
+    model = network(frozen=frozen)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for number in range(STEPS):
         inputs, targets = batch(number)

@@ -42,6 +42,7 @@ class Alone:
         made._training_state, made._optimizers, made._borders = mock.Mock(), [], Borders()
         made._state, made._take = lambda: self.state, self.taken.append
         made._fallback, made._patience_s = lambda: fallback, 1.0
+        made._has_frozen = False
         made._states, made._again, made.without_copies, made._block = {}, None, "", None
 
 

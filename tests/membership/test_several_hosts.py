@@ -112,6 +112,32 @@ def test_a_member_joins(strategy: str) -> None:
         assert results[member].value["told"][-1][2:] == [0, [2, 2]]
 
 
+@pytest.mark.parametrize(
+    ("strategy", "per_host", "gather"),
+    [
+        ("zero3", 3, True),
+        ("zero3", 3, False),
+        pytest.param("zero3", 2, False, marks=pytest.mark.slow),
+        pytest.param("hybrid", 2, True, marks=pytest.mark.slow),
+        pytest.param("hybrid", 2, False, marks=pytest.mark.slow),
+    ],
+)
+def test_frozen_parameters_come_back(strategy: str, per_host: int, gather: bool) -> None:
+    """Rank 0 dies, and a member joins that has other values."""
+    ranks, args = 3 if per_host == 3 else 4, [strategy, {"0": [2, "step"]}, 0.3, gather, True]
+    with Agents(learn, ranks, ranks_per_host=per_host, args=args) as agents:
+        agents.watch(until=lambda: agents.dead == [0] and agents.steps() >= 4)
+        joins = agents.join(host=0)
+        agents.watch(until=lambda: agents.is_ready(joins))
+        agents.publish([joins, *agents.generation.members])
+        results = agents.watch()
+    expected = learnt_alone(frozen=True)
+    for member in (*range(1, ranks), joins):
+        assert results[member].ok, results[member].report()
+        assert difference(results[member].value["parameters"], expected) < ROUNDING
+        assert results[member].value["told"][-1][2] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["store", "generation"])
 def test_the_store_to_meet_in_moves(first: str) -> None:

@@ -49,7 +49,7 @@ def test_what_is_needed_of_a_copy(chunk_bytes: int) -> None:
     everything = Receiver(cast(Stream, Moved(copy)), None)
     for low in range(0, copy.slot_bytes, chunk_bytes):
         for receiver in (some, everything):
-            receiver.take(low, copy.flat(4)[low : low + chunk_bytes].clone())
+            receiver.take(low, copy.span(4, low, chunk_bytes).clone())
     pieces = Pieces()
     some.give(pieces)
     assert torch.equal(pieces.slice("model/a", 75, 90), whole[75:90])

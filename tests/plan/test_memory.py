@@ -113,7 +113,8 @@ def test_of_our_engine_it_is_what_the_engine_lays(
     largest = [max(laid.buckets, key=lambda bucket: bucket.numel).index] if not by_unit else root + others[:1]
     expected = predict(
         laid, divides, 0, dict.fromkeys(range(len(laid.buckets)), 8), parameter_bytes=4, reduce_bytes=4,
-        filling=largest if divides.gradients else [], gathered=root + others[:2] if by_unit else [],
+        filling=largest if divides.gradients else [],
+        gathered=sum(laid.buckets[at].nbytes for at in root + others[:2]) if by_unit else 0,
     )  # fmt: skip
     model = of_module(module, "reference")
     recipe = Recipe(256, precision=IMECE_CPU.precision, bucket_bytes=5 * 2**20)

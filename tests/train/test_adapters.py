@@ -163,7 +163,7 @@ def story(folder: str) -> dict[str, Any]:
         alone_slowly()
         dies()
 
-    for strategy in ("replicate", "zero2"):
+    for strategy in ("replicate", "zero2", "zero3"):
         arguments = words(path, "source", f"killed-{strategy}", *TRAINED, *more, f"--strategy={strategy}")
         done = train(arguments, path, fault=both)
         assert done.status == 0, done.err
@@ -233,7 +233,7 @@ def test_a_run_goes_on_bit_for_bit(runs: tuple[Path, dict[str, Any]]) -> None:
     assert "trained; adapters of its own checkpoint of step 3\n" in told["again"]
 
 
-@pytest.mark.parametrize("strategy", ["replicate", "zero2"])
+@pytest.mark.parametrize("strategy", ["replicate", "zero2", "zero3"])
 def test_a_rank_that_is_killed_comes_back(runs: tuple[Path, dict[str, Any]], strategy: str) -> None:
     folder, told = runs
     run = folder / f"killed-{strategy}"

@@ -105,8 +105,8 @@ def test_what_is_offloaded_is_said() -> None:
 
 @pytest.mark.parametrize("targets", [LINEAR, ("q", "v")])
 @pytest.mark.parametrize("strategy", ["replicate", "zero1", "zero2", "zero3"])
-def test_the_base_of_adapters_is_frozen_and_whole(strategy: str, targets: tuple[str, ...]) -> None:
-    """The base and adapters whole; gradients and the optimizer of adapters, divided or not."""
+def test_the_base_of_adapters_is_frozen(strategy: str, targets: tuple[str, ...]) -> None:
+    """The base and adapters, gradients and the optimizer of adapters, each divided or not."""
     plan, on = plan_batch(CONFIG.batch, SHAPE.max_seq, 2), machine()
     sides = {"q": SHAPE.q_width, "k": SHAPE.kv_width, "v": SHAPE.kv_width, "out": SHAPE.q_width}
     wide = sum(SHAPE.width + sides.get(name, SHAPE.mlp_width) for name in targets)
@@ -115,7 +115,8 @@ def test_the_base_of_adapters_is_frozen_and_whole(strategy: str, targets: tuple[
     found = predict(strategy, config, SHAPE, plan, BF16, on).as_json()
     counted = found["counted_bytes"]
     assert found["strategy"] == strategy and found["plan"].endswith("LoRA")
-    assert counted["parameters"] == pytest.approx(base + trained, rel=0.01)
+    held = 2 if strategy == "zero3" else 1
+    assert counted["parameters"] == pytest.approx((base + trained) / held, rel=0.01)
     divided = 2 if strategy in ("zero2", "zero3") else 1
     assert counted["gradients"] == pytest.approx(trained / divided, rel=0.15)
     assert counted["optimizer"] == pytest.approx(
@@ -124,10 +125,11 @@ def test_the_base_of_adapters_is_frozen_and_whole(strategy: str, targets: tuple[
     four = replace(config, lora=LoraSection(rank=16, targets=targets, quantize="nf4"))
     blocks = SHAPE.parameter_count - SHAPE.vocab_size * SHAPE.width
     quantised = predict(strategy, four, SHAPE, plan, BF16, on).as_json()["counted_bytes"]["parameters"]
-    assert quantised == pytest.approx(counted["parameters"] - (4 - 0.52) * blocks, rel=0.02)
+    assert quantised == pytest.approx(counted["parameters"] - (4 / held - 0.52) * blocks, rel=0.02)
     shared = replace(on, shares_memory=True)
     mapped = predict(strategy, config, SHAPE, plan, BF16, shared, copies=True).mapped
-    assert mapped < 10 * trained, "the base is in no memory that ranks have in common"
+    in_common = base / 2 if strategy == "zero3" else 0
+    assert in_common < mapped < in_common + 10 * trained, "where it is shared out it lies once for all"
 
 
 def test_a_machine_is_what_was_kept_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from imece.checkpoint.load import Source
 from imece.checkpoint.plain import memory_of
 from imece.collectives.texts import gather_json
 from imece.data_parallel.replicate import DistributedDataParallel
+from imece.data_parallel.sharded import ShardedDataParallel
 from imece.errors import UserError
 
 LEFT_OUT, BESIDE = "left_out/", "beside/"
@@ -36,6 +37,8 @@ class Digests:
         self._model = model
         # With how often it was written. Its memory is held, or another tensor might come to lie there.
         self._known: dict[str, tuple[Tensor, int, str]] = {}
+        self._shared_out: dict[str, str] = {}  # of frozen parameters of which this rank keeps a part
+        self._written: dict[str, tuple[Tensor, int]] = {}  # of each such part: how often it was, then
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         """In hex, by name. All ranks of a wrapped model call it, with the same names; each does a share."""
@@ -43,8 +46,40 @@ class Digests:
         if not isinstance(model, DistributedDataParallel) or not names:
             return {name: self._one(name, tensors[name]) for name in names}
         group = model.process_group
-        mine = {name: self._one(name, tensors[name]) for name in names[group.rank() :: group.size()]}
-        every = gather_json(mine, group, model.device, "digests of frozen parameters")
+        shared_out = set[str]()
+        if isinstance(model, ShardedDataParallel) and model.sharding.gathers:
+            self._look_at_parts(model)
+            shared_out = self._shared_out.keys() & set(names)
+        whole = [name for name in names if name not in shared_out]
+        mine = {name: self._one(name, tensors[name]) for name in whole[group.rank() :: group.size()]}
+        return self._all(model, mine) | {name: self._shared_out[name] for name in shared_out}
+
+    def _look_at_parts(self, model: ShardedDataParallel) -> None:
+        """Brings a bucket at a time together, if any rank's part of it was written. All ranks call it."""
+        sharding, group = model.sharding, model.process_group
+        mine, nothing = [], (None, 0)
+        for at, store in enumerate(sharding.frozen):
+            for part in store.parts:
+                held, written = self._written.get(part.name, nothing)
+                if held is not part.parameter or written != part.parameter._version:
+                    mine.append(at)
+        stale = {*chain.from_iterable(gather_json(mine, group, model.device, "frozen parameters written"))}
+        if not stale:
+            return
+        found = {}
+        for store in (sharding.frozen[at] for at in sorted(stale)):
+            flat = sharding.gather_masters(store)
+            items = list(zip(store.plan.places, store.items, strict=True))
+            for place, item in items[group.rank() :: group.size()]:
+                found[item.name] = digest_of(flat[place.start : place.stop].view(item.shape))
+        self._shared_out |= self._all(model, found)
+        parts = sharding.frozen_parts
+        self._written = {part.name: (part.parameter, part.parameter._version) for part in parts}
+
+    @staticmethod
+    def _all(model: DistributedDataParallel, mine: dict[str, str]) -> dict[str, str]:
+        """Those of all ranks."""
+        every = gather_json(mine, model.process_group, model.device, "digests of frozen parameters")
         return dict(chain.from_iterable(each.items() for each in every))
 
     def _one(self, name: str, tensor: Tensor) -> str:
@@ -112,11 +147,11 @@ class Expected:
     def check(self, model: nn.Module, digests: Digests, source: object) -> None:
         """UserError, with the first names, unless it is the base of this model. All ranks call it.
 
-        A parameter that is shared out among ranks is none of it: nobody has all its bytes.
+        A parameter that is trained and shared out among ranks is none of it: nobody has all its bytes.
         """
         plain, cut = model, set[str]()
         if isinstance(model, DistributedDataParallel):
-            plain, cut = model.module, {*model.sharded_names}
+            plain, cut = model.module, {*model.sharded_names} - {*model.frozen_names}
         here = dict(in_memory((name, each) for name, each in plain.named_parameters() if name not in cut))
         beside = dict(beside_frozen(plain))
         looked_at = {name: here[name] for name in self.left_out if name in here}
@@ -149,7 +184,7 @@ def beside_frozen(plain: nn.Module) -> Iterator[tuple[str, Tensor]]:
         overrides = type(module)._save_to_state_dict is not nn.Module._save_to_state_dict
         if overrides and own and not any(each.requires_grad for each in own):
             state: dict[str, object] = {}
-            module._save_to_state_dict(state, "", keep_vars=False)
+            module._save_to_state_dict(state, "", keep_vars=True)  # some may be freed
             for name, value in state.items():
                 if isinstance(value, Tensor) and name not in {*module._parameters, *module._buffers}:
                     yield f"{prefix}.{name}" if prefix else name, value

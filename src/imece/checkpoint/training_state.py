@@ -120,7 +120,8 @@ class TrainingState:
             found |= {prefix + name: as_tensor(digest) for name, digest in of.items()}
         found |= self._of_rank_0() | self._numbers()
         plain = model.module
-        found = in_parts(found, plain, model.process_group) if divided_parameters(plain) else found
+        if divided_parameters(plain) or self._place is not None:
+            found = in_parts(found, plain, model.process_group)
         return of_all_stages(found, self._place) if self._place is not None else found
 
     def _replicated(self) -> dict[str, Tensor | Slice]:
@@ -139,7 +140,7 @@ class TrainingState:
         may differ: rank 0's count); a Slice says which elements of it it is. Replicas give the same elements.
         With `kinds` and `deal(own, kinds, 0, 1)` the pieces can be described and laid into one buffer.
 
-        Of a sharded model without the parameters that are whole on every rank: the frozen ones.
+        Of a sharded model without the frozen parameters: see `still`.
 
         The same object again if all of it lies where it lay: see `forget`.
         """
@@ -147,6 +148,17 @@ class TrainingState:
         if lay is None or not _are_same(lay, self._own_lay):
             self._own, self._own_lay = self._find_own(), lay or []
         return self._own
+
+    def still(self) -> dict[str, Tensor | Slice]:
+        """What of `tensors()` lies on this rank alone and no step changes: its parts of frozen parameters,
+        where they are gathered. In memory that all ranks have in common they are whole on each."""
+        model = self._model
+        if not isinstance(model, ShardedDataParallel) or model.sharding.common_parameters:
+            return {}
+        return {
+            MODEL + part.name: Slice(part.parameter.detach(), part.shape, part.start)
+            for part in model.frozen_parts
+        }
 
     def forget(self) -> None:
         """Do not hold what `own` has found: the memory is to be let go."""
@@ -322,6 +334,13 @@ class TrainingState:
                     says = part is not None and part.start == 0 and share == 0
                     own = value.contiguous() if says else value.new_empty(0)
                     found[_key(slot.name, key)] = Slice(own, tuple(own_shape), 0)
+        frozen = {part.name: part for part in model.frozen_parts}
+        for name, shape, of in sharding.frozen_items:
+            kept, flat = frozen.get(name), torch.empty(0, dtype=of)
+            if kept is not None:
+                flat = kept.parameter.detach().view(-1)
+            low, high = (flat.numel() * at // shares for at in (share, share + 1))
+            found[MODEL + name] = Slice(flat[low:high], shape, kept.start + low if kept is not None else 0)
         return found
 
     def _entries(self, name: str, stepped: Tensor, kept: Kept) -> Mapping[str, Entry]:
@@ -388,10 +407,10 @@ class TrainingState:
         return self._base.digest()
 
     def frozen_names(self) -> set[str]:
-        """Parameters that are not trained and whole on every rank, as they are saved. `own` leaves out those
-        of a sharded model."""
+        """Parameters that are not trained, as they are saved. `own` leaves out those of a sharded model."""
         if self._model.sharded_names:
-            return {name for name, _ in self._whole_parameters()}
+            shared_out = {MODEL + name for name in self._model.frozen_names}
+            return {name for name, _ in self._whole_parameters()} | shared_out
         return {MODEL + name for name, _ in in_memory(self._model._frozen)}
 
     def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:

@@ -133,7 +133,7 @@ def held(model: nn.Module) -> Iterator[tuple[str, int, Tensor]]:
     sharded = set[str]()
     if isinstance(model, DistributedDataParallel):
         sharded.update(model.sharded_names)
-        for part in model.parts:
+        for part in (*model.parts, *model.frozen_parts):
             yield part.name, part.start, part.parameter.detach()
     for name, each in shaped(model).items():
         if name not in sharded:

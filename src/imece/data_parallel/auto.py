@@ -32,7 +32,7 @@ from imece.data_parallel.sharding.cast import MixedPrecision
 from imece.data_parallel.sharding.gathering import GatherOptions
 from imece.data_parallel.sharding.meta import is_meta
 from imece.data_parallel.sharding.offload import can_offload, pinned_bytes
-from imece.data_parallel.sharding.trained import Trained
+from imece.data_parallel.sharding.trained import Trained, can_lie_flat
 from imece.data_parallel.sharding.units import find_units
 from imece.data_parallel.strategy import STRATEGIES, ShardGroups, Strategy, choose_strategy
 from imece.footprint import OFFLOADS, Footprint
@@ -140,6 +140,8 @@ def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | 
     """Bytes of rank 0 of `size`, activations not counted; what is not trained is among the parameters."""
     named = _trained(given.model)
     kept = {id(each) for _, each in named}
+    still = [] if not strategy.parameters else _frozen(given.model)
+    kept |= {id(each) for _, each in still}
     others = (each for each in (*given.model.parameters(), *given.model.buffers()) if id(each) not in kept)
     rest = sum(each.nbytes for each in others)
     tensors = [optimizer_tensors(each) for each in given.optimizers]
@@ -160,12 +162,17 @@ def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | 
     cap_bytes = default_cap_bytes(schedule, on_cpu=on_cpu, borrows=strategy.gradients)
     if given.cap_mb is not None:
         cap_bytes = int(given.cap_mb * MIB)
-    laid = trained.lay(groups.shard.size() if strategy.hybrid else size, None if gathers else cap_bytes)
+    shards = groups.shard.size() if strategy.hybrid else size
+    laid = trained.lay(shards, None if gathers else cap_bytes)
     numbered = [(*trained.pairs[bucket.group], bucket) for bucket in laid.buckets]
     at_once = units_at_once(schedule)
     master = named[0][1].itemsize
     precision = given.precision or MixedPrecision()
     parameter = precision.param.itemsize if precision.param is not None else master
+    frozen = Trained.frozen(still, given.model, units, precision.param)
+    frozen_laid = frozen.lay(shards, None if gathers else cap_bytes)
+    by_unit = [(unit, bucket.numel * parameter) for unit, _, bucket in numbered]
+    by_unit += [(frozen.pairs[bucket.group][0], bucket.nbytes) for bucket in frozen_laid.buckets]
     found = predict(
         laid,
         strategy,
@@ -175,7 +182,8 @@ def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | 
         reduce_bytes=precision.reduce.itemsize if precision.reduce is not None else parameter,
         master_bytes=master,
         filling=filling(numbered, gathers=gathers, most_under_way=under_way) if strategy.gradients else (),
-        gathered=gathered(numbered, given.options.in_flight or at_once) if gathers else (),
+        gathered=gathered(by_unit, given.options.in_flight or at_once) if gathers else 0,
+        frozen=frozen_laid,
         offload=offload,
         takes=pinned_bytes,
     )
@@ -208,6 +216,13 @@ def _would_fit(given: Given, asked: Asked, size: int) -> list[str]:
 
 def _trained(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return arguments.trained(model, getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def _frozen(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Those that are shared out where parameters are."""
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    named = [(name, each) for name, each in model.named_parameters() if name not in ignored]
+    return [(name, each) for name, each in named if not each.requires_grad and can_lie_flat(each)]
 
 
 def _group(ranks: Mesh | dist.ProcessGroup) -> dist.ProcessGroup:

@@ -33,7 +33,8 @@ def predict(
     reduce_bytes: int,
     master_bytes: int = 4,
     filling: Collection[int] = (),
-    gathered: Collection[int] = (),
+    gathered: int = 0,
+    frozen: Layout | None = None,
     offload: Offload | None = None,
     takes: Callable[[int], int] = int,
 ) -> Footprint:
@@ -41,8 +42,8 @@ def predict(
 
     state_bytes: by bucket, bytes of optimizer state for an element of it. *_bytes: of an element of
     parameters, of buckets of gradients, of what the optimizer steps. filling: buckets that have memory at a
-    time, where gradients are sharded. gathered: buckets of parameters that are there at a time. offload: what
-    lies in the host's memory. takes: see `offload.Offload`.
+    time, where gradients are sharded. gathered: bytes of parameters that are there at a time. frozen: those
+    that are shared out. offload: what lies in the host's memory. takes: see `offload.Offload`.
     """
 
     def owned(bucket: Bucket) -> int:
@@ -54,19 +55,23 @@ def predict(
         whole=sum(bucket.numel for bucket in laid.buckets),
         shard=sum(bucket.shard_numel for bucket in laid.buckets),
         filling=sum(laid.buckets[index].numel for index in filling),
-        gathered=sum(laid.buckets[index].numel for index in gathered),
     )
     found = footprint(
         sizes, strategy, parameter_bytes=parameter_bytes, reduce_bytes=reduce_bytes,
         master_bytes=master_bytes, state_bytes=state, offload=offload,
     )  # fmt: skip
+    still = [bucket.shard_numel * bucket.itemsize for bucket in frozen.buckets] if frozen is not None else []
+    found = replace(found, communication=found.communication + gathered)
+    if offload != "parameters":
+        found = replace(found, parameters=found.parameters + sum(still))
     if offload is None:
         return found
     hosted = [master_bytes, master_bytes]  # of each bucket's shard: what is stepped, and its gradients
     if offload == "parameters" and parameter_bytes != master_bytes:
         hosted.append(parameter_bytes)
     sizes_bytes = [bucket.shard_numel * each for bucket in laid.buckets for each in hosted]
-    return replace(found, host=found.host + sum(takes(nbytes) - nbytes for nbytes in sizes_bytes))
+    host = found.host + sum(takes(nbytes) - nbytes for nbytes in sizes_bytes)
+    return replace(found, host=host + sum(map(takes, still)) if offload == "parameters" else host)
 
 
 def expected(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> Footprint | None:
@@ -85,7 +90,7 @@ def expected(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) ->
         return Footprint(_bytes(model.module.parameters()), gradients, state, 0)
     sharding = model.sharding
     store = sharding.stores[0]
-    frozen = _bytes(each for _, each in model._frozen)  # whole on each rank
+    frozen = _bytes(_whole_frozen(model))
     state_bytes = {each.plan.index: kept.get(each.kind, 0) * each.master.itemsize for each in sharding.stores}
     numbered = [(each.unit, each.kind, each.plan) for each in sharding.stores]
     found = predict(
@@ -99,7 +104,13 @@ def expected(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) ->
         filling=filling(numbered, gathers=sharding.gathers, most_under_way=sharding.most_under_way)
         if sharding.strategy.gradients
         else (),
-        gathered=gathered(numbered, sharding.gathering.in_flight) if sharding.gathering is not None else (),
+        gathered=gathered(
+            [(each.unit, each.parameters.nbytes) for each in sharding.every_store],
+            sharding.gathering.in_flight,
+        )
+        if sharding.gathering is not None
+        else 0,
+        frozen=sharding.frozen_layout,
         offload=sharding.offload.name if sharding.offload is not None else None,
         takes=sharding.offload.takes if sharding.offload is not None else int,
     )
@@ -117,9 +128,9 @@ def counted(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> 
         )
     sharding, offload = model.sharding, model.sharding.offload
     own = gradients = sums = communication = 0
-    parameters = frozen = _bytes(each for _, each in model._frozen)
+    parameters = frozen = _bytes(_whole_frozen(model))
     in_buckets = {bucket.flat.untyped_storage()._cdata for bucket in sharding.all if bucket.attached}
-    for store in sharding.stores:
+    for store in sharding.every_store:
         optimizer += store.master.nbytes if store.master is not store.own else 0
         own += store.own.nbytes
         if sharding.common_parameters:
@@ -141,7 +152,7 @@ def counted(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> 
         parameters, optimizer = frozen, optimizer + own
     hosted = {
         id(each): each.nbytes
-        for store in sharding.stores
+        for store in sharding.every_store
         for each in (store.master, store.gradient, store.own if offload.parameters else None)
         if each is not None
     }
@@ -166,14 +177,15 @@ def filling(buckets: Collection[Numbered], *, gathers: bool, most_under_way: int
     return [bucket.index for bucket in (*largest.values(), *([most] * beside if most else ()))]
 
 
-def gathered(buckets: Iterable[Numbered], in_flight: int) -> list[int]:
-    """Buckets of the units that are there at a time: the root, and the `in_flight` largest others."""
-    units: dict[int, list[Bucket]] = defaultdict(list)
-    for unit, _, bucket in buckets:
-        units[unit].append(bucket)
-    root = units.pop(0, [])
-    largest = sorted(units.values(), key=lambda each: -sum(bucket.numel for bucket in each))
-    return [bucket.index for each in (root, *largest[:in_flight]) for bucket in each]
+def gathered(buckets: Iterable[tuple[int, int]], in_flight: int) -> int:
+    """Bytes of the units that are there at a time: the root, and the `in_flight` largest others.
+
+    buckets: (number of the unit, bytes) of each, of frozen parameters too.
+    """
+    units: dict[int, int] = defaultdict(int)
+    for unit, nbytes in buckets:
+        units[unit] += nbytes
+    return units.pop(0, 0) + sum(sorted(units.values(), reverse=True)[:in_flight])
 
 
 def optimizer_tensors(optimizer: Optimizer) -> int | None:
@@ -187,6 +199,12 @@ def optimizer_tensors(optimizer: Optimizer) -> int | None:
     if kept is not None and any(group.get("amsgrad") for group in optimizer.param_groups):
         return kept + 1  # the largest of the second moment
     return kept
+
+
+def _whole_frozen(model: ShardedDataParallel) -> list[torch.Tensor]:
+    """Frozen parameters that are whole on each rank."""
+    names = {*model.frozen_names}
+    return [each for name, each in model._frozen if name not in names]
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

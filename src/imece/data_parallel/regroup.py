@@ -77,6 +77,8 @@ def leave(model: DistributedDataParallel) -> None:
     for _, parameter in model._kept.named:
         parameter.grad = None
         _make_usable(parameter)
+    for _, parameter in model._frozen:
+        _make_usable(parameter)
     model._kept.move(model, None)
     model.__dict__.pop("device_mesh", None)
     model._join_config = _JoinConfig.construct_disabled_join_config()  # a failed join leaves it on

@@ -269,8 +269,18 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         return ()
 
     @property
+    def frozen_parts(self) -> Sequence[Part]:
+        """What this rank keeps of frozen parameters that are sharded, which nothing steps: nothing here."""
+        return ()
+
+    @property
     def sharded_names(self) -> list[str]:
         """Parameters that are kept in parts: none here."""
+        return []
+
+    @property
+    def frozen_names(self) -> list[str]:
+        """Those of them that are frozen: none here."""
         return []
 
     @contextlib.contextmanager

@@ -31,6 +31,7 @@ from imece.data_parallel.reducing.buckets import Bucket, Gradients, Slot
 from imece.data_parallel.reducing.way import most_under_way
 from imece.data_parallel.sharding.coming import Coming
 from imece.data_parallel.sharding.offload import Direct, Lane
+from imece.data_parallel.sharding.parts import Part
 from imece.data_parallel.sharding.stores import Division, Store, make_stores
 from imece.data_parallel.sharding.trained import Trained
 
@@ -50,13 +51,14 @@ class Sharding(Gradients):
     def __init__(
         self,
         trained: Trained,
+        frozen: Trained,
         division: Division,
         *,
         fill: Callable[[int], None] | None = None,
         may_come_late: Callable[[], bool] = lambda: True,
         owners: Mapping[int, Sequence[nn.Module]] | None = None,
     ) -> None:
-        """All ranks of the world group construct together.
+        """All ranks of the world group construct together. frozen: those to be shared out with the others.
 
         fill: see `make_stores`. may_come_late: asked in each step, whether it may end before what comes over
         a network has come. owners: of parameters, by their id, the modules that have them.
@@ -69,8 +71,12 @@ class Sharding(Gradients):
         self._may_come_late, self._owners = may_come_late, owners or {}
         self.gathers, self.borrows = self.gathering is not None, self.strategy.gradients
         self.rank, self.size = self.groups.shard.rank(), self.groups.shard.size()
-        self.layout = trained.lay(self.size, None if self.gathers else division.cap_bytes)
-        self.stores = make_stores(self.layout, trained, division, fill)
+        cap_bytes = None if self.gathers else division.cap_bytes
+        self.layout, self.frozen_layout = (each.lay(self.size, cap_bytes) for each in (trained, frozen))
+        self.stores, self.frozen = make_stores(
+            [(trained, self.layout), (frozen, self.frozen_layout)], division, fill
+        )
+        """Of the parameters that are trained, by bucket; of the frozen ones that are shared out."""
         self.most_under_way = most_under_way(
             on_cpu=self.stores[0].parameters.device.type == "cpu",
             shared=division.in_common and self.groups.replicas is None,
@@ -140,11 +146,11 @@ class Sharding(Gradients):
     def let_go(self) -> None:
         """Of all memory but what parameters lie in, whatever is under way. Nothing comes after it."""
         self.lane.wait()
-        for store in self.stores:
+        for store in self.every_store:
             if store.coming is not None:
                 store.coming.give_up()
             store.parts.clear()
-        for kept in (self.stores, self.parts, self._spare):
+        for kept in (self.stores, self.frozen, self.parts, self._spare):
             kept.clear()
         self._borrowed.clear()
         del self.groups
@@ -337,21 +343,39 @@ class Sharding(Gradients):
             store.coming = Coming(store.members, modules, work)
 
     @property
+    def every_store(self) -> list[Store]:
+        """Of trained parameters and of frozen ones."""
+        return [*self.stores, *self.frozen]
+
+    @property
+    def frozen_parts(self) -> list[Part]:
+        """What this rank keeps of frozen parameters that are shared out."""
+        return [part for store in self.frozen for part in store.parts]
+
+    @property
+    def frozen_items(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        """(name, shape, dtype) of frozen parameters that are shared out, on whichever ranks they lie."""
+        return [
+            (item.name, item.shape, store.parameters.dtype) for store in self.frozen for item in store.items
+        ]
+
+    @property
     def stores_to_copy(self) -> list[Store]:
         """Those whose parameters are in no state dict as they are."""
-        return [store for store in self.stores if self.gathers or store.has_more_bits]
+        return [store for store in self.every_store if self.gathers or store.has_more_bits]
 
     def gather_masters(self, store: Store) -> torch.Tensor:
-        """Of all ranks, [numel], where parameters lie."""
+        """Of all ranks, [numel], where parameters lie; of frozen ones, they themselves."""
         own = store.master.to(store.parameters.device)
         whole = own.new_empty(store.plan.numel)
         schedule, label = self._way.schedule, f"masters of {store.label}"
-        ops.all_gather(whole, own, group=self.groups.shard, schedule=schedule, label=label)
+        as_sent = [each.view(torch.uint8) if store.is_frozen else each for each in (whole, own)]
+        ops.all_gather(*as_sent, group=self.groups.shard, schedule=schedule, label=label)
         return whole
 
     def check_views(self) -> None:
         """RuntimeError that names a parameter which no longer lies where its bucket is."""
-        for store in self.stores:
+        for store in self.every_store:
             store.check_views()
 
     def _not_to_write(self) -> list[tuple[str, torch.Tensor, str]]:
@@ -361,7 +385,7 @@ class Sharding(Gradients):
         common = self.common_parameters and self.size > 1
         return [
             (item.name, parameter, _COMMON if common else _FROM_MASTER)
-            for store in self.stores if common or store.own is not store.master
+            for store in self.every_store if common or store.own is not store.master
             for item, parameter in zip(store.items, store.members, strict=True)
         ]  # fmt: skip
 

@@ -36,7 +36,12 @@ from imece.data_parallel.sharding.offload import Offload
 from imece.data_parallel.sharding.parts import Part
 from imece.data_parallel.sharding.stepped import SteppedParts
 from imece.data_parallel.sharding.stores import Division
-from imece.data_parallel.sharding.trained import Trained, refuse_subclasses, refuse_tied_by_data
+from imece.data_parallel.sharding.trained import (
+    Trained,
+    can_lie_flat,
+    refuse_subclasses,
+    refuse_tied_by_data,
+)
 from imece.data_parallel.sharding.units import Unit, find_units, owners_of
 from imece.data_parallel.strategy import ShardGroups, Strategy
 from imece.mesh import Mesh
@@ -74,6 +79,8 @@ class ShardedDataParallel(DistributedDataParallel):
         """As `parallelize`; groups: who shares what."""
         self._optimizers, self._groups, self._options = list(optimizers), groups, options
         self._dtypes: list[torch.dtype] | None = None  # of masters; None until there are any
+        self._frozen_shared: list[tuple[str, torch.Tensor]] | None = None
+        self._has_frozen: int | None = None  # while ranks change: who has all of these
         self.stepped: list[SteppedParts] = []
         self._is_compiled = False  # the latest forward, as a whole
         self.has_joined = False  # this rank does what another one tells it, under join
@@ -87,14 +94,16 @@ class ShardedDataParallel(DistributedDataParallel):
         self._check_divisible(self._groups)
         if self._dtypes is None:
             in_backward.refuse(named)
-            torch_calls.refuse_shared(self.module, named)
+            shared_out = self._frozen_to_share() if self._options.strategy.parameters else []
+            torch_calls.refuse_shared(self.module, [*named, *shared_out])
             refuse_subclasses(named)
-            refuse_tied_by_data(named)
+            refuse_tied_by_data(named, [each for each in self._frozen if can_lie_flat(each[1])])
             self._options.precision.check(named)
         units, gathering, fill = self._divide()
         trained = Trained.of(named, self._optimizers, self.module, units, self._dtypes)
         check_same_optimizers(who_steps(named, self._optimizers), self.process_group, self.device)
         options = self._options
+        frozen = self._frozen_to_share() if options.strategy.parameters else []
         division = Division(
             options.strategy,
             self._groups,
@@ -103,9 +112,11 @@ class ShardedDataParallel(DistributedDataParallel):
             replace(self._way, schedule=self._schedule),
             gathering=gathering,
             offload=options.offload,
+            root=self._has_frozen,
         )
         self.sharding = Sharding(
             trained,
+            Trained.frozen(frozen, self.module, units, options.precision.param),
             division,
             fill=fill,
             may_come_late=_asked_of(self),
@@ -129,24 +140,35 @@ class ShardedDataParallel(DistributedDataParallel):
             overlap=self._way.overlap,
         )
 
+    def _frozen_to_share(self) -> list[tuple[str, torch.Tensor]]:
+        """The same when the ranks change: those that were, whatever their class is while they are freed."""
+        if self._frozen_shared is None:
+            self._frozen_shared = [each for each in self._frozen if can_lie_flat(each[1])]
+        return self._frozen_shared
+
     def _begin(self) -> None:
         """What is done once: it stays when the ranks change."""
         precision = self._options.precision
         if precision.param is not None:
-            cast_frozen((each for _, each in self._frozen), precision.param)
+            shared_out = {id(each) for store in self.sharding.frozen for each in store.members}
+            cast_frozen((each for _, each in self._frozen if id(each) not in shared_out), precision.param)
         if precision.buffer is not None:
             cast_buffers(self.module, precision.buffer, self.parameters_to_ignore)
         self.stepped = [
             SteppedParts(optimizer, number, self) for number, optimizer in enumerate(self._optimizers)
         ]
 
-    def regroup(self, ranks: Mesh | dist.ProcessGroup, spread: bool = False) -> None:
+    def regroup(
+        self, ranks: Mesh | dist.ProcessGroup, spread: bool = False, *, has_frozen: int | None = None
+    ) -> None:
         """As of DistributedDataParallel. Parts and what optimizers keep of them are cut anew, and are empty.
 
-        spread: see `ShardGroups.of`.
+        spread: see `ShardGroups.of`. has_frozen: the rank of the new ones whose frozen parameters are whole,
+        as those in common memory are: all get them from it.
 
         Whoever calls this fills them on all ranks, from a checkpoint or from copies of what ranks had (see
-        `TrainingState`). Parameters that are whole on each rank, or in common memory, stay as they are.
+        `TrainingState`); those of frozen parameters too, but where `has_frozen` is said. Parameters that are
+        whole on each rank, or in common memory, stay as they are.
 
         ValueError: the strategy cannot be on these ranks. RuntimeError: inside of a backward or `gathered`.
         Then nothing is changed.
@@ -154,8 +176,9 @@ class ShardedDataParallel(DistributedDataParallel):
         groups = ShardGroups.of(self._options.strategy, ranks, spread)
         self._check_divisible(groups)
         self.leave()
-        self._groups = groups
+        self._groups, self._has_frozen = groups, has_frozen
         regroup(self, groups.world)
+        self._has_frozen = None
 
     def leave(self) -> None:
         """As of DistributedDataParallel. This rank's parts go, and what optimizers keep of them."""
@@ -236,8 +259,9 @@ class ShardedDataParallel(DistributedDataParallel):
         )
 
     def sync_rest(self, root: int) -> None:
-        """What is whole on every rank, buffers and frozen parameters, is rank `root`'s; a collective."""
-        sharded = {id(slot.parameter) for slot in self.sharding.slots}
+        """What is whole on every rank, buffers and what is frozen and not shared out, is rank `root`'s; a
+        collective."""
+        sharded = {id(each) for store in self.sharding.every_store for each in store.members}
         rest = [each for each in self.states(buffers=True) if id(each) not in sharded]
         if rest:
             sync_from(root, rest, self.process_group, "what is not sharded")
@@ -360,9 +384,19 @@ class ShardedDataParallel(DistributedDataParallel):
         return self.sharding.parts
 
     @property
+    def frozen_parts(self) -> Sequence[Part]:
+        """As of DistributedDataParallel."""
+        return self.sharding.frozen_parts
+
+    @property
     def sharded_names(self) -> list[str]:
+        """As of DistributedDataParallel: the trained ones, and then the others, in registration order."""
+        return [slot.name for slot in self.sharding.slots] + self.frozen_names
+
+    @property
+    def frozen_names(self) -> list[str]:
         """As of DistributedDataParallel, in registration order."""
-        return [slot.name for slot in self.sharding.slots]
+        return [name for name, _ in self._frozen_shared or ()]
 
     def settle(self) -> None:
         """As of DistributedDataParallel."""
@@ -372,7 +406,8 @@ class ShardedDataParallel(DistributedDataParallel):
         """After something else than their optimizer wrote the parts: all ranks get the new values."""
         kinds = set(self.sharding.trained.kinds)
         self.sharding.before_step(kinds)
-        torch.autograd.graph.increment_version([slot.parameter for slot in self.sharding.slots])
+        members = [each for store in self.sharding.every_store for each in store.members]
+        torch.autograd.graph.increment_version(members)
         with torch.no_grad():
             self.sharding.after_step(kinds)
 

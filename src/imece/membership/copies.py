@@ -15,6 +15,7 @@ import contextlib
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -73,9 +74,16 @@ class Copies:
         `exchange`."""
         return self._own is not None and self._own.write(step, held)
 
-    def exchange(self, step: int, held: Held, place: tuple[int, int] | None = None) -> str:
+    def exchange(
+        self,
+        step: int,
+        held: Held,
+        place: tuple[int, int] | None = None,
+        still: Held = MappingProxyType({}),
+    ) -> str:
         """A new set, of `step` finished steps. All ranks of the generation call it.
 
+        still: what no step changes, so that `write` leaves it out.
         place: which part of the whole this rank has, of how many; by default its rank, of all. What was there
         stays until all have the new ones. Returns why there is none, for want of memory.
         """
@@ -83,7 +91,7 @@ class Copies:
         at, places = place or (group.rank(), group.size())
         with contextlib.ExitStack() as unless_done:
             try:
-                own = Copy.of(held)
+                own = Copy.of(held, still)
                 unless_done.callback(own.close)
                 own.write(step, held)
                 mine = {"where": [*_where(own), at], "made": self._made}
@@ -191,13 +199,14 @@ class Copies:
             stream = Stream(copy, each.sender, group, device, "a part that would leave with its host")
             try:
                 receives = each.receiver == group.rank()
-                kept = Copy.blank(stream.raw_table, stream.slot_bytes) if receives else None
+                sizes = stream.slot_bytes, stream.still_bytes
+                kept = Copy.blank(stream.raw_table, *sizes) if receives else None
             except UserError as error:
                 kept = None  # the others are about to send it all the same
                 mine.append(str(error))
             for low, chunk in stream.chunks(step):
                 if kept is not None:
-                    kept.flat(step)[low : low + len(chunk)].copy_(chunk)
+                    kept.span(step, low, len(chunk)).copy_(chunk)
             if kept is not None:
                 kept.is_whole(step)
                 newest.mapped.append(_Mapped(kept, each.sender, each.place))

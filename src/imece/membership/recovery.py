@@ -4,7 +4,9 @@
                 of them has finished had its sum on all of them; whoever is furthest gives to those behind,
                 and what is done of a step is not done twice (block.py)
     sharded     each rank holds a part that nobody else has, and keeps a copy of it (copies.py). All take the
-                newest step that is whole in the copies: the one that was under way is made again, or none
+                newest step that is whole in the copies: the one that was under way is made again, or none.
+                Parts of frozen parameters are copied once; what lies in memory that ranks have in common
+                needs no copy, for whoever is left has all of it
 
 A replacement builds its model alone and comes in at a border between steps: then all move to the generation
 that has it, in which it is one of those behind. Members that are to leave come into one generation more:
@@ -106,6 +108,7 @@ class Recovery:
         member.aborting.before_updates(self._optimizers, model.device)
         member.where.watch(model, self._optimizers)
         self._fits = True
+        self._has_frozen = False  # all of the frozen parameters, which others have in parts
         self._asked = False  # by a rank of this host, for new copies, before the last step
         self._sums = _NO_SUMS  # of this generation, at the last copy
         self._again: int | None = None  # steps to be made again, until the first one of this generation is
@@ -263,14 +266,18 @@ class Recovery:
         mesh, model = self.member.mesh, self._model
         self._training_state.forget()  # parts that `regroup` cuts anew
         self._copies.forget()
-        if isinstance(model, ShardedDataParallel):
-            model.regroup(mesh, spread=True)
-        else:
-            model.regroup(mesh)
         updates = self._block.updates if self._block is not None else []
         far = [step, sum(updates)]
-        mine = {"far": far, "updates": updates, "states": self._states, "copies": self._copies.note()}
+        mine = {
+            "far": far, "updates": updates, "states": self._states, "copies": self._copies.note(),
+            "has_frozen": self._has_frozen,
+        }  # fmt: skip
         notes: list[Json] = gather_json(mine, mesh.world_group, mesh.device, "how far each rank is")
+        if isinstance(model, ShardedDataParallel):
+            have = [rank for rank, note in enumerate(notes) if note["has_frozen"]]
+            model.regroup(mesh, spread=True, has_frozen=min(have, default=None))
+        else:
+            model.regroup(mesh)
         furthest = max(range(len(notes)), key=lambda rank: (notes[rank]["far"], -rank))
         furthest_far = notes[furthest]["far"]
         most = int(furthest_far[0])
@@ -329,11 +336,14 @@ class Recovery:
 
     def _exchange(self, step: int) -> None:
         model = self._model
+        if isinstance(model, ShardedDataParallel):
+            self._has_frozen = model.sharding.common_parameters and bool(model.frozen_names)
         if self.without_copies or not isinstance(model, ShardedDataParallel):
             return
         shared_out = model.sharding.groups.shard
         place = shared_out.rank(), shared_out.size()
-        self.without_copies = self._copies.exchange(step, self._training_state.own(), place)
+        state = self._training_state
+        self.without_copies = self._copies.exchange(step, state.own(), place, state.still())
         self._fits = True
 
     def _let_leave(self, generation: Generation, step: int) -> None:

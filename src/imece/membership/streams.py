@@ -29,24 +29,27 @@ class Stream:
     ) -> None:
         """copy: of the rank `root`, and of nobody else. device: on which the group moves tensors."""
         self._copy, self._root, self._group, self._device, self._label = copy, root, group, device, label
-        sizes = torch.zeros(2, dtype=torch.int64)
+        sizes = torch.zeros(3, dtype=torch.int64)
         if copy is not None:
-            sizes = torch.tensor([len(copy.raw_table), copy.slot_bytes])
-        table_bytes, self.slot_bytes = self._broadcast(sizes).tolist()
+            sizes = torch.tensor([len(copy.raw_table), copy.slot_bytes, copy.still_bytes])
+        table_bytes, self.slot_bytes, self.still_bytes = self._broadcast(sizes).tolist()
         table = torch.empty(table_bytes, dtype=torch.uint8)
         if copy is not None:
             table = torch.frombuffer(bytearray(copy.raw_table), dtype=torch.uint8)
         self.raw_table = self._broadcast(table).numpy().tobytes()
 
     def chunks(self, step: int) -> Iterator[tuple[int, Tensor]]:
-        """(first byte in the slot, its bytes), one after the other; all ranks go through them."""
-        buffer = torch.empty(min(CHUNK_BYTES, self.slot_bytes), dtype=torch.uint8, device=self._device)
-        for low in range(0, self.slot_bytes, CHUNK_BYTES):
-            chunk = buffer[: min(CHUNK_BYTES, self.slot_bytes - low)]
-            if self._copy is not None:
-                chunk.copy_(self._copy.flat(step)[low : low + len(chunk)])
-            ops.broadcast(chunk, self._root, group=self._group, label=self._label)
-            yield low, chunk
+        """(first byte in the slot or behind it, its bytes), in order; all ranks go through them."""
+        most = min(CHUNK_BYTES, max(self.slot_bytes, self.still_bytes))
+        buffer = torch.empty(most, dtype=torch.uint8, device=self._device)
+        end = self.slot_bytes + self.still_bytes
+        for first, stop in ((0, self.slot_bytes), (self.slot_bytes, end)):
+            for low in range(first, stop, CHUNK_BYTES):
+                chunk = buffer[: min(CHUNK_BYTES, stop - low)]
+                if self._copy is not None:
+                    chunk.copy_(self._copy.span(step, low, len(chunk)))
+                ops.broadcast(chunk, self._root, group=self._group, label=self._label)
+                yield low, chunk
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         moved = tensor.to(self._device)

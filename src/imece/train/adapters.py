@@ -1,8 +1,8 @@
 """Adapters beside the matrices of a model that stays as it is, by peft: LoRA (Hu et al. 2021) and QLoRA
 (Dettmers et al. 2023).
 
-    base     the model of --from, frozen: whole on each rank under every strategy, in no checkpoint, but for
-             its digests; each command that needs it reads it again from where it lies
+    base     the model of --from, frozen: shared out where parameters are (but matrices in 4 bits), in no
+             checkpoint, but for its digests; each command that needs it reads it again from where it lies
     adapter  A [rank, in] and B [out, rank] beside a matrix W [out, in]: W x + alpha / rank * B A x
 
 A begins at random, B with zeros, so the model begins as the base. With lora.quantize the matrices of the

@@ -18,7 +18,7 @@ from imece.collectives.shared_memory.cgroup import allowed_bytes
 from imece.data_parallel.sharding.offload import can_offload
 from imece.data_parallel.strategy import choose_strategy, find_strategy
 from imece.errors import UserError
-from imece.footprint import Footprint
+from imece.footprint import DIVIDED, Footprint
 from imece.mesh import Mesh
 from imece.models.shape import TransformerConfig
 from imece.observe.metrics import read_metrics
@@ -31,8 +31,8 @@ from imece.plan.answer.words import title
 from imece.plan.check import PLAN_FILE, VERSION, median
 from imece.plan.hardware import Cluster, find_cluster
 from imece.plan.here import kept_cluster
-from imece.plan.memory.held import adapter_parameters
-from imece.plan.memory.memory import memory
+from imece.plan.memory.held import adapter_parameters, held
+from imece.plan.memory.memory import coded_bytes, memory
 from imece.plan.models.by_name import from_shape
 from imece.plan.setup import Adapters, Parallel, Recipe, Setup, Strategy
 from imece.plan.setup import Precision as Bytes
@@ -42,7 +42,6 @@ from imece.train.dividing import goes_with_stages
 from imece.train.precision import Precision
 from imece.writing import write_whole
 
-_WITH_WHOLE_BASE: dict[Strategy, Strategy] = {"zero3": "zero2", "hybrid": "hybrid_zero2"}
 _WARM = 3  # steps at the beginning that are slower
 _FIRST_STEP_BYTES = 70 << 20
 """On a CPU, of libraries: code that only a step runs, oneDNN's own memory, what the allocator cannot fill.
@@ -169,14 +168,7 @@ def predict(
     )  # fmt: skip
     setup = Setup(model, parallel, recipe)
     mapped = _mapped(setup, cluster, copies and strategy != "replicate") if machine.shares_memory else 0
-    return Prediction(replace(judge(_as_run(setup), cluster), setup=setup), machine, mapped)
-
-
-def _as_run(setup: Setup) -> Setup:
-    """The base of adapters is whole on each rank, where the planner would have it divided and gathered."""
-    parallel = setup.parallel
-    whole = replace(parallel, strategy=_WITH_WHOLE_BASE.get(parallel.strategy, parallel.strategy))
-    return replace(setup, parallel=whole) if setup.recipe.adapters != "none" else setup
+    return Prediction(judge(setup, cluster), machine, mapped)
 
 
 def _adapters(lora: LoraSection) -> Adapters:
@@ -197,15 +189,19 @@ def _mapped(setup: Setup, cluster: Cluster, copies: bool) -> int:
     counted, ranks = _counted(setup, cluster), min(setup.parallel.ranks, cluster.gpus_per_host)
     shared = counted["gradients"] + counted["communication"]
     part = counted["optimizer"]
+    still = 0.0  # of a copy, which is written once
     if setup.parallel.strategy != "replicate":
-        trained, recipe = counted["parameters"], setup.recipe
-        numbers = setup.model.parameters
-        if recipe.adapters != "none":
-            numbers = setup.model.layers * adapter_parameters(setup.model, recipe.adapter_rank)
-            trained = 4.0 * numbers
-        shared += trained
+        model, parallel, framework = setup.model, setup.parallel, framework_on(cluster)
+        parameters, numbers = counted["parameters"], float(model.parameters)
+        if setup.recipe.adapters != "none":
+            numbers = model.layers * adapter_parameters(model, setup.recipe.adapter_rank)
+            coded = coded_bytes(setup, held(model, parallel, 0, framework))
+            divides = DIVIDED[parallel.strategy].parameters
+            parameters = parameters - coded if divides else 4.0 * numbers
+            still = parameters - 4 * numbers / parallel.shard if divides and framework.gathers else 0.0
+        shared += parameters
         part += 4 * numbers / ranks
-    return int((ranks - 1) * shared + (ranks * 2 * part if copies else 0))
+    return int((ranks - 1) * shared + (ranks * (2 * part + still) if copies else 0))
 
 
 def _counted(setup: Setup, cluster: Cluster) -> dict[str, float]:
@@ -213,7 +209,6 @@ def _counted(setup: Setup, cluster: Cluster) -> dict[str, float]:
     that micro-batches keep whole.
     """
     precision = replace(setup.recipe.precision, activations=setup.recipe.precision.parameters)
-    setup = _as_run(setup)
     plain = replace(setup, recipe=replace(setup.recipe, precision=precision, accumulation=1))
     found = memory(plain, framework=framework_on(cluster))
     return {

@@ -14,6 +14,7 @@ from imece.collectives import ops
 from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharding.freed import FreedParameter
 from imece.data_parallel.sharding.parts import move_into
+from imece.data_parallel.sharding.stores import Store
 
 
 @contextlib.contextmanager
@@ -95,15 +96,25 @@ def _take_over(sharding: Sharding) -> None:
     """This rank's part of what was written goes where it stays."""
     sharding.check_views()
     sharding.lane.wait()
-    for store in sharding.stores:
+    for store in sharding.every_store:
         start, stop = store.plan.shard(sharding.rank)
         new = store.parameters[start:stop].to(store.master.device)
+        if store.is_frozen:
+            _take_over_frozen(store, new)
+            continue
         if store.has_more_bits:
             store.master.copy_(_rounding_to(new, store.master))
         elif store.own is not store.master:
             store.master.copy_(new)
         if sharding.gathering is not None:
             store.own.copy_(new)
+
+
+def _take_over_frozen(store: Store, new: torch.Tensor) -> None:
+    """Whoever keeps copies of the parts, or digests, goes by how often these were written."""
+    if not torch.equal(store.own.view(torch.uint8), new.view(torch.uint8)):
+        store.own.copy_(new)
+        torch.autograd.graph.increment_version([part.parameter for part in store.parts])
 
 
 def _rounding_to(parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
@@ -115,20 +126,21 @@ def _rounding_to(parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def _private(sharding: Sharding) -> Iterator[None]:
     """Ranks with parameters in common write into a copy each, as `add_` by all of them must count once."""
-    common = [store.parameters for store in sharding.stores]
-    for store in sharding.stores:
+    stores = sharding.every_store
+    common = [store.parameters for store in stores]
+    for store in stores:
         store.parameters = store.parameters.clone()
         move_into(store.parameters, store.plan, store.members, copy=False)
     ops.barrier(group=sharding.groups.shard)  # all have copied
     sharding.has_private = True
     try:
         yield
-        for store, memory in zip(sharding.stores, common, strict=True):
+        for store, memory in zip(stores, common, strict=True):
             start, stop = store.plan.shard(sharding.rank)
             memory[start:stop].copy_(store.parameters[start:stop])
     finally:
         sharding.has_private = False
-        for store, memory in zip(sharding.stores, common, strict=True):
+        for store, memory in zip(stores, common, strict=True):
             store.parameters = memory
             move_into(memory, store.plan, store.members, copy=False)
         sharding.note_versions()

@@ -3,7 +3,8 @@
     forward    a unit is gathered before it runs, and those that ran after it last time are started; it is
                freed when it has run. The root stays until backward is over
     backward   the first gradient that reaches an output of a unit gathers it again, and starts those that ran
-               before it. It is freed when all of its gradients have left; at the end of backward all are
+               before it. It is freed when all of its gradients have left; one with frozen parameters, which
+               are in use until it is over, when a gradient comes to a unit before it. At the end all are
     step       nothing is gathered after it
 
 All ranks must run the same units in the same order, as their gathers are collectives. A checkpoint runs a
@@ -141,6 +142,7 @@ class Gathering:
         comes = torch.is_grad_enabled() and self._await_backward(unit, output)
         if _in_backward():
             return
+        unit.awaited = comes or unit.pinned or (self._training and not torch.is_grad_enabled())
         if unit.number == 0:
             if not self._training:
                 torch.clear_autocast_cache()  # as _end does
@@ -163,8 +165,10 @@ class Gathering:
                 )
             self._came.append((unit, entered))
             if left is not None and self.when_over is not None and not self._held:
-                self.when_over({each.number for each in self.units if min(each.calls, default=0) > left})
-            self._gather(unit, earlier)
+                over = [each for each in self.units if min(each.calls, default=0) > left]
+                self.when_over({each.number for each in over})
+                self._free(each for each in over if each.has_frozen)
+            self._gather(unit, [each for each in earlier if each.awaited])
 
         for tensor in tensors_in(output):
             if tensor is None:
@@ -185,7 +189,7 @@ class Gathering:
         """All gradients of a bucket of this unit are in it, and it is on its way."""
         unit = self.units[number]
         unit.left += 1
-        if unit.left == len(unit.flats):
+        if unit.left == len(unit.flats):  # never of one with frozen ones, which leave nothing
             self._free([unit])
 
     def settle(self) -> None:

@@ -74,9 +74,18 @@ def move_into(
 
 
 def make_parts(
-    plan: layout.Bucket, items: Sequence[layout.Item], rank: int, master: torch.Tensor, whole: bool
+    plan: layout.Bucket,
+    items: Sequence[layout.Item],
+    rank: int,
+    master: torch.Tensor,
+    whole: bool,
+    *,
+    frozen: bool = False,
 ) -> list[Part]:
-    """What `rank` owns of a bucket. master: its shard, [shard_numel]; whole: its items are not cut."""
+    """What `rank` owns of a bucket. master: its shard, [shard_numel]; whole: its items are not cut.
+
+    frozen: of any dtype, and no optimizer is to see it.
+    """
     first, stop = plan.shard(rank)
     parts = []
     for found in plan.parts(first, stop):
@@ -85,7 +94,8 @@ def make_parts(
         flat = master[offset : offset + found.item_stop - found.item_start]
         # One without dims stays so: its state may have been made before. By `.data` it counts what is written
         # into it by itself, not what collectives write into the bucket.
-        parameter = nn.Parameter((flat.view(item.shape) if whole or not item.shape else flat).data)
+        of = (flat.view(item.shape) if whole or not item.shape else flat).data
+        parameter = nn.Parameter(of, requires_grad=not frozen)
         parts.append(
             Part(
                 found.item, item.name, item.shape, found.item_start, found.item_stop, plan.index, offset,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,7 @@ from imece.data_parallel.sharding.coming import Coming
 from imece.data_parallel.sharding.gathering import Gathering
 from imece.data_parallel.sharding.offload import Offload
 from imece.data_parallel.sharding.parts import Part, make_parts, move_into
-from imece.data_parallel.sharding.trained import Trained
+from imece.data_parallel.sharding.trained import FROZEN, Trained
 from imece.data_parallel.sharding.units import Flat
 from imece.data_parallel.strategy import ShardGroups, Strategy
 
@@ -42,6 +42,9 @@ class Division:
     """Of parameters that are not in common memory."""
     offload: Offload | None = None
     """Where what the optimizer steps lies, if not with the parameters."""
+    root: int | None = None
+    """The rank of the world group that has all frozen parameters, where others have come that do not; None:
+    all have them, or nobody."""
 
     @property
     def in_common(self) -> bool:
@@ -81,6 +84,11 @@ class Store:
     def label(self) -> str:
         """For errors."""
         return label_of([item.name for item in self.items])
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether its parameters are: then `own` is all that there is of it besides them."""
+        return self.kind == FROZEN
 
     @property
     def has_more_bits(self) -> bool:
@@ -145,23 +153,30 @@ def _written(part: Part) -> tuple[int, int]:
 
 
 def make_stores(
-    laid: layout.Layout, trained: Trained, division: Division, fill: Callable[[int], None] | None
-) -> list[Store]:
-    """By bucket. The model's parameters move there; all ranks of the shard group call it together.
+    all_laid: Sequence[tuple[Trained, layout.Layout]],
+    division: Division,
+    fill: Callable[[int], None] | None,
+) -> list[list[Store]]:
+    """Of each layout its buckets. The model's parameters move there; all ranks of the world group call it.
 
     fill: gives a unit's parameters memory and values, if they have none. It is one unit after the other, so
     that no more than one is whole on a rank that fills it.
     """
-    stores: dict[int, Store] = {}
+    found: list[dict[int, Store]] = [{} for _ in all_laid]
     filled = set()
+    plans = [
+        (trained.pairs[plan.group][0], at, plan)
+        for at, (trained, laid) in enumerate(all_laid)
+        for plan in laid.buckets
+    ]
     # The root last: it has what units share, which each of them may fill.
-    for plan in sorted(laid.buckets, key=lambda plan: trained.pairs[plan.group][0] == 0):
-        unit, _ = trained.pairs[plan.group]
+    for unit, at, plan in sorted(plans, key=lambda each: (each[0] == 0, -each[0])):
         if fill is not None and unit not in filled:
             fill(unit)
             filled.add(unit)
-        stores[plan.index] = _store(plan, laid, trained, division)
-    return [stores[index] for index in range(len(stores))]
+        trained, laid = all_laid[at]
+        found[at][plan.index] = _store(plan, laid, trained, division)
+    return [[stores[index] for index in range(len(stores))] for stores in found]
 
 
 def _store(plan: layout.Bucket, laid: layout.Layout, trained: Trained, division: Division) -> Store:
@@ -169,7 +184,7 @@ def _store(plan: layout.Bucket, laid: layout.Layout, trained: Trained, division:
     items = [laid.items[place.item] for place in plan.places]
     members = [trained.named[place.item][1] for place in plan.places]
     own_dtype, device = trained.dtypes[plan.places[0].item], members[0].device
-    dtype = division.precision.param or own_dtype
+    dtype = own_dtype if kind == FROZEN else division.precision.param or own_dtype
     start, stop = plan.shard(rank)
     flat = _memory(division, plan.numel, dtype, device)
     own = master = flat[start:stop]
@@ -178,19 +193,34 @@ def _store(plan: layout.Bucket, laid: layout.Layout, trained: Trained, division:
         for place, parameter in zip(plan.places, members, strict=True):
             before[place.start : place.stop].copy_(parameter.detach().reshape(-1))
         master = before[start:stop].clone()
-    move_into(flat, plan, members, copy=not division.common_parameters or rank == 0)
+    root = division.root if kind == FROZEN else None
+    first = rank == 0 if root is None else division.groups.world.rank() == root
+    move_into(flat, plan, members, copy=not division.common_parameters or first)
     if division.common_parameters:
         ops.barrier(group=division.groups.shard)
-    own, master = _kept(division, own, master)
+    if root is not None and not (division.common_parameters and division.groups.replicas is None):
+        ops.broadcast(flat.view(torch.uint8), root, group=division.groups.world, label="frozen parameters")
+    if kind == FROZEN:
+        own = master = _kept_frozen(division, own)
+    else:
+        own, master = _kept(division, own, master)
     if division.gathering is not None:
         named = [(item.name, parameter) for item, parameter in zip(items, members, strict=True)]
         offload = division.offload
         lane = offload.lane if offload is not None and offload.parameters else None
-        division.gathering.units[unit].add(Flat(flat, own, named, lane))
-    parts = make_parts(plan, laid.items, rank, master, kind in trained.whole)
+        division.gathering.units[unit].add(Flat(flat, own, named, lane, is_frozen=kind == FROZEN))
+    parts = make_parts(plan, laid.items, rank, master, kind in trained.whole, frozen=kind == FROZEN)
     store = Store(plan, unit, kind, items, members, flat, own, master, parts)
     store.note_parts()
     return store
+
+
+def _kept_frozen(division: Division, own: torch.Tensor) -> torch.Tensor:
+    """It where it stays: as `_kept`, but that nothing steps it."""
+    if division.gathering is None:
+        return own
+    hosted = division.offload is not None and division.offload.parameters
+    return division.offload.hosted(own) if division.offload is not None and hosted else own.clone()
 
 
 def _memory(division: Division, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -69,7 +69,7 @@ def refuse_shared(module: nn.Module, named: Sequence[tuple[str, torch.Tensor]]) 
 
     named: of this module. A model of the same module is to be replaced by its next one.
     """
-    others = {id(slot.parameter) for each in _models if each.module is not module for slot in _slots_of(each)}
+    others = {id(each) for model in _models if model.module is not module for each in _shared_out(model)}
     for name, parameter in named:
         if id(parameter) in others:
             raise ValueError(
@@ -80,9 +80,8 @@ def refuse_shared(module: nn.Module, named: Sequence[tuple[str, torch.Tensor]]) 
 
 def refuse_gathered(module: nn.Module) -> None:
     """ValueError that names a parameter which another model gathers and frees, though it be there now."""
-    gathered = {
-        id(slot.parameter) for each in _models for slot in _slots_of(each) if each.sharding.gathers
-    }  # fmt: skip
+    gathering = [each for each in _models if vars(each).get("sharding") and each.sharding.gathers]
+    gathered = {id(each) for model in gathering for each in _shared_out(model)}
     for name, parameter in module.named_parameters():
         if id(parameter) in gathered or isinstance(parameter, FreedParameter):
             raise ValueError(
@@ -296,6 +295,12 @@ def _steppers_of(given: list[torch.Tensor]) -> list[SteppedParts]:
 def _slots_of(model: ShardedDataParallel) -> list[Slot]:
     sharding = vars(model).get("sharding")  # there is none between leave() and regroup()
     return sharding.slots if sharding is not None else []
+
+
+def _shared_out(model: ShardedDataParallel) -> list[torch.Tensor]:
+    """Its parameters that lie in buckets, frozen ones too."""
+    sharding = vars(model).get("sharding")
+    return [each for store in sharding.every_store for each in store.members] if sharding is not None else []
 
 
 def _whole_slots_of(model: DistributedDataParallel) -> list[Slot]:

@@ -1,4 +1,9 @@
-"""The parameters that are trained, and how a strategy that shards lays them in buckets."""
+"""The parameters of a model, and how a strategy that shards lays them in buckets.
+
+trained  those that want a gradient when the model is wrapped
+frozen   the others; where parameters are sharded they lie in buckets of their own: with a unit and a shard
+         on each rank, and without gradients, masters and an optimizer
+"""
 
 from __future__ import annotations
 
@@ -17,13 +22,19 @@ from imece.data_parallel.sharding.block_wise import block_of
 from imece.data_parallel.sharding.parts import ALIGN_BYTES, items_of
 from imece.data_parallel.sharding.units import Unit, unit_numbers
 
+FROZEN = -2  # in the place of the number of an optimizer
 _NO_CAP = 2**62  # bytes
 
 
-def refuse_tied_by_data(named: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """ValueError that names two parameters in the same memory: parts of them would go different ways."""
-    places = []
-    for name, each in named:
+def refuse_tied_by_data(
+    named: Sequence[tuple[str, torch.Tensor]], frozen: Sequence[tuple[str, torch.Tensor]] = ()
+) -> None:
+    """ValueError that names two parameters in the same memory: parts of them would go different ways.
+
+    frozen: these may lie where another one does, if that is frozen too: then both stay as they are.
+    """
+    places, still = [], {name for name, _ in frozen}
+    for name, each in (*named, *frozen):
         if each.numel() and not each.is_meta:
             start = each.data_ptr()
             extent = 1 + sum((n - 1) * stride for n, stride in zip(each.shape, each.stride(), strict=True))
@@ -32,7 +43,7 @@ def refuse_tied_by_data(named: Sequence[tuple[str, torch.Tensor]]) -> None:
             places.append((str(each.device), start, start + nbytes, name))
     reached: tuple[str, int, str] = ("", 0, "")
     for device, start, stop, name in sorted(places):
-        if device == reached[0] and start < reached[1]:
+        if device == reached[0] and start < reached[1] and not {name, reached[2]} <= still:
             raise ValueError(
                 f"{reached[2]} and {name} share memory but are two parameters: assign the Parameter itself"
             )
@@ -49,14 +60,24 @@ def refuse_subclasses(named: Sequence[tuple[str, torch.Tensor]]) -> None:
             )
 
 
+def can_lie_flat(parameter: torch.Tensor) -> bool:
+    """Whether a frozen parameter's values may lie in a bucket.
+
+    Those of a class of their own stay where they are: bitsandbytes' codes and torchao's tensors have more
+    beside them.
+    """
+    is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
+    return is_plain and not parameter.is_quantized
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Trained:
     """What decides which bucket a parameter is in, and where it may be cut."""
 
     named: Sequence[tuple[str, torch.Tensor]]
-    """Those that want a gradient, in registration order."""
+    """Those that want a gradient, or those that are frozen, in registration order."""
     kinds: Sequence[int]
-    """Of each the number of its optimizer; -1: none steps it."""
+    """Of each the number of its optimizer; -1: none steps it; FROZEN."""
     units: Sequence[int] | None
     """Of each the number of its unit; None: nothing is done by unit."""
     dtypes: Sequence[torch.dtype]
@@ -89,6 +110,24 @@ class Trained:
             whole,
             {at: block_of(each) for at, each in enumerate(optimizers) if at not in whole},
         )
+
+    @classmethod
+    def frozen(
+        cls,
+        named: Sequence[tuple[str, torch.Tensor]],
+        model: nn.Module,
+        units: Sequence[Unit] = (),
+        param: torch.dtype | None = None,
+    ) -> Trained:
+        """Of frozen ones, which nothing steps. param: of those of floating point; None: their own."""
+        numbers = unit_numbers(model, units, [each for _, each in named]) if units else None
+        dtypes = [param if param and each.is_floating_point() else each.dtype for _, each in named]
+        return cls(named, [FROZEN] * len(named), numbers, dtypes, (), {})
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether these are the frozen ones."""
+        return FROZEN in self.kinds
 
     @cached_property
     def pairs(self) -> list[tuple[int, int]]:

@@ -51,6 +51,7 @@ class Flat:
     own: torch.Tensor  # [shard]
     named: list[tuple[str, torch.Tensor]]
     lane: Lane | None = None  # by which `own` comes, if it lies in another memory than `full`
+    is_frozen: bool = False  # no gradients come to it
     _versions: list[int] = field(default_factory=list)  # of each parameter, when it was gathered
     _taken_on: torch.cuda.Stream | None = None  # None: freed, or on a CPU
     _came: torch.cuda.Event | None = None  # of the first stream that has waited
@@ -127,6 +128,7 @@ class Unit:
     calls: dict[int, int] = field(default_factory=dict)
     """Forwards that wait for their backward: {when it was entered: when it was left}; see gathering.py."""
     entered: int = 0  # its latest forward
+    awaited: bool = True  # a backward may come through the output of its latest forward
     pinned: bool = False  # a backward may come through an output in which nobody sees tensors
     _works: list[Pending] = field(default_factory=list)
 
@@ -144,6 +146,12 @@ class Unit:
     def is_there(self) -> bool:
         """Whether it takes memory."""
         return self.state is not State.FREED
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether some of its parameters are. Backward uses them until it is over, without a gradient of
+        theirs to tell."""
+        return any(flat.is_frozen for flat in self.flats)
 
     @property
     def nbytes(self) -> int:
@@ -164,10 +172,12 @@ class Unit:
         for flat in self.flats:
             flat.take()
             with flat.own_here(group.rank()) as own:
+                full = flat.full
+                if flat.is_frozen:  # in any dtype: backends do not know all
+                    full, own = full.view(torch.uint8), own.view(torch.uint8)
                 work = ops.all_gather(
-                    flat.full, own, group=group, schedule=schedule, async_op=True,
-                    label=f"parameters of {self}",
-                )  # fmt: skip
+                    full, own, group=group, schedule=schedule, async_op=True, label=f"parameters of {self}"
+                )
             self._works.append(work)
 
     def gather(self, group: dist.ProcessGroup, schedule: str | None = None) -> None:
@@ -225,7 +235,7 @@ def find_units(model: nn.Module, wanted: Wanted = None) -> list[Unit]:
         chosen = list(_of_class(model, tuple(wanted)))
         if not chosen:
             names = ", ".join(each.__name__ for each in wanted)
-            raise ValueError(f"units=({names}): the model has no such module with parameters to train")
+            raise ValueError(f"units=({names}): the model has no such module with parameters")
     picked = {id(each) for each in chosen if each is not model}
     named = [(name, each) for name, each in model.named_modules() if id(each) in picked]
     return [
@@ -261,12 +271,12 @@ def _has_streams(memory: torch.Tensor) -> bool:
     return memory.is_cuda
 
 
-def _trains(module: nn.Module) -> bool:
-    return any(each.requires_grad for each in module.parameters())
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _repeated(module: nn.Module) -> Iterable[nn.Module]:
-    children = [each for each in module.children() if _trains(each)]
+    children = [each for each in module.children() if _has_parameters(each)]
     alike = len({type(each) for each in children}) == 1 and not isinstance(children[0], _CONTAINERS)
     if isinstance(module, nn.ModuleList | nn.Sequential) and alike:
         yield from children
@@ -277,7 +287,7 @@ def _repeated(module: nn.Module) -> Iterable[nn.Module]:
 
 def _of_class(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> Iterable[nn.Module]:
     for child in module.children() if not isinstance(module, _CALLS_NONE) else ():
-        if isinstance(child, classes) and _trains(child):
+        if isinstance(child, classes) and _has_parameters(child):
             yield child
         else:
             yield from _of_class(child, classes)
@@ -286,7 +296,7 @@ def _of_class(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> Iterab
 def _of_size(module: nn.Module, elements: int, chosen: list[nn.Module]) -> int:
     """Adds to `chosen`; returns the elements of `module` that are in none of them."""
     whole = isinstance(module, _CALLS_NONE)
-    left = sum(each.numel() for each in module.parameters(recurse=whole) if each.requires_grad)
+    left = sum(each.numel() for each in module.parameters(recurse=whole))
     left += sum(_of_size(child, elements, chosen) for child in module.children() if not whole)
     if left < elements or isinstance(module, _CONTAINERS):
         return left

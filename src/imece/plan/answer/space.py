@@ -101,19 +101,12 @@ def check(question: Question) -> None:
             f"{_nearest(ranks, together)}"
         )
     data = ranks // together
-    if (
-        question.adapters != "none"
-        and question.strategy is not None
-        and DIVIDED[question.strategy].parameters
-    ):
+    divides = question.strategy is not None and DIVIDED[question.strategy].parameters
+    if question.adapters == "qlora" and (divides or question.offload == "parameters"):
+        asked = f"--strategy {question.strategy}" if divides else "--offload parameters"
         raise UserError(
-            f"--strategy {question.strategy} and --adapters {question.adapters}: what is frozen is whole on "
-            "each GPU under any strategy, so it divides no more than zero2 does: use zero2"
-        )
-    if question.adapters != "none" and question.offload == "parameters":
-        raise UserError(
-            f"--offload parameters and --adapters {question.adapters}: what is frozen stays on the GPU, and "
-            "the rest is small: leave one of them out"
+            f"{asked} and --adapters qlora: matrices in 4 bits are whole on each GPU under any strategy: use "
+            "zero2, or --adapters lora"
         )
     if (strategy := question.strategy) is not None and not _can_offload(question, strategy, data):
         needs = "zero3 or hybrid" if question.offload == "parameters" else "a sharded strategy, such as zero1"
@@ -289,8 +282,8 @@ def _strategies(question: Question, tensor: int, ranks: int) -> Iterator[tuple[S
     for strategy in STRATEGIES if question.strategy is None else (question.strategy,):
         if not _can_offload(question, strategy, ranks):
             continue
-        # What is frozen is whole on each rank: beside adapters these divide no more than zero2 does.
-        if question.adapters != "none" and DIVIDED[strategy].parameters:
+        # Matrices in 4 bits are whole on each rank: beside them these divide little more than zero2 does.
+        if question.adapters == "qlora" and DIVIDED[strategy].parameters:
             continue
         if strategy == "replicate":
             yield strategy, 1

@@ -151,26 +151,34 @@ def _moment_bytes(recipe: Recipe, part: Held) -> float:
 
 
 def _with_adapters(setup: Setup, part: Held, framework: Framework) -> _States:
-    """The frozen model, and adapters that are trained."""
+    """The frozen model, and adapters that are trained. Where parameters are divided both are; but matrices in
+    4 bits are whole on each rank."""
     model, parallel, recipe = setup.model, setup.parallel, setup.recipe
     divides, size = DIVIDED[parallel.strategy], recipe.precision.parameters
-    matrices = part.layers * part.products
-    frozen = part.total * size
-    if recipe.adapters == "qlora":
-        frozen += matrices * (FOUR_BIT - size)
-    gathered = 0.0
+    coded = coded_bytes(setup, part)
+    plain = (part.total - part.layers * part.products * bool(coded)) * size
+    of_layer = adapter_parameters(model, recipe.adapter_rank) / parallel.tensor
+    trained, gathered, units = part.layers * of_layer, 0.0, 0
+    if divides.parameters and framework.gathers:
+        units = min(framework.units_at_once, part.layers)
+        layer = part.layer + part.experts - part.products * bool(coded)
+        gathered = (part.tables + part.rest + units * layer) * size
     if divides.parameters:
-        unit = part.products * frozen / part.total  # norms are next to nothing of it
-        gathered = (part.tables + part.rest) * size + framework.units_at_once * unit
-        frozen /= parallel.shard
+        plain /= parallel.shard
+    hosted = plain if divides.parameters and recipe.offload == "parameters" else 0.0
     if recipe.adapters == "qlora":  # the largest matrix, unpacked while it is multiplied with
         gathered += (
             size * model.width * max(model.mlp_width, model.heads * model.head_width) / parallel.tensor
         )
-    trained = part.layers * adapter_parameters(model, recipe.adapter_rank) / parallel.tensor
-    base = Footprint(round(frozen), 0, 0, round(gathered))
-    adapters = _states(setup, part, Sizes(trained, trained / parallel.shard), trained, framework)
+    base = Footprint(round(coded + plain - hosted), 0, 0, round(gathered), round(hosted))
+    dealt = Sizes(trained, trained / parallel.shard, gathered=units * of_layer)
+    adapters = _states(setup, part, dealt, trained, framework)
     return _sum(_States(base, gathered, 0.0), adapters)
+
+
+def coded_bytes(setup: Setup, part: Held) -> float:
+    """Of the matrices that are kept in 4 bits."""
+    return part.layers * part.products * FOUR_BIT if setup.recipe.adapters == "qlora" else 0.0
 
 
 def _sum(one: _States, other: _States) -> _States:
