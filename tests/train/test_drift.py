@@ -238,3 +238,20 @@ def real(folder: str) -> None:
 
 def test_a_bit_flips_in_a_run(tmp_path: Path) -> None:
     in_fork(real, str(tmp_path))
+
+
+def in_stages(folder: str) -> None:
+    """Of two stages with two ranks each, the second one of the first stage: the others see nothing of it."""
+    path = Path(folder)
+    usual = ["--strategy=replicate", f"--watch.drift-every={EVERY}", "--validate.every=0", "--steps=20"]
+    stages = ["--ranks=4", "--mesh.pipeline=2", "--batch.micro=3"]
+    outcome = train(options(path, "stages", *usual, *stages), path, fault=flipping)
+    assert outcome.status == 1 and "Traceback" not in outcome.err, outcome
+    (line,) = {line.split("] ")[-1] for line in outcome.err.splitlines() if "no majority" in line}
+    step = len(records(path / "stages"))
+    assert line.startswith(f"imece: step {step}: {NAME} differs between ranks 0, 1, and there is no")
+    assert AFTER < step <= AFTER + EVERY
+
+
+def test_a_bit_flips_in_a_stage(tmp_path: Path) -> None:
+    in_fork(in_stages, str(tmp_path))

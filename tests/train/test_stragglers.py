@@ -95,6 +95,19 @@ def test_two_that_are_equally_late_are_not_named_by_turns() -> None:
     assert sum(seen.add(each) for each in times) == 1
 
 
+def test_stages_have_different_work() -> None:
+    """Ranks 0 to 2 have one stage, 3 to 5 another, of which backward takes twice as long."""
+    for late, named in ((0.0, None), (0.2, 1)):
+        made, seen, mixed = Ranks(6), Stragglers(1.3, stages=2), Stragglers(1.3)
+        for _ in range(20):
+            times = np.array(made.step(backward=(1, late)))
+            times[3:, PHASES.index("backward")] += 0.1
+            seen.add(times.tolist())
+            mixed.add(times.tolist())
+        assert (seen.slow.rank if seen.slow is not None else None) == named
+        assert late or mixed.slow is not None, "compared with another stage"
+
+
 def test_in_words() -> None:
     slow = Slow(2, "backward", 0.3102, 0.1049)
     assert slow.describe() == "rank 2 is slow in backward: 310 ms a step, the others 105 ms; all wait for it"

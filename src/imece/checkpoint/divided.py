@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from imece.checkpoint.deal import Slice
 from imece.checkpoint.load import Source
 from imece.checkpoint.parts import part_name
-from imece.checkpoint.staged import as_stage, share, whole
+from imece.checkpoint.staged import as_stage, place_of, share, whole
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.model_parallel.divided import Divided, divided_parameters
 
@@ -47,7 +47,9 @@ def in_parts(
     """
     divided = divided_parameters(model)
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if name in divided}
-    index, count = next((each.index, each.count) for each in divided.values())
+    place = place_of(model)  # of a stage, in which there may be nothing that is divided
+    along = (place.tensor, place.tensors) if place is not None else (0, 1)
+    index, count = next(((each.index, each.count) for each in divided.values()), along)
     found: dict[str, Tensor | Slice] = {}
     for name, value in tensors.items():
         parameter = parameter_of(name)

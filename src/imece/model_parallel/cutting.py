@@ -100,6 +100,10 @@ class Place:
     """Of this rank among those that have the same part."""
     ranks: int
     """How many these are."""
+    tensor: int
+    """Of this rank along the axis tensor."""
+    tensors: int
+    """How many are along it. They may all have the whole of a stage, if nothing in it is divided."""
     elsewhere: frozenset[str]
     """Names of modules, parameters and buffers that only other parts have."""
 

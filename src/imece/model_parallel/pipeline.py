@@ -216,6 +216,8 @@ class Pipeline:
             self.mesh.device,
             self.mesh.rank % ranks,  # pipeline is the mesh's slowest axis
             ranks,
+            self.mesh.coordinate("tensor"),
+            self.mesh.size("tensor"),
             frozenset(every - mine),
         )
 
