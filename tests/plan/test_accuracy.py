@@ -97,7 +97,7 @@ def test_table_that_is_not_there() -> None:
 # What is reached, with a little room: whoever changes the model sees what it costs.
 # docs/planner-accuracy.md has the figures.
 _REACHED = {
-    "ultrascale": ("median", 0.07), "llm_foundry": ("mape", 0.05), "torchtitan": ("mape", 0.06),
+    "ultrascale": ("median", 0.06), "llm_foundry": ("mape", 0.05), "torchtitan": ("mape", 0.06),
     "torchtitan_float8": ("mape", 0.14), "torchtitan_h200": ("mape", 0.08),
     "vtrain": ("mape", 0.10), "sc21": ("mape", 0.05), "korthikanti_iteration": ("mape", 0.05),
 }  # fmt: skip
@@ -125,7 +125,7 @@ def test_choice_by_prediction() -> None:
     regrets = list(accuracy.of_cells(rows, accuracy.regret).values())
     assert len(regrets) == 8
     assert statistics.median(regrets) < 0.02 and max(regrets) < 0.10
-    assert min(accuracy.of_cells(rows, accuracy.kendall).values()) > 0.6
+    assert min(accuracy.of_cells(rows, accuracy.kendall).values()) > 0.8
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ _OTHERS = """\
 | rate of Triton's attention | llm-foundry | llm_foundry, runs of one host |
 | time of the CPU for a layer, a collective, a step | nanotron | ultrascale, 1B |
 | | Megatron-DeepSpeed | vtrain, models 1024 wide |
+| what a message took longer before a repair, what a layer on the slower network | nanotron | ultrascale, 1B |
 | bytes of element-wise work (torchtitan's and ours likewise), loss, optimizer | nanotron | ultrascale, 1B |
 | links inside a host | A100, V100 | nccl |
 | | H100 | ultrascale, 1B, with nccl |
@@ -92,43 +93,42 @@ All else is from data sheets, from the frameworks' sources, or counted: `src/ime
 """
 
 
-def _stalled(found: Stalls) -> str:
-    """What is known of the slow runs of ultrascale."""
-    in_32 = [cell for cell in found.order if cell.endswith(" 32 hosts")]
-    known, most = (
+def _sweep(found: Stalls) -> str:
+    """What is known of ultrascale's runs: two versions of nanotron, two networks."""
+    in_32 = [cell for cell in found.unaware if cell.endswith(" 32 hosts")]
+    unaware, most = (
         " and ".join(f"{taus[cell]:.2f} ({cell.partition(',')[0]})" for cell in in_32)
-        for taus in (found.order, found.ceiling)
+        for taus in (found.unaware, found.ceiling)
     )
-    by_zero = "; ".join(
-        f"on {hosts} hosts {zero_0} in that with ZeRO-0 and {zero_1} in that with ZeRO-1"
-        for hosts, (zero_0, zero_1) in found.apart_by_zero.items()
-    )
-    between = found.pipelines - found.stalled - found.free
+    seconds = " and ".join(f"{each:.2f} s ({name})" for name, each in found.seconds.items())
     few, many = found.micro_batches
-    slow = (
-        f"- **ultrascale, slow runs.** {found.slow} runs took more than twice the predicted time: the column "
-        f"*slow*; *tau without* is the order without them. {found.slow_pipelines} of them have a pipeline, "
-        f"and {found.slow_stalled} of these have one thing in common: each message from stage to stage takes "
-        f"{found.seconds:.2f} s longer than predicted, whether the micro-batch is {few} or {many} sequences, "
-        f"on {found.hosts[0]} host as on {found.hosts[1]}. It is there or it is not: of {found.pipelines} "
-        f"runs with a pipeline {found.stalled} have it, and in {found.free} a message is within 0.05 s of "
-        f"what is predicted; {between} lie between. nanotron sends three messages for each activation, two "
-        f"of them with its shape, for which the CPU waits. "
-        f"Of {found.twins} pairs that differ in the stage of ZeRO alone, which changes nothing between "
-        f"stages, {found.twins_apart} have it in one run and not in the other: {by_zero}. Nor is it dealt by "
-        f"lot: of {found.alike:,} pairs that differ in the model or the micro-batch alone "
-        f"{found.alike_apart} are apart in it, where {found.alike_by_chance:.0f} would be. So it seems to go "
-        "with how the runs were swept, of which the table does not tell, and the planner does not predict "
-        "it. That bounds what can be reached: if all other runs were met exactly, tau in the cells with 32 "
-        f"hosts would be {most}. If one knew which runs have it, that one constant would bring it to {known}."
+    (slow, of), (slow_without, of_without) = found.slow_network
+    versions = (
+        f"- **ultrascale, two versions.** Of {found.before} pipelines that were run before nanotron's were "
+        f"repaired, {found.before_stalled} have one thing in common: each message from stage to stage takes "
+        f"longer than predicted by {seconds}, whether the micro-batch is {few} or {many} sequences, on "
+        f"{found.hosts[0]} hosts as on {found.hosts[1]}. The {found.before_wide} others have tensor "
+        "parallelism over hosts, and less of it or nothing. It is predicted, by one constant, as of another "
+        "version of the software; why a message took so long is not known. Which runs those are tells the "
+        "number of the job, from the raw results of the sweep, which others published: nanotron's own script "
+        f"repeats pipelines of early jobs. Of {found.after} pipelines afterwards, in {found.after_free} a "
+        f"message is within 0.05 s of what is predicted; {found.after_stalled} are as slow as those before. "
+        "Five of these had 33 to 42 GB/s in the gather below, where the others have 237 on one host, 143 on "
+        "two and 44 on eight at least; of the rest nothing tells why. They are most of the column *slow*, "
+        "runs that took more than twice the predicted time; *tau without* is the order without them. If one "
+        f"did not know the version, tau in the cells with 32 hosts would be {unaware}, and if one met all "
+        f"but the slow pipelines exactly it would be {most}."
     )
-    pipelines = (
-        "- **ultrascale, pipelines.** With a pipeline over several hosts a layer with tensor parallelism "
-        "takes the CPU 2 ms x ranks longer than on one host. That is measured, one constant of nanotron, and "
-        "not understood. Four runs without a pipeline have it too, 2.6 to 2.7 ms x ranks: those on 32 hosts "
-        "with 64 and 128 micro-batches a step."
+    networks = (
+        "- **ultrascale, two networks.** Before it trained, each job measured a gather of 256 MB over its "
+        "ranks: a further host added either 0.1 to 0.2 ms or 0.5 ms and more. On the slower network a layer "
+        "with tensor parallelism takes the CPU 2 ms x ranks longer, even inside a host. That is measured, "
+        f"one constant, and not understood. Of the runs on several hosts, {slow} of {of} with a pipeline "
+        f"were on the slower network and {slow_without} of {of_without} without, so few rows tell it from "
+        "what a pipeline costs. The faster network is predicted to sum gradients as slowly as the other: "
+        "with its own figure for each host the steps on it would come out shorter than they were."
     )
-    return "".join(textwrap.fill(each, 110, subsequent_indent="  ") + "\n" for each in (slow, pipelines))
+    return "".join(textwrap.fill(each, 110, subsequent_indent="  ") + "\n" for each in (versions, networks))
 
 
 def write(results: Results, path: Path, plot: Path | None) -> None:
@@ -136,7 +136,7 @@ def write(results: Results, path: Path, plot: Path | None) -> None:
     page = _HEAD + _block(judged(results))
     if plot is not None:
         page += f"\n![predicted against measured]({os.path.relpath(plot, path.parent)})\n"
-    page += _READING + _KNOWN + _stalled(stalls()) + _OTHERS
+    page += _READING + _KNOWN + _sweep(stalls()) + _OTHERS
     for table in results.tables:
         page += _block("\n".join(lines(table, results.plan.worst)).strip("\n").splitlines()) + "\n"
     if results.fits:

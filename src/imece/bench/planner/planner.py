@@ -219,11 +219,10 @@ def _judged_cells(table: Table | None, published: bool) -> list[str]:
     regrets = list(accuracy.of_cells(table.rows, accuracy.regret).values())
     median, p90 = statistics.median(regrets), accuracy.quantile(regrets, 0.9)
     low = {name: tau for name, tau in taus.items() if tau < 0.7}
-    ceiling = stalls().ceiling if low and published else {}
-    at_best = {name: f" (at best {tau:.2f})" for name, tau in ceiling.items()}
-    below = [f"{name} {tau:.2f}{at_best.get(name, '')}" for name, tau in low.items()]
     figure = f"{min(taus.values()):.2f} to {max(taus.values()):.2f}"
-    figure += f"; below: {', '.join(below)}" if below else ""
+    figure += f"; below: {', '.join(f'{name} {tau:.2f}' for name, tau in low.items())}" if low else ""
+    if published:
+        figure += f"; {min(stalls().unaware.values()):.2f} if nanotron's version were not known"
     return [
         verdict(not low, taus_text, figure),
         verdict(median <= 0.10 and p90 <= 0.25, regret_text, f"{median:.1%}, {p90:.1%}"),

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from imece.plan.accuracy import nanotron
 from imece.plan.accuracy.published import Table, read
 from imece.plan.accuracy.statistics import Row
 from imece.plan.hardware import Cluster, Gpu, find_cluster, find_gpu
@@ -17,7 +18,6 @@ from imece.plan.speed.manner import (
     MEGATRON,
     MEGATRON_2021,
     MEGATRON_DEEPSPEED,
-    NANOTRON,
     TORCHTITAN,
     Manner,
 )
@@ -52,7 +52,10 @@ def row(case: Case) -> Row:
 
 
 def ultrascale(own: Table | None = None) -> Iterator[Case]:
-    """The successful runs. Fitted on 1B; 3B is held out."""
+    """The successful runs. Fitted on 1B; 3B is held out.
+
+    They were made with two versions of nanotron, on two networks.
+    """
     for r in (own or read("ultrascale")).rows:
         if r["status"] != "ok":
             continue
@@ -64,7 +67,7 @@ def ultrascale(own: Table | None = None) -> Iterator[Case]:
             setup.tokens_a_step / (float(r["tokens_per_s_per_gpu"]) * ranks),
             (setup,),
             find_cluster("H100", 8, int(r["nodes"]), "efa"),
-            NANOTRON,
+            nanotron.of_row(r),
             cell=f"{r['model']}, {r['nodes']} hosts",
             held_out=r["model"] != "1B",
             sequences=int(r["global_batch"]),

@@ -16,7 +16,8 @@ class Manner:
     name: str
     layer_host_s: float = 1.5e-3  # to start a layer's forward and backward, without collectives
     collective_host_s: float = 60e-6  # to start one collective inside a layer
-    spread_host_s: float = 0.0  # a layer and tensor rank, where a pipeline goes over several hosts
+    spread_host_s: float = 0.0  # a layer and tensor rank, where ranks are on several hosts
+    message_s: float = 0.0  # a message between stages takes so much longer, beside nothing
     step_s: float = 5e-3  # once a step: data, logging, clipping
     elementwise: float = 1.0  # bytes of element-wise work over those of one kernel for each operation
     flash: float = 1.0  # rate of its attention kernels over Gpu.flash
@@ -47,14 +48,12 @@ IMECE = Manner("imece", elementwise=1.5, contention=0.6)
 # optim/gradient_accumulator.py (fp32 gradients in one buffer), parallel/tensor_parallel/functional.py
 # (asynchronous column products, gathered again), scripts/scaling_benchmarks.py. With ZeRO-0 alone gradients
 # are reduced in a hook of DDP, in buckets, with a pipeline and without (trainer.py); the measured steps show
-# none of it hidden, so all are taken to go at once when backward is through. That a layer with tensor
-# parallelism takes the CPU longer, by 2 ms a rank, when there is a pipeline over several hosts is measured
-# (spread_host_s) and not understood.
+# none of it hidden, so all are taken to go at once when backward is through. What its pipelines cost
+# before they were repaired, and a layer on a slow network, is in plan/accuracy/nanotron.py.
 NANOTRON = Manner(
     "nanotron",
     layer_host_s=2.5e-3,
     collective_host_s=205e-6,
-    spread_host_s=2.0e-3,
     step_s=20e-3,
     elementwise=1.5,
     loss_bytes=48.0,

@@ -92,7 +92,7 @@ def _stage_time(
     hidden_bytes = model.width * tokens * recipe.precision.activations
     talk = _tensor_talk(cluster, manner, recipe, hidden_bytes, tensor, sequence, layer.columns)
     host = _layer_host_s(manner, recipe, talk.calls)
-    if pipeline > 1 and several_hosts and tensor > 1:
+    if manner.spread_host_s and several_hosts and tensor > 1:
         host += manner.spread_host_s * tensor * along(cluster, tensor, 1).hosts ** 0.5
     most, last, rest = stages(model, manner, pipeline)
     ring = _ring(cluster, model, manner, recipe, context, tensor, layer)
@@ -105,6 +105,7 @@ def _stage_time(
     )
     crossing = _crossing(cluster.gpus_per_host, pipeline, stride)
     all_sends = crossing * sends + (pipeline - 1 - crossing) * sends_inside
+    late = manner.message_s * messages(pipeline)
     middle, end = most * device + waits, last * device + head_work + waits_last
     slowest = end >= middle
     count = last if slowest else most
@@ -118,8 +119,8 @@ def _stage_time(
         context=count * ring.exposed,
         context_hidden=count * ring.hidden,
         waiting=waits_last if slowest else waits,
-        sends=sends * interleave if pipeline > 1 else 0.0,
-        all_stages=rest * device + (pipeline - 1) * waits + end + all_sends,
+        sends=sends * interleave + late if pipeline > 1 else 0.0,
+        all_stages=rest * device + (pipeline - 1) * waits + end + all_sends + late * (pipeline + 1) / 2,
         layers=count,
         most_layers=max(most, last),
     )
@@ -158,6 +159,11 @@ def stages(model: Model, manner: Manner, pipeline: int) -> tuple[int, int, int]:
     head = model.table_parameters / model.layer_parameters
     last = max(0, round((model.layers + head) / pipeline - head))
     return -(-(model.layers - last) // (pipeline - 1)), last, model.layers - last
+
+
+def messages(pipeline: int) -> int:
+    """Between stages, that one of them waits for with each micro-batch: in and out, there and back."""
+    return 0 if pipeline == 1 else 2 if pipeline == 2 else 4  # the first and the last have one neighbour
 
 
 @dataclass(frozen=True)
