@@ -71,6 +71,7 @@ bench: setup $(BENCH_STAMP)  ## measure the collectives; figures go to build/ben
 	$(VENV_PYTHON) -m imece bench hosts --json build/bench/hosts.json
 	$(VENV_PYTHON) -m imece bench ddp --json build/bench/ddp.json
 	$(VENV_PYTHON) -m imece bench pipeline --json build/bench/pipeline.json
+	$(VENV_PYTHON) -m imece bench tensor --json build/bench/tensor.json
 	$(VENV_PYTHON) -m imece bench step --memory --json build/bench/step.json \
 		--plot build/bench/step.png --trace build/bench/step-trace.json
 	$(VENV_PYTHON) -m imece bench step --parameters 1000,10000

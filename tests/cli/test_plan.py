@@ -400,7 +400,7 @@ def test_pictures_and_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     text = page.read_text(encoding="utf-8")
     assert text.count("<h1>") == 1 and "data:image/png;base64," in text
     assert "<script" not in text and "http://" not in text and "https://" not in text
-    assert re.search(r"<th>computing</th><td>[^<]*forward [\d.]+ m?s, from [\d.]+( m?s)? to [\d.]+ m?s; ", text)
+    assert re.search(r"computing</th><td>[^<]*forward [\d.]+ m?s, from [\d.]+( m?s)? to [\d.]+ m?s; ", text)
     assert "GB a GPU" in capsys.readouterr().out
 
 

@@ -25,6 +25,7 @@ from imece.bench.recovery import recovery
 from imece.bench.recovery import targets as recovery_targets
 from imece.bench.save import save
 from imece.bench.step import parameter_cost, step
+from imece.bench.tensor import tensor
 from imece.bench.train import targets as train_targets
 from imece.bench.train import train
 from imece.cli.bench_gpu import GpuOptions
@@ -40,6 +41,7 @@ from imece.cli.bench_pipeline import PipelineOptions
 from imece.cli.bench_planner import PlannerOptions
 from imece.cli.bench_recovery import RecoveryOptions
 from imece.cli.bench_save import SaveOptions
+from imece.cli.bench_tensor import TensorOptions
 from imece.cli.doctor import interface
 from imece.cli.options import nearest, parse
 from imece.errors import UserError
@@ -185,6 +187,13 @@ BENCHMARKS = {
         "Time forwards and backwards in each schedule of imece.Pipeline: what ranks idle, and keep.",
         PipelineOptions,
         pipeline.run,
+    ),
+    "tensor": Benchmark(
+        "a step of ranks that divide matrices, beside one rank and torch's parallelize_module",
+        "Time a step of imece.tensor_parallel beside one rank and torch's own way; what each rank needs.",
+        TensorOptions,
+        tensor.run,
+        failed=lambda results: bool(results.odd_ones),
     ),
     "memory": Benchmark(
         "bytes of a rank by category in every strategy, predicted and counted; bars",

@@ -1,0 +1,128 @@
+"""`imece bench tensor`: a step of ranks that divide matrices, beside one rank and torch's own way."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from imece.bench import machine
+from imece.bench.crew import Crew
+from imece.bench.report import size_text
+from imece.bench.rounds import Taken, alternate
+from imece.bench.tensor.ways import ALONE, WAYS
+
+_MODULE = "imece.bench.tensor.rank"
+_NEAR = 1e-3  # of a loss: all train the same model
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    ranks: int = 2
+    tokens: tuple[int, ...] = (128, 512)
+    """Of a step."""
+    vocabularies: tuple[int, ...] = (512, 16384)
+    rounds: int = 7
+    steps: int = 4
+    """Training steps of a round."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way with one vocabulary and number of tokens."""
+
+    way: str
+    vocabulary: int
+    tokens: int
+    seconds: list[float]
+    """Of a step in each round: the slowest rank's."""
+    loss: float
+    memory_bytes: int
+    """That forward and backward have at most besides parameters, gradients and optimizer: of the rank that
+    has most."""
+
+    @property
+    def step_s(self) -> float:
+        """The median round's."""
+        return statistics.median(self.seconds)
+
+
+@dataclass
+class Results:
+    """Of all ways."""
+
+    plan: Plan
+    rows: list[Row] = field(default_factory=list)
+    taken: list[Taken] = field(default_factory=list)
+    """What others had of the processor meanwhile: of each vocabulary and number of tokens."""
+
+    @property
+    def odd_ones(self) -> list[str]:
+        """Ways that did not train the model that one rank did."""
+        known = {(each.vocabulary, each.tokens): each.loss for each in self.rows if each.way == ALONE}
+        return [
+            f"{each.way}: a loss of {each.loss:g}, and {expected:g} on one rank"
+            for each in self.rows
+            if not abs(each.loss - (expected := known[each.vocabulary, each.tokens])) <= _NEAR * expected
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with the machine."""
+        rows = [asdict(row) | {"step_s": row.step_s} for row in self.rows]
+        return asdict(self) | {"benchmark": "tensor", "machine": machine.facts(), "rows": rows}
+
+
+def run(plan: Plan, say: Callable[[str], None]) -> Results:
+    """Measure and print."""
+    results = Results(plan)
+    with Crew.of_ranks(f"{plan.ranks} ranks", _MODULE, plan.ranks) as crew:
+        for vocabulary in plan.vocabularies:
+            for way in WAYS:
+                crew.ask("build", way=way, vocabulary=vocabulary)
+            for tokens in plan.tokens:
+                rows, taken = _measure(crew, plan, vocabulary, tokens)
+                results.rows += rows
+                results.taken.append(taken)
+                for line in [*_table(plan, rows), *taken.lines]:
+                    say(line)
+    for line in results.odd_ones:
+        say(f"WRONG    {line}")
+    return results
+
+
+def _measure(crew: Crew, plan: Plan, vocabulary: int, tokens: int) -> tuple[list[Row], Taken]:
+    losses: dict[str, float] = {}
+
+    def measure(way: str) -> float:
+        told = crew.ask("measure", way=way, tokens=tokens, steps=plan.steps)
+        losses[way] = told[0]["loss"]
+        return max(float(each["seconds"]) for each in told)
+
+    for way in WAYS:  # the first step prepares what all others use
+        crew.ask("measure", way=way, tokens=tokens, steps=1)
+    seconds, taken = alternate(WAYS, plan.rounds, measure)
+    rows = [
+        Row(
+            way, vocabulary, tokens, seconds[way], losses[way],
+            max(int(each["bytes"]) for each in crew.ask("memory", way=way, tokens=tokens)),
+        )
+        for way in WAYS
+    ]  # fmt: skip
+    return rows, taken
+
+
+def _table(plan: Plan, rows: list[Row]) -> list[str]:
+    alone = next(row for row in rows if row.way == ALONE)
+    return [
+        f"\n{plan.ranks} ranks, {alone.tokens} tokens a step, a vocabulary of {alone.vocabulary:,}; "
+        f"1 thread a rank, medians of {plan.rounds} rounds",
+        "  way                     step      one rank / it   forward and backward need",
+        *(
+            f"  {row.way:<20}{row.step_s * 1e3:>8.1f} ms{alone.step_s / row.step_s:>12.2f}"
+            f"          {size_text(row.memory_bytes)}"
+            for row in rows
+        ),
+    ]
