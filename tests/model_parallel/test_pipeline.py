@@ -20,6 +20,7 @@ from torch.optim import AdamW
 import imece
 from imece import Pipeline, parallelize
 from imece.mesh import Mesh
+from imece.model_parallel import shared
 from imece.model_parallel.divided import divided_parameters
 from imece.model_parallel.shared import Shared
 from imece.models.transformer import Transformer
@@ -516,3 +517,17 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_all_ranks_make_the_first_call_of_a_pipelines_group(rank: int) -> None:
+    """NCCL connects a group in its first call; of these, rank 1 has none to make for the shared ones."""
+    tied, other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
+    group = mock.Mock(rank=lambda: rank, size=lambda: 3)
+    called = mock.Mock()
+    with (
+        mock.patch.object(shared, "all_reduce", called.all_reduce),
+        mock.patch.object(shared, "exchange", called.exchange),
+    ):
+        Shared([[{"embed": tied}], [{"block": other}], [{"head": tied}]], group)
+    assert [name for name, *_ in called.mock_calls] == ["all_reduce"] + ["exchange"] * (rank != 1)

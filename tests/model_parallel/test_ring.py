@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from imece.model_parallel import kernels, ring
 from imece.model_parallel.kernels import attend, attend_backward
@@ -175,6 +177,69 @@ CHECKS: dict[str, Check] = {
 @pytest.mark.parametrize("job", jobs(__name__, CHECKS, (2, "shm"), (3, "gloo"), (4, "shm")))
 def test_ring(job: Job, request: pytest.FixtureRequest) -> None:
     passed(job, request)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_channels_may_lie_apart_in_memory(which: str) -> None:
+    """The CPU's kernel takes for granted that they do not, and reads elsewhere."""
+    q, k, v, gradient = (each.detach().contiguous() for each in drawn(4, 2))
+    out, lse = attend(q, k, v, True, 0.3)
+    backward = attend_backward(gradient, q, k, v, out, lse, True, 0.3)
+    given = {"q": q, "k": k, "v": v}
+    given[which] = given[which].mT.contiguous().mT
+    torch.testing.assert_close(attend(**given, diagonal=True, scale=0.3), (out, lse), rtol=0, atol=EXACT)
+    again = attend_backward(gradient, **given, out=out, lse=lse, diagonal=True, scale=0.3)
+    torch.testing.assert_close(again, backward, rtol=0, atol=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "width", "fused"),
+    [
+        ((9, 0), torch.bfloat16, 64, True),
+        ((8, 0), torch.float16, 256, True),
+        ((7, 5), torch.float16, 64, False),  # T4
+        ((7, 0), torch.bfloat16, 64, False),  # V100
+        ((9, 0), torch.float32, 64, False),
+        ((9, 0), torch.bfloat16, 20, False),
+        ((9, 0), torch.bfloat16, 264, False),
+    ],
+)
+def test_a_gpu_gets_the_kernel_that_it_has(
+    capability: tuple[int, int], dtype: torch.dtype, width: int, fused: bool
+) -> None:
+    """Asked with tensors that have no memory; what each kernel takes is that of torch's sources."""
+    called: list[str] = []
+    plain = mock.Mock()
+
+    class Called(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(func.overloadpacket.__name__)
+            if "flash_attention" in called[-1]:
+                assert all(
+                    each.stride(-1) == 1 for each in args if isinstance(each, Tensor) and each.ndim > 3
+                )
+            return func(*args, **(kwargs or {}))
+
+    asked = mock.patch.object(torch.cuda, "get_device_capability", return_value=capability)
+    with (
+        FakeTensorMode(),
+        Called(),  # type: ignore[no-untyped-call]
+        asked,
+        mock.patch.multiple(kernels, _attend=plain, _attend_backward=plain),
+    ):
+        q, k, v, gradient = (
+            torch.empty(2, heads, 16, width, dtype=dtype, device="cuda") for heads in (4, 2, 2, 4)
+        )
+        plain.return_value = (q, q)
+        q = torch.empty(2, 4, width, 16, dtype=dtype, device="cuda").mT  # channels lie apart
+        out, lse = attend(q, k, v, True, 0.3)
+        found = attend_backward(gradient, q, k, v, out, lse, True, 0.3)
+    if fused:
+        assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, dtype, q.shape[:-1], torch.float32)
+        assert [each.shape for each in found] == [q.shape, k.shape, v.shape]
+    assert plain.call_count == (0 if fused else 2)
+    assert ("_scaled_dot_product_flash_attention" in called) == fused
+    assert ("_scaled_dot_product_flash_attention_backward" in called) == fused
 
 
 @pytest.mark.parametrize("length", [8, 40])

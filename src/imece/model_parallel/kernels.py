@@ -19,10 +19,12 @@ _CUDA = torch.ops.aten._scaled_dot_product_flash_attention
 _CUDA_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 _HALF = (torch.float16, torch.bfloat16)
 _CUDA_WIDEST = 256  # channels of a head, in multiples of 8
+_CUDA_OLDEST = (8, 0)  # compute capability: Ampere
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, diagonal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
+    q, k, v = map(_in_rows, (q, k, v))
     if q.device.type == "cpu":
         out, lse = _CPU(q, k, v, 0.0, diagonal, scale=scale)
     elif _is_for_flash(q):
@@ -43,12 +45,13 @@ def attend_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v from that of out."""
+    q, k, v = map(_in_rows, (q, k, v))
     if q.device.type == "cpu":
         found = _CPU_BACKWARD(gradient, q, k, v, out, lse, 0.0, diagonal, scale=scale)
     elif _is_for_flash(q):
         unused = torch.zeros(2, dtype=torch.int64, device=q.device)  # of dropout's generator
         found = _CUDA_BACKWARD(
-            gradient, q, k, v, out.contiguous(), lse.contiguous(), None, None, q.shape[2], k.shape[2],
+            gradient, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2],
             0.0, diagonal, unused, unused, scale=scale,
         )  # fmt: skip
     else:
@@ -57,8 +60,16 @@ def attend_backward(
     return d_q, d_k, d_v
 
 
+def _in_rows(x: Tensor) -> Tensor:
+    """With the channels of a position side by side: the CPU's kernel takes for granted that they are, and
+    reads elsewhere if not; a GPU's refuses."""
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
 def _is_for_flash(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype in _HALF and q.shape[-1] % 8 == 0 and q.shape[-1] <= _CUDA_WIDEST
+    if not q.is_cuda or q.dtype not in _HALF or q.shape[-1] % 8 or q.shape[-1] > _CUDA_WIDEST:
+        return False
+    return torch.cuda.get_device_capability(q.device) >= _CUDA_OLDEST
 
 
 # Where there is no kernel: by the scores, [B, heads, Q, K] of them at once.

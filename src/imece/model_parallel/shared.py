@@ -14,14 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imece.collectives.messages import Recv, Send, exchange
+from imece.collectives.ops import all_reduce
 
 
 class Shared:
     """Those of this rank that others of the pipeline have too."""
 
     def __init__(self, parts: Sequence[Sequence[dict[str, nn.Module]]], group: dist.ProcessGroup) -> None:
-        """parts: of each rank its stages' modules by name. The first rank's values count."""
+        """parts: of each rank its stages' modules by name. The first rank's values count. All ranks of the
+        group construct together."""
         self._group, self._rank = group, group.rank()
+        _connect(group, parts)
         holders: defaultdict[int, list[int]] = defaultdict(list)
         parameters: dict[int, nn.Parameter] = {}
         for rank, stages in enumerate(parts):
@@ -69,3 +72,12 @@ class Shared:
         messages = [Send(mine, rank) for rank, _ in others] + [Recv(value, rank) for rank, value in others]
         exchange(messages, group=self._group, label="gradient of a shared parameter")
         return values
+
+
+def _connect(group: dist.ProcessGroup, parts: Sequence[Sequence[dict[str, nn.Module]]]) -> None:
+    """NCCL connects the ranks of a group in the first call, which waits for all of them. Messages between
+    some, as of shared parameters or in torch's schedules, would wait for ranks that wait for them."""
+    if group.size() > 1:
+        mine = (module for named in parts[group.rank()] for module in named.values())
+        device = next(each.device for module in mine for each in module.parameters())
+        all_reduce(torch.zeros(1, device=device), group=group, label="first call of a pipeline")
