@@ -353,7 +353,8 @@ def checkpoints(group: dist.ProcessGroup) -> None:
     model, optimizers, _ = wrap(Way("zero2", None), group, muon_and_adamw)
     list(clipped(model, optimizers, 2))
     kept = all_of(TrainingState(model, optimizers).own(), group)
-    wanted = torch.stack(list(clipped(model, optimizers, 2)))
+    losses = torch.stack(list(clipped(model, optimizers, 2)))
+    by_layout: dict[str, torch.Tensor] = {}
     for way in both:
         model, optimizers, offload = wrap(way, group, muon_and_adamw)
         if offload is not None:
@@ -367,7 +368,11 @@ def checkpoints(group: dist.ProcessGroup) -> None:
         if offload is not None:
             values = [value for one in optimizers for s in one.state.values() for value in s.values()]
             assert all(value.device.type == "cpu" for value in values if isinstance(value, torch.Tensor))
-        assert torch.equal(torch.stack(list(clipped(model, optimizers, 2))), wanted), way
+        got = torch.stack(list(clipped(model, optimizers, 2)))
+        # In which order Gloo sums an element of three ranks depends on where in its bucket it lies.
+        wanted = losses if dist.get_backend(group) == "shm" else by_layout.setdefault(way.strategy, got)
+        assert torch.equal(got, wanted), way
+        torch.testing.assert_close(got, losses)
 
 
 def fail_in_backward(model: Any, offload: Any) -> int:
