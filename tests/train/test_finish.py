@@ -17,7 +17,7 @@ from imece.data.tokens import Part
 from imece.footprint import Footprint
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
-from imece.train.config import TrainConfig
+from imece.train.config import MeshSection, TrainConfig
 from imece.train.finish import _prompt, _rows, _sample, next_commands
 from imece.train.precision import Precision
 from imece.train.run_folder import RunFolder
@@ -72,7 +72,7 @@ def test_a_model_whose_numbers_are_not_finite() -> None:
         prepared=SimpleNamespace(tokenizer=ByteTokenizer()),
         model=model,
         mesh=SimpleNamespace(device=torch.device("cpu")),
-        plan=SimpleNamespace(tensor=1),
+        plan=SimpleNamespace(mesh=MeshSection()),
         precision=Precision("fp32", "cpu"),
         folder=SimpleNamespace(path=Path("runs/a")),
     )
