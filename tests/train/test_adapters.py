@@ -28,6 +28,7 @@ from imece.train.peak import flops_per_token
 from imece.train.run_folder import RunFolder
 from imece.train.step import Step
 from tests.membership.deaths import death, difference
+from tests.membership.test_several_hosts import two_hosts
 from tests.train.command import in_fork, train
 from tests.train.compare import exact, last, records
 from tests.train.test_origin import QWEN, SHAPE, first_sequences, ready, words, write_model
@@ -204,6 +205,19 @@ def test_every_strategy_trains_the_same_adapters(runs: tuple[Path, dict[str, Any
         )
 
 
+def test_what_was_predicted_is_counted(runs: tuple[Path, dict[str, Any]]) -> None:
+    """Bytes of a rank; under zero3 the base too is shared out."""
+    parameters = {}
+    for strategy in STRATEGIES:
+        plan = json.loads((runs[0] / strategy / "plan.json").read_bytes())
+        counted, predicted = plan["measured"]["memory_bytes"], plan["predicted"]["counted_bytes"]
+        parameters[strategy] = counted["parameters"]
+        for kind in ("parameters", "gradients", "optimizer", "communication"):
+            padding = 1024 if kind == "parameters" else 6000  # so much of so few
+            assert predicted[kind] == pytest.approx(counted[kind], rel=0.02, abs=padding), (strategy, kind)
+    assert parameters["zero3"] == pytest.approx(parameters["zero2"] / 2, rel=0.02)
+
+
 def test_only_adapters_are_saved(runs: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = runs
     saved = last(folder / "zero3")
@@ -241,6 +255,33 @@ def test_a_rank_that_is_killed_comes_back(runs: tuple[Path, dict[str, Any]], str
     assert [each for each in records(run) if "generation" in each]
     assert len(last(run).rank_states) == 2, "nobody has replaced it"
     assert difference(run, folder / "whole") < 1e-4
+
+
+def loses_a_host(folder: str) -> str:
+    """Of two, with the parts of the base that its ranks kept. What was said."""
+    import peft  # noqa: F401
+
+    mock.patch("imece.train.finish._SAMPLE_TOKENS", 4).start()
+    path = Path(folder)
+    write_model(path / "source", QWEN)
+    more = ["--strategy=zero3", "--steps=8", "--checkpoint.every=3", "--lora.dropout=0", "--ranks=4"]
+    assert train(words(path, "source", "whole", *TRAINED, *more), path).status == 0
+    dies = death("backward", [2, 3], 5)
+
+    def both() -> None:
+        two_hosts()
+        dies()
+
+    done = train(words(path, "source", "run", *TRAINED, *more), path, fault=both)
+    assert done.status == 0, done.err
+    assert difference(path / "run", path / "whole") < 1e-4
+    return done.out
+
+
+@needs_peft
+@pytest.mark.slow
+def test_a_base_that_was_in_parts_is_read_again(tmp_path: Path) -> None:
+    assert "back to the checkpoint of step 3" in in_fork(loses_a_host, str(tmp_path))
 
 
 def refused(run: Path) -> str:

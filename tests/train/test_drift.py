@@ -170,8 +170,8 @@ def test_two_ranks_cannot_outvote_each_other() -> None:
 
 
 def test_sharded_models() -> None:
-    """zero3 has its trained parameters once, in memory that all ranks of the host share."""
-    whole, once = [True, True], [False, True]
+    """zero3 has parameters once, frozen ones too, in memory that all ranks of the host share."""
+    whole, once = [True, True], [False, False]
     assert run_ranks(sharded, 3, backend=None) == [{"zero1": whole, "zero2": whole, "zero3": once}] * 3
 
 

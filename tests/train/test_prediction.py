@@ -119,6 +119,7 @@ def test_the_base_of_adapters_is_frozen(strategy: str, targets: tuple[str, ...])
     assert counted["parameters"] == pytest.approx((base + trained) / held, rel=0.01)
     divided = 2 if strategy in ("zero2", "zero3") else 1
     assert counted["gradients"] == pytest.approx(trained / divided, rel=0.15)
+    assert counted["communication"] == pytest.approx(trained * (divided == 2), rel=0.15), "in one bucket"
     assert counted["optimizer"] == pytest.approx(
         2 * trained / (1 if strategy == "replicate" else 2), rel=0.15
     )

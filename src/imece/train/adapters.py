@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from imece.checkpoint.load import Source
-from imece.checkpoint.weights import MODEL
+from imece.checkpoint.weights import MODEL, held, together
+from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
 from imece.membership.pieces import Pieces
 from imece.models.transformer import Transformer
@@ -46,13 +47,17 @@ def check_libraries(lora: LoraSection, *, to_train: bool = True) -> None:
 def adapted(
     config: TrainConfig, base: Source, model: Transformer, device: torch.device, precision: Precision
 ) -> Transformer:
-    """A model on the meta device gets its memory on `device`, the values of `base`, and adapters.
+    """A model on the meta device gets adapters; and if it is quantised, its memory on `device` and the values
+    of `base`: codes cannot be cut. Otherwise whoever divides it gives it memory, and `begin_beside` values.
 
     No more than a matrix is on the CPU besides. UserError if the base cannot be read.
     """
     lora = config.lora
+    if lora.quantize == "none":
+        add(model, lora)
+        return model
     for name, module in list(model.named_modules()):
-        if lora.quantize != "none" and name.startswith("blocks.") and name.rpartition(".")[2] in LINEAR:
+        if name.startswith("blocks.") and name.rpartition(".")[2] in LINEAR:
             assert isinstance(module, nn.Linear)
             _replace(model, name, _quantised(module, base.tensor(f"{MODEL}{name}.weight"), device, precision))
     for name, module in model.named_modules():
@@ -66,6 +71,25 @@ def adapted(
         for name, value in first_values(model, config.seed):
             model.get_parameter(name).copy_(value)
     return model
+
+
+@torch.no_grad()
+def begin_beside(config: TrainConfig, base: Source, model: DistributedDataParallel) -> None:
+    """The values of `base`, of which each rank reads what it keeps, and those that adapters begin with. All
+    ranks call it. UserError if the base cannot be read."""
+    first = first_pieces(config, model.module)
+    adapters = {*first.names()}
+
+    def read() -> None:
+        for name, start, memory in held(model):
+            of_base = name.replace(f"{_BASE}.", ".")
+            if MODEL + name in adapters:
+                first.fill(memory, MODEL + name, start)
+            elif not is_quantised(of_base, config.lora):  # those have their codes already
+                base.fill(memory, MODEL + of_base, start)
+
+    together(model, read)
+    model.take_over_masters()
 
 
 def first_values(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -147,4 +171,5 @@ def add(model: Transformer, lora: LoraSection) -> None:
         r=lora.rank, lora_alpha=lora.alpha_or_usual, lora_dropout=lora.dropout,
         target_modules=list(lora.targets),
     )  # fmt: skip
-    peft.inject_adapter_in_model(config, model)
+    on_meta = any(each.is_meta for each in model.parameters())
+    peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta)

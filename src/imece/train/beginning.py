@@ -32,8 +32,8 @@ def new_model(
     """Of random weights, on the CPU, where a seed gives the same ones whatever the device of the run is.
 
     Or, of a run that begins with a folder's, on the meta device: whoever divides it among ranks gives it
-    memory, and `begin_with` values. But a base with adapters is whole, on `device`; precision: in which a
-    quantised one is multiplied with. UserError if the base cannot be read.
+    memory, and `begin_with` values, or `begin_beside` beside adapters. But a quantised base is whole, on
+    `device`; precision: in which it is multiplied with. UserError if the base cannot be read.
     """
     if not config.model.weights:
         return Transformer(shape, generator=torch.Generator().manual_seed(config.seed))

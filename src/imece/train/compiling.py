@@ -54,9 +54,12 @@ def _kinds(model: Transformer, device: torch.device) -> list[nn.Module]:
     """A block for each kind of those that share their code."""
     config = model.config
     kinds = {(config.window_of(at), at in config.nope_layers): at for at in range(config.layers)}
-    if not model.embed.weight.requires_grad:  # with adapters: it has memory
-        return [copy.deepcopy(model.blocks[at]) for at in kinds.values()]
-    blocks = [Block(config, at).to(device) for at in kinds.values()]
+    blocks: list[nn.Module] = [Block(config, at).to(device) for at in kinds.values()]
+    if not model.embed.weight.requires_grad:  # with adapters
+        blocks = [copy.deepcopy(model.blocks[at]) for at in kinds.values()]
+        if not model.embed.weight.is_meta:
+            return blocks
+        blocks = [block.to_empty(device=device) for block in blocks]
     for parameter in (each for block in blocks for each in block.parameters()):
         parameter.detach().zero_()
     return [*blocks]

@@ -133,7 +133,9 @@ def _alike(
     if sharding.groups.replicas is None:
         sharded = {*model.sharded_names}
         return [each for each in everything if each[0] not in sharded], 0, model.process_group
-    parts: list[tuple[str, Tensor]] = [(part.name, part.parameter) for part in model.parts]
+    parts: list[tuple[str, Tensor]] = [
+        (part.name, part.parameter) for part in (*model.parts, *model.frozen_parts)
+    ]
     return parts, sharding.groups.shard.rank(), sharding.groups.replicas
 
 

@@ -33,6 +33,7 @@ from imece.model_parallel.context import ContextParallel
 from imece.model_parallel.pipeline import Pipeline
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
+from imece.train.adapters import begin_beside
 from imece.train.agreeing import together
 from imece.train.alike import check_same_tokens
 from imece.train.batch import BatchPlan, plan_batch, shared_among
@@ -43,7 +44,7 @@ from imece.train.config import TrainConfig
 from imece.train.dividing import check_divided, dealt, divided
 from imece.train.evaluate import windows_read
 from imece.train.optimizer import make_optimizers
-from imece.train.origin import keep, sequence_length, shape_of
+from imece.train.origin import keep, open_base, sequence_length, shape_of
 from imece.train.passes import InPipeline, InTurn, Passes, StageLoss
 from imece.train.peak import measured_peak
 from imece.train.precision import Precision, choose_precision
@@ -132,6 +133,8 @@ class Session:
             optimizers = make_optimizers(own, config.optimizer)
         # This has collectives within, but what it refuses it refuses on all ranks before them.
         wrapped = together(mesh, lambda: _parallelize(own, optimizers, strategy, config, mesh))
+        if bare and config.lora.rank:
+            together(mesh, lambda: begin_beside(config, open_base(config, folder), wrapped))
         clock, alarms = Clock(mesh.device), deque[str]()
         state = TrainingState(wrapped, optimizers, frozen=not config.lora.rank)
         context = ContextParallel(mesh)
@@ -264,6 +267,9 @@ class Session:
     def _from_checkpoint(self) -> int:
         """What nobody has in memory any more; where nothing has been saved yet, all begin again."""
         assert self.recovery is not None
+        if self.config.lora.rank and self.wrapped.frozen_names:  # what is in no checkpoint, and was in parts
+            base = together(self.mesh, lambda: open_base(self.config, self.folder))
+            together(self.mesh, lambda: begin_beside(self.config, base, self.wrapped))
         if self._resume():
             back = f"back to the checkpoint of step {self.done}"
         else:

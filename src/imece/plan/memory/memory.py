@@ -171,7 +171,11 @@ def _with_adapters(setup: Setup, part: Held, framework: Framework) -> _States:
             size * model.width * max(model.mlp_width, model.heads * model.head_width) / parallel.tensor
         )
     base = Footprint(round(coded + plain - hosted), 0, 0, round(gathered), round(hosted))
-    dealt = Sizes(trained, trained / parallel.shard, gathered=units * of_layer)
+    filling = 0.0
+    if divides.gradients:
+        bucket = recipe.bucket_bytes / (recipe.precision.masters or size)
+        filling = min(trained, max(1, framework.grown_units) * (of_layer if units else bucket))
+    dealt = Sizes(trained, trained / parallel.shard, filling, units * of_layer)
     adapters = _states(setup, part, dealt, trained, framework)
     return _sum(_States(base, gathered, 0.0), adapters)
 
