@@ -47,7 +47,10 @@ faults: setup  ## kill and stop ranks at many places and instants; prints what e
 test-gpu:  ## the tests on CUDA devices; fails where there is none
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 		{ echo "imece: $(PYTHON) sees no CUDA device (or has no torch); name another with PYTHON=" >&2; exit 1; }
-	$(PYTHON) -m pytest -m gpu $(ARGS)
+	@$(PYTHON) -c 'import hypothesis, psutil, pytest, rich, safetensors, tokenizers, tyro' || \
+		{ echo "imece: $(PYTHON) lacks what the tests need: $(PYTHON) -m pip install -e '.[dev]' (its torch stays)" >&2; \
+		exit 1; }
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(ARGS)
 
 lint: setup  ## ruff and strict mypy
 	.venv/bin/ruff check
