@@ -36,7 +36,13 @@ def test_the_formulae_of_adam_in_fp32(ranks: int) -> None:
         found = predict(laid, strategy, 0, state, parameter_bytes=4, reduce_bytes=4)
         assert found.total / (16 * LENGTH) == pytest.approx(expected_bytes)
         filled = predict(
-            laid, strategy, 0, state, parameter_bytes=4, reduce_bytes=4, filling=[0],
+            laid,
+            strategy,
+            0,
+            state,
+            parameter_bytes=4,
+            reduce_bytes=4,
+            filling=[0],
             gathered=laid.buckets[1].nbytes,
         )
         assert filled.communication == 2 * 3 * 4 * LENGTH
