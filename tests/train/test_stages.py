@@ -118,6 +118,7 @@ def test_the_losses_are_those_of_one_rank(tmp_path: Path) -> None:
     assert summary(tmp_path / "two")["sample"] == summary(tmp_path / "one")["sample"]
 
 
+@pytest.mark.slow  # eight trainings
 def test_beside_tensor_and_after_a_death(tmp_path: Path) -> None:
     dies = in_fork(with_adamw, str(tmp_path))[2]
     check_curves(tmp_path, ["all", "dies"])
