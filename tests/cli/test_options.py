@@ -123,6 +123,22 @@ def test_what_is_missing_is_named(argv: list[str], said: str) -> None:
     assert str(caught.value) == f"{said} missing (see imece bake --help)"
 
 
+@dataclass(frozen=True)
+class Asked:
+    ranks: Annotated[int, tyro.conf.arg(aliases=["--nproc-per-node"])]
+    """It has no default."""
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("--nproc", "--nproc-per-node"), ("--rank", "--ranks"), ("--rank=2", "--ranks")]
+)
+def test_an_option_mistyped_is_not_called_missing(typed: str, meant: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(Asked, [typed, "2"], "imece bake", "Bakes.")
+    name = typed.partition("=")[0]
+    assert str(caught.value) == f"there is no option {name}; did you mean {meant}?"
+
+
 class Terminal(io.StringIO):
     encoding = "utf-8"
 

@@ -123,7 +123,8 @@ def _with_hint(message: str, argv: Sequence[str], config_class: type[object], pr
     own_check = f"Error parsing {config_class.__name__}: "
     if message.startswith(own_check):
         return message.removeprefix(own_check)
-    if message.startswith(f"Missing from {prog}: "):
+    missing = message.startswith(f"Missing from {prog}: ")
+    if missing:
         named = message.partition(": ")[2].split("(required)")
         names = [what.split()[0] for what in named if what.strip()]
         message = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing"
@@ -138,5 +139,6 @@ def _with_hint(message: str, argv: Sequence[str], config_class: type[object], pr
         if typed.startswith("--") and typed.replace("--no-", "--", 1) not in names:
             meant = _elsewhere(typed, names) or nearest(typed, names)
             if meant is not None:
+                message = f"there is no option {word.split('=', 1)[0]}" if missing else message
                 return f"{message}; did you mean {meant}?"
     return f"{message} (see {prog} --help)"
