@@ -153,7 +153,11 @@ def counted(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> 
     hosted = {
         id(each): each.nbytes
         for store in sharding.every_store
-        for each in (store.master, store.gradient, store.own if offload.parameters else None)
+        for each in (
+            store.master if offload.parameters or not store.is_frozen else None,
+            store.gradient,
+            store.own if offload.parameters else None,
+        )
         if each is not None
     }
     more = sum(offload.takes(nbytes) - nbytes for nbytes in hosted.values())
