@@ -143,9 +143,9 @@ def counted(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> 
         communication += sharding.gathering.most_bytes
         parameters += own
     if sharding.strategy.gradients:
-        communication += sharding.bucket_bytes
+        communication += sharding.memory.nbytes
     else:
-        gradients += sharding.bucket_bytes
+        gradients += sharding.memory.nbytes
     if offload is None:
         return Footprint(parameters, gradients + sums, optimizer, communication)
     if offload.parameters:

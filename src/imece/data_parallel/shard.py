@@ -16,7 +16,6 @@ Since a sum over ranks runs in the order of ranks, whoever computes it, all of t
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -26,23 +25,16 @@ from torch import nn
 from imece.collectives import native, ops
 from imece.collectives.calls import Call, in_shared_memory
 from imece.collectives.pending import Pending, wait_for
-from imece.collectives.shared_memory import shared_empty
 from imece.data_parallel.reducing.buckets import Bucket, Gradients, Slot
 from imece.data_parallel.reducing.way import most_under_way
+from imece.data_parallel.sharding.accumulated import Accumulated
+from imece.data_parallel.sharding.borrowed import BorrowedMemory
 from imece.data_parallel.sharding.coming import Coming
 from imece.data_parallel.sharding.offload import Direct, Lane
 from imece.data_parallel.sharding.parts import Part
 from imece.data_parallel.sharding.stores import Division, Store, make_stores
 from imece.data_parallel.sharding.trained import Trained
-
-_COMMON = (
-    "and the ranks of this host have its memory in common, so that each of them changed what the others had "
-    "written: do it inside of `with model.gathered(write=True):`"
-)
-_FROM_MASTER = (
-    "and the optimizer steps a master copy of it, from which the next step would fill it again: do it inside "
-    "of `with model.gathered(write=True):`, or by model.load_state_dict"
-)
+from imece.data_parallel.sharding.written import Written
 
 
 class Sharding(Gradients):
@@ -67,7 +59,7 @@ class Sharding(Gradients):
         self.strategy, self.groups, self._way = division.strategy, division.groups, division.way
         self.gathering, self.offload = division.gathering, division.offload
         self.lane: Lane = self.offload.lane if self.offload is not None else Direct()
-        self.common_parameters, self._in_reach = division.common_parameters, division.in_reach
+        self.common_parameters = division.common_parameters
         self._may_come_late, self._owners = may_come_late, owners or {}
         self.gathers, self.borrows = self.gathering is not None, self.strategy.gradients
         self.rank, self.size = self.groups.shard.rank(), self.groups.shard.size()
@@ -86,62 +78,19 @@ class Sharding(Gradients):
         self.all = [_bucket(store) for store in self.stores]
         by_index = {slot.index: slot for bucket in self.all for slot in bucket.slots}
         self.slots = [by_index[index] for index in range(len(trained.named))]
-        self.not_zeroed: set[int] = set()
-        """Optimizers that have stepped, and whose gradients were not zeroed since."""
-        self._stepped_with: set[int] = set()  # parameters: this backward may add to gradients of such a step
-        self._mixed: set[int] = set()  # optimizers: a backward did
-        self._has_warned = False
-        self._summed: set[int] = set()  # parameters that some rank may have a gradient of: what a step writes
         self.has_private = False  # parameters: this rank a copy of those in common memory, which is to stay
-        self._guarded = self._not_to_write()
-        self._versions: list[int] = []  # of those
-        self.note_versions()
-        self._spare: list[torch.Tensor] = []  # memory of buckets that have given it back
-        self._borrowed: dict[int, torch.Tensor] = {}  # what of it a bucket has
-        if not self.strategy.gradients:
+        self.accumulated = Accumulated(trained.kinds)
+        self.written = Written(self.every_store, division)
+        self.memory = BorrowedMemory(self.stores, division, self.lane)
+        if not self.borrows:
             for bucket in self.all:
                 self.attach(bucket)
 
     # Memory.
 
     def attach(self, bucket: Bucket) -> None:
-        """Give a bucket memory for its gradients."""
-        store = self.stores[bucket.index]
-        plan, device = store.plan, store.parameters.device
-        dtype = self.precision.reduce or store.parameters.dtype
-        nbytes = plan.numel * dtype.itemsize
-        fitting = [
-            at for at, each in enumerate(self._spare) if each.numel() >= nbytes and each.device == device
-        ]
-        if fitting:
-            memory = self._spare.pop(min(fitting, key=lambda at: self._spare[at].nbytes))
-            self.lane.reuse(memory)
-        else:
-            alike = [each.plan.numel for each in self.stores if each.kind == store.kind]
-            most = max(alike) * dtype.itemsize
-            most = most if self.strategy.gradients and self.gathering is None else nbytes
-            shared = self._in_reach and device.type == "cpu"
-            memory = shared_empty(most, torch.uint8) if shared else torch.empty(
-                most, dtype=torch.uint8, device=device
-            )  # fmt: skip
-            memory.zero_()
-        self._borrowed[bucket.index] = memory
-        bucket.flat = memory[:nbytes].view(dtype)
-        for place, slot in zip(plan.places, bucket.slots, strict=True):
-            slot.view = bucket.flat[place.start : place.stop].view(slot.parameter.shape)
-        bucket.attached = True
-
-    def _detach(self, bucket: Bucket) -> None:
-        bucket.flat = bucket.flat.new_empty(0)
-        for slot in bucket.slots:
-            slot.view = bucket.flat
-        bucket.attached = False
-        self._spare.append(self._borrowed.pop(bucket.index))
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Of memory for buckets of gradients, whether one has it now or not."""
-        return sum(each.nbytes for each in (*self._spare, *self._borrowed.values()))
+        """As of Gradients."""
+        self.memory.lend(bucket)
 
     def let_go(self) -> None:
         """Of all memory but what parameters lie in, whatever is under way. Nothing comes after it."""
@@ -150,9 +99,8 @@ class Sharding(Gradients):
             if store.coming is not None:
                 store.coming.give_up()
             store.parts.clear()
-        for kept in (self.stores, self.frozen, self.parts, self._spare):
+        for kept in (self.stores, self.frozen, self.parts, self.memory):
             kept.clear()
-        self._borrowed.clear()
         del self.groups
         if self.gathering is not None:
             self.gathering.let_go()
@@ -175,39 +123,16 @@ class Sharding(Gradients):
         """A synchronised backward begins. What was summed and not zeroed since then is to be added to."""
         if self.gathering is not None:
             self.gathering.begin()
-        self._stepped_with = set()
-        self._mixed &= {
-            store.kind for store in self.stores for part in store.parts if part.parameter.grad is not None
-        }
+        live = []
         for store in self.stores:
-            live = [part for part in store.parts if part.parameter.grad is not None]
             store.older = None
-            if live:
-                if store.kind in self.not_zeroed:
-                    self._stepped_with.update(part.index for part in live)
-                store.older = torch.zeros_like(store.master)
-                for part in live:
-                    assert part.parameter.grad is not None
-                    part.of(store.older).copy_(part.parameter.grad)
-
-    def zeroed(self, kinds: Collection[int], set_to_none: bool) -> None:
-        """The gradients of these optimizers."""
-        self.not_zeroed -= set(kinds)
-        self._mixed -= set(kinds)
-        if set_to_none:
-            self._summed -= {at for at, kind in enumerate(self.trained.kinds) if kind in kinds}
-
-    def stepped(self, kind: int) -> None:
-        """An optimizer has, with the gradients that are there."""
-        self.not_zeroed.add(kind)
-        if kind in self._mixed and not self._has_warned:  # once: perhaps it is meant
-            self._has_warned = True  # to clear a parameter's `.grad`, which is None, leaves no trace
-            warnings.warn(
-                "backward adds to gradients that an optimizer has stepped with: call optimizer.zero_grad() "
-                "or model.zero_grad() in each step. parameter.grad = None and model.module.zero_grad() do "
-                "not reach the parts of a sharded model, which hold its gradients",
-                stacklevel=2,
-            )
+            for part in store.parts:
+                if (grad := part.parameter.grad) is not None:
+                    if store.older is None:
+                        store.older = torch.zeros_like(store.master)
+                    part.of(store.older).copy_(grad)
+                    live.append(part.index)
+        self.accumulated.begin(live)
 
     def leaves(self, bucket: Bucket, by_hook: bool) -> None:
         """A bucket is full: its unit may not be needed any more."""
@@ -244,14 +169,14 @@ class Sharding(Gradients):
         store = self.stores[bucket.index]
         start, stop = store.plan.shard(self.rank)
         own = bucket.flat[start:stop]
-        if not self.strategy.gradients and own.dtype == store.master.dtype and self.offload is None:
+        if not self.borrows and own.dtype == store.master.dtype and self.offload is None:
             store.gradient = own
         else:
             if store.gradient is None:
                 store.gradient = self._like_master(store)
             self.lane.copy(store.gradient, own)
-        if self.strategy.gradients:
-            self._detach(bucket)
+        if self.borrows:
+            self.memory.take_back(bucket)
 
     def _like_master(self, store: Store) -> torch.Tensor:
         if self.offload is None:
@@ -263,8 +188,7 @@ class Sharding(Gradients):
         self.lane.wait()  # whoever clips or steps reads them, and no stream holds back the host
         unused = {slot.index for slot in absent if not used_anywhere[slot.index]}
         frozen = {part.index for part in self.parts if not part.parameter.requires_grad}  # by their groups
-        self._mixed |= {self.trained.kinds[at] for at in self._stepped_with - unused - frozen}
-        self._summed |= {slot.index for slot in self.slots} - unused
+        self.accumulated.came({slot.index for slot in self.slots} - unused, frozen)
         for store in self.stores:
             assert store.gradient is not None
             for part in store.parts:
@@ -325,7 +249,7 @@ class Sharding(Gradients):
                 parameter
                 for store in stepped
                 for place, parameter in zip(store.plan.places, store.members, strict=True)
-                if place.item in self._summed
+                if place.item in self.accumulated.summed
             ]
         )
         self.note_versions()
@@ -378,20 +302,9 @@ class Sharding(Gradients):
         for store in self.every_store:
             store.check_views()
 
-    def _not_to_write(self) -> list[tuple[str, torch.Tensor, str]]:
-        """(name, parameter, what becomes of what a rank writes into it), of those where that is lost."""
-        if self.gathering is not None:
-            return []  # they are freed, and say so by themselves; or gathered, see Gathering
-        common = self.common_parameters and self.size > 1
-        return [
-            (item.name, parameter, _COMMON if common else _FROM_MASTER)
-            for store in self.every_store if common or store.own is not store.master
-            for item, parameter in zip(store.items, store.members, strict=True)
-        ]  # fmt: skip
-
     def note_versions(self) -> None:
         """What has been written into parameters until now was meant to be."""
-        self._versions = [_version(parameter) for _, parameter, _ in self._guarded]
+        self.written.note()
         if self.gathering is not None:
             self.gathering.note_versions()
 
@@ -399,21 +312,6 @@ class Sharding(Gradients):
         """RuntimeError that names a parameter whose part was written into outside of a step."""
         for store in self.stores:
             store.check_parts()
-
-    def check_unwritten(self) -> None:
-        """RuntimeError that names a parameter into which a rank has written what would be lost.
-
-        A step writes into parts, and a gather into buckets, which count their own versions.
-        """
-        for (name, parameter, lost), version in zip(self._guarded, self._versions, strict=True):
-            if _version(parameter) != version:
-                raise RuntimeError(f"parameter {name} was written into, {lost}")
-
-
-def _version(parameter: torch.Tensor) -> int:
-    """How often it was written into; one that is coming is not waited for."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return parameter._version
 
 
 def _bucket(store: Store) -> Bucket:

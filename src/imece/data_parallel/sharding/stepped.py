@@ -189,7 +189,7 @@ class SteppedParts:
                 "not step together: use imece.GradScaler in its place"
             )
         self._check_summed()
-        self._sharding.check_unwritten()
+        self._sharding.written.check()
         self._sharding.before_step((self._number,))
         self._in_step = optimizer
 
@@ -215,7 +215,7 @@ class SteppedParts:
         self._in_step = None
         with torch.no_grad():
             self._sharding.after_step((self._number,))
-        self._sharding.stepped(self._number)
+        self._sharding.accumulated.stepped(self._number)
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         """ValueError: parts are cut and gradients summed for what was there in `parallelize`."""
@@ -322,7 +322,7 @@ class SteppedParts:
         if (model := self._known()) is not None:
             model._before_zero(self._number, set_to_none)
         self._zero(set_to_none)
-        self._sharding.zeroed((self._number,), set_to_none)
+        self._sharding.accumulated.zeroed((self._number,), set_to_none)
         for parameter in self._parameters:  # what came in no_sync and was not summed
             parameter.grad = None
 

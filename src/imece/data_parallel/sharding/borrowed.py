@@ -1,0 +1,69 @@
+"""The memory in which buckets of gradients are filled and summed: what one gives back another borrows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from imece.collectives.shared_memory import shared_empty
+from imece.data_parallel.reducing.buckets import Bucket
+from imece.data_parallel.sharding.offload import Lane
+from imece.data_parallel.sharding.stores import Division, Store
+
+
+class BorrowedMemory:
+    """Of the buckets of one sharded model."""
+
+    def __init__(self, stores: Sequence[Store], division: Division, lane: Lane) -> None:
+        """stores: by bucket. lane: of the copies out of this memory."""
+        self._stores, self._lane = stores, lane
+        self._dtype, self._in_reach = division.precision.reduce, division.in_reach
+        # Of units, which differ more, each has as much as it takes.
+        self._fits_any = division.strategy.gradients and division.gathering is None
+        self._spare: list[torch.Tensor] = []  # uint8
+        self._borrowed: dict[int, torch.Tensor] = {}  # by bucket
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of it, whether a bucket has it now or not."""
+        return sum(each.nbytes for each in (*self._spare, *self._borrowed.values()))
+
+    def lend(self, bucket: Bucket) -> None:
+        """Give a bucket memory for its gradients."""
+        store = self._stores[bucket.index]
+        plan, device = store.plan, store.parameters.device
+        dtype = self._dtype or store.parameters.dtype
+        nbytes = plan.numel * dtype.itemsize
+        fitting = [
+            at for at, each in enumerate(self._spare) if each.numel() >= nbytes and each.device == device
+        ]
+        if fitting:
+            memory = self._spare.pop(min(fitting, key=lambda at: self._spare[at].nbytes))
+            self._lane.reuse(memory)
+        else:
+            alike = [each.plan.numel for each in self._stores if each.kind == store.kind]
+            memory = self._new(max(alike) * dtype.itemsize if self._fits_any else nbytes, device)
+        self._borrowed[bucket.index] = memory
+        bucket.flat = memory[:nbytes].view(dtype)
+        for place, slot in zip(plan.places, bucket.slots, strict=True):
+            slot.view = bucket.flat[place.start : place.stop].view(slot.parameter.shape)
+        bucket.attached = True
+
+    def _new(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        if self._in_reach and device.type == "cpu":
+            return shared_empty(nbytes, torch.uint8).zero_()
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    def take_back(self, bucket: Bucket) -> None:
+        """Its sum was taken out of it."""
+        bucket.flat = bucket.flat.new_empty(0)
+        for slot in bucket.slots:
+            slot.view = bucket.flat
+        bucket.attached = False
+        self._spare.append(self._borrowed.pop(bucket.index))
+
+    def clear(self) -> None:
+        """Let go of all of it."""
+        self._spare.clear()
+        self._borrowed.clear()
