@@ -38,6 +38,10 @@ _VARIABLES = frozenset(os.environ)
 _GPUS = "CUDA_VISIBLE_DEVICES"
 _SEEN_GPUS = os.environ.get(_GPUS)
 
+# A second thread delays products as small as those of tests, most of all beside other processes. Ranks
+# have one each as well.
+torch.set_num_threads(1)
+
 # A shell has what it starts in the background ignore SIGINT, nohup SIGHUP: what tests start hears them.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,15 +17,6 @@ from imece.train.run_folder import RunFolder, shape_as_json
 
 TEXT = "The çığ of 🏔 number {number} fell on a village, and the village did one job together: imece.\n"
 BEST_STEP, LAST_STEP = 1, 2
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """A second thread delays products as small as these, most of all beside other processes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -22,8 +22,6 @@ from imece.data.tokens import open_tokens
 from imece.train.precision import choose_precision
 from imece.train.run_folder import RunFolder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def found(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     assert main(["eval", *argv, "--json"]) == 0

@@ -30,8 +30,6 @@ from imece.train.run_folder import RunFolder
 from tests.cli.conftest import TEXT, make_run
 from tests.ranks import start_ranks
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 FILES = [
     "config.json",
     "generation_config.json",

@@ -23,8 +23,6 @@ from imece.models.generate import generate
 from imece.models.transformer import Transformer
 from imece.train.run_folder import RunFolder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SENTENCE = "çığ 🏔️ a�b 日本語 naïve"
 
 
