@@ -9,6 +9,7 @@ others are named as the next generation in the stores of all hosts.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -22,7 +23,11 @@ import torch.distributed as dist
 from torch import nn
 
 import imece
+from imece.checkpoint.training_state import TrainingState
 from imece.collectives import hierarchical
+from imece.data_parallel.sharding import stores
+from imece.data_parallel.sharding.parts import move_into
+from imece.layout import Bucket
 from imece.membership.recovery import Recovered
 from imece.membership.roster import Generation, Roster
 from imece.store import listen, serve
@@ -177,6 +182,27 @@ def learn(*args: Any) -> dict[str, Any]:
         return learn_all(*args)
     except SystemExit as leaving:
         return {"left": leaving.code}
+
+
+def learn_dying_again(dying: int, place: str, *args: Any) -> dict[str, Any]:
+    """`learn`, but that a member dies when ranks change. dying: it; place: "moving" (while frozen parameters
+    go to the new ranks' memory) or "moved" (they are there)."""
+    if int(os.environ[f"{_PASSED_ON}MEMBER"]) == dying:
+        moved = itertools.count()
+
+        def move(flat: torch.Tensor, plan: Bucket, members: Sequence[torch.Tensor], copy: bool) -> None:
+            if not members[0].requires_grad and next(moved) == 1:  # 0: at the beginning
+                os.kill(os.getpid(), signal.SIGKILL)
+            move_into(flat, plan, members, copy)
+
+        def load(*_: Any, **__: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if place == "moving":
+            mock.patch.object(stores, "move_into", move).start()
+        else:
+            mock.patch.object(TrainingState, "load", load).start()
+    return learn(*args)
 
 
 def learn_all(

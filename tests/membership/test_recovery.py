@@ -39,6 +39,7 @@ class Alone:
         made._model.__class__ = ShardedDataParallel  # type: ignore[assignment]
         made._model.sharding.groups.shard.size.return_value = 1
         made._model.process_group.size.return_value = 1
+        made._model.module.parameters.return_value = made._model.frozen_names = []
         made._training_state, made._optimizers, made._borders = mock.Mock(), [], Borders()
         made._state, made._take = lambda: self.state, self.taken.append
         made._fallback, made._patience_s = lambda: fallback, 1.0

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from tests.membership.agents import STEPS, Agents, difference, learn, learnt_alone
+from tests.membership.agents import STEPS, Agents, difference, learn, learn_dying_again, learnt_alone
 from tests.membership.deaths import death
 from tests.membership.deaths import difference as difference_of_runs
 from tests.train.command import in_fork, train
@@ -136,6 +136,32 @@ def test_frozen_parameters_come_back(strategy: str, per_host: int, gather: bool)
         assert results[member].ok, results[member].report()
         assert difference(results[member].value["parameters"], expected) < ROUNDING
         assert results[member].value["told"][-1][2] == 0
+
+
+def test_frozen_parameters_that_are_on_their_way() -> None:
+    """A second rank dies while it gives the others of its host what it has in memory common with them."""
+    args = [0, "moving", "zero3", {"2": [2, "backward"]}, 0.0, False, True]
+    with Agents(learn_dying_again, 3, ranks_per_host=3, args=args) as agents:
+        results = agents.watch()
+    assert sorted(agents.dead) == [0, 2]
+    assert results[1].ok, results[1].report()
+    assert difference(results[1].value["parameters"], learnt_alone(frozen=True)) < ROUNDING
+
+
+def test_frozen_parameters_that_are_lost() -> None:
+    """What a host had in common is in parts when another one joins, and that dies before there are copies."""
+    args = [4, "moved", "zero3", {}, 0.3, False, True]
+    with Agents(learn_dying_again, 4, ranks_per_host=2, args=args) as agents:
+        agents.watch(until=lambda: agents.steps() >= 2)
+        agents.publish(range(4), leaving=[2, 3])
+        agents.watch(until=lambda: agents.generation.members == (0, 1) and agents.steps() >= 4)
+        joins = agents.join(host=1)
+        agents.watch(until=lambda: agents.is_ready(joins))
+        agents.publish([0, 1, joins])
+        results = agents.watch()
+    assert results[joins].returncode == -signal.SIGKILL
+    for member in (0, 1):
+        assert "LostStateError" in results[member].error_text, results[member].report()
 
 
 @pytest.mark.slow

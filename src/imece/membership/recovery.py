@@ -28,10 +28,12 @@ import torch
 from torch.optim import Optimizer
 
 from imece.checkpoint.training_state import TrainingState
+from imece.checkpoint.weights import MODEL
 from imece.collectives import ops
 from imece.collectives.texts import gather_json
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel
+from imece.data_parallel.sharding.freed import FreedParameter
 from imece.errors import CollectiveError, MismatchError
 from imece.membership.behind import catch_up
 from imece.membership.block import Block
@@ -39,6 +41,7 @@ from imece.membership.borders import Borders
 from imece.membership.copies import Copies
 from imece.membership.member import Member, is_peer_gone
 from imece.membership.needs import Needs
+from imece.membership.pieces import Pieces
 from imece.membership.roster import Generation
 from imece.membership.states import packed, unpacked
 
@@ -275,7 +278,11 @@ class Recovery:
         notes: list[Json] = gather_json(mine, mesh.world_group, mesh.device, "how far each rank is")
         if isinstance(model, ShardedDataParallel):
             have = [rank for rank, note in enumerate(notes) if note["has_frozen"]]
-            model.regroup(mesh, spread=True, has_frozen=min(have, default=None))
+            try:
+                model.regroup(mesh, spread=True, has_frozen=min(have, default=None))
+            finally:  # what is in parts now may go with the next rank that dies, until there are copies
+                frozen = (each for each in model.module.parameters() if not each.requires_grad)
+                self._has_frozen &= not any(isinstance(each, FreedParameter) for each in frozen)
         else:
             model.regroup(mesh)
         furthest = max(range(len(notes)), key=lambda rank: (notes[rank]["far"], -rank))
@@ -312,6 +319,8 @@ class Recovery:
         assert isinstance(model, ShardedDataParallel)
         needs = Needs(model, self._optimizers)
         found = self._copies.recovered([note["copies"] for note in notes], needs, model.device)
+        if found is not None and not any(note["has_frozen"] for note in notes) and self._lacks(found[1]):
+            found = None
         if found is None and self._fallback is not None:
             return self._fallback()
         if found is None:
@@ -324,6 +333,14 @@ class Recovery:
         self._training_state.load(pieces, frozen=False)
         ops.barrier(group=self.member.mesh.world_group)  # nobody lets go of what another still reads
         return step
+
+    def _lacks(self, pieces: Pieces) -> bool:
+        """Whether copies have nothing of frozen parameters that a rank is to have a part of. All call it."""
+        if not self._model.frozen_names:
+            return False
+        mesh, names = self.member.mesh, {*pieces.names()}
+        mine = [part.name for part in self._model.frozen_parts if MODEL + part.name not in names]
+        return any(gather_json(mine, mesh.world_group, mesh.device, "frozen parameters that are lost"))
 
     def _copy(self, step: int) -> None:
         """What this rank alone holds, for the others; unless all are to exchange copies first."""

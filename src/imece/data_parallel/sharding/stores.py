@@ -195,11 +195,15 @@ def _store(plan: layout.Bucket, laid: layout.Layout, trained: Trained, division:
         master = before[start:stop].clone()
     root = division.root if kind == FROZEN else None
     first = rank == 0 if root is None else division.groups.world.rank() == root
-    move_into(flat, plan, members, copy=not division.common_parameters or first)
+    copies = not division.common_parameters or first
+    if copies:
+        move_into(flat, plan, members, copy=True)
     if division.common_parameters:
         ops.barrier(group=division.groups.shard)
     if root is not None and not (division.common_parameters and division.groups.replicas is None):
         ops.broadcast(flat.view(torch.uint8), root, group=division.groups.world, label="frozen parameters")
+    if not copies:  # before, `first` may die: then these still have what it had
+        move_into(flat, plan, members, copy=False)
     if kind == FROZEN:
         own = master = _kept_frozen(division, own)
     else:
