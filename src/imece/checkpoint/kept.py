@@ -1,4 +1,8 @@
-"""What an optimizer keeps of a parameter, as plain tensors (plain.py)."""
+"""What an optimizer keeps of a parameter, as plain tensors (plain.py).
+
+optimizer/NAME/KEY     one of them
+made_by/NAME/CLASSES   which optimizer that was: a name without elements
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from imece.checkpoint.deal import Slice
+from imece.checkpoint.load import Source
 from imece.checkpoint.plain import by_key, plain, value_of
 from imece.data_parallel.optimizer import may_be_cut
 from imece.data_parallel.sharding.block_wise import elements_per, join
 
+OPTIMIZER = "optimizer/"
+MADE_BY = "made_by/"
 # What torch's own optimizers take for granted in a state that has anything, by the option for which they do.
 _NEEDED = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
 
@@ -105,6 +113,23 @@ class Kept:
             for group in self._optimizer.param_groups
             if any(parameter is each for each in group["params"])
         )
+
+
+def key_of(name: str, key: str) -> str:
+    """In a checkpoint, of what is kept of a parameter."""
+    return f"{OPTIMIZER}{name}/{key}"
+
+
+def tag_of(name: str, classes: str) -> dict[str, Tensor | Slice]:
+    """Says whose it is. classes: `Kept.made_by`; "": nothing is kept of the parameter, and there is none."""
+    nothing = Slice(torch.empty(0, dtype=torch.uint8), (0,), 0)
+    return {f"{MADE_BY}{name}/{classes}": nothing} if classes else {}
+
+
+def makers(saved: Source) -> dict[str, str]:
+    """`Kept.made_by` by parameter. None in what is only in memory, and in checkpoints without such tags."""
+    tags = [name.removeprefix(MADE_BY) for name in saved.names() if name.startswith(MADE_BY)]
+    return {name: classes for name, _, classes in (tag.rpartition("/") for tag in tags)}
 
 
 def are_alike(made_by: str, other: str) -> bool:

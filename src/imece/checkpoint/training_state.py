@@ -3,27 +3,23 @@
     model/NAME             a parameter, in the dtype in which it is updated; a buffer of the model's state
     optimizer/NAME/KEY     what its optimizer keeps of it: exp_avg, momentum_buffer, step, ... (kept.py)
     made_by/NAME/CLASSES   which optimizer that was: a name without elements
-    numbers/NAME/KEY       what schedulers change of a parameter group: lr, momentum, betas, ...; its name is
-                           that of the first of its parameters, in the model's order
+    numbers/NAME/KEY       what schedulers change of a parameter group: lr, momentum, betas, ... (numbers.py)
     extra/NAME/STATE       what a module's get_extra_state gives
     left_out/, beside/     digests of a frozen base: base.py
 
 What is no tensor is made of some, with other keys: plain.py.
 
 A rank hands in what it holds: whole tensors that all ranks have alike, of which `deal` gives it a share to
-write; or slices that it alone owns. So nothing is gathered, and whoever loads asks for the elements it owns.
+write; or slices that it alone owns (sliced.py). So nothing is gathered, and whoever loads asks for the
+elements it owns.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +28,12 @@ from torch.optim import Optimizer
 from imece.checkpoint.base import BESIDE, LEFT_OUT, Base, Expected, as_tensor, in_memory
 from imece.checkpoint.deal import Slice
 from imece.checkpoint.divided import as_part, in_parts
-from imece.checkpoint.kept import Entry, Kept, are_alike, shape_of
+from imece.checkpoint.kept import OPTIMIZER, Entry, Kept, are_alike, key_of, makers, shape_of, tag_of
 from imece.checkpoint.load import Source
-from imece.checkpoint.plain import by_key, plain, value_of
-from imece.checkpoint.staged import names_of_groups, of_all_stages, place_of
+from imece.checkpoint.numbers import Numbers
+from imece.checkpoint.plain import plain
+from imece.checkpoint.sliced import slices_of
+from imece.checkpoint.staged import of_all_stages, place_of
 from imece.checkpoint.weights import (
     EXTRA,
     MODEL,
@@ -48,18 +46,13 @@ from imece.checkpoint.weights import (
     together,
     with_extra_state,
 )
-from imece.collectives.texts import gather_json
-from imece.data_parallel.optimizer import numbers_by_key, parameters_of, set_number
+from imece.data_parallel.optimizer import parameters_of
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.sharding.parts import Part
-from imece.data_parallel.sharding.stepped import whole_groups
 from imece.errors import UserError
 from imece.model_parallel.divided import divided_parameters
 
-OPTIMIZER = "optimizer/"
-MADE_BY = "made_by/"
-NUMBERS = "numbers/"
 _STATE = "state"
 
 
@@ -102,6 +95,7 @@ class TrainingState:
         given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self._model, self._optimizers = model, [(each, Kept(each)) for each in given]
         self._names: dict[Tensor, str] = {each: name for name, each in model.module.named_parameters()}
+        self._numbers = Numbers(given, self._names, self._place)
         self._extra = list(with_extra_state(model.module))
         self._left_out = set[object]()  # of which it was said
         self._own: dict[str, Tensor | Slice] = {}
@@ -112,25 +106,30 @@ class TrainingState:
     def tensors(self) -> dict[str, Tensor | Slice]:
         """All of it, as this rank has it. All ranks call it, after as many steps."""
         model = self._model
-        found = self._slices(model) if isinstance(model, ShardedDataParallel) else self._replicated()
+        found: dict[str, Tensor | Slice] = dict(self._whole_parameters())
+        found |= self._sharded(model) if isinstance(model, ShardedDataParallel) else self._kept_whole()
         digests = self._base.of()
         for name in digests[LEFT_OUT]:
             del found[MODEL + name]
         for prefix, of in digests.items():
             found |= {prefix + name: as_tensor(digest) for name, digest in of.items()}
-        found |= self._of_rank_0() | self._numbers()
+        found |= self._of_rank_0() | self._numbers.tensors()
         plain = model.module
         if divided_parameters(plain) or self._place is not None:
             found = in_parts(found, plain, model.process_group)
         return of_all_stages(found, self._place) if self._place is not None else found
 
-    def _replicated(self) -> dict[str, Tensor | Slice]:
-        found: dict[str, Tensor | Slice] = dict(self._whole_parameters())
+    def _sharded(self, model: ShardedDataParallel) -> dict[str, Tensor | Slice]:
+        kept = {each: (of.made_by, self._entries(name, each, of)) for name, each, of in self._stepped()}
+        return slices_of(model, kept)
+
+    def _kept_whole(self) -> dict[str, Tensor | Slice]:
+        found: dict[str, Tensor | Slice] = {}
         for name, parameter, kept in self._stepped():
             entries = self._entries(name, parameter, kept)
             for key, entry in entries.items():
-                found[_key(name, key)] = entry.tensor
-            found |= _made_by(name, kept.made_by if entries else "")
+                found[key_of(name, key)] = entry.tensor
+            found |= tag_of(name, kept.made_by if entries else "")
         return found
 
     def own(self) -> dict[str, Tensor | Slice]:
@@ -189,7 +188,7 @@ class TrainingState:
         for name, stepped, kept in self._stepped():
             of = parts.get(stepped)
             for key, (value, per) in self._entries(name, stepped, kept).items():
-                found[_key(name, key)] = (
+                found[key_of(name, key)] = (
                     Slice(value.contiguous(), shape_of(of.shape, per), of.start // per)
                     if of is not None and per
                     else value
@@ -229,9 +228,9 @@ class TrainingState:
     def _fill(self, saved: Source) -> None:
         keys = keys_of(saved, OPTIMIZER)
         parts, steps = self._parts(), list(self._stepped())
-        makers = _makers(saved)
+        made_by = makers(saved)
         for name, stepped, kept in steps:  # before anything is changed here
-            maker = makers.get(name, kept.made_by)
+            maker = made_by.get(name, kept.made_by)
             if not are_alike(maker, kept.made_by):
                 then, now = (each.partition(".")[0] for each in (maker, kept.made_by))
                 raise UserError(
@@ -249,99 +248,14 @@ class TrainingState:
             found, of = {}, parts.get(stepped)
             whole = of.shape if of is not None else tuple(stepped.shape)
             for key in keys.get(name, ()):
-                per = kept.per(key, saved.shape(_key(name, key)), whole)
-                found[key] = _read(saved, _key(name, key), per, of, stepped)
+                per = kept.per(key, saved.shape(key_of(name, key)), whole)
+                found[key] = _read(saved, key_of(name, key), per, of, stepped)
             dtype = saved.dtype(MODEL + name) if name in of_model else None
             try:
                 kept.put(stepped, found, dtype)
             except ValueError as error:
                 raise UserError(f"{saved.folder}: {name} had another optimizer: {error}") from error
-        self._take_numbers(saved)
-
-    def _numbers(self) -> dict[str, Tensor | Slice]:
-        return {
-            name: tensor
-            for of, group in self._groups()
-            for key, value in numbers_by_key(group).items()
-            for name, tensor in plain(f"{NUMBERS}{of}/{key}", value)
-        }
-
-    def _take_numbers(self, saved: Source) -> None:
-        """A scheduler goes on from them. Other groups than before keep their own, with a warning.
-
-        Of what only one side has nothing is said: schedulers add some, as initial_lr.
-        """
-        kept = keys_of(saved, NUMBERS)
-        if not kept:  # in memory, where `imece.steps` has them
-            return
-        groups = dict(self._groups())
-        for of, group in groups.items():
-            found = {key: saved.tensor(f"{NUMBERS}{of}/{key}") for key in kept.get(of, ())}
-            for key, value in by_key(found).items():
-                set_number(group, key, value_of(value))
-        if other := groups.keys() ^ kept.keys():
-            names = ", ".join(sorted(other - {""}))  # "": before groups had names
-            warnings.warn(
-                f"{saved.folder}: it has other parameter groups than the optimizers here: of those that "
-                f"begin with {names} nothing is taken: learning rates and what else schedulers change stay",
-                stacklevel=4,
-            )
-
-    def _groups(self) -> list[tuple[str, dict[str, Any]]]:
-        """Of all optimizers, by name and not by place: another program may have them in another order."""
-        groups: list[dict[str, Any]] = []
-        found: list[str | None] = []
-        places = {id(each): at for at, each in enumerate(self._names)}
-        names = list(self._names.values())
-        for optimizer, _ in self._optimizers:
-            for group, parameters in whole_groups(optimizer):
-                of = [places[id(each)] for each in parameters if id(each) in places]
-                found.append(names[min(of)] if of else None)
-                groups.append(group)
-        of_model = names_of_groups(found, self._place) if self._place is not None else found
-        return [
-            (name, group)
-            for name, own, group in zip(of_model, found, groups, strict=True)
-            if name is not None and own is not None
-        ]
-
-    def _slices(self, model: ShardedDataParallel) -> dict[str, Tensor | Slice]:
-        sharding = model.sharding
-        found: dict[str, Tensor | Slice] = dict(self._whole_parameters())
-        parts = {part.index: part for part in model.parts}
-        states = {each: self._entries(name, each, kept) for name, each, kept in self._stepped()}
-        keys = self._all_keys(model, states, {each: kept for _, each, kept in self._stepped()})
-        # Ranks that hold the same shard hand in a piece of it each.
-        replicas = sharding.groups.replicas
-        share, shares = (replicas.rank(), replicas.size()) if replicas is not None else (0, 1)
-        for index, slot in enumerate(sharding.slots):
-            shape, part = tuple(slot.parameter.shape), parts.get(index)
-            low, high = (part.numel * at // shares if part else 0 for at in (share, share + 1))
-            start = part.start + low if part else 0
-            master = part.parameter.detach() if part else torch.empty(0, dtype=sharding.trained.dtypes[index])
-            found[MODEL + slot.name] = Slice(master.view(-1)[low:high], shape, start)
-            maker, own_keys = keys.get(slot.name, ("", {}))
-            found |= _made_by(slot.name, maker)
-            for key, (dtype, per, own_shape) in own_keys.items():
-                nothing = torch.empty(0, dtype=getattr(torch, dtype))
-                value = states[part.parameter][key].tensor if part else nothing
-                if per:
-                    low, high = (value.numel() * at // shares for at in (share, share + 1))
-                    own = value.contiguous().view(-1)[low:high]
-                    start = part.start // per + low if part else 0
-                    found[_key(slot.name, key)] = Slice(own, shape_of(shape, per), start)
-                else:  # whoever has the first element says it for all
-                    says = part is not None and part.start == 0 and share == 0
-                    own = value.contiguous() if says else value.new_empty(0)
-                    found[_key(slot.name, key)] = Slice(own, tuple(own_shape), 0)
-        frozen = {part.name: part for part in model.frozen_parts}
-        for name, shape, of in sharding.frozen_items:
-            kept, flat = frozen.get(name), torch.empty(0, dtype=of)
-            if kept is not None:
-                flat = kept.parameter.detach().view(-1)
-            low, high = (flat.numel() * at // shares for at in (share, share + 1))
-            found[MODEL + name] = Slice(flat[low:high], shape, kept.start + low if kept is not None else 0)
-        return found
+        self._numbers.load(saved)
 
     def _entries(self, name: str, stepped: Tensor, kept: Kept) -> Mapping[str, Entry]:
         """All that is kept of it, or nothing: a count of steps without what they have left would do harm."""
@@ -378,29 +292,6 @@ class TrainingState:
             warnings.warn(
                 f"TrainingState: {text}, which is not made of tensors, numbers and texts", stacklevel=5
             )
-
-    def _all_keys(
-        self,
-        model: ShardedDataParallel,
-        states: Mapping[Tensor, Mapping[str, Entry]],
-        stepped: Mapping[Tensor, Kept],
-    ) -> dict[str, tuple[str, dict[str, tuple[str, int, list[int]]]]]:
-        """{parameter: (made by, {key: (dtype, Entry.per, its shape if that is 0)})}, of all ranks."""
-        mine = {}
-        for part in model.parts:
-            if part.start == 0 and (entries := states.get(part.parameter)):  # one rank has it
-                kinds = {
-                    key: (str(value.dtype).removeprefix("torch."), per, [] if per else list(value.shape))
-                    for key, (value, per) in entries.items()
-                }
-                mine[part.name] = stepped[part.parameter].made_by, kinds
-        # Few optimizers keep different things of different parameters: each kind is said once.
-        names = defaultdict(list)
-        for name, keys in mine.items():
-            names[json.dumps(keys)].append(name)
-        said = [[json.loads(keys), together] for keys, together in names.items()]
-        every = gather_json(said, model.process_group, model.device, "what optimizers keep")
-        return {name: keys for keys, together in itertools.chain.from_iterable(every) for name in together}
 
     def base_digest(self) -> str:
         """Of the frozen base that checkpoints leave out, in hex. All ranks call it."""
@@ -454,22 +345,6 @@ class TrainingState:
             for group in optimizer.param_groups:
                 for each in group["params"]:
                     yield parts[each].name if each in parts else self._names[each], each, kept
-
-
-def _key(name: str, key: str) -> str:
-    return f"{OPTIMIZER}{name}/{key}"
-
-
-def _made_by(name: str, classes: str) -> dict[str, Tensor | Slice]:
-    """Nothing if there are none, as nothing is kept of the parameter."""
-    nothing = Slice(torch.empty(0, dtype=torch.uint8), (0,), 0)
-    return {f"{MADE_BY}{name}/{classes}": nothing} if classes else {}
-
-
-def _makers(saved: Source) -> dict[str, str]:
-    """By parameter. None in what is only in memory, and in checkpoints of before there was this."""
-    tags = [name.removeprefix(MADE_BY) for name in saved.names() if name.startswith(MADE_BY)]
-    return {name: classes for name, _, classes in (tag.rpartition("/") for tag in tags)}
 
 
 def _read(saved: Source, name: str, per: int, part: Part | None, parameter: Tensor) -> Tensor:

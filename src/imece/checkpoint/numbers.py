@@ -1,0 +1,82 @@
+"""What schedulers change of the optimizers' parameter groups: lr, momentum, betas, ...
+
+    numbers/NAME/KEY       NAME: that of the first of the group's parameters, in the model's order
+
+So a group goes by name and not by place: another program may have them in another order.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from imece.checkpoint.load import Source
+from imece.checkpoint.plain import by_key, plain, value_of
+from imece.checkpoint.staged import names_of_groups
+from imece.checkpoint.weights import keys_of
+from imece.data_parallel.optimizer import numbers_by_key, set_number
+from imece.data_parallel.sharding.stepped import whole_groups
+from imece.model_parallel.cutting import Place
+
+NUMBERS = "numbers/"
+
+
+class Numbers:
+    """Of all optimizers of one model."""
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str], place: Place | None
+    ) -> None:
+        """names: of the model's parameters, in its order. place: of this stage, of a model that is cut."""
+        self._optimizers, self._names, self._place = optimizers, names, place
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As a checkpoint has them. All ranks call it."""
+        return {
+            name: tensor
+            for of, group in self._groups()
+            for key, value in numbers_by_key(group).items()
+            for name, tensor in plain(f"{NUMBERS}{of}/{key}", value)
+        }
+
+    def load(self, saved: Source) -> None:
+        """A scheduler goes on from them. Other groups than before keep their own, with a warning.
+
+        Of what only one side has nothing is said: schedulers add some, as initial_lr.
+        """
+        kept = keys_of(saved, NUMBERS)
+        if not kept:  # in memory, where `imece.steps` has them
+            return
+        groups = dict(self._groups())
+        for of, group in groups.items():
+            found = {key: saved.tensor(f"{NUMBERS}{of}/{key}") for key in kept.get(of, ())}
+            for key, value in by_key(found).items():
+                set_number(group, key, value_of(value))
+        if other := groups.keys() ^ kept.keys():
+            names = ", ".join(sorted(other - {""}))  # "": before groups had names
+            warnings.warn(
+                f"{saved.folder}: it has other parameter groups than the optimizers here: of those that "
+                f"begin with {names} nothing is taken: learning rates and what else schedulers change stay",
+                stacklevel=4,
+            )
+
+    def _groups(self) -> list[tuple[str, dict[str, Any]]]:
+        groups: list[dict[str, Any]] = []
+        found: list[str | None] = []
+        places = {id(each): at for at, each in enumerate(self._names)}
+        names = list(self._names.values())
+        for optimizer in self._optimizers:
+            for group, parameters in whole_groups(optimizer):
+                of = [places[id(each)] for each in parameters if id(each) in places]
+                found.append(names[min(of)] if of else None)
+                groups.append(group)
+        of_model = names_of_groups(found, self._place) if self._place is not None else found
+        return [
+            (name, group)
+            for name, own, group in zip(of_model, found, groups, strict=True)
+            if name is not None and own is not None
+        ]

@@ -1,0 +1,78 @@
+"""What a rank hands in of a sharded model: its parts, and nothing of what it has no part of.
+
+All ranks hand in the same names, so what optimizers keep of parts elsewhere is told first. Ranks that hold
+the same shard hand in a piece of it each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from imece.checkpoint.deal import Slice
+from imece.checkpoint.kept import Entry, key_of, shape_of, tag_of
+from imece.checkpoint.staged import share
+from imece.checkpoint.weights import MODEL
+from imece.collectives.texts import gather_json
+from imece.data_parallel.sharded import ShardedDataParallel
+
+Entries = Mapping[Tensor, tuple[str, Mapping[str, Entry]]]
+"""By what is stepped: which optimizer it was made by, and what is kept of it."""
+
+
+def slices_of(model: ShardedDataParallel, kept: Entries) -> dict[str, Tensor | Slice]:
+    """Of the parameters that are sharded, frozen ones too, and of what is kept of them. All ranks call it."""
+    sharding, replicas = model.sharding, model.sharding.groups.replicas
+    piece = (replicas.rank(), replicas.size()) if replicas is not None else (0, 1)
+    parts = {part.index: part for part in model.parts}
+    keys = _keys_of_all(model, kept)
+    found: dict[str, Tensor | Slice] = {}
+    for index, slot in enumerate(sharding.slots):
+        shape, part = tuple(slot.parameter.shape), parts.get(index)
+        start = part.start if part else 0
+        master = part.parameter.detach() if part else torch.empty(0, dtype=sharding.trained.dtypes[index])
+        found[MODEL + slot.name] = share(Slice(master, shape, start), *piece)
+        maker, of_all = keys.get(slot.name, ("", {}))
+        found |= tag_of(slot.name, maker)
+        for key, (dtype, per, own_shape) in of_all.items():
+            nothing = torch.empty(0, dtype=getattr(torch, dtype))
+            value = kept[part.parameter][1][key].tensor.contiguous() if part else nothing
+            if per:
+                own = share(Slice(value, shape_of(shape, per), start // per), *piece)
+            else:  # whoever has the first element says it for all
+                says = part is not None and start == 0 and piece[0] == 0
+                own = Slice(value if says else value.new_empty(0), tuple(own_shape), 0)
+            found[key_of(slot.name, key)] = own
+    frozen = {part.name: part for part in model.frozen_parts}
+    for name, shape, of in sharding.frozen_items:
+        part = frozen.get(name)
+        values = part.parameter.detach() if part else torch.empty(0, dtype=of)
+        found[MODEL + name] = share(Slice(values, shape, part.start if part else 0), *piece)
+    return found
+
+
+def _keys_of_all(
+    model: ShardedDataParallel, kept: Entries
+) -> dict[str, tuple[str, dict[str, tuple[str, int, list[int]]]]]:
+    """{parameter: (made by, {key: (dtype, Entry.per, its shape if that is 0)})}, of all ranks."""
+    mine = {}
+    for part in model.parts:
+        made_by, entries = kept.get(part.parameter, ("", {}))
+        if part.start == 0 and entries:  # one rank has it
+            kinds = {
+                key: (str(value.dtype).removeprefix("torch."), per, [] if per else list(value.shape))
+                for key, (value, per) in entries.items()
+            }
+            mine[part.name] = made_by, kinds
+    # Few optimizers keep different things of different parameters: each kind is said once.
+    names = defaultdict(list)
+    for name, keys in mine.items():
+        names[json.dumps(keys)].append(name)
+    said = [[json.loads(keys), together] for keys, together in names.items()]
+    every = gather_json(said, model.process_group, model.device, "what optimizers keep")
+    return {name: keys for keys, together in itertools.chain.from_iterable(every) for name in together}
