@@ -110,7 +110,9 @@ def edges() -> list[str]:
         with pytest.raises((ValueError, RuntimeError, IndexError)) as caught:
             imece.cross_entropy(divided, wrong)
         said.append(str(caught.value))
-    return said
+    with pytest.raises(ValueError, match="the last of 2 ranks has none") as caught_alike:
+        imece.cross_entropy(distribute_tensor(logits[..., :1], axis, [Shard(2)]), targets * 0)
+    return [*said, str(caught_alike.value)]
 
 
 def test_edges_and_what_is_refused_on_all_ranks() -> None:

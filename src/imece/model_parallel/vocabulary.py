@@ -35,6 +35,11 @@ def _summed(logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
         return totals.logsumexp(0), chosen.sum(0)
 
     each = -(-logits.shape[last] // group.size())  # the last ranks have fewer where that does not come out
+    if each * (group.size() - 1) >= logits.shape[last]:
+        raise ValueError(
+            f"cross_entropy of {logits.shape[last]} entries of a vocabulary, {each} on a rank: the last of "
+            f"{group.size()} ranks has none; let fewer ranks divide them"
+        )
     return summed_cross_entropy(mine, flat, ignore, Columns(rank * each, logits.shape[last], merged))
 
 

@@ -53,7 +53,7 @@ def cross_entropy(
     logits may be a DTensor whose last dim, the vocabulary, is sharded over ranks, as of
     `imece.tensor_parallel(..., divided_logits=True)` or of torch's `parallelize_module`: each rank computes
     with its own, two numbers a position travel, and all have the same loss. Then all of these ranks call it,
-    with the same targets. ValueError for logits that are sharded otherwise.
+    with the same targets. ValueError for logits that are sharded otherwise, or of which a rank has none.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
