@@ -14,6 +14,9 @@ reaches such an output, `finish` when that backward is over: parameters that hav
 here, and whether any rank used them is told by one more small collective. The graph is walked no further than
 to its first leaf, and nobody has to say beforehand that parameters will stay unused. Of a backward that
 raises all is dropped, at the next forward or when its graph runs once more.
+
+Several backwards may be one synchronised one, as those of a pipeline's micro-batches, between which stages
+wait for each other: `begin_several` and `finish` are called around them then.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from __future__ import annotations
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -77,7 +80,8 @@ class Reducer:
         self._end: Callable[[], partial[None] | None] = lambda: None  # of that backward, unless it has raised
         self._graphed = False
         self._left: Collection[int] = ()  # parameters that another model reduces in this backward
-        self._careful = False  # gradients are not simply put into buckets, as some are left or noted
+        self._early: set[int] = set()  # parameters to which another backward of the same step is to come
+        self._careful = False  # gradients are not simply put into buckets, as some are left, early or noted
         self._ending = False  # all gradients that will come are there
         self._next = 0  # bucket to leave next
         self._gone: set[int] = set()  # those that left before their turn, as their units were over
@@ -164,15 +168,35 @@ class Reducer:
 
     def begin(self) -> None:
         """The first gradient of a backward that is to be synchronised has come."""
+        if self._take_up():
+            self._end = task.at_end(partial(self.finish))
+
+    def begin_several(self) -> None:
+        """After `prepare`: the backwards from now on are one to the ranks, and `finish` ends it.
+
+        Buckets leave in the last of them, of which `expect_last` tells; what has not left by then does in
+        `finish`. None of them waits for buckets, so that in between there may be messages to other ranks.
+        """
+        if self._take_up():
+            self._early, self._careful = set(range(len(self.slots))), True
+
+    def expect_last(self, parameters: Iterable[torch.Tensor]) -> None:
+        """After `begin_several`: the next backward is the last one that brings gradients to these."""
+        ids = {id(each) for each in parameters}
+        self._early -= {slot.index for slot in self.slots if id(slot.parameter) in ids}
+
+    def _take_up(self) -> bool:
+        """All is ready for gradients that are to be synchronised, unless somebody took the hooks away: then
+        they are this rank's own."""
         if self._syncing:
             self._recover()  # that backward has raised
         if not self._handles:
-            return  # somebody took the hooks away: gradients are this rank's own
+            return False
         left = self.sharing.taken()
         self._syncing = True
-        self._end = task.at_end(partial(self.finish))
         self._come_last()
         self.start(left=left)
+        return True
 
     def _come_last(self) -> None:
         """Before us comes what others have hooked to parameters since, and may change their gradients."""
@@ -198,11 +222,11 @@ class Reducer:
     def start(self, *, present: bool = True, left: Collection[int] = ()) -> None:
         """Everything back to the beginning of a backward. left: parameters that another model reduces."""
         self._next, self._ending = 0, False
-        self._left, self._careful = left, self._arrivals.noting or bool(left)
+        self._left, self._careful, self._early = left, self._arrivals.noting or bool(left), set()
         self._gone, self._absent = set(), []
         self._used.begin()
         self._line.stand(self)
-        self._graphed = torch.is_grad_enabled()  # backward(create_graph=True)
+        self._graphed = torch.is_grad_enabled() and task.current() != task.NO_TASK  # with create_graph=True
         for bucket in self.buckets:
             bucket.pending, bucket.scale = len(bucket.slots), None
         if self.average.over != "ranks":
@@ -288,6 +312,9 @@ class Reducer:
         """Whether this was the parameter's last gradient in this backward; notes the order in the first."""
         if slot.index in self._left:
             self._fired[slot.index] = 0
+            return False
+        if slot.index in self._early:
+            self._fired[slot.index], self._touched[slot.index] = 0, 1
             return False
         fired = self._fired[slot.index]
         if fired > slot.uses and not self._learning:

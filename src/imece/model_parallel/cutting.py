@@ -109,10 +109,10 @@ class Place:
 
 
 class Part(nn.Module):
-    """What one rank has of a model that is cut. Pipeline runs its stages; called, it only passes on.
+    """What one rank has of a model that is cut. Pipeline runs its stages; called, it does nothing.
 
-    So a forward of its wrapper, which `parallelize` makes of it, is only where the ranks that have this part
-    begin to sum its gradients.
+    So a forward of its wrapper, which `parallelize` makes of it, is only what the ranks that have this part
+    do together before a step.
     """
 
     def __init__(self, named: dict[str, nn.Module]) -> None:
@@ -135,8 +135,8 @@ class Part(nn.Module):
         if (tell := self.owner()) is not None:
             tell(wrapper)
 
-    def forward(self, anchor: Tensor) -> Tensor:
-        return anchor * 1.0  # with a history, by which the wrapper sees backward come
+    def forward(self) -> None:
+        """As above."""
 
 
 def names_in(named: Mapping[str, nn.Module]) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 On p ranks a step of m micro-batches idles (p - 1) / m of the time that it is busy, interleaved
 (p - 1) / (v m). The schedules (schedules.py) are torch.distributed.pipelining's; what is here is the cut, the
-shapes, the shared parameters, and the one reduction over the data axes after all backwards of a step.
+shapes, the shared parameters, and the one reduction over the data axes: buckets of a stage leave during its
+last backward of a step, while other stages still compute; those of shared parameters after all backwards.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class Pipeline:
         """This rank's part of the model, for `parallelize`, or for an optimizer if no rank has the same."""
         self.part.place = self._place()
         self._wrapper: Any = None  # what `parallelize` made of the part
+        self._coming: set[int] = set()  # stages of this rank of which not all backwards have begun
         self.part.owner = weakref.WeakMethod(self._take)
         self.part.to(mesh.device)
         self._shared = Shared([self._named[at::size] for at in range(size)], self._group)
@@ -102,20 +104,26 @@ class Pipeline:
         nobody has called `parallelize`, though other ranks have this part too.
         """
         self._check_wrapped()
+        values = self._values(inputs, targets)
         wrapper = self._wrapper
         reduces = wrapper is None or wrapper.require_backward_grad_sync
         self._shared.before_step()
-        loss = self._run(inputs, targets, train=True)
+        if wrapper is not None:
+            wrapper()
+            if reduces:
+                wrapper.reducer.begin_several()
+        loss = self._run(values, targets, train=True)
         if reduces:
             self._shared.sum()
             if wrapper is not None:
-                wrapper(torch.zeros((), device=self.mesh.device, requires_grad=True)).backward()
+                wrapper.reducer.finish()
         return self._told(loss)
 
     def evaluate(self, inputs: Tensor | Values, targets: Tensor) -> Tensor:
         """As `step`, without gradients."""
+        values = self._values(inputs, targets)
         with torch.no_grad():
-            return self._told(self._run(inputs, targets, train=False))
+            return self._told(self._run(values, targets, train=False))
 
     @property
     def stages(self) -> list[range]:
@@ -126,19 +134,37 @@ class Pipeline:
         stages = ", ".join(f"{at} ({_names(self._named[at])})" for at in self._mine)
         return f"stage {stages} of {len(self._dealt)}, rank {self.mesh.rank}"
 
-    def _run(self, inputs: Tensor | Values, targets: Tensor, *, train: bool) -> Tensor | None:
-        """The mean loss, where it is known."""
+    def _before_last(self, stage: int) -> None:
+        """The next backward of a stage is its last one in this step: its gradients may leave, but those to
+        which others of this rank or of the pipeline add theirs."""
+        self._coming.discard(stage)
+        if self._wrapper is not None:
+            later = {id(each) for at in self._coming for each in self._parameters_of(at)}
+            later |= {id(each) for each in self._shared.parameters}
+            mine = self._parameters_of(stage)
+            self._wrapper.reducer.expect_last(each for each in mine if id(each) not in later)
+
+    def _parameters_of(self, stage: int) -> list[nn.Parameter]:
+        return [each for module in self._named[stage].values() for each in module.parameters()]
+
+    def _values(self, inputs: Tensor | Values, targets: Tensor) -> Values:
+        """The inputs. ValueError unless all can be split."""
         values = inputs if isinstance(inputs, tuple) else (inputs,)
         for each in (*values, targets):
             if each.shape[0] % self.micro_batches:
                 raise ValueError(
                     f"a batch of {each.shape[0]} cannot be split into micro_batches={self.micro_batches}"
                 )
+        return values
+
+    def _run(self, values: Values, targets: Tensor, *, train: bool) -> Tensor | None:
+        """The mean loss, where it is known."""
         device = self.mesh.device.type
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         alike = tuple((each.shape[0] // self.micro_batches, *each.shape[1:]) for each in values)
         schedule = self._schedule_for(alike, tuple(each.dtype for each in values), cast, train)
         last = self._mine[-1] == len(self._dealt) - 1
+        self._coming = set(self._mine)
         losses: list[Tensor] | None = [] if last else None
         self.spans.clear()
         began = time.perf_counter()
@@ -184,6 +210,7 @@ class Pipeline:
             self.mesh.device,
             self._group,
             self.spans,
+            self._before_last,
         )
 
     def _mean_loss(self, output: Any, targets: Tensor) -> Tensor:

@@ -44,6 +44,11 @@ class Shared:
                 values = self._exchanged(parameter.detach(), ranks)
                 parameter.copy_(values[0])
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Whose gradients of a step are there when `sum` was called."""
+        return [parameter for parameter, _ in self._mine]
+
     def before_step(self) -> None:
         """Gradients that were summed before are not to be summed again."""
         for at, (parameter, _) in enumerate(self._mine):

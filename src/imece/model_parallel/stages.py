@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -72,11 +72,13 @@ class TimedStage(PipelineStage):
         device: torch.device,
         group: dist.ProcessGroup,
         spans: list[Span],
+        before_last: Callable[[int], None],
     ) -> None:
-        """number: of the stage. along: as `shapes` of all of them gives it."""
+        """number: of the stage. along: as `shapes` of all of them gives it. before_last: called with the
+        number before the last backward of a step."""
         inputs, self._agreed = along[number], along[number + 1]
         super().__init__(stage, number, len(along) - 1, device, inputs, self._agreed, group=group)
-        self._spans = spans
+        self._spans, self._before_last = spans, before_last
 
     def forward_one_chunk(
         self,
@@ -102,6 +104,8 @@ class TimedStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
+        if last_backward:
+            self._before_last(self.stage_index)
         with self._busy("backward", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
@@ -127,9 +131,13 @@ def schedule_of(
     device: torch.device,
     group: dist.ProcessGroup,
     spans: list[Span],
+    before_last: Callable[[int], None],
 ) -> Any:
-    """torch's schedule of this rank's stages. along: as `shapes` of all of them gives it."""
-    made = [TimedStage(stage, number, along, device, group, spans) for number, stage in stages.items()]
+    """torch's schedule of this rank's stages. along, before_last: as of TimedStage."""
+    made = [
+        TimedStage(stage, number, along, device, group, spans, before_last)
+        for number, stage in stages.items()
+    ]
     if name == "interleaved":
         return ScheduleInterleaved1F1B(made, micro_batches, loss, scale_grads=False)  # type: ignore[arg-type]
     kind = ScheduleGPipe if name == "gpipe" else Schedule1F1B
