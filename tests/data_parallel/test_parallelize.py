@@ -914,3 +914,7 @@ def test_memory_that_two_parameters_share() -> None:
     for one, other in ((flat[:4], flat[3:6]), (flat[2:3], flat), (columns[1:, :1], flat[3:9])):
         with pytest.raises(ValueError, match=r"^(a and b|b and a) share memory"):
             refuse_tied_by_data([("a", one), ("b", other)])
+    frozen = [("a", flat), ("b", flat[1:3])]
+    refuse_tied_by_data([], frozen)
+    with pytest.raises(ValueError, match="a and c share memory"):
+        refuse_tied_by_data([("c", flat[6:9])], frozen)

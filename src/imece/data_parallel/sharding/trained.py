@@ -31,7 +31,7 @@ def refuse_tied_by_data(
 ) -> None:
     """ValueError that names two parameters in the same memory: parts of them would go different ways.
 
-    frozen: these may lie where another one does, if that is frozen too: then both stay as they are.
+    frozen: these may lie where another one does, if that is frozen too: nothing writes into either.
     """
     places, still = [], {name for name, _ in frozen}
     for name, each in (*named, *frozen):
@@ -47,7 +47,7 @@ def refuse_tied_by_data(
             raise ValueError(
                 f"{reached[2]} and {name} share memory but are two parameters: assign the Parameter itself"
             )
-        reached = device, stop, name
+        reached = max(reached, (device, stop, name))  # of two frozen ones the first may reach further
 
 
 def refuse_subclasses(named: Sequence[tuple[str, torch.Tensor]]) -> None:
