@@ -17,7 +17,7 @@ from imece.plan.memory.memory import FOUR_BIT
 from imece.plan.models.by_name import find_model
 from imece.plan.models.model import Model
 from imece.plan.setup import Attention, Parallel, Precision, Recipe, Recomputation, Setup, Strategy
-from imece.plan.speed.communication import Group, along, collective_s, send_s, sent_bytes
+from imece.plan.speed.communication import Group, Op, along, collective_s, send_s, sent_bytes
 from imece.plan.speed.compute import flops_a_token, layer_time, product_s
 from imece.plan.speed.manner import IMECE, MEGATRON, NANOTRON, TORCHTITAN, Manner
 from imece.plan.speed.stage import stage_time, stages
@@ -224,6 +224,25 @@ def test_a_pipeline_sums_what_its_first_stage_holds_and_a_tied_table_with_its_la
         expected += collective_s(cluster, "all_reduce", 2 * wide.table_parameters, Group(2, 1, 2))
     found = synchronise(setup, cluster, in_sight, stage).gradients
     assert found == pytest.approx(expected, rel=1e-4)  # the last norm is not on the first stage
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1", "zero2"])
+def test_a_tied_tables_gradients_leave_after_a_pipelines_backwards(strategy: Strategy) -> None:
+    """All else hides behind them here; what the stages exchange before is whole, as the engine keeps it."""
+    cluster = find_cluster("H100", 2, 2)
+    recipe = replace(RECIPE, micro_batch=32, accumulates_whole=True)
+    wide = replace(MODEL, name="wide", vocab_size=262144)
+    parallel = Parallel(strategy, 2, pipeline=2)
+    untied, tied = (Setup(replace(wide, tied_head=each), parallel, recipe) for each in (False, True))
+    at_once = replace(IMECE, name="at no cost", contention=0.0)
+    stage = stage_time(tied, cluster, at_once)
+    before, after = (synchronise(each, cluster, at_once, stage) for each in (untied, tied))
+    assert before.gradients < 0.2 * before.hidden
+    nbytes = 2 * wide.table_parameters
+    op: Op = "all_reduce" if strategy == "replicate" else "reduce_scatter"
+    late = collective_s(cluster, op, nbytes, along(cluster, 2, 1))
+    exchanged = collective_s(cluster, "all_reduce", nbytes, Group(2, 1, 2))
+    assert after.gradients - before.gradients == pytest.approx(late + exchanged, rel=0.05)
 
 
 def test_switch_gains_no_more_than_the_bytes_that_it_spares() -> None:

@@ -63,19 +63,27 @@ def _held_bytes(setup: Setup, stage: StageTime, in_fp8: bool = False) -> float:
 
 def synchronise(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime) -> Synchronisation:
     """Gradients and parameters of the first stage among its data-parallel ranks, and of a tied table between
-    the first stage and the last, which both have it."""
+    the first stage and the last, which both have it. Those of the table go among the ranks after that."""
     found = _among_data_ranks(setup, cluster, manner, stage)
     return replace(found, gradients=found.gradients + _tied_s(setup, cluster))
 
 
 def _tied_s(setup: Setup, cluster: Cluster) -> float:
     parallel, recipe = setup.parallel, setup.recipe
-    if parallel.pipeline == 1 or not setup.model.tied_head or recipe.adapters != "none":
+    whole = recipe.accumulates_whole or not DIVIDED[parallel.strategy].gradients
+    size = _tied_parameters(setup) * _each_gradient(recipe.precision) / (1 if whole else _parts(setup))
+    if not size:
         return 0.0
-    parts = _parts(setup) if DIVIDED[parallel.strategy].gradients else 1
-    size = setup.model.table_parameters / parallel.tensor * _each_gradient(recipe.precision) / parts
     in_one = parallel.ranks <= cluster.gpus_per_host
     return collective_s(cluster, "all_reduce", size, Group(2, 2, 1) if in_one else Group(2, 1, 2))
+
+
+def _tied_parameters(setup: Setup) -> float:
+    """On one tensor rank, those whose gradients two stages have."""
+    parallel = setup.parallel
+    if parallel.pipeline == 1 or not setup.model.tied_head or setup.recipe.adapters != "none":
+        return 0.0
+    return setup.model.table_parameters / parallel.tensor
 
 
 def _among_data_ranks(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime) -> Synchronisation:
@@ -155,16 +163,21 @@ def _replicated(
 def _bucketed(
     setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime, size_bytes: float, group: Group, op: Op
 ) -> tuple[float, float]:
-    """In sight and hidden, of gradients that are sent in buckets during the last micro-batch's backward."""
+    """In sight and hidden, of gradients that are sent in buckets during the last micro-batch's backward, but
+    for those of a tied table, which come after it."""
     if group.ranks == 1:
         return 0.0, 0.0
     if not manner.overlap_gradients:
         return collective_s(cluster, op, size_bytes, group), 0.0
+    late_bytes = size_bytes * _tied_parameters(setup) / trained_parameters(setup, stage)
+    late = collective_s(cluster, op, late_bytes, group) if late_bytes else 0.0
+    size_bytes -= late_bytes
     pieces = max(1, math.ceil(size_bytes / setup.recipe.bucket_bytes))
     one = collective_s(cluster, op, size_bytes / pieces, group)
     exposed = exposed_after(stage.backward_lasts, pieces, one)
     busy = pieces * busy_s(cluster, op, size_bytes / pieces, group)
-    return _with_contention(manner, exposed, pieces * one, busy)
+    exposed, hidden = _with_contention(manner, exposed, pieces * one, busy)
+    return exposed + late, hidden
 
 
 def _with_contention(manner: Manner, exposed: float, whole: float, busy: float) -> tuple[float, float]:
