@@ -15,13 +15,14 @@ from imece.data_parallel.across import across_model, refuse_whole_matrices
 from imece.data_parallel.arguments import check_way
 from imece.data_parallel.auto import Given, choose
 from imece.data_parallel.average import Over
+from imece.data_parallel.other_models import refuse_gathered
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel, ShardOptions
 from imece.data_parallel.sharding.cast import MixedPrecision
 from imece.data_parallel.sharding.gathering import GatherOptions
 from imece.data_parallel.sharding.meta import Init, is_meta
 from imece.data_parallel.sharding.offload import Offload, check_steps_on_host, check_strategy, offload_of
-from imece.data_parallel.sharding.torch_calls import refuse_gathered, watch_divided
+from imece.data_parallel.sharding.torch_calls import watch_divided
 from imece.data_parallel.sharding.units import Wanted
 from imece.data_parallel.strategy import ShardGroups, Strategy, find_strategy
 from imece.device import home_among

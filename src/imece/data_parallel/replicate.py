@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
 from imece.collectives.calls import group_or_default
-from imece.data_parallel import arguments
+from imece.data_parallel import arguments, other_models
 from imece.data_parallel.across import AcrossModel
 from imece.data_parallel.arguments import MIB
 from imece.data_parallel.average import Average, Over
@@ -116,6 +116,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         self._trained = named = arguments.trained(module, self.parameters_to_ignore)
         self._frozen = [(name, each) for name, each in module.named_parameters()
                         if not each.requires_grad and name not in self.parameters_to_ignore]  # fmt: skip
+        self._refuse_shared(named)
         self.device = named[0][1].device
         self.device_type = self.device.type
         devices = {each.device for _, each in named}
@@ -147,6 +148,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             states = self.states(buffers=sync_buffers_now)
             sync_from(0, states, self.process_group, "the model at construction")
         self._make_reducer(named)
+        other_models.watch(self)
 
     # Training.
 
@@ -495,6 +497,10 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         """What all ranks must have in the same shapes."""
         everything = [*self.module.named_parameters(), *self.module.named_buffers()]
         return [(name, each) for name, each in everything if name not in self.parameters_to_ignore]
+
+    def _refuse_shared(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        """ValueError that names a parameter which another model shares out."""
+        other_models.refuse_shared(self.module, (), shards_parameters=False)
 
     def _make_reducer(self, named: list[tuple[str, torch.Tensor]]) -> None:
         caps = Caps(

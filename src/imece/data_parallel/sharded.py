@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.optim import Optimizer
 
 from imece.collectives import ops
+from imece.data_parallel import other_models
 from imece.data_parallel.average import Average, Over
 from imece.data_parallel.compiled import waits_before_compiled
 from imece.data_parallel.joining import ShardedJoinHook, Turn, next_turn
@@ -94,8 +95,6 @@ class ShardedDataParallel(DistributedDataParallel):
         self._check_divisible(self._groups)
         if self._dtypes is None:
             in_backward.refuse(named)
-            shared_out = self._frozen_to_share() if self._options.strategy.parameters else []
-            torch_calls.refuse_shared(self.module, [*named, *shared_out])
             refuse_subclasses(named)
             refuse_tied_by_data(named, [each for each in self._frozen if can_lie_flat(each[1])])
             self._options.precision.check(named)
@@ -202,6 +201,12 @@ class ShardedDataParallel(DistributedDataParallel):
     def _may_come_late(self) -> bool:
         """Compiled code is made for ordinary parameters, and looks at all of them before it begins."""
         return self._way.overlap and not self._is_compiled and waits_before_compiled(self.module)
+
+    def _refuse_shared(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        shards_parameters = self._options.strategy.parameters
+        shared_out = self._frozen_to_share() if shards_parameters else []
+        laid = [each for _, each in (*named, *shared_out)]
+        other_models.refuse_shared(self.module, laid, shards_parameters=shards_parameters)
 
     def _check_divisible(self, groups: ShardGroups) -> None:
         elements = sum(each.numel() for _, each in self._named_parameters())

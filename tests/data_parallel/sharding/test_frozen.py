@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from imece import MixedPrecision
+from imece import DistributedDataParallel, MixedPrecision
 from imece.data_parallel.footprint import counted, expected
 from imece.data_parallel.sharding.freed import FreedParameter
 from imece.data_parallel.sharding.units import State
@@ -293,15 +294,42 @@ def in_bf16(group: dist.ProcessGroup) -> None:
         assert torch.equal(model.state_dict()["module.first.weight"], first)
 
 
+def two_with_one_base() -> tuple[Any, Any]:
+    """A parameter that the root has, and whole modules inside of units."""
+    one: Any = made(adapted)
+    other: Any = made(adapted)
+    other.head = one.head
+    for mine, theirs in zip(one.blocks, other.blocks, strict=True):
+        theirs.down.base = mine.down.base
+    return one, other
+
+
 def shared_by_two(group: dist.ProcessGroup) -> None:
-    for gather in (False, True):
-        one: Any = made(adapted)
-        first, _ = wrap(one, group, gather=gather, make=adamw)
-        other: Any = made(adapted)
-        other.head = one.head
-        with pytest.raises(ValueError, match=r"parameter head.weight is of (another|a) sharded model"):
-            wrap(other, group, gather=gather, make=adamw)
-        del first
+    """Whichever is wrapped first, and wherever that lies: refused where one of them shares it out, on all
+    ranks and before anything is changed; else both train."""
+    ways = [("replicate", False), ("zero1", False), ("zero3", False), ("zero3", True)]
+    for first, second in itertools.product(ways, ways):
+        one, other = two_with_one_base()
+        model, optimizer = wrap(one, group, first[0], gather=first[1], make=adamw)
+        if "zero3" in (first[0], second[0]):
+            before = torch.clone(other.first.weight)
+            with pytest.raises(ValueError, match=r"parameter blocks.0.down.base.weight is of a"):
+                wrap(other, group, second[0], gather=second[1], make=adamw)
+            assert torch.equal(other.first.weight, before)
+            list(plain(model, optimizer, 1))
+        else:
+            both = [(model, optimizer), wrap(other, group, second[0], make=adamw)]
+            alone = wrap(made(adapted), group, "replicate", make=adamw)
+            losses = [torch.stack(list(plain(m, o, 2))) for m, o in (*both, alone)]
+            assert torch.equal(losses[0], losses[2]) and torch.equal(losses[1], losses[2])
+    one, other = two_with_one_base()
+    model, _ = wrap(one, group, make=adamw)
+    with pytest.raises(ValueError, match=r"parameter blocks.0.down.base.weight is of another wrapped model"):
+        DistributedDataParallel(other, process_group=group)
+    del model, one
+    one, other = two_with_one_base()
+    wrap(one, group, "replicate", make=adamw)  # nobody has it
+    wrap(other, group, make=adamw)
 
 
 def test_width_is_no_multiple_of_the_ranks() -> None:

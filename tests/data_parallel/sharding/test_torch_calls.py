@@ -439,8 +439,8 @@ def shared(strategy: str) -> None:
     with pytest.raises(ValueError) as caught:
         wrap(other, torch.optim.SGD(other[0].parameters(), lr=0.1), strategy)
     assert str(caught.value) == (
-        "parameter 1.weight is of another sharded model too: make one module that has both and give that to "
-        "imece.parallelize, or drop the other model before"
+        "parameter 1.weight is of another wrapped model too, and one of the two is sharded: make one module "
+        "that has both and give that to imece.parallelize, wrap a copy of it, or drop the other model before"
     )
     del model
     wrap(other, torch.optim.SGD(other[0].parameters(), lr=0.1), strategy)

@@ -19,13 +19,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from imece.data_parallel.sharding.freed import FreedParameter
 from imece.data_parallel.sharding.stepped import SteppedParts
 
 if TYPE_CHECKING:
@@ -62,32 +60,6 @@ def _leave(parameters: Iterable[weakref.ref[torch.Tensor]]) -> None:
     for known in parameters:
         if (parameter := known()) is not None:
             _left[parameter] = True
-
-
-def refuse_shared(module: nn.Module, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """ValueError that names a parameter which another module's sharded model has.
-
-    named: of this module. A model of the same module is to be replaced by its next one.
-    """
-    others = {id(each) for model in _models if model.module is not module for each in _shared_out(model)}
-    for name, parameter in named:
-        if id(parameter) in others:
-            raise ValueError(
-                f"parameter {name} is of another sharded model too: make one module that has both and give "
-                f"that to imece.parallelize, or drop the other model before"
-            )
-
-
-def refuse_gathered(module: nn.Module) -> None:
-    """ValueError that names a parameter which another model gathers and frees, though it be there now."""
-    gathering = [each for each in _models if vars(each).get("sharding") and each.sharding.gathers]
-    gathered = {id(each) for model in gathering for each in _shared_out(model)}
-    for name, parameter in module.named_parameters():
-        if id(parameter) in gathered or isinstance(parameter, FreedParameter):
-            raise ValueError(
-                f"parameter {name} is of a sharded model that gathers and frees it: wrap a copy of the "
-                f"module, made inside of its `with model.gathered():` by copy.deepcopy(model.module)"
-            )
 
 
 @functools.cache
@@ -295,12 +267,6 @@ def _steppers_of(given: list[torch.Tensor]) -> list[SteppedParts]:
 def _slots_of(model: ShardedDataParallel) -> list[Slot]:
     sharding = vars(model).get("sharding")  # there is none between leave() and regroup()
     return sharding.slots if sharding is not None else []
-
-
-def _shared_out(model: ShardedDataParallel) -> list[torch.Tensor]:
-    """Its parameters that lie in buckets, frozen ones too."""
-    sharding = vars(model).get("sharding")
-    return [each for store in sharding.every_store for each in store.members] if sharding is not None else []
 
 
 def _whole_slots_of(model: DistributedDataParallel) -> list[Slot]:

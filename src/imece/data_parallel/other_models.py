@@ -1,0 +1,88 @@
+"""Parameters that two wrapped models have, where one of them moves or frees what the other one reads.
+
+Where parameters are sharded (zero3, hybrid) those that are shared out, frozen ones too, belong to one model:
+its units gather and free them, or ranks have them in common and write their own part of them. Where only
+gradients and optimizers are, frozen ones stay as they are, and any number of models may have them.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from imece.data_parallel.sharding.freed import FreedParameter
+
+if TYPE_CHECKING:
+    from imece.data_parallel.replicate import DistributedDataParallel
+
+_wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def watch(model: DistributedDataParallel) -> None:
+    """From now on, for as long as the model is there, or until the same module is made another one."""
+    for before in [each for each in _wrapped if each.module is model.module]:
+        _wrapped.remove(before)
+    _wrapped.add(model)
+
+
+def refuse_shared(module: nn.Module, laid: Sequence[torch.Tensor], *, shards_parameters: bool) -> None:
+    """ValueError that names a parameter of this module which another module's wrapped model has too.
+
+    laid: those that are to lie in buckets. A model of the same module is to be replaced by its next one.
+    """
+    if _shared_with(module, laid, shards_parameters) is not None:
+        gc.collect()  # or a model that nobody has any more would count
+        if (name := _shared_with(module, laid, shards_parameters)) is not None:
+            raise ValueError(
+                f"parameter {name} is of another wrapped model too, and one of the two is sharded: make one "
+                f"module that has both and give that to imece.parallelize, wrap a copy of it, or drop the "
+                f"other model before"
+            )
+
+
+def refuse_gathered(module: nn.Module) -> None:
+    """ValueError that names a parameter which another model gathers and frees, though it be there now."""
+    gathered = {id(each) for model in _wrapped if _gathers(model) for each in _laid(model)}
+    for name, parameter in module.named_parameters():
+        if id(parameter) in gathered or isinstance(parameter, FreedParameter):
+            raise ValueError(
+                f"parameter {name} is of a sharded model that gathers and frees it: wrap a copy of the "
+                f"module, made inside of its `with model.gathered():` by copy.deepcopy(model.module)"
+            )
+
+
+def _shared_with(module: nn.Module, laid: Sequence[torch.Tensor], shards_parameters: bool) -> str | None:
+    """The name of one that two have, and one of them shares out or both lay in buckets."""
+    mine, in_buckets = {id(each): name for name, each in module.named_parameters()}, {*map(id, laid)}
+    for model in _wrapped:
+        if model.module is module:
+            continue
+        theirs, their_buckets = {*map(id, model.module.parameters())}, {*map(id, _laid(model))}
+        shared = in_buckets & (theirs if shards_parameters else their_buckets)
+        if their_buckets and _shards_parameters(model):
+            shared |= mine.keys() & their_buckets
+        for key, name in mine.items():
+            if key in shared:
+                return name
+    return None
+
+
+def _shards_parameters(model: DistributedDataParallel) -> bool:
+    sharding = vars(model).get("sharding")
+    return sharding is not None and bool(sharding.strategy.parameters)
+
+
+def _gathers(model: DistributedDataParallel) -> bool:
+    sharding = vars(model).get("sharding")
+    return sharding is not None and bool(sharding.gathers)
+
+
+def _laid(model: DistributedDataParallel) -> list[torch.Tensor]:
+    """Its parameters that lie in buckets, frozen ones too, if it is sharded."""
+    sharding = vars(model).get("sharding")  # there is none between leave() and regroup()
+    return [each for store in sharding.every_store for each in store.members] if sharding is not None else []
