@@ -20,6 +20,7 @@ from imece.data_parallel.footprint import predict
 from imece.data_parallel.strategy import STRATEGIES
 from imece.footprint import Sizes, footprint
 from imece.layout import Item, build
+from imece.plan.hardware import find_gpu
 from imece.plan.memory.frameworks import (
     DEEPSPEED,
     FRAMEWORKS,
@@ -36,6 +37,8 @@ from imece.plan.models.by_name import find_model
 from imece.plan.models.from_code import of_module
 from imece.plan.models.model import Model
 from imece.plan.setup import Parallel, Precision, Recipe, Setup, Strategy
+from imece.plan.speed.compute import head_time
+from imece.plan.speed.manner import IMECE as IMECE_MANNER
 
 MODEL = find_model("llama-8b")
 N = MODEL.parameters
@@ -289,6 +292,16 @@ def test_axes_divide_what_they_should() -> None:
     assert tensor.logits - 2**28 == (alone.logits - 2**28) / 4
     odd = replace(MODEL, vocab_size=MODEL.vocab_size + 1)  # which cannot be divided
     assert memory(Setup(odd, Parallel(tensor=4), recipe)).logits > alone.logits
+    plain, casts = (replace(recipe, precision=Precision(4, 4, 0, 0, 4, size)) for size in (4, 2))
+
+    def copied(model: Model) -> int:
+        """By autocast, which copies the head."""
+        of = [memory(Setup(model, Parallel(tensor=4), each)).parameters for each in (casts, plain)]
+        return of[0] - of[1]
+
+    assert copied(odd) - copied(MODEL) == pytest.approx(2 * 3 / 4 * MODEL.table_parameters, rel=1e-3)
+    times = [head_time(find_gpu("a100"), each, IMECE_MANNER, recipe, 8192, 4) for each in (MODEL, odd)]
+    assert times[1].forward > 3 * times[0].forward
     dividing = replace(IMECE, name="dividing", gathered_inputs=False)
     divided = memory(Setup(MODEL, Parallel(tensor=4), recipe), framework=dividing)
     assert divided.activations == pytest.approx(alone.activations / 4)

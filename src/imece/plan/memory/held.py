@@ -71,7 +71,7 @@ def _held(
     experts = model.experts * one
     router = model.experts * model.width
     matrices = model.layer_parameters - vectors - experts - router
-    table = model.table_parameters / (tensor if model.vocab_size % tensor == 0 else 1)
+    table = model.table_parameters / model.table_parts(tensor)
     first, last = stage == 0, stage == pipeline - 1
     if pipeline == 1:
         tables = table * (1 if model.tied_head else 2)

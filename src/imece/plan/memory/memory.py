@@ -196,7 +196,7 @@ def _sum(one: _States, other: _States) -> _States:
 
 def _cast_bytes(part: Held, stage: int, setup: Setup) -> float:
     """Of the copies that autocast makes of matrices, the head among them."""
-    head = setup.model.table_parameters / setup.parallel.tensor
+    head = setup.model.table_parameters / setup.model.table_parts(setup.parallel.tensor)
     last = stage == setup.parallel.pipeline - 1
     return setup.recipe.precision.activations * (part.layers * part.products + head * last)
 
@@ -232,7 +232,6 @@ def _activations(setup: Setup, stage: int, part: Held, framework: Framework) -> 
 
 def _logits(setup: Setup) -> float:
     """On a rank of the last stage."""
-    parallel, recipe, vocabulary = setup.parallel, setup.recipe, setup.model.vocab_size
-    parts = parallel.tensor if vocabulary % parallel.tensor == 0 else 1  # else each rank has them all
+    model, parallel, recipe = setup.model, setup.parallel, setup.recipe
     at_once = recipe.accumulation if parallel.schedule == "gpipe" and parallel.pipeline > 1 else 1
-    return at_once * tokens(recipe, parallel) * vocabulary / parts
+    return at_once * tokens(recipe, parallel) * model.vocab_size / model.table_parts(parallel.tensor)

@@ -93,6 +93,11 @@ class Model:
         """Of the embedding, and alike of a head that is not tied."""
         return self.vocab_size * self.width
 
+    def table_parts(self, tensor: int) -> int:
+        """Into how many tables and logits are divided over so many ranks: where the vocabulary does not come
+        out, each rank has them whole."""
+        return tensor if self.vocab_size % tensor == 0 else 1
+
     @property
     def other_parameters(self) -> int:
         """Of all outside of the layers but for tables: the norm at the end, positions."""

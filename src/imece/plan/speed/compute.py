@@ -232,8 +232,8 @@ def flash_part(head_width: int, seq: int) -> float:
 
 
 def head_time(gpu: Gpu, model: Model, manner: Manner, recipe: Recipe, tokens: int, tensor: int) -> HeadTime:
-    """The head on `tokens` of this rank, its vocabulary split over `tensor` ranks."""
-    vocabulary, size = part(model.vocab_size, tensor), recipe.precision.activations
+    """The head on `tokens` of this rank, its vocabulary split over `tensor` ranks if it can be."""
+    vocabulary, size = model.vocab_size // model.table_parts(tensor), recipe.precision.activations
     loss = stream_s(gpu, manner.loss_bytes * (_FUSED if recipe.compiled else 1) * tokens * vocabulary)
     forward = product_s(gpu, tokens, vocabulary, model.width, size) / manner.products
     inputs = product_s(gpu, tokens, model.width, vocabulary, size) / manner.products
