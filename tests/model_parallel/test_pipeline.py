@@ -415,6 +415,17 @@ def what_cannot_be_is_refused(group: dist.ProcessGroup) -> None:
             parallelize(pipeline.part, optimizer_of, "zero1", mesh, average="tokens")
 
 
+def ranks_that_share_a_gpu_are_refused(group: dist.ProcessGroup) -> None:
+    """Before one asks another for anything, and before the model is taken apart."""
+    with contextlib.closing(imece.init(TWO)) as mesh:
+        model, device = sequence(), mesh.device
+        mesh.device, mesh.backend = torch.device("cuda"), "gloo"
+        with pytest.raises(ValueError, match=r"^Gloo, .*: start one rank for each GPU .* device='cpu'$"):
+            Pipeline(model, mesh, micro_batches=2, loss=F.mse_loss)
+        mesh.device = device
+        Pipeline(model, mesh, micro_batches=2, loss=F.mse_loss)
+
+
 def an_unwrapped_part_is_refused(group: dist.ProcessGroup) -> None:
     with contextlib.closing(imece.init(BOTH)) as mesh:
         pipeline = Pipeline(sequence(), mesh, micro_batches=4, loss=F.mse_loss)
@@ -438,6 +449,7 @@ CHECKS: dict[str, Check] = {
             frozen_stages_have_no_gradients,
             others_lose_their_memory,
             what_cannot_be_is_refused,
+            ranks_that_share_a_gpu_are_refused,
             an_unwrapped_part_is_refused,
         )
     },

@@ -18,7 +18,18 @@ from imece import Pipeline, parallelize
 from imece.collectives import ops
 from imece.model_parallel.schedules import Span
 from tests.data_parallel.checks import Check, Job, jobs, passed, slow
-from tests.model_parallel.test_pipeline import BOTH, EXACT, mine, numbers_of, optimizer_of, tied, tokens_of
+from tests.model_parallel.test_pipeline import (
+    BOTH,
+    EXACT,
+    Case,
+    mine,
+    numbers_of,
+    one_rank,
+    optimizer_of,
+    piped,
+    tied,
+    tokens_of,
+)
 
 BATCH, MICRO = 16, 4  # of both data ranks; micro-batches of each
 CAP_MB = 0.0006  # buckets of a matrix
@@ -97,13 +108,24 @@ def shared_ones_leave_last(group: dist.ProcessGroup) -> None:
         assert left[0].launched_s < end < left[-1].launched_s
 
 
+def shared_by_stages_of_a_rank(group: dist.ProcessGroup) -> None:
+    """What both use is not through when the first of them is."""
+    case = Case({"replicate": 4}, "interleaved", tied, strategy="zero1")
+    with contextlib.closing(imece.init(case.axes)) as mesh:
+        losses, parameters, pipeline = piped(case, mesh)
+        expected, whole = one_rank(case, mesh.batch_ranks)
+        assert len(pipeline.stages) == 2
+        assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < EXACT
+        assert all((each - whole[name]).abs().max() < EXACT for name, each in parameters.items())
+
+
 class Sometimes(nn.Module):
     """Has layers that some micro-batches alone go through."""
 
     def __init__(self, first: int) -> None:
         """first: the number of the first call."""
         super().__init__()
-        self.early, self.late, self.never = (nn.Linear(5, 5) for _ in range(3))
+        self.early, self.late = nn.Linear(5, 5), nn.Linear(5, 5)
         self.calls = first
 
     def forward(self, x: Tensor) -> Tensor:
@@ -150,6 +172,7 @@ CHECKS: dict[str, Check] = {
     **{f"{each} {strategy}": _leaves(each, strategy) for each in SCHEDULES for strategy in STRATEGIES},
     **{f"not in the last {strategy}": _not_all(strategy) for strategy in STRATEGIES},
     "shared ones leave last": shared_ones_leave_last,
+    "shared to the last": shared_by_stages_of_a_rank,
 }
 ALWAYS = ["1f1b replicate", "gpipe zero1", "interleaved zero2", *[name for name in CHECKS if "last" in name]]
 _REST = [name for name in CHECKS if name not in ALWAYS]

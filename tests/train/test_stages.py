@@ -7,12 +7,14 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from imece.cli.train import read_config
 from imece.errors import UserError
 from imece.train.batch import plan_batch
 from imece.train.config import (
@@ -24,7 +26,7 @@ from imece.train.config import (
     Strategy,
     TrainConfig,
 )
-from imece.train.dividing import axes_of, check_divided, groups_of
+from imece.train.dividing import axes_of, check_divided, dealt, groups_of
 from tests.train.command import Outcome, in_fork, train
 from tests.train.compare import last, records, summary
 from tests.train.small import options
@@ -158,6 +160,28 @@ def test_what_cannot_be_dealt() -> None:
     both = replace(config, mesh=MeshSection(pipeline=2, tensor=2))
     refused(both, r"--mesh\.pipeline 2 and --mesh\.tensor 2 and Muon: its update .*")
     check_divided(replace(both, optimizer=OptimizerSection(kind="adamw")), config.model.shape(4096), 256)
+
+
+def test_a_schedule_without_stages(tmp_path: Path) -> None:
+    """What one command says is meant; what a file or run has kept is not."""
+    for words in (["--mesh.schedule", "gpipe"], ["--mesh.tensor=2", "--mesh.schedule=1f1b"]):
+        with pytest.raises(
+            UserError, match=r"^--mesh\.schedule \w+ is for .*: give --mesh\.pipeline, 2 or more$"
+        ):
+            read_config(["--data", "text", *words])
+    kept = tmp_path / "run.toml"
+    kept.write_text('[mesh]\npipeline = 2\nschedule = "interleaved"\n')
+    assert read_config([str(kept), "--mesh.schedule=gpipe"]).mesh.schedule == "gpipe"
+    assert read_config([str(kept), "--mesh.pipeline", "1"]).mesh.chunks == 1
+    assert read_config(["--mesh.schedule=gpipe", "--mesh.pipeline=1", "--data", "text"]).mesh.pipeline == 1
+
+
+def test_stages_on_one_gpu() -> None:
+    mesh: Any = SimpleNamespace(size=lambda axis: 2, device=torch.device("cuda"), backend="gloo")
+    config: Any = TrainConfig(mesh=MeshSection(pipeline=2))
+    unused: Any = None
+    with pytest.raises(UserError, match=r"^--mesh\.pipeline 2: Gloo, .* start one rank for each GPU and"):
+        dealt(unused, config, unused, mesh, unused)
 
 
 def test_groups_of_stages() -> None:

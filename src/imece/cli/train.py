@@ -85,7 +85,15 @@ def read_config(words: list[str]) -> TrainConfig:
     if file is not None and os.path.isdir(file):
         raise UserError(f"{file} is a folder: to go on with a run say {PROG} --run {as_argument(file)}")
     _check_named(words)
-    config = parse(TrainConfig, words, PROG, DESCRIPTION, _start(file))
+    try:
+        config = parse(TrainConfig, words, PROG, DESCRIPTION, _start(file))
+    except UserError as mistake:
+        late = [word for word in words if word.endswith(".toml") and word in str(mistake).split()]
+        if late and file is None:
+            raise UserError(
+                f"{late[0]}: a config file stands before the options: {PROG} {late[0]} ..."
+            ) from None
+        raise
     if config.model.weights:  # of which other values are usual
         start = _start(file, config.model.weights, config.lora.rank)
         config = parse(TrainConfig, words, PROG, DESCRIPTION, start)
@@ -101,7 +109,19 @@ def read_config(words: list[str]) -> TrainConfig:
             )
         config = parse(TrainConfig, words, PROG, DESCRIPTION, before)
     config.check_adapters()
+    _check_schedule(words, config)
     return config
+
+
+def _check_schedule(words: Sequence[str], config: TrainConfig) -> None:
+    """UserError for a schedule that nothing would go by. That of a run or a file may stay there, and so may
+    one beside `--mesh.pipeline 1`."""
+    named = {word.partition("=")[0] for word in words}
+    if config.mesh.pipeline == 1 and "--mesh.schedule" in named and "--mesh.pipeline" not in named:
+        raise UserError(
+            f"--mesh.schedule {config.mesh.schedule} is for ranks to which layers are dealt: give "
+            "--mesh.pipeline, 2 or more"
+        )
 
 
 def _check_named(words: Sequence[str]) -> None:

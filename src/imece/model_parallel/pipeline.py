@@ -65,9 +65,10 @@ class Pipeline:
         head. By default the costliest stage costs as little as can be.
 
         ValueError: a model that cannot be cut so, or has no values; a schedule that cannot run with so many
-        micro-batches.
+        micro-batches; ranks that share a GPU.
         """
         self.mesh = mesh = mesh if mesh is not None else meshes.current()
+        check_sends(mesh)
         self.micro_batches, self.schedule = micro_batches, schedule
         chunks = chunks if chunks is not None else 1 + (schedule == "interleaved")
         size, rank = mesh.size("pipeline"), mesh.coordinate("pipeline")
@@ -270,6 +271,15 @@ class Pipeline:
             for module in named.values():
                 if id(module) not in mine:
                     module.to("meta")
+
+
+def check_sends(mesh: Mesh) -> None:
+    """ValueError where stages could not hand on what they compute, on all ranks alike."""
+    if mesh.size("pipeline") > 1 and mesh.device.type == "cuda" and mesh.backend == "gloo":
+        raise ValueError(
+            "Gloo, on which ranks share a GPU, sends none of its tensors from stage to stage: start one rank "
+            "for each GPU and leave out backend='gloo' (IMECE_BACKEND), for NCCL, or compute on device='cpu'"
+        )
 
 
 @contextlib.contextmanager

@@ -279,7 +279,7 @@ class MeshSection:
     @property
     def chunks(self) -> int:
         """Stages that a rank of the pipeline has."""
-        return 2 if self.schedule == "interleaved" else 1
+        return 2 if self.schedule == "interleaved" and self.pipeline > 1 else 1
 
     @property
     def deals(self) -> bool:

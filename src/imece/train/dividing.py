@@ -6,7 +6,7 @@ from imece.data_parallel.strategy import find_strategy
 from imece.errors import UserError
 from imece.mesh import Mesh
 from imece.model_parallel.context import check_length
-from imece.model_parallel.pipeline import Pipeline
+from imece.model_parallel.pipeline import Pipeline, check_sends
 from imece.model_parallel.plan import check_counts
 from imece.model_parallel.schedules import Loss
 from imece.model_parallel.tensor import tensor_parallel
@@ -74,10 +74,17 @@ def divided(model: Transformer, config: TrainConfig, mesh: Mesh) -> Transformer:
 def dealt(
     model: Transformer, config: TrainConfig, plan: BatchPlan, mesh: Mesh, loss: Loss
 ) -> Pipeline | None:
-    """This rank's layers, of the whole model on any device; None if each rank has all. All ranks call it."""
+    """This rank's layers, of the whole model on any device; None if each rank has all. All ranks call it.
+
+    UserError where they could not hand on what they compute.
+    """
     section = config.mesh
     if section.pipeline == 1:
         return None
+    try:
+        check_sends(mesh)
+    except ValueError as error:
+        raise UserError(f"{_asked(section)}: {error}") from None
     return Pipeline(
         model,
         mesh,
