@@ -99,7 +99,11 @@ def test_help_and_version() -> None:
         ("launch --ranks 1 --log-dir /dev/null/x tests/conftest.py", "/dev/null/x"),
         ("launch --ranks 2 missing.py", "'missing.py'"),
         ("launch --ranks 2 ../missing.py", "'../missing.py'"),
-        ("launch --ranks 2 /", "'/'"),
+        ("launch --ranks 2 /", "'/' is a folder without a __main__.py: name a script"),
+        (
+            "launch tests/conftest.py --ranks 2",
+            "--ranks stands behind the script, so it is the script's. For two:",
+        ),
         ("launch --ranks 2 -m missing_module", "'missing_module'"),
         ("launch --ranks 2 -m ../x", "'../x'"),
         ("launch --ranks 2 -m __main__", "'__main__'"),

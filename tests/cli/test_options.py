@@ -28,6 +28,8 @@ class Options:
     sizes: tuple[int, ...] = (1, 2)
     json: Path | None = None
     salt: bool = True
+    heat: float = 200.0
+    glaze: Literal["milk"] | None = None
 
     def __post_init__(self) -> None:
         if self.oven_count < 1:
@@ -64,6 +66,13 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["a", "b"], "Unrecognized options: b (see imece bake --help)"),
         (["--no-sald"], "Unrecognized options: --no-sald; did you mean --salt?"),
         (["--zzz"], "Unrecognized options: --zzz (see imece bake --help)"),
+        (["--jam", "1"], "Unrecognized options: --jam, 1 (see imece bake --help)"),
+        (["--ovens-count", "1"], "Unrecognized options: --ovens-count, 1; did you mean --oven-count?"),
+        (["--oven", "1"], "Unrecognized options: --oven, 1; did you mean --oven-count?"),
+        (["--heat", "hot"], "--heat: not a number: 'hot' (see imece bake --help)"),
+        (["--heat"], "--heat has no value: say one after it"),
+        (["--shape", "rond"], "--shape 'rond': one of round, long; did you mean round?"),
+        (["--glaze", "egg"], "--glaze 'egg': one of milk"),
     ],
 )
 def test_mistakes(argv: list[str], message: str, columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +95,7 @@ def test_a_number_that_a_check_cannot_hold() -> None:
 
 
 def test_choices_are_listed() -> None:
-    with pytest.raises(UserError, match=r"'square'.*'round', 'long'"):
+    with pytest.raises(UserError, match=r"'square': one of round, long$"):
         read("--shape", "square")
 
 

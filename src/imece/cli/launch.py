@@ -130,7 +130,10 @@ def read(
     typed = {word.partition("=")[0].replace("_", "-") for word in own if word.startswith("-")}
     known = {*_WITH_VALUE, *with_value, "-m", "--module", "--no-python", "--standalone"}
     if typed <= known - {*_RANKS}:
-        raise UserError(f"how many ranks? For two: {prog} --ranks 2 {' '.join(command) or 'script.py'}")
+        late = [word for word in command[1:] if word.partition("=")[0] in _RANKS]
+        order = f" {late[0]} stands behind the script, so it is the script's." if late else ""
+        line = command[0] if late else " ".join(command) or "script.py"
+        raise UserError(f"how many ranks?{order} For two: {prog} --ranks 2 {line}")
     options = parse(kind, own, prog, description, operands="SCRIPT [its arguments]")
     if not command:
         raise UserError(f"there is no script to run: {prog} --ranks {options.ranks} script.py")
@@ -238,6 +241,8 @@ def program(command: Sequence[str], options: LaunchOptions) -> list[str]:
         if found is None:
             raise UserError(f"there is no program {name!r} on PATH")
         return [found, *arguments]
+    if name and os.path.isdir(name) and not _script_exists(Path(name)):
+        raise UserError(f"{name!r} is a folder without a __main__.py: name a script in it")
     if not name or not _script_exists(Path(name)):
         raise UserError(f"there is no script {name!r} in {os.getcwd()}")
     return [sys.executable, name, *arguments]

@@ -24,6 +24,8 @@ Config = TypeVar("Config")
 
 _BOX = "│╭╮╰╯─ "  # with these taken away a rule is an empty line
 _ASCII_RULE = re.compile(r"^\s*-{8,}\s*$", re.MULTILINE)
+_CHOICE = re.compile(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)\.")
+_NO_VALUE = re.compile(r"Missing value for argument '(.*)'\. Expected .*")
 
 
 def parse(
@@ -100,6 +102,28 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
+def _nearest_option(typed: str, names: Iterable[str]) -> str | None:
+    """The option that begins so, or is near; dashes make no two options alike."""
+    bare = {name.removeprefix("--"): name for name in names}
+    word = typed.removeprefix("--").removeprefix("no-")
+    begun = [name for name in bare if len(word) > 2 and name.startswith(word)]
+    return bare.get((begun[0] if len(begun) == 1 else nearest(word, bare)) or "")
+
+
+def _of_value(message: str) -> str | None:
+    """What tyro says of a choice that there is not, or of a value that is missing: the option in front."""
+    if wrong := _CHOICE.fullmatch(message):
+        value, option, listed = wrong.groups()
+        choices = [each for each in re.findall(r"'([^']*)'", listed) if each != "None"]
+        meant = nearest(value, choices)
+        return f"{option} {value!r}: one of {', '.join(choices)}" + (
+            f"; did you mean {meant}?" if meant else ""
+        )
+    if empty := _NO_VALUE.fullmatch(message):
+        return f"{empty[1]} has no value: say one after it"
+    return None
+
+
 def _elsewhere(typed: str, names: Sequence[str]) -> str:
     """The options of that very name in other sections than it was typed in, or "": --lr is --optimizer.lr."""
     last = {name: name.removeprefix("--").rpartition(".")[2] for name in (typed, *names)}
@@ -132,12 +156,15 @@ def _with_hint(message: str, argv: Sequence[str], config_class: type[object], pr
     section, _, said = message.partition(": ")
     if said.startswith(f"{section}."):  # a section's own check, which names itself
         return said
+    if told := _of_value(message):
+        return told
     message = message.replace("invalid literal for int() with base 10:", "not a whole number:")
+    message = message.replace("could not convert string to float:", "not a number:")
     names = [*option_names(config_class), "--help"]
     for word in argv:
         typed = word.split("=", 1)[0].replace("_", "-")
         if typed.startswith("--") and typed.replace("--no-", "--", 1) not in names:
-            meant = _elsewhere(typed, names) or nearest(typed, names)
+            meant = _elsewhere(typed, names) or _nearest_option(typed, names)
             if meant is not None:
                 message = f"there is no option {word.split('=', 1)[0]}" if missing else message
                 return f"{message}; did you mean {meant}?"
