@@ -177,6 +177,12 @@ def test_what_eight_bits_adapters_and_the_host_save() -> None:
     matrices = 32 * held(MODEL, Parallel(), 0, NANOTRON).products
     assert qlora.parameters == pytest.approx(lora.parameters - matrices * (2 - 0.5159), rel=1e-3)
     assert qlora.gathered > 0  # a matrix is unpacked to be multiplied with
+    divided, scales = of("zero3", 8, adapters="qlora"), matrices * 0.0159
+    trained = of("zero3", 8, adapters="lora").parameters - (2 * N) / 8
+    assert divided.parameters - trained == pytest.approx(scales + (2 * N - 1.5 * matrices) / 8, rel=1e-3)
+    assert of("zero3", 8, adapters="qlora", offload="parameters").parameters == pytest.approx(
+        scales, rel=0.05
+    )
     assert lora.notes and not whole.notes
     assert of(optimizer="sgd").optimizer == 4 * N
 

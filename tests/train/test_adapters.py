@@ -257,7 +257,7 @@ def test_a_rank_that_is_killed_comes_back(runs: tuple[Path, dict[str, Any]], str
     assert difference(run, folder / "whole") < 1e-4
 
 
-def loses_a_host(folder: str) -> str:
+def loses_a_host(folder: str, *more_words: str) -> str:
     """Of two, with the parts of the base that its ranks kept. What was said."""
     import peft  # noqa: F401
 
@@ -265,6 +265,7 @@ def loses_a_host(folder: str) -> str:
     path = Path(folder)
     write_model(path / "source", QWEN)
     more = ["--strategy=zero3", "--steps=8", "--checkpoint.every=3", "--lora.dropout=0", "--ranks=4"]
+    more += more_words
     assert train(words(path, "source", "whole", *TRAINED, *more), path).status == 0
     dies = death("backward", [2, 3], 5)
 
@@ -282,6 +283,14 @@ def loses_a_host(folder: str) -> str:
 @pytest.mark.slow
 def test_a_base_that_was_in_parts_is_read_again(tmp_path: Path) -> None:
     assert "back to the checkpoint of step 3" in in_fork(loses_a_host, str(tmp_path))
+
+
+@needs_peft
+@pytest.mark.slow
+def test_codes_that_were_in_parts_are_made_again(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    said = in_fork(loses_a_host, str(tmp_path), "--lora.quantize=nf4")
+    assert "back to the checkpoint of step 3" in said
 
 
 def refused(run: Path) -> str:

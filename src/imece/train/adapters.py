@@ -1,8 +1,9 @@
 """Adapters beside the matrices of a model that stays as it is, by peft: LoRA (Hu et al. 2021) and QLoRA
 (Dettmers et al. 2023).
 
-    base     the model of --from, frozen: shared out where parameters are (but matrices in 4 bits), in no
-             checkpoint, but for its digests; each command that needs it reads it again from where it lies
+    base     the model of --from, frozen: shared out where parameters are (but the scales of what is in 4
+             bits), in no checkpoint, but for its digests; each command that needs it reads it again from
+             where it lies
     adapter  A [rank, in] and B [out, rank] beside a matrix W [out, in]: W x + alpha / rank * B A x
 
 A begins at random, B with zeros, so the model begins as the base. With lora.quantize the matrices of the
@@ -85,7 +86,10 @@ def begin_beside(config: TrainConfig, base: Source, model: DistributedDataParall
             of_base = name.replace(f"{_BASE}.", ".")
             if MODEL + name in adapters:
                 first.fill(memory, MODEL + name, start)
-            elif not is_quantised(of_base, config.lora):  # those have their codes already
+            elif is_quantised(of_base, config.lora):
+                codes = codes_of(base.tensor(MODEL + of_base).float())[0].view(-1)
+                memory.copy_(codes[start : start + memory.numel()].view(memory.shape))
+            else:
                 base.fill(memory, MODEL + of_base, start)
 
     together(model, read)

@@ -32,7 +32,7 @@ from imece.plan.check import PLAN_FILE, VERSION, median
 from imece.plan.hardware import Cluster, find_cluster
 from imece.plan.here import kept_cluster
 from imece.plan.memory.held import adapter_parameters, held
-from imece.plan.memory.memory import coded_bytes, memory
+from imece.plan.memory.memory import memory, scale_bytes
 from imece.plan.models.by_name import from_shape
 from imece.plan.setup import Adapters, Parallel, Recipe, Setup, Strategy
 from imece.plan.setup import Precision as Bytes
@@ -195,9 +195,9 @@ def _mapped(setup: Setup, cluster: Cluster, copies: bool) -> int:
         parameters, numbers = counted["parameters"], float(model.parameters)
         if setup.recipe.adapters != "none":
             numbers = model.layers * adapter_parameters(model, setup.recipe.adapter_rank)
-            coded = coded_bytes(setup, held(model, parallel, 0, framework))
+            scales = scale_bytes(setup, held(model, parallel, 0, framework))
             divides = DIVIDED[parallel.strategy].parameters
-            parameters = parameters - coded if divides else 4.0 * numbers
+            parameters = parameters - scales if divides else 4.0 * numbers
             still = parameters - 4 * numbers / parallel.shard if divides and framework.gathers else 0.0
         shared += parameters
         part += 4 * numbers / ranks

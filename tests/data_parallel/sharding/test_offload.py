@@ -55,6 +55,10 @@ STEPS = 3
 # The other memory.
 
 
+def _nothing(dtype: torch.dtype) -> float:
+    return torch.nan if dtype.is_floating_point else 77
+
+
 class Host:
     """Its storages."""
 
@@ -62,7 +66,7 @@ class Host:
         self.pieces: list[torch.Tensor] = []  # they stay, and so do their storages' addresses
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        made = torch.full((numel,), torch.nan, dtype=dtype)
+        made = torch.full((numel,), _nothing(dtype), dtype=dtype)
         self.pieces.append(made)
         return made
 
@@ -87,7 +91,7 @@ class Late:
             target.copy_(source)
             return
         assert self.host.has(target) != self.host.has(source), "a copy that leaves no memory"
-        target.fill_(torch.nan)
+        target.fill_(_nothing(target.dtype))
         self.waiting.append((target, source))
         if self.host.has(source):
             self.goes_up.append((source, source._version))

@@ -44,10 +44,16 @@ class MixedPrecision:
                     )
 
 
+def can_be_cast(parameter: Tensor) -> bool:
+    """Whether it is numbers of floating point; what a class of its own keeps are codes in any dtype."""
+    is_numbers = type(parameter) is nn.Parameter or is_made_of_others(parameter)
+    return is_numbers and parameter.is_floating_point()
+
+
 def cast_frozen(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """Cast those of floating point, which are in no bucket; they stay the objects that others know."""
+    """Cast those that can be, which are in no bucket; they stay the objects that others know."""
     for each in parameters:
-        if each.is_floating_point() and each.dtype != dtype:
+        if can_be_cast(each) and each.dtype != dtype:
             if is_made_of_others(each):  # its values are not in its data
                 swap_tensors(each, nn.Parameter(each.to(dtype), requires_grad=False))
             else:

@@ -71,6 +71,7 @@ def _complaint(values: Sequence[Any]) -> str:
             name, unit, _ = value.__dict__["_imece_freed"]
             return (
                 f"parameter {name} of {unit} is freed: this rank keeps a part of it, and all of it is there "
-                f"only while {unit} runs. Elsewhere use it inside of `with model.gathered():`"
+                f"only while {unit} runs. Elsewhere use it inside of `with model.gathered():`; to write into "
+                f"it, inside of `with model.gathered(write=True):`, or by model.load_state_dict"
             )
     return "a parameter is freed; use it inside of `with model.gathered():`"

@@ -13,12 +13,14 @@ from functools import cached_property
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from imece import layout
 from imece.data_parallel.optimizer import is_element_wise, kinds_of
 from imece.data_parallel.same import is_made_of_others
 from imece.data_parallel.sharding.block_wise import block_of
+from imece.data_parallel.sharding.cast import can_be_cast
 from imece.data_parallel.sharding.parts import ALIGN_BYTES, items_of
 from imece.data_parallel.sharding.units import Unit, unit_numbers
 
@@ -61,13 +63,18 @@ def refuse_subclasses(named: Sequence[tuple[str, torch.Tensor]]) -> None:
 
 
 def can_lie_flat(parameter: torch.Tensor) -> bool:
-    """Whether a frozen parameter's values may lie in a bucket.
+    """Whether a frozen parameter's values may lie in a bucket: all are in its own memory, and no other tensor
+    that it knows is there too.
 
-    Those of a class of their own stay where they are: bitsandbytes' codes and torchao's tensors have more
-    beside them.
+    What a class keeps beside them stays where it is, as the scales of bitsandbytes' codes do. Those that are
+    made of others (torchao) stay whole: these have no place in a layout by parameters.
     """
-    is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
-    return is_plain and not parameter.is_quantized
+    if not issubclass(type(parameter), nn.Parameter) or isinstance(parameter, UninitializedParameter):
+        return False
+    if parameter.layout is not torch.strided or parameter.is_quantized:
+        return False
+    beside = [each for each in vars(parameter).values() if isinstance(each, torch.Tensor)]
+    return all(each.untyped_storage()._cdata != parameter.untyped_storage()._cdata for each in beside)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -119,9 +126,9 @@ class Trained:
         units: Sequence[Unit] = (),
         param: torch.dtype | None = None,
     ) -> Trained:
-        """Of frozen ones, which nothing steps. param: of those of floating point; None: their own."""
+        """Of frozen ones, which nothing steps. param: of those that can be cast; None: their own."""
         numbers = unit_numbers(model, units, [each for _, each in named]) if units else None
-        dtypes = [param if param and each.is_floating_point() else each.dtype for _, each in named]
+        dtypes = [param if param and can_be_cast(each) else each.dtype for _, each in named]
         return cls(named, [FROZEN] * len(named), numbers, dtypes, (), {})
 
     @property

@@ -101,13 +101,6 @@ def check(question: Question) -> None:
             f"{_nearest(ranks, together)}"
         )
     data = ranks // together
-    divides = question.strategy is not None and DIVIDED[question.strategy].parameters
-    if question.adapters == "qlora" and (divides or question.offload == "parameters"):
-        asked = f"--strategy {question.strategy}" if divides else "--offload parameters"
-        raise UserError(
-            f"{asked} and --adapters qlora: matrices in 4 bits are whole on each GPU under any strategy: use "
-            "zero2, or --adapters lora"
-        )
     if (strategy := question.strategy) is not None and not _can_offload(question, strategy, data):
         needs = "zero3 or hybrid" if question.offload == "parameters" else "a sharded strategy, such as zero1"
         raise UserError(f"--offload {question.offload} is for {needs}, not for --strategy {strategy}")
@@ -281,9 +274,6 @@ def _strategies(question: Question, tensor: int, ranks: int) -> Iterator[tuple[S
     inside = max(1, question.cluster.gpus_per_host // tensor)
     for strategy in STRATEGIES if question.strategy is None else (question.strategy,):
         if not _can_offload(question, strategy, ranks):
-            continue
-        # Matrices in 4 bits are whole on each rank: beside them these divide little more than zero2 does.
-        if question.adapters == "qlora" and DIVIDED[strategy].parameters:
             continue
         if strategy == "replicate":
             yield strategy, 1

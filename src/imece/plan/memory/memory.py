@@ -13,7 +13,9 @@ from imece.plan.setup import Recipe, Setup
 
 _BLOCK = 256  # elements of an 8-bit moment that share a scale in fp32 (bitsandbytes)
 _EIGHT_BIT = 1 + 4 / _BLOCK  # bytes of an element
-FOUR_BIT = 0.5 + 1 / 64 + 4 / (64 * 256)  # NF4: 64 elements share a scale of 8 bits, 256 of those one in fp32
+_CODE = 0.5  # bytes of an element in 4 bits
+_SCALES = 1 / 64 + 4 / (64 * 256)  # NF4: 64 elements share one of 8 bits, 256 of those one in fp32
+FOUR_BIT = _CODE + _SCALES
 
 
 @dataclass(frozen=True)
@@ -151,18 +153,18 @@ def _moment_bytes(recipe: Recipe, part: Held) -> float:
 
 
 def _with_adapters(setup: Setup, part: Held, framework: Framework) -> _States:
-    """The frozen model, and adapters that are trained. Where parameters are divided both are; but matrices in
-    4 bits are whole on each rank."""
+    """The frozen model, and adapters that are trained. Where parameters are divided both are; but the scales
+    of matrices in 4 bits are whole on each rank."""
     model, parallel, recipe = setup.model, setup.parallel, setup.recipe
     divides, size = DIVIDED[parallel.strategy], recipe.precision.parameters
-    coded = coded_bytes(setup, part)
-    plain = (part.total - part.layers * part.products * bool(coded)) * size
+    scales, in_codes = scale_bytes(setup, part), part.products * (recipe.adapters == "qlora")
+    plain = (part.total - part.layers * in_codes) * size + part.layers * in_codes * _CODE
     of_layer = adapter_parameters(model, recipe.adapter_rank) / parallel.tensor
     trained, gathered, units = part.layers * of_layer, 0.0, 0
     if divides.parameters and framework.gathers:
         units = min(framework.units_at_once, part.layers)
-        layer = part.layer + part.experts - part.products * bool(coded)
-        gathered = (part.tables + part.rest + units * layer) * size
+        layer = part.layer + part.experts - in_codes
+        gathered = (part.tables + part.rest + units * layer) * size + units * in_codes * _CODE
     if divides.parameters:
         plain /= parallel.shard
     hosted = plain if divides.parameters and recipe.offload == "parameters" else 0.0
@@ -170,7 +172,7 @@ def _with_adapters(setup: Setup, part: Held, framework: Framework) -> _States:
         gathered += (
             size * model.width * max(model.mlp_width, model.heads * model.head_width) / parallel.tensor
         )
-    base = Footprint(round(coded + plain - hosted), 0, 0, round(gathered), round(hosted))
+    base = Footprint(round(scales + plain - hosted), 0, 0, round(gathered), round(hosted))
     filling = 0.0
     if divides.gradients:
         bucket = recipe.bucket_bytes / (recipe.precision.masters or size)
@@ -180,9 +182,9 @@ def _with_adapters(setup: Setup, part: Held, framework: Framework) -> _States:
     return _sum(_States(base, gathered, 0.0), adapters)
 
 
-def coded_bytes(setup: Setup, part: Held) -> float:
-    """Of the matrices that are kept in 4 bits."""
-    return part.layers * part.products * FOUR_BIT if setup.recipe.adapters == "qlora" else 0.0
+def scale_bytes(setup: Setup, part: Held) -> float:
+    """Of the matrices that are kept in 4 bits what is whole on each rank."""
+    return part.layers * part.products * _SCALES if setup.recipe.adapters == "qlora" else 0.0
 
 
 def _sum(one: _States, other: _States) -> _States:
