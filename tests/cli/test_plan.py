@@ -305,7 +305,7 @@ def test_what_imece_does_not_do_by_itself_is_told(capsys: pytest.CaptureFixture[
     )
     call, left = next_of(capsys, "70B --gpus 8xH100 --global-batch 64 --adapters lora")
     assert 'strategy="zero3"' in call and "a GPU: ZeRO-3 (FULL_SHARD)" in left
-    assert main(["plan", *["405B", "--gpus", "8xH100", "--global-batch", "64", "--adapters", "qlora"]]) == 0
+    assert main(["plan", *["1000B", "--gpus", "8xH100", "--global-batch", "64", "--adapters", "qlora"]]) == 0
     assert "next no way fits that imece does by itself: it does not do all of that together" in " ".join(
         capsys.readouterr().out.split()
     )
