@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -54,7 +55,8 @@ def test_the_folder_holds_the_model(
     target = tmp_path / "new" / "model"
     argv = ["export", str(trained_run), "--to", "hf", str(target), "--which", which, "--dtype", dtype]
     assert main(argv) == 0
-    assert f"from_pretrained('{target}')" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"from_pretrained('{target}')" in said and re.search(r"parameters, \w+, [\d.]+ [kM]B\n", said)
     assert sorted(os.listdir(target)) == FILES
     assert os.listdir(target.parent) == ["model"]
     assert len({path.stat().st_mode for path in target.iterdir()}) == 1

@@ -39,7 +39,7 @@ from imece.models.hugging_face import (
 from imece.models.hugging_face_files import write_weights
 from imece.models.shape import TransformerConfig
 from imece.observe.run_files import as_argument
-from imece.observe.units import si
+from imece.observe.units import gigabytes, megabytes, si
 from imece.train.origin import trained
 from imece.train.run_folder import RunFolder, Which, read_shape
 
@@ -93,9 +93,8 @@ def run(argv: Sequence[str]) -> int:
                 partial, source, shape, tokenizer, folder.origin, dtype, most_bytes
             )
     size = sum(path.stat().st_size for path in target.iterdir())
-    print(
-        f"{options.folder}: step {saved.step}, {si(parameters)} parameters, {options.dtype}, {si(size)} bytes"
-    )
+    told = gigabytes(size) if size >= 1e9 else megabytes(size)
+    print(f"{options.folder}: step {saved.step}, {si(parameters)} parameters, {options.dtype}, {told}")
     if options.to == "adapter":
         print(f"load  peft.PeftModel.from_pretrained(model, {options.folder!r})")
         base = RunFolder(Path(config.model.weights))
