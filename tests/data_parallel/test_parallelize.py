@@ -398,7 +398,7 @@ CORE = [
 
 # The same bits.
 
-FP32 = Case(dtype=torch.float32, clip=0.05, steps=20)
+FP32 = Case(dtype=torch.float32, clip=0.05, steps=6)
 IN_BITS = {
     "sgd": replace(FP32, make=momentum),
     "adamw in groups": FP32,
@@ -408,6 +408,9 @@ IN_BITS = {
     "bf16 hook": replace(
         FP32, steps=5, prepare=lambda model: model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     ),
+}
+LONG_IN_BITS = {
+    f"{name}, long": replace(case, steps=20) for name, case in IN_BITS.items() if name != "bf16 hook"
 }
 
 
@@ -839,7 +842,9 @@ def optimizers_that_differ(group: dist.ProcessGroup) -> None:
             parallelize(model, (momentum if group.rank() else muon_and_adamw)(model), strategy, group)
 
 
-OTHERS: dict[str, Check] = {f"bits: {name}": same_bits(case) for name, case in IN_BITS.items()} | {
+OTHERS: dict[str, Check] = {
+    f"bits: {name}": same_bits(case) for name, case in (IN_BITS | LONG_IN_BITS).items()
+} | {
     "notices one bit": notices("reduced", one_bit),
     "notices a permutation": notices("reduced", permuted),
     "notices what is not gathered": notices("after_step", not_gathered),
@@ -868,7 +873,7 @@ IN_THREE = ["bits: muon and adamw", "half, loaded", "odd parameters", "adafactor
 IN_THREE += [name for name in OTHERS if name.startswith("notices")]
 SLOW_IN_THREE = [name for name in OTHERS if name.startswith(("bits", "half")) and name not in IN_THREE]
 SLOW_IN_THREE += ["adamw that has stepped", "unused, momentum"]
-SLOW = ["compiled"]
+SLOW = ["compiled", *(f"bits: {name}" for name in LONG_IN_BITS)]
 
 
 @pytest.mark.parametrize(

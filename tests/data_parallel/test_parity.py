@@ -359,16 +359,16 @@ UNUSED = {"find_unused_parameters": True}
 
 CASES: dict[str, Case] = {
     "plain": Case(Untied),
-    "plain, momentum": Case(Untied, optimizer=momentum),
+    "plain, momentum": Case(Untied, optimizer=momentum, steps=FEW),
     "tied": Case(),
     "tied, momentum": Case(optimizer=momentum, steps=FEW),
-    "frozen": Case(partly_frozen),
+    "frozen": Case(partly_frozen, steps=FEW),
     "frozen, momentum": Case(partly_frozen, optimizer=momentum, steps=FEW),
     "unused": Case(Routed, routed, torch_only=UNUSED),
-    "unused, momentum": Case(Routed, routed, momentum, torch_only=UNUSED),
+    "unused, momentum": Case(Routed, routed, momentum, torch_only=UNUSED, steps=FEW),
     "unused, zeroed in place": Case(Routed, routed, torch_only=UNUSED, set_to_none=False, steps=FEW),
     "unused, zeroed now and then": Case(Routed, routed, momentum, torch_only=UNUSED, zero_every=5, steps=FEW),
-    "accumulated": Case(backwards=accumulated),
+    "accumulated": Case(backwards=accumulated, steps=FEW),
     "accumulated, momentum": Case(backwards=accumulated, optimizer=momentum, steps=FEW),
     "accumulated over steps": Case(backwards=partly_synchronised, zero_every=3, steps=FEW),
     "accumulated elsewhere": Case(Routed, accumulated_elsewhere, torch_only=UNUSED, steps=FEW),
@@ -406,6 +406,8 @@ HOOK_CASES = {
     f"hook: {name}": Case(prepare=prepare, steps=FEW, optimizer=momentum, both={"bucket_cap_mb": None})
     for name, prepare in HOOKS.items()
 }
+LONG = ("plain, momentum", "frozen", "unused, momentum", "accumulated")
+LONG_CASES = {f"{name}, long": replace(CASES[name], steps=STEPS) for name in LONG}
 # One forward's output is not a thing in which tensors are found.
 HIDDEN_OUTPUTS: dict[str, Case] = {
     "checkpoint, in an object": Case(lambda: Checkpointed(False, Opaque), loss_within, steps=5),
@@ -620,7 +622,7 @@ def notices_an_ignored_hook(group: dist.ProcessGroup) -> None:
 def the_routes_differ(group: dist.ProcessGroup) -> None:
     """Blocks that no rank, some rank and all ranks use: all three come, so that the cases mean something."""
     seen = set()
-    for step in range(STEPS):
+    for step in range(FEW):
         for index in range(3):
             users = sum(index in picks(step, rank) for rank in range(group.size()))
             seen.add((index, "none" if not users else "all" if users == group.size() else "some"))
@@ -636,12 +638,12 @@ CONTROLS = {
 }
 
 CHECKS: dict[str, Check] = (
-    {name: parity(case) for name, case in (CASES | HIDDEN_OUTPUTS | HOOK_CASES).items()}
+    {name: parity(case) for name, case in (CASES | LONG_CASES | HIDDEN_OUTPUTS | HOOK_CASES).items()}
     | UNEVEN
     | {"two models": two_models, "two forwards, two backwards": two_forwards_then_two_backwards}
     | {f"notices {name}": check for name, check in CONTROLS.items()}
 )
-SLOW = ["compiled blocks"]
+SLOW = ["compiled blocks", *LONG_CASES]
 MORE = ["uneven", "uneven, by those present", "two forwards, two backwards"]
 
 
