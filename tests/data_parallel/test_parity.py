@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 from imece import DistributedDataParallel
 from imece.bench.reference_model import Block, Decoder, Shape, batch
 from imece.collectives.pending import Pending
-from imece.data_parallel.reducer import Reducer
 from imece.data_parallel.reducing.buckets import Bucket
+from imece.data_parallel.reducing.leaving import Leaving
 from tests.data_parallel.checks import Check, Job, jobs, passed, slow
 
 SHAPE = Shape(vocabulary=32, width=16, layers=2, heads=2, length=8)
@@ -572,13 +572,13 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def not_reduced(self: Reducer, bucket: Bucket) -> Pending:
+def not_reduced(self: Leaving, bucket: Bucket) -> Pending:
     return Pending("nothing", bucket.flat, [])
 
 
 def notices_gradients_that_stay(group: dist.ProcessGroup) -> None:
     for case in (CASES["plain"], CASES["unused"], CASES["accumulated"]):
-        with replaced(Reducer, "_reduce", not_reduced):
+        with replaced(Leaving, "_reduce", not_reduced):
             found = first_difference(replace(case, steps=1), group)
         assert found and found.startswith("step 0: gradient"), found
 

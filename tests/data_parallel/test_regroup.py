@@ -396,8 +396,8 @@ def keep_options(folder: str) -> None:
             broken.backward()
     with worlds.open("two", range(2)) as group:
         model.regroup(group)
-        assert model.reducer.hook.call is default_hooks.allreduce_hook
-        assert model.reducer.hook.state is group, "the hook would ask the old group"
+        assert model.reducer.leaving.hook.call is default_hooks.allreduce_hook
+        assert model.reducer.leaving.hook.state is group, "the hook would ask the old group"
         assert model.module.norm.process_group is group
         assert all(map(torch.equal, values, training.parameters)), "a replica's values do not change"
         assert all(each.grad is None for each in training.parameters)

@@ -1421,7 +1421,7 @@ def overlapped_or_not(group: dist.ProcessGroup) -> None:
         for threads, expected in ((1, group.size() < len(os.sched_getaffinity(0))), (64, False)):
             torch.set_num_threads(threads)
             model = wrap(copy.deepcopy(start), group)
-            assert model.reducer.overlap == (expected or not shared), threads
+            assert model.reducer.leaving.overlap == (expected or not shared), threads
     finally:
         torch.set_num_threads(before)
 

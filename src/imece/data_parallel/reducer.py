@@ -21,7 +21,6 @@ wait for each other: `begin_several` and `finish` are called around them then.
 
 from __future__ import annotations
 
-import time
 import weakref
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -32,19 +31,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from imece.collectives.pending import Pending
 from imece.data_parallel.average import Average
 from imece.data_parallel.reducing import in_backward, refusals, task
 from imece.data_parallel.reducing.arrivals import Arrivals
 from imece.data_parallel.reducing.buckets import Bucket, Gradients, Slot
-from imece.data_parallel.reducing.comm_hook import CommHook, take_result
 from imece.data_parallel.reducing.finite import Finite
-from imece.data_parallel.reducing.home import Home
+from imece.data_parallel.reducing.leaving import Leaving
 from imece.data_parallel.reducing.line import Line
 from imece.data_parallel.reducing.sharing import Sharing
-from imece.data_parallel.reducing.trace import BucketTrace
 from imece.data_parallel.reducing.used import Used
-from imece.data_parallel.reducing.watch import Watch
 
 
 class Reducer:
@@ -61,11 +56,10 @@ class Reducer:
         finite: Finite | None = None,
     ) -> None:
         """overlap: whether a bucket leaves as soon as it is full; otherwise when backward is over."""
-        self.gradients, self.group, self.average, self.finite = gradients, group, average, finite
-        self.overlap, self.static_graph = overlap, static_graph
-        self.hook: CommHook | None = None
+        self.gradients, self.group, self.average = gradients, group, average
+        self.leaving = Leaving(gradients, overlap, finite)
+        self.static_graph = static_graph
         self.sums = 0  # finished ones, of all ranks: after one, each has come at least as far as its backward
-        self.watch: Watch | None = None
         self.stepping: list[torch.Tensor] = []  # parameters with optimizers that step in backward
         self.awaited: list[torch.futures.Future[Any]] = []  # of a hook on buffers: done when backward is
         self._line = Line.of(group)
@@ -82,19 +76,15 @@ class Reducer:
         self._left: Collection[int] = ()  # parameters that another model reduces in this backward
         self._early: set[int] = set()  # parameters to which another backward of the same step is to come
         self._careful = False  # gradients are not simply put into buckets, as some are left, early or noted
-        self._ending = False  # all gradients that will come are there
-        self._next = 0  # bucket to leave next
-        self._gone: set[int] = set()  # those that left before their turn, as their units were over
-        self._absent: list[Slot] = []  # in them
+        self._absent: list[Slot] = []  # in buckets that left before their turn
         self._learning = static_graph  # the first backward counts how often each parameter fires
         self._arrivals = Arrivals(wanted=gradients.is_whole)
         self.when_newly_unused: Callable[[], Callable[[], None] | None] | None = None
         """A weak reference to what is called after a backward in which no rank used some parameter, or any,
         for the first time: others may be there in their place."""
         gradients.when_over(self._over)
-        self._home = Home(slot.parameter for slot in self.slots)
         hooks = [self._on_gradient(slot.index) for slot in self.slots]
-        if self._home.is_needed:
+        if self.leaving.home.is_needed:
             hooks = [self._line.in_turn(hook) for hook in hooks]
         self._handles: list[RemovableHandle] = [
             slot.parameter.register_post_accumulate_grad_hook(hook)
@@ -131,7 +121,7 @@ class Reducer:
     @property
     def has_unsummed(self) -> bool:
         """Whether this is inside of such a backward, and not all of its gradients are summed."""
-        return self._syncing and not self._ending and task.current() != task.NO_TASK
+        return self._syncing and not self.leaving.ending and task.current() != task.NO_TASK
 
     @property
     def takes_plain_mean(self) -> bool:
@@ -142,9 +132,9 @@ class Reducer:
 
     def prepare(self) -> None:
         """Before a forward whose backward is to be synchronised; a collective of all ranks."""
-        self._arrivals.lay_anew(self.gradients, self.overlap)
-        if self.watch is not None:
-            self.watch.forward()
+        self._arrivals.lay_anew(self.gradients, self.leaving.overlap)
+        if self.leaving.watch is not None:
+            self.leaving.watch.forward()
 
     def on_output_gradient(self, behind: task.Edges, gradient: torch.Tensor) -> torch.Tensor | None:
         """A hook on an output of a prepared forward; behind: where its gradient goes on."""
@@ -221,9 +211,9 @@ class Reducer:
 
     def start(self, *, present: bool = True, left: Collection[int] = ()) -> None:
         """Everything back to the beginning of a backward. left: parameters that another model reduces."""
-        self._next, self._ending = 0, False
+        self.leaving.start()
         self._left, self._careful, self._early = left, self._arrivals.noting or bool(left), set()
-        self._gone, self._absent = set(), []
+        self._absent = []
         self._used.begin()
         self._line.stand(self)
         self._graphed = torch.is_grad_enabled() and task.current() != task.NO_TASK  # with create_graph=True
@@ -236,8 +226,8 @@ class Reducer:
         for index in left:
             self._leave(self.slots[index])
         self.average.begin(present=present)
-        if self.watch is not None:
-            self.watch.backward()
+        if self.leaving.watch is not None:
+            self.leaving.watch.backward()
 
     def _leave(self, slot: Slot) -> None:
         """To another model, which reduces it in this backward: zeros go in its place."""
@@ -282,7 +272,7 @@ class Reducer:
                 return
             bucket = slot.bucket
             if not bucket.attached:
-                reducer._attach(bucket)
+                reducer.leaving.attach(bucket)
             view, scale = slot.view, bucket.scale
             if scale is None or reducer._graphed:
                 reducer._put(grad, slot)
@@ -300,13 +290,6 @@ class Reducer:
                 reducer.let_go()
 
         return on_gradient
-
-    def _attach(self, bucket: Bucket) -> None:
-        """Memory for a bucket that has none: that of the oldest sum under way, if enough are."""
-        under_way = [other for other in self.buckets if other.work is not None]
-        if len(under_way) > self.gradients.most_under_way:
-            self._wait(under_way[0])
-        self.gradients.attach(bucket)
 
     def _complete(self, slot: Slot) -> bool:
         """Whether this was the parameter's last gradient in this backward; notes the order in the first."""
@@ -339,70 +322,30 @@ class Reducer:
 
     def _agree_on_scale(self) -> None:
         factor = self.average.factor()
-        if self.hook is not None:
+        if self.leaving.hook is not None:
             factor *= self.group.size()  # hooks take the mean over ranks by themselves
         for bucket in self.buckets:
             bucket.scale = _factor(factor, bucket.flat.dtype)
 
     def let_go(self) -> None:
         """All buckets that are ready, in order: the same order on every rank."""
-        overlap = self.overlap and not self._line.crossing
-        early = (overlap or self.gradients.borrows) and not self.gradients.gathers
-        if not (early or self._ending):
-            return
-        if not self._line.is_first(self):
-            return  # all have left, or it is another model's turn
-        while self._next < len(self.buckets) and not self.buckets[self._next].pending:
-            bucket = self.buckets[self._next]
-            self._next += 1
-            if bucket.index not in self._gone:
-                with self._home.of(bucket.flat.device):
-                    self._launch(bucket)
-        if self._next == len(self.buckets):
-            if self.hook is None:
+        if not self.leaving.may_leave(self._line) or not self._line.is_first(self):
+            return  # not before backward is over, or all have left, or it is another model's turn
+        if self.leaving.all_ready_leave():
+            if self.leaving.hook is None:
                 self._exchange_used()
             self._line.leave(self)
-
-    def _launch(self, bucket: Bucket) -> None:
-        ready = time.perf_counter() if self.watch is not None else 0.0
-        if self.finite is not None:
-            self.finite.look(bucket)
-        if self._one_by_one and bucket.index:
-            self._wait(self.buckets[bucket.index - 1])
-        launched = time.perf_counter() if self.watch is not None else 0.0
-        self.gradients.leaves(bucket, by_hook=self.hook is not None)
-        with torch.no_grad():
-            bucket.work = self._reduce(bucket)
-        flat_bytes = bucket.flat.nbytes
-        if bucket.work is None:
-            self.gradients.reduced(bucket)
-        elif self.gradients.gathers and self._one_by_one:
-            self._wait(bucket)  # nor may a gather come between a hook's collectives
-        if self.watch is not None:
-            self.watch.left(BucketTrace(bucket.index, flat_bytes, ready, launched), bucket)
 
     def _over(self, buckets: Sequence[Bucket]) -> None:
         """No more gradients come to these in this backward: they leave, full or not."""
         if not self._syncing or not self._line.is_first(self):
             return
-        for bucket in buckets:
-            if bucket.index not in self._gone:
-                self._gone.add(bucket.index)
-                with self._home.of(bucket.flat.device):
-                    if bucket.pending:
-                        with torch.no_grad():
-                            self._absent += self._fill_in(bucket.slots)
-                    self._launch(bucket)
+        self.leaving.before_their_turn(buckets, self._fill_up)
 
-    @property
-    def _one_by_one(self) -> bool:
-        return self.hook is not None and self.hook.one_by_one(self.slots[0].view.device)
-
-    def _reduce(self, bucket: Bucket) -> Pending | torch.futures.Future[Any] | None:
-        """What its result has to be waited for with; None if it is there."""
-        if self.hook is None:
-            return self.gradients.reduce(bucket, self.overlap)
-        return self.hook.reduce(bucket, last=bucket.index == len(self.buckets) - 1)
+    def _fill_up(self, bucket: Bucket) -> None:
+        if bucket.pending:
+            with torch.no_grad():
+                self._absent += self._fill_in(bucket.slots)
 
     # The end of backward.
 
@@ -438,24 +381,24 @@ class Reducer:
 
     def _finish(self) -> bool:
         """Whether parameters that some rank had used were used by none."""
-        watch = self.watch
+        watch = self.leaving.watch
         if watch is not None:
             watch.backward_ended()
-        left = self._gone
+        left = self.leaving.gone
         absent = self._absent + self._fill_in(
             [slot for slot in self.slots if slot.bucket.index not in left] if left else self.slots
         )
-        self._ending = True
+        self.leaving.ending = True
         self.let_go()
-        assert self._next == len(self.buckets), "a bucket is left behind"
+        assert self.leaving.all_left, "a bucket is left behind"
         told = self._wait_for_all(read=bool(absent) or self._learning)
         self.gradients.finish(absent, self._used.anywhere)
         self._end_first()
         self._fired[:] = self._touched[:] = self._zeros
         while self.awaited:
             self.awaited.pop().wait()
-        if self.finite is not None:
-            self.finite.judge(self.buckets)
+        if self.leaving.finite is not None:
+            self.leaving.finite.judge(self.buckets)
         in_backward.step(self.stepping)
         if watch is not None:
             watch.ended()
@@ -486,7 +429,7 @@ class Reducer:
                 if slot.holds(grad):
                     slot.kept = slot.view.clone()
             if not slot.bucket.attached:
-                self._attach(slot.bucket)
+                self.leaving.attach(slot.bucket)
             self._put(grad, slot)
             if not self.gradients.is_whole:
                 parameter.grad = None
@@ -498,25 +441,15 @@ class Reducer:
     def _wait_for_all(self, *, read: bool) -> bool:
         """All buckets end. Whether it was told which parameters were used anywhere; `read` it."""
         # A hook's collectives may follow each other from other threads: none of ours may come between.
-        for bucket in self.buckets:
-            self._wait(bucket)
-        if self.hook is not None:
+        self.leaving.wait_for_all()
+        if self.leaving.hook is not None:
             self._exchange_used()
         self.sums += 1
         return self._used.wait(read=read)
 
     def _exchange_used(self) -> None:
         if self._learning or not self.static_graph:  # otherwise it is known
-            self._used.exchange(self._fired, self._touched, self.overlap)
-
-    def _wait(self, bucket: Bucket) -> None:
-        work, bucket.work = bucket.work, None
-        if work is None:
-            return
-        result = work.wait()
-        if not isinstance(work, Pending):
-            take_result(result, bucket)
-        self.gradients.reduced(bucket)
+            self._used.exchange(self._fired, self._touched, self.leaving.overlap)
 
     def recover(self) -> None:
         """Before a forward: if the last backward raised, buckets that had left end, and all starts anew."""
@@ -536,9 +469,7 @@ class Reducer:
         self._fired[:] = self._zeros
         for slot in self.slots:
             slot.kept = slot.older = None
-        for bucket in self.buckets:
-            if bucket.work is not None:
-                self._wait(bucket)
+        self.leaving.wait_for_all()
         self._used.wait(read=False)  # its memory is that of the next one
 
     def _forget_what_was_dropped(self) -> None:
@@ -559,13 +490,13 @@ class Reducer:
                 # With weights, micro-batches before the end count: their weights are in the sum already.
                 left = self._touched[slot.index] and self.average.over != "ranks"
                 if not slot.bucket.attached:
-                    self._attach(slot.bucket)
+                    self.leaving.attach(slot.bucket)
                 self._put(slot.parameter.grad if left else None, slot)
                 if left and not self.gradients.is_whole:
                     slot.parameter.grad = None
             for bucket in self.buckets:
                 bucket.pending = 0
-            self._ending = True
+            self.leaving.ending = True
             self.let_go()
             self._wait_for_all(read=not self.gradients.is_whole)
             # Whole gradients of a rank that has ended are its own affair; of a part it is the owner.
@@ -582,18 +513,14 @@ class Reducer:
         self._closed = True
         self._syncing = self.armed = False
         self.detach()
-        self._home.leave()
         self._line.clear()
         self.average.give_up()
         # The graph of a failed forward may know this reducer for long: it is not to know the group.
-        del self.group, self.average, self.finite
+        del self.group, self.average
         self._used.give_up()
         self.awaited, self.stepping = [], []
-        for bucket in self.buckets:
-            bucket.let_go()
+        self.leaving.give_up()
         self.gradients.let_go()
-        if self.watch is not None:
-            self.watch.give_up()
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

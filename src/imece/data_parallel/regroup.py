@@ -45,13 +45,13 @@ class Kept:
     @classmethod
     def of(cls, model: DistributedDataParallel) -> Kept:
         reducer, group = model.reducer, model.process_group
-        state = reducer.hook.state if reducer.hook is not None else None
+        state = reducer.leaving.hook.state if reducer.leaving.hook is not None else None
         buffer_hook = model._buffer_sync.hook
         others = [state, *model.module.modules()]
         return cls(
             [(slot.name, slot.parameter) for slot in reducer.slots],
-            reducer.watch,
-            reducer.hook,
+            reducer.leaving.watch,
+            reducer.leaving.hook,
             state is group,
             buffer_hook is not None and buffer_hook.state is group,
             [each for each in others if getattr(each, "process_group", None) is group],
@@ -104,8 +104,8 @@ def regroup(model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
     with wanting_gradients(kept.named):  # which of them do may differ between a step and the next
         check_same_shapes(model._alike(), group, model.device)
         model._make_reducer(kept.named)
-    model.reducer.watch = kept.watch
-    model.reducer.hook = kept.hook
+    model.reducer.leaving.watch = kept.watch
+    model.reducer.leaving.hook = kept.hook
     model._kept = None
 
 

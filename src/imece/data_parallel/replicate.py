@@ -200,9 +200,9 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         what is no hook; RuntimeError if there is one already.
         """
         checked = CommHook.of(state, hook)
-        if self.reducer.hook is not None:
+        if self.reducer.leaving.hook is not None:
             raise RuntimeError("register_comm_hook: this model has a communication hook already")
-        self.reducer.hook = checked
+        self.reducer.leaving.hook = checked
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Shorten the gradient to `max_norm` if it is longer; returns its norm before, a scalar on the
@@ -328,22 +328,22 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
 
     def record_trace(self, record: bool = True) -> None:
         """From now on `last_trace` holds the times of the latest synchronised step."""
-        self.reducer.watch = Watch(self.device) if record else None
+        self.reducer.leaving.watch = Watch(self.device) if record else None
 
     @property
     def last_trace(self) -> StepTrace | None:
         """When things happened in the latest step since record_trace()."""
-        return self.reducer.watch.last if self.reducer.watch is not None else None
+        return self.reducer.leaving.watch.last if self.reducer.leaving.watch is not None else None
 
     @property
     def backward_computed(self) -> torch.cuda.Event | None:
         """On a GPU, with record_trace(): the end of the latest backward but for what it waits for."""
-        return self.reducer.watch.computed if self.reducer.watch is not None else None
+        return self.reducer.leaving.watch.computed if self.reducer.leaving.watch is not None else None
 
     @property
     def nonfinite(self) -> dict[int, list[str]]:
         """With check_finite: {rank: parameters in which it brought NaN or Inf} of the last backward."""
-        return self.reducer.finite.brought if self.reducer.finite is not None else {}
+        return self.reducer.leaving.finite.brought if self.reducer.leaving.finite is not None else {}
 
     def check_parameters(self) -> None:
         """All ranks call it: MismatchError that names ranks and parameters unless all hold the same bits."""

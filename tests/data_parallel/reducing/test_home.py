@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from imece.data_parallel.reducer import Reducer
 from imece.data_parallel.reducing import home
 from imece.data_parallel.reducing.home import Home
+from imece.data_parallel.reducing.leaving import Leaving
 from imece.data_parallel.reducing.line import Line
 from imece.data_parallel.sharding.freed import free
 from tests.data_parallel.checks import Check, Job, jobs, passed
@@ -127,7 +127,7 @@ def buckets_leave_from_home(group: dist.ProcessGroup) -> None:
     left_from: list[str] = []
     held: list[bool] = []
 
-    def leave(self: Reducer, bucket: Any) -> None:
+    def leave(self: Leaving, bucket: Any) -> None:
         left_from.append(str(gpu.current))
         turn = Line.of(group)._turn
         other = threading.Thread(target=lambda: held.append(not turn.acquire(blocking=False)))
@@ -135,8 +135,8 @@ def buckets_leave_from_home(group: dist.ProcessGroup) -> None:
         other.join()
         launch(self, bucket)
 
-    launch = Reducer._launch
-    with cpu_as_gpu() as gpu, mock.patch.object(Reducer, "_launch", leave):
+    launch = Leaving._leave
+    with cpu_as_gpu() as gpu, mock.patch.object(Leaving, "_leave", leave):
         model = wrap(double(Branches()), group, bucket_cap_mb=SMALL_MB, overlap=True)
         expected = mean_over(group, model.module, total, own_input())
         loss = total(model, own_input())

@@ -393,7 +393,7 @@ def fail_in_backward(model: Any, offload: Any) -> int:
         loss_of(model, 5).backward()
     handle.remove()
     for bucket in model.reducer.buckets:
-        model.reducer._wait(bucket)
+        model.reducer.leaving._wait(bucket)
     return len(offload.lane.waiting) if offload is not None else 0
 
 

@@ -55,7 +55,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     ids = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for reducer in sharing.living():
         # A hook on buckets may step what it has reduced. Alone, a rank's gradient is the mean.
-        if reducer.has_unsummed and reducer.hook is None and reducer.group.size() > 1:
+        if reducer.has_unsummed and reducer.leaving.hook is None and reducer.group.size() > 1:
             for slot in reducer.slots:
                 if id(slot.parameter) in ids:
                     raise refusals.early(optimizer, slot)

@@ -1,0 +1,130 @@
+"""The buckets of one model in one backward: each leaves as one collective, and is waited for at the end.
+
+They leave in their order, which is the same on every rank, but for those whose units are over: no more
+gradients come to these, and so they leave before their turn, on every rank as well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from imece.collectives.pending import Pending
+from imece.data_parallel.reducing.buckets import Bucket, Gradients
+from imece.data_parallel.reducing.comm_hook import CommHook, take_result
+from imece.data_parallel.reducing.finite import Finite
+from imece.data_parallel.reducing.home import Home
+from imece.data_parallel.reducing.line import Line
+from imece.data_parallel.reducing.trace import BucketTrace
+from imece.data_parallel.reducing.watch import Watch
+
+
+class Leaving:
+    """Sends full buckets, by a communication hook if there is one, and shows them to whoever watches."""
+
+    def __init__(self, gradients: Gradients, overlap: bool, finite: Finite | None) -> None:
+        """overlap: whether a bucket leaves as soon as it is full; otherwise when backward is over."""
+        self.overlap, self.finite = overlap, finite
+        self.hook: CommHook | None = None
+        self.watch: Watch | None = None
+        self.home = Home(slot.parameter for slot in gradients.slots)
+        self.ending = False
+        """All gradients that will come are there."""
+        self.gone: set[int] = set()
+        """Those that left before their turn."""
+        self._gradients = gradients
+        self._next = 0  # to leave in its turn
+
+    @property
+    def all_left(self) -> bool:
+        """In this backward."""
+        return self._next == len(self._gradients.all)
+
+    def start(self) -> None:
+        """Nothing has left in this backward."""
+        self._next, self.ending, self.gone = 0, False, set()
+
+    def attach(self, bucket: Bucket) -> None:
+        """Memory for a bucket that has none: that of the oldest sum under way, if enough are."""
+        under_way = [other for other in self._gradients.all if other.work is not None]
+        if len(under_way) > self._gradients.most_under_way:
+            self._wait(under_way[0])
+        self._gradients.attach(bucket)
+
+    def may_leave(self, line: Line) -> bool:
+        """Whether full buckets leave now: not all do so before backward is over."""
+        overlap = self.overlap and not line.crossing
+        return self.ending or ((overlap or self._gradients.borrows) and not self._gradients.gathers)
+
+    def all_ready_leave(self) -> bool:
+        """Those whose turn it is, up to the first that is not full. Whether all have left then."""
+        buckets = self._gradients.all
+        while self._next < len(buckets) and not buckets[self._next].pending:
+            bucket = buckets[self._next]
+            self._next += 1
+            if bucket.index not in self.gone:
+                with self.home.of(bucket.flat.device):
+                    self._leave(bucket)
+        return self.all_left
+
+    def before_their_turn(self, buckets: Sequence[Bucket], fill: Callable[[Bucket], None]) -> None:
+        """Each of these that has not left does. fill: puts into one what has not come."""
+        for bucket in buckets:
+            if bucket.index not in self.gone:
+                self.gone.add(bucket.index)
+                with self.home.of(bucket.flat.device):
+                    fill(bucket)
+                    self._leave(bucket)
+
+    def _leave(self, bucket: Bucket) -> None:
+        ready = time.perf_counter() if self.watch is not None else 0.0
+        if self.finite is not None:
+            self.finite.look(bucket)
+        if self._one_by_one(bucket) and bucket.index:
+            self._wait(self._gradients.all[bucket.index - 1])
+        launched = time.perf_counter() if self.watch is not None else 0.0
+        self._gradients.leaves(bucket, by_hook=self.hook is not None)
+        with torch.no_grad():
+            bucket.work = self._reduce(bucket)
+        flat_bytes = bucket.flat.nbytes
+        if bucket.work is None:
+            self._gradients.reduced(bucket)
+        elif self._gradients.gathers and self._one_by_one(bucket):
+            self._wait(bucket)  # nor may a gather come between a hook's collectives
+        if self.watch is not None:
+            self.watch.left(BucketTrace(bucket.index, flat_bytes, ready, launched), bucket)
+
+    def _one_by_one(self, bucket: Bucket) -> bool:
+        return self.hook is not None and self.hook.one_by_one(bucket.flat.device)
+
+    def _reduce(self, bucket: Bucket) -> Pending | torch.futures.Future[Any] | None:
+        """What its result has to be waited for with; None if it is there."""
+        if self.hook is None:
+            return self._gradients.reduce(bucket, self.overlap)
+        return self.hook.reduce(bucket, last=bucket.index == len(self._gradients.all) - 1)
+
+    def wait_for_all(self) -> None:
+        """Whose sums are under way."""
+        for bucket in self._gradients.all:
+            self._wait(bucket)
+
+    def _wait(self, bucket: Bucket) -> None:
+        work, bucket.work = bucket.work, None
+        if work is None:
+            return
+        result = work.wait()
+        if not isinstance(work, Pending):
+            take_result(result, bucket)
+        self._gradients.reduced(bucket)
+
+    def give_up(self) -> None:
+        """Nobody waits for what is under way, and buckets let go of their memory."""
+        self.home.leave()
+        self.finite = None
+        for bucket in self._gradients.all:
+            bucket.let_go()
+        if self.watch is not None:
+            self.watch.give_up()
