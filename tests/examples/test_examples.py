@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from imece import mesh
 from tests.launch.launcher import Launcher, run_launch
+from tests.train.command import in_fork, launched
 
 ROOT = Path(__file__).parents[2]
 BEFORE, AFTER = ROOT / "examples/minimal/before.py", ROOT / "examples/minimal/after.py"
@@ -190,12 +191,15 @@ def test_docs_show_the_example() -> None:
     ("ranks", "axes"),
     [("4", "pipeline=2,tensor=2"), pytest.param("2", "context=2", marks=pytest.mark.slow)],
 )
-def test_whatever_divides_the_model_the_losses_are_those_of_one_rank(ranks: str, axes: str) -> None:
+def test_whatever_divides_the_model_the_losses_are_those_of_one_rank(
+    ranks: str, axes: str, tmp_path: Path
+) -> None:
     alone = losses(run([[sys.executable, MODEL_PARALLEL, "--steps", "3"]]))
     assert len(alone) == 1 and alone[0] < math.log(256)
-    outcome = run_launch("--ranks", ranks, MODEL_PARALLEL, "--steps", "3", "--mesh", axes, timeout_s=200)
-    assert outcome.status == 0, outcome.err
-    assert losses(outcome.out) == pytest.approx(alone, abs=2e-4), axes
+    words = ["--ranks", ranks, str(MODEL_PARALLEL), "--steps", "3", "--mesh", axes]
+    status, out, err = in_fork(launched, str(tmp_path), *words)
+    assert status == 0, err
+    assert losses(out) == pytest.approx(alone, abs=2e-4), axes
 
 
 def losses(output: str) -> list[float]:

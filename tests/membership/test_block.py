@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from imece.membership.block import Block
-from tests.launch.launcher import run_launch
 from tests.membership import two_updates
+from tests.train.command import in_fork, launched
 
 
 def test_a_step_of_two_updates_made_again(tmp_path: Path) -> None:
     """Deaths before the first update, between both, and after them beside a collective of the script's."""
-    outcome = run_launch("--ranks", "4", two_updates.__file__, tmp_path, timeout_s=200)
-    assert outcome.status == 0, outcome.err
-    assert outcome.err.count("was killed by signal 9") == len(two_updates.DEATHS), outcome.err
+    status, _, err = in_fork(launched, str(tmp_path), "--ranks", "4", two_updates.__file__, str(tmp_path))
+    assert status == 0, err
+    assert err.count("was killed by signal 9") == len(two_updates.DEATHS), err
 
     alone = two_updates.Networks()
     steppers = two_updates.optimizers(alone)

@@ -21,9 +21,9 @@ from imece.membership import copies
 from imece.membership.copies import Copies
 from imece.membership.copy import Copy
 from imece.membership.pieces import Pieces
-from tests.launch.launcher import run_launch
 from tests.membership import seldom_sums
 from tests.ranks import run_ranks
+from tests.train.command import in_fork, launched
 
 
 def held(step: int) -> dict[str, torch.Tensor | Slice]:
@@ -164,13 +164,12 @@ def survivors(folder: str) -> list[float]:
 
 def test_steps_without_sums_and_states_that_come_late(tmp_path: Path) -> None:
     """Ranks whose copies are a step apart at most, though nothing holds them together; a frozen part."""
-    outcome = run_launch("--ranks", str(seldom_sums.RANKS), seldom_sums.__file__, tmp_path, timeout_s=200)
-    assert outcome.status == 0, outcome.err
-    assert outcome.err.count("was killed by signal 9") == len(seldom_sums.DEATHS), outcome.err
-    joined = [line.partition(" joined; ")[0] for line in outcome.err.splitlines() if " joined; " in line]
-    assert " and ".join(joined).count("(pid ") == len(seldom_sums.DEATHS), (
-        outcome.err
-    )  # one line may name two
+    words = ["--ranks", str(seldom_sums.RANKS), seldom_sums.__file__, str(tmp_path)]
+    status, _, err = in_fork(launched, str(tmp_path), *words)
+    assert status == 0, err
+    assert err.count("was killed by signal 9") == len(seldom_sums.DEATHS), err
+    joined = [line.partition(" joined; ")[0] for line in err.splitlines() if " joined; " in line]
+    assert " and ".join(joined).count("(pid ") == len(seldom_sums.DEATHS), err  # one line may name two
 
     alone = seldom_sums.Network()
     optimizer = seldom_sums.optimizer_of(alone)

@@ -1,4 +1,5 @@
-"""Runs `imece train ...`: launcher and ranks as ever, but each a fork of a process that has imported all.
+"""Runs `imece train ...`, or `imece launch SCRIPT ...`: launcher and ranks as ever, but each a fork of a
+process that has imported all.
 
 Three interpreters that import torch take ten seconds, so only few tests start real ones:
 
@@ -12,6 +13,8 @@ a run measures of the machine and draws at its end, seconds of work, is left out
 
     def test_story(tmp_path: Path) -> None:
         in_fork(story, str(tmp_path))
+
+`launched` is such a story: a script under `imece launch` to its end.
 """
 
 from __future__ import annotations
@@ -21,12 +24,14 @@ import contextlib
 import gc
 import importlib
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -103,19 +108,23 @@ class Train:
         *,
         forked: bool = False,
         fault: Callable[[], None] = lambda: None,
+        command: str = "train",
     ) -> None:
         """folder: for its output. fault: called in the forked launcher before all else."""
         self._out, self._err = folder / "command.out", folder / "command.err"
         self._outcome: Outcome | None = None
-        words = ["train", *map(str, arguments)]
+        words = [command, *map(str, arguments)]
         self._process: subprocess.Popen[bytes] | Forked
         with self._out.open("wb") as out, self._err.open("wb") as err:
             if forked:
                 self._process = Forked(_fork_launcher(words, out.fileno(), err.fileno(), fault))
             else:
-                command = [sys.executable, "-m", "imece", *words]
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+                    [sys.executable, "-m", "imece", *words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
                 )
 
     def kill(self, number: int = signal.SIGKILL) -> None:
@@ -176,6 +185,13 @@ def train(arguments: Sequence[str | Path], folder: Path, **how: Any) -> Outcome:
         return running.wait()
 
 
+def launched(folder: str, *arguments: str) -> list[Any]:
+    """A story: `imece launch ARGUMENTS`, the script's among them. Its exit status, output and errors."""
+    with Train(arguments, Path(folder), forked=True, command="launch") as running:
+        outcome = running.wait()
+    return [outcome.status, outcome.out, outcome.err]
+
+
 # From here on: forks.
 
 
@@ -193,21 +209,26 @@ def _fork_launcher(words: list[str], out: int, err: int, fault: Callable[[], Non
         os.dup2(err, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", 1)
         fault()
-        status = _status_of(words)
+        status = _status_of(partial(main, words))
         sys.stdout.flush()
     finally:
         os._exit(status)
 
 
-def _status_of(words: list[str]) -> int:
-    """What the interpreter would make of main()'s end."""
+def _status_of(call: Callable[[], int]) -> int:
+    """What the interpreter would make of the call's end."""
     try:
-        return main(words)
+        return call()
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException:  # noqa: BLE001  (a copy of the tests must never return from here)
         sys.excepthook(*sys.exc_info())  # the mesh's own tells the launcher
         return 1
+
+
+def _script(path: str) -> int:
+    runpy.run_path(path, run_name="__main__")
+    return 0
 
 
 class ForkedRank:
@@ -225,7 +246,7 @@ class ForkedRank:
         process_group: int,
         preexec_fn: Callable[[], None],
     ) -> None:
-        assert list(command[:3]) == [sys.executable, "-m", "imece"], command
+        assert command[0] == sys.executable, command
         assert (stdin, process_group) == (subprocess.DEVNULL, 0)
         sys.stdout.flush()
         pipes = {target: os.pipe() for target, kind in ((1, stdout), (2, stderr)) if kind is not None}
@@ -239,7 +260,7 @@ class ForkedRank:
                 preexec_fn()
                 for target, (_, writer) in pipes.items():
                     os.dup2(writer, target)
-                status = _as_rank(list(command[3:]), env, pass_fds)
+                status = _as_rank(list(command[1:]), env, pass_fds)
             finally:
                 os._exit(status)
         for _, writer in pipes.values():
@@ -261,7 +282,12 @@ def _as_rank(words: list[str], env: dict[str, str], kept: Sequence[int]) -> int:
             os.close(fd)
     os.environ.clear()
     os.environ.update(env)
-    status = _status_of(words)
+    if words[:2] == ["-m", "imece"]:
+        status = _status_of(partial(main, words[2:]))
+    else:
+        sys.argv[:] = words
+        sys.path.insert(0, str(Path(words[0]).parent))
+        status = _status_of(partial(_script, words[0]))
     atexit._run_exitfuncs()  # a fork leaves without them: the mesh would not be closed
     sys.stdout.flush()
     return status
