@@ -880,10 +880,16 @@ SLOW = ["compiled", *(f"bits: {name}" for name in LONG_IN_BITS)]
     "job",
     jobs(__name__, [name for name in CHECKS if name not in SLOW], (2, "shm"))
     + jobs(__name__, [*CORE, *IN_THREE], (3, "shm"))
-    + jobs(__name__, CORE, (1, "shm"), (2, "gloo"))
-    + jobs(__name__, CORE[:2], (3, "gloo"))
-    + jobs(__name__, ["sgd", "muon and adamw, schedule"], (4, "shm"))
-    + slow(jobs(__name__, SLOW, (2, "shm")) + jobs(__name__, SLOW_IN_THREE, (3, "shm"))),
+    + jobs(__name__, CORE[:2], (1, "shm"), (3, "gloo"))
+    + jobs(__name__, CORE[2:], (2, "gloo"))
+    + jobs(__name__, ["muon and adamw, schedule"], (4, "shm"))
+    + slow(
+        jobs(__name__, SLOW, (2, "shm"))
+        + jobs(__name__, SLOW_IN_THREE, (3, "shm"))
+        + jobs(__name__, CORE[2:], (1, "shm"))
+        + jobs(__name__, CORE[:2], (2, "gloo"))
+        + jobs(__name__, ["sgd"], (4, "shm"))
+    ),
 )
 def test_parallelize(job: Job, request: pytest.FixtureRequest) -> None:
     passed(job, request)

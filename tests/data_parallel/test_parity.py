@@ -644,6 +644,7 @@ CHECKS: dict[str, Check] = (
     | {f"notices {name}": check for name, check in CONTROLS.items()}
 )
 SLOW = ["compiled blocks", *LONG_CASES]
+OF_THREE_ON_GLOO = ["tied, momentum", "unused", "uneven, unused"]
 MORE = ["uneven", "uneven, by those present", "two forwards, two backwards"]
 
 
@@ -651,9 +652,10 @@ MORE = ["uneven", "uneven, by those present", "two forwards, two backwards"]
     "job",
     jobs(__name__, [name for name in CHECKS if name not in SLOW], (2, "shm"))
     + jobs(__name__, CORE, (3, "shm"))
-    + jobs(__name__, [*CORE, "uneven, unused"], (3, "gloo"))
+    + jobs(__name__, OF_THREE_ON_GLOO, (3, "gloo"))
     + slow(
         jobs(__name__, SLOW, (2, "shm"))
+        + jobs(__name__, [name for name in CORE if name not in OF_THREE_ON_GLOO], (3, "gloo"))
         + jobs(__name__, [*MORE, "uneven, unused"], (3, "shm"))
         + jobs(__name__, MORE, (3, "gloo"))
     ),

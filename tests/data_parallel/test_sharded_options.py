@@ -27,7 +27,7 @@ from imece.collectives import execute, native, wire
 from imece.data_parallel import norm
 from imece.data_parallel.norm import norm_of
 from imece.data_parallel.sharded import ShardedDataParallel
-from tests.data_parallel.checks import Check, Job, jobs, passed
+from tests.data_parallel.checks import Check, Job, jobs, passed, slow
 from tests.data_parallel.sharding.test_units import (
     LAYERS,
     Small,
@@ -577,7 +577,8 @@ CHECKS: dict[str, Check] = {
 JOBS = [
     *jobs(__name__, ["rounds once", "trains as fp32"], (2, "shm"), (2, "gloo")),
     *jobs(__name__, ["sends half", "unknown wire", "buffers", "buffers from meta"], (2, "gloo")),
-    *jobs(__name__, ["rounds once", "sends half"], (3, "gloo")),
+    *jobs(__name__, ["sends half"], (3, "gloo")),
+    *slow(jobs(__name__, ["rounds once"], (3, "gloo"))),
     *jobs(__name__, ["hooked", "hook of many calls", "averaged weights"], (2, "gloo")),
     *jobs(__name__, ["late groups", "old gradients", "frozen in bf16"], (2, "gloo")),
     *jobs(

@@ -323,7 +323,7 @@ def batches_of_other_sizes(group: dist.ProcessGroup) -> None:
     with contextlib.closing(imece.init(TWO)) as mesh:
         model = case.make()
         pipeline = Pipeline(case.make(), mesh, micro_batches=2, loss=case.loss)
-        for size, length in ((4, 6), (2, 6), (4, 3), (6, 1), (8, 2), (4, 6)):
+        for size, length in ((4, 6), (2, 6), (6, 1), (4, 6)):
             inputs, targets = (each[:, :length] for each in tokens_of(size, size))
             expected = case.loss(model(inputs), targets).item()
             assert abs(pipeline.evaluate(inputs, targets).item() - expected) < EXACT

@@ -922,8 +922,10 @@ CHECKS |= {"hybrid": hybrid, "compiled": compiled}
 MORE = ["plain", "tied", "checkpoint, re-entrant", "unused on some ranks", "written", "from meta"]
 JOBS = [
     *jobs(__name__, EACH, (2, "gloo")),
-    *jobs(__name__, MORE, (3, "gloo"), (2, "shm")),
+    *jobs(__name__, MORE, (2, "shm")),
+    *jobs(__name__, ["unused on some ranks", "written"], (3, "gloo")),
     *jobs(__name__, ["hybrid"], (4, "gloo")),
+    *slow(jobs(__name__, ["plain", "tied", "checkpoint, re-entrant", "from meta"], (3, "gloo"))),
     *slow(jobs(__name__, SLOW, (2, "gloo")) + jobs(__name__, ["compiled"], (1, "gloo"))),
 ]
 
