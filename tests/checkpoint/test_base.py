@@ -6,14 +6,17 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD, AdamW, Optimizer
 
 import imece
-from imece.checkpoint import Checkpoints, Saved, TrainingState, load_weights, newest, open_checkpoint
+from imece.checkpoint import Checkpoints, Saved, TrainingState, base, load_weights, newest, open_checkpoint
+from imece.checkpoint.base import Digests
 from imece.checkpoint.files import step_folder
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
@@ -221,6 +224,20 @@ def test_what_is_no_wrapped_model_and_no_checkpoint(mesh: object, tmp_path: Path
     folder: Any = tmp_path
     with pytest.raises(TypeError, match=r"load: a PosixPath is no checkpoint: open it, as newest\(folder"):
         TrainingState(*by_two("replicate")).load(folder)
+
+
+def test_digests_keep_no_memory() -> None:
+    """And what comes to lie where another tensor was is not taken for it."""
+    digests, tensor = Digests(nn.Linear(1, 1)), torch.ones(1000)
+    first = digests.of({"base": tensor})
+    with mock.patch.object(base, "digest_of", side_effect=AssertionError):
+        assert digests.of({"base": tensor}) == first
+    memory, place = StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr()
+    del tensor
+    assert memory.expired()
+    others = [torch.zeros(1000) for _ in range(10)]
+    assert place in [other.data_ptr() for other in others], "what this is to see did not happen"
+    assert all(digests.of({"base": other}) != first for other in others)
 
 
 def test_one_that_is_compiled(tmp_path: Path, mesh: object) -> None:

@@ -14,9 +14,11 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from imece.checkpoint.load import Source
 from imece.checkpoint.plain import memory_of
@@ -35,10 +37,10 @@ class Digests:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # With how often it was written. Its memory is held, or another tensor might come to lie there.
-        self._known: dict[str, tuple[Tensor, int, str]] = {}
+        # Where it lay, how often it was written, and the digest. What has gone is not kept by this.
+        self._known: dict[str, tuple[StorageWeakRef, int, int, str]] = {}
         self._shared_out: dict[str, str] = {}  # of frozen parameters of which this rank keeps a part
-        self._written: dict[str, tuple[Tensor, int]] = {}  # of each such part: how often it was, then
+        self._written: dict[str, tuple[ref[Tensor], int]] = {}  # of each such part: how often it was, then
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         """In hex, by name. All ranks of a wrapped model call it, with the same names; each does a share."""
@@ -61,7 +63,7 @@ class Digests:
         for at, store in enumerate(sharding.frozen):
             for part in store.parts:
                 held, written = self._written.get(part.name, nothing)
-                if held is not part.parameter or written != part.parameter._version:
+                if held is None or held() is not part.parameter or written != part.parameter._version:
                     mine.append(at)
         stale = {*chain.from_iterable(gather_json(mine, group, model.device, "frozen parameters written"))}
         if not stale:
@@ -74,7 +76,7 @@ class Digests:
                 found[item.name] = digest_of(flat[place.start : place.stop].view(item.shape))
         self._shared_out |= self._all(model, found)
         parts = sharding.frozen_parts
-        self._written = {part.name: (part.parameter, part.parameter._version) for part in parts}
+        self._written = {part.name: (ref(part.parameter), part.parameter._version) for part in parts}
 
     @staticmethod
     def _all(model: DistributedDataParallel, mine: dict[str, str]) -> dict[str, str]:
@@ -85,11 +87,11 @@ class Digests:
     def _one(self, name: str, tensor: Tensor) -> str:
         if tensor.is_inference():  # nothing counts how often it was written
             return digest_of(tensor)
-        held, written, digest = self._known.get(name, (None, 0, ""))
-        if held is None or held.data_ptr() != tensor.data_ptr() or written != tensor._version:
-            digest = digest_of(tensor)
-            self._known[name] = tensor.detach(), tensor._version, digest
-        return digest
+        now = StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr(), tensor._version
+        known = self._known.get(name)
+        if known is None or known[:3] != now:
+            known = self._known[name] = *now, digest_of(tensor)
+        return known[3]
 
 
 class Base:
