@@ -531,6 +531,21 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def on_one_rank() -> list[float]:
+    """Loss of two stages of a rank: evaluated, trained, and by the whole model."""
+    inputs, targets = numbers_of(0, 4)
+    with contextlib.closing(imece.init({"pipeline": 1})) as mesh:
+        whole = F.mse_loss(sequence()(inputs), targets)
+        pipeline = Pipeline(sequence(), mesh, micro_batches=2, loss=F.mse_loss, schedule="interleaved")
+        found = [each(inputs, targets) for each in (pipeline.evaluate, pipeline.step, pipeline.evaluate)]
+    return [each.item() for each in (*found, whole)]
+
+
+def test_stages_of_one_rank() -> None:
+    (found,) = run_ranks(on_one_rank, 1, backend=None)
+    assert len(found) == 4 and found == pytest.approx([found[-1]] * 4, abs=EXACT)
+
+
 @pytest.mark.parametrize("rank", range(3))
 def test_all_ranks_make_the_first_call_of_a_pipelines_group(rank: int) -> None:
     """NCCL connects a group in its first call; of these, rank 1 has none to make for the shared ones."""

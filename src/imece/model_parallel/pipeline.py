@@ -199,12 +199,16 @@ class Pipeline:
         inputs = tuple(
             torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(alike, dtypes, strict=True)
         )
-        stages = [self._pieces.stage(which, inputs) for which in self._dealt]
+        schedule, dealt, mine = self.schedule, self._dealt, self._mine
+        if (
+            self._group.size() == 1 and not train
+        ):  # torch asks for gradients between stages of one rank
+            schedule, dealt, mine = "gpipe", [range(dealt[0].start, dealt[-1].stop)], [0]
+        stages = [self._pieces.stage(which, inputs) for which in dealt]
         along = shapes(stages, inputs, self.mesh.device)
-        mine = {at: stages[at] for at in self._mine}
         return schedule_of(
-            self.schedule,
-            mine,
+            schedule,
+            {at: stages[at] for at in mine},
             along,
             self.micro_batches,
             self._mean_loss,
