@@ -245,6 +245,16 @@ def test_a_tied_tables_gradients_leave_after_a_pipelines_backwards(strategy: Str
     assert after.gradients - before.gradients == pytest.approx(late + exchanged, rel=0.05)
 
 
+@pytest.mark.parametrize(("more", "parts"), [(0, 2), (1, 1)])
+def test_a_tied_table_that_cannot_be_divided_is_exchanged_whole(more: int, parts: int) -> None:
+    model = replace(MODEL, vocab_size=MODEL.vocab_size + more, tied_head=True)
+    cluster, parallel = find_cluster("H100", 4, 1), Parallel("replicate", 1, tensor=2, pipeline=2)
+    setup = Setup(model, parallel, RECIPE)
+    found = synchronise(setup, cluster, IMECE, stage_time(setup, cluster, IMECE)).gradients
+    expected = collective_s(cluster, "all_reduce", 2 * model.table_parameters / parts, Group(2, 2, 1))
+    assert found == pytest.approx(expected)
+
+
 def test_switch_gains_no_more_than_the_bytes_that_it_spares() -> None:
     cluster = find_cluster("H100", 8, 1)
     plain = replace(cluster, inside=replace(cluster.inside, switch=1.0))

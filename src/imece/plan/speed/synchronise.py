@@ -83,7 +83,7 @@ def _tied_parameters(setup: Setup) -> float:
     parallel = setup.parallel
     if parallel.pipeline == 1 or not setup.model.tied_head or setup.recipe.adapters != "none":
         return 0.0
-    return setup.model.table_parameters / parallel.tensor
+    return setup.model.table_parameters / setup.model.table_parts(parallel.tensor)
 
 
 def _among_data_ranks(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime) -> Synchronisation:
