@@ -173,9 +173,11 @@ class InPipeline:
         found: list[set[str]] = [set() for _ in micro_batches]
         losses: list[float] = []
         self._loss.heard = losses
-        with self._listening(found), self._model.no_sync(), self._precision.autocast():
-            self._pipeline.step(*_joined(micro_batches))
-        self._loss.heard = None
+        try:
+            with self._listening(found), self._model.no_sync(), self._precision.autocast():
+                self._pipeline.step(*_joined(micro_batches))
+        finally:
+            self._loss.heard = None
         names = [[name for name in trained(self._model) if name in each] for each in found]
         if losses:
             return [Brought(loss, each) for loss, each in zip(losses, names, strict=True)]
