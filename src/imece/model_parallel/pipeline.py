@@ -200,9 +200,7 @@ class Pipeline:
             torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(alike, dtypes, strict=True)
         )
         schedule, dealt, mine = self.schedule, self._dealt, self._mine
-        if (
-            self._group.size() == 1 and not train
-        ):  # torch asks for gradients between stages of one rank
+        if self._group.size() == 1 and not train:  # torch asks for gradients between stages of one rank
             schedule, dealt, mine = "gpipe", [range(dealt[0].start, dealt[-1].stop)], [0]
         stages = [self._pieces.stage(which, inputs) for which in dealt]
         along = shapes(stages, inputs, self.mesh.device)
