@@ -31,6 +31,7 @@ from imece.collectives import ops
 from imece.collectives.shared_memory.arena import ARENAS
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel.reducer import _factor
+from imece.data_parallel.reducing.posting import Posting
 from imece.errors import MismatchError
 from tests.data_parallel.checks import Check, Job, jobs, passed, slow
 
@@ -598,14 +599,19 @@ def autograd_grad_on_one_rank(group: dist.ProcessGroup) -> None:
 def a_penalty_sends_as_much_as_a_loss(group: dist.ProcessGroup) -> None:
     model = wrap(double(Branches()), group)
     sent: list[int] = []
-    reduce = ops.all_reduce
+    reduce, finish = ops.all_reduce, Posting.finish
 
     def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
         sent.append(tensor.nbytes)
         return reduce(tensor, *args, **options)
 
+    def sum_posted(posting: Posting) -> None:
+        sent.extend(bucket.flat.nbytes for bucket in model.reducer.buckets)
+        finish(posting)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "all_reduce", all_reduce)
+        patch.setattr(Posting, "finish", sum_posted)
         x = own_input().requires_grad_()
         output = model(x)
         (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)

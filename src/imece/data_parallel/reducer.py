@@ -57,7 +57,7 @@ class Reducer:
     ) -> None:
         """overlap: whether a bucket leaves as soon as it is full; otherwise when backward is over."""
         self.gradients, self.group, self.average = gradients, group, average
-        self.leaving = Leaving(gradients, overlap, finite)
+        self.leaving = Leaving(gradients, group, overlap, finite)
         self.static_graph = static_graph
         self.sums = 0  # finished ones, of all ranks: after one, each has come at least as far as its backward
         self.stepping: list[torch.Tensor] = []  # parameters with optimizers that step in backward
@@ -133,6 +133,7 @@ class Reducer:
     def prepare(self) -> None:
         """Before a forward whose backward is to be synchronised; a collective of all ranks."""
         self._arrivals.lay_anew(self.gradients, self.leaving.overlap)
+        self.leaving.prepare()
         if self.leaving.watch is not None:
             self.leaving.watch.forward()
 
@@ -287,6 +288,7 @@ class Reducer:
             if bucket.pending <= 0:
                 if bucket.pending:
                     raise refusals.late(slot)
+                reducer.leaving.full(bucket)
                 reducer.let_go()
 
         return on_gradient
@@ -469,7 +471,7 @@ class Reducer:
         self._fired[:] = self._zeros
         for slot in self.slots:
             slot.kept = slot.older = None
-        self.leaving.wait_for_all()
+        self.leaving.drop()
         self._used.wait(read=False)  # its memory is that of the next one
 
     def _forget_what_was_dropped(self) -> None:

@@ -34,7 +34,13 @@ from imece.data_parallel.reducing.finite import Finite
 from imece.data_parallel.reducing.line import Line
 from imece.data_parallel.reducing.trace import StepTrace
 from imece.data_parallel.reducing.watch import Watch
-from imece.data_parallel.reducing.way import Way, best_schedule, default_cap_bytes, has_spare_core
+from imece.data_parallel.reducing.way import (
+    Way,
+    best_schedule,
+    default_cap_bytes,
+    has_spare_core,
+    leave_together,
+)
 from imece.data_parallel.reducing.whole import Caps, WholeGradients
 from imece.data_parallel.regroup import Kept, leave, regroup, wanting_gradients
 from imece.data_parallel.same import check_drift, check_same_shapes, sync_from
@@ -86,8 +92,9 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
     ) -> None:
         """module: has at least one parameter that wants a gradient; all ranks construct at the same time.
 
-        bucket_cap_mb: MiB of gradients that travel together (25, hierarchically 5, the first bucket 1), one
-        for each bucket, or "auto": chosen after the first backward, from its times and the measured links.
+        bucket_cap_mb: MiB of gradients that travel together (25, hierarchically 5, without `overlap` on "shm"
+        4; the first bucket 1), one for each bucket, or "auto": chosen after the first backward, from its
+        times and the measured links.
         average: "ranks" as torch does; "samples" or "tokens": say how many each loss is the mean of with
         `weigh`, and the gradient is that of one process on all of them.
         wire, schedule: as for imece.all_reduce; by default "hierarchical" between the CPUs of several hosts.
@@ -479,7 +486,9 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         if may_cross and not self.static_graph and meet_in(self.module, self.process_group):
             Line.of(self.process_group).crossing.add(self.module)
         caps, single, self._choose_cap = arguments.bucket_caps(*self._asked_caps)
-        self.bucket_bytes_cap = max(caps, default=default_cap_bytes(self._way.schedule))
+        together = leave_together(self._way, self.process_group, self.device)
+        default = default_cap_bytes(self._way.schedule, together=together)
+        self.bucket_bytes_cap = max(caps, default=default)
         self.bucket_bytes_cap_list = [] if single else caps
         self.bucket_bytes_cap_default = not caps
 

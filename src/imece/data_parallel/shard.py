@@ -78,6 +78,8 @@ class Sharding(Gradients):
         self.all = [_bucket(store) for store in self.stores]
         by_index = {slot.index: slot for bucket in self.all for slot in bucket.slots}
         self.slots = [by_index[index] for index in range(len(trained.named))]
+        as_it_is = self._way.schedule is None and self._way.wire is None
+        self.may_be_posted = as_it_is and not self.borrows and self.groups.replicas is None
         self.has_private = False  # parameters: this rank a copy of those in common memory, which is to stay
         self.accumulated = Accumulated(trained.kinds)
         self.written = Written(self.every_store, division)

@@ -23,7 +23,7 @@ from imece.data_parallel.norm import norm_of
 from imece.data_parallel.optimizer import numbers_of, set_numbers, who_steps
 from imece.data_parallel.reducer import Reducer
 from imece.data_parallel.reducing import in_backward
-from imece.data_parallel.reducing.way import default_cap_bytes
+from imece.data_parallel.reducing.way import default_cap_bytes, leave_together
 from imece.data_parallel.regroup import regroup
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.same import check_same_optimizers, check_same_shapes, sync_from
@@ -237,7 +237,9 @@ class ShardedDataParallel(DistributedDataParallel):
         if not self.bucket_bytes_cap_default:
             return self.bucket_bytes_cap
         borrows = self._options.strategy.gradients
-        return default_cap_bytes(self._way.schedule, on_cpu=self.device_type == "cpu", borrows=borrows)
+        together = not borrows and leave_together(self._way, self._groups.shard, self.device)
+        on_cpu = self.device_type == "cpu"
+        return default_cap_bytes(self._way.schedule, on_cpu=on_cpu, borrows=borrows, together=together)
 
     @property
     def _schedule(self) -> str | None:

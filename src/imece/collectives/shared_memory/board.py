@@ -139,6 +139,10 @@ class Board:
         if futex.NEEDS_FENCE:
             futex.fence()
         self.mine[word] = value
+        self.ring_sleepers()
+
+    def ring_sleepers(self) -> None:
+        """Wake who sleeps: something has changed that they may wait for."""
         for other in self.others:
             if self.words[other][SLEEPERS]:
                 self.ring(other)

@@ -12,6 +12,7 @@ from imece.collectives.fingerprint import Announced, pack
 from imece.collectives.shared_memory import exchanging, reducing
 from imece.collectives.shared_memory.exchanging import as_bytes
 from imece.collectives.shared_memory.group_base import GroupBase
+from imece.collectives.shared_memory.posted import Posted
 from imece.collectives.shared_memory.small import (
     EXCHANGED_BYTES,
     REDUCED_BYTES,
@@ -21,7 +22,7 @@ from imece.collectives.shared_memory.small import (
     SmallReduce,
 )
 from imece.collectives.shared_memory.tensors import flattened, nothing, plain, writing
-from imece.collectives.shared_memory.waiting import Steps
+from imece.collectives.shared_memory.waiting import Operation, Steps
 from imece.collectives.waited import here, waiting
 
 Tensor = torch.Tensor
@@ -77,6 +78,38 @@ class DirectCalls(GroupBase):
         with waiting:
             self._runner.run(self._engine.operation(fingerprint, noted))
         return [each.view(tensor.dtype) for each in found] or None
+
+    def posted(self, tensors: Sequence[Tensor], *, scatter: bool = False) -> Posted | None:
+        """To sum these again and again: each is posted when it is full, and ranks that are early sum for the
+        late. None, for all ranks, unless all tensors of all ranks are in shared memory.
+
+        tensors: flat, on the CPU, at least one; as many on all ranks, of the same dtypes and sizes. scatter:
+        each rank gets the sum of one of as many equal parts as there are ranks, where it lies; otherwise all
+        get all. All ranks make it together. Each posts its tensors and then calls `sum_posted`, again and
+        again.
+        """
+        offered = [self.open(tensor, "to be posted") for tensor in tensors]
+        if not all(offered):
+            return None
+
+        return Posted(
+            self._engine,
+            [ranks for ranks in offered if ranks is not None],
+            [self._reduction("sum", tensor.dtype) for tensor in tensors],
+            scatter=scatter,
+            open_sheet=lambda sheet: self.open(sheet, "what is posted") or [],
+            fail=self._runner.fail,
+        )
+
+    def sum_posted(self, posted: Posted, label: str = "") -> None:
+        """After it all that was posted is summed. This rank has posted all its tensors, and others will."""
+        engine = self._engine
+        noted = self._noted(
+            posted.fingerprint, posted.dtype, (posted.numel,), posted.finish(), nothing, label
+        )
+        operation = Operation(noted, posted.fingerprint, engine.which, posted.missing)
+        with waiting:
+            self._runner.run(operation)
 
     def agree(self, announced: Announced) -> None:
         """Over when all ranks are known to make this call, which then goes its own `way`, as messages."""

@@ -67,9 +67,10 @@ class Engine:
 
     def operation(self, fingerprint: int, steps: Steps) -> Operation:
         """`steps` of a collective, ready to be driven."""
-        return Operation(steps, fingerprint, self._which, self.missing)
+        return Operation(steps, fingerprint, self.which, self.missing)
 
-    def _which(self) -> str:
+    def which(self) -> str:
+        """The collective under way, in words."""
         return f"number {self.number}" + (f" ({self.label})" if self.label else "")
 
     # One step.

@@ -7,6 +7,7 @@ reduce-scatter); where others want the result too, it goes from there to them (t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,15 @@ CHUNK_BYTES = 256 * 1024  # of one tensor; the chunks of all ranks together stay
 _ALIGN = 64  # elements, so that two ranks do not write into one cache line
 
 Row = tuple[int, int]  # start, stop in elements of the flat tensor
+
+
+class Chunk(NamedTuple):
+    """Some elements of a row."""
+
+    pieces: list[torch.Tensor]  # one a rank, to sum
+    out: torch.Tensor
+    in_place: bool  # whether the running result may lie in `out`
+    copies: list[torch.Tensor]  # where the result goes too
 
 
 def even_rows(numel: int, world_size: int) -> list[Row]:
@@ -85,39 +95,46 @@ def _reduce(
         return
     row = rows[engine.rank]
     place = tuple(each.data_ptr() for each in offered)
-    if readers:
-        key = (place, row, tuple(readers), tensor.dtype)
-        chunks = engine.kept(key, lambda: _chunks(offered, row, output, readers))
-    else:  # the output is the caller's: a view of it that is kept would keep its memory too
-        chunks = _chunks(offered, row, output, readers)
+
+    def make() -> list[Chunk]:
+        return chunks_of([each.view(tensor.dtype) for each in offered], row, output, readers)
+
+    # Without readers the output is the caller's: a view of it that is kept would keep its memory too.
+    chunks = engine.kept((place, row, tuple(readers), tensor.dtype), make) if readers else make()
     scratch = engine.scratch(how.within)
-    for pieces, out, in_place, copies in chunks:
-        how(pieces, out, scratch, in_place)
-        for copy in copies:
-            copy.copy_(out)
+    for chunk in chunks:
+        sum_chunk(chunk, how, scratch)
     engine.tick()
     yield from engine.everybody(engine.clock)  # till then the others read and write this rank's tensor
 
 
-def _chunks(
-    offered: Sequence[torch.Tensor], row: Row, output: torch.Tensor, readers: Sequence[int]
-) -> list[tuple[list[torch.Tensor], torch.Tensor, bool, list[torch.Tensor]]]:
-    """The own row of all tensors, in chunks that fit the cache.
+def chunks_of(
+    ranks: Sequence[torch.Tensor], row: Row, output: torch.Tensor, readers: Sequence[int]
+) -> list[Chunk]:
+    """One row of all ranks' tensors, in chunks that fit the cache.
 
-    Of each: the pieces to sum, where to, whether the running result may lie there, further copies.
+    ranks: in their order, [numel] each. The sum goes to `readers`' rows, or to `output` where there are none.
     """
     start, stop = row
     if start == stop:
         return []
-    chunk = max(_ALIGN, CHUNK_BYTES // output.itemsize)
-    pieces = [cut(each.view(output.dtype)[start:stop], chunk) for each in offered]
-    targets = [pieces[reader] for reader in readers] if readers else [cut(output, chunk)]
+    length = max(_ALIGN, CHUNK_BYTES // output.itemsize)
+    pieces = [cut(each[start:stop], length) for each in ranks]
+    targets = [pieces[reader] for reader in readers] if readers else [cut(output, length)]
     # The running result may lie in the first target unless a later addend is overwritten by that.
     in_place = targets[0][0].data_ptr() not in [each[0].data_ptr() for each in pieces[2:]]
     return [
-        ([each[at] for each in pieces], out, in_place, [target[at] for target in targets[1:]])
+        Chunk([each[at] for each in pieces], out, in_place, [target[at] for target in targets[1:]])
         for at, out in enumerate(targets[0])
     ]
+
+
+def sum_chunk(chunk: Chunk, how: Reduction, scratch: torch.Tensor) -> None:
+    """All of one chunk. scratch: as of Reduction."""
+    pieces, out, in_place, copies = chunk
+    how(pieces, out, scratch, in_place)
+    for copy in copies:
+        copy.copy_(out)
 
 
 def _staged(

@@ -82,6 +82,8 @@ class Gradients:
     """How many are being summed while another one fills, where buckets borrow memory."""
     gathers = False
     """Whether parameters are gathered between buckets, which may then not leave as soon as they are full."""
+    may_be_posted = False
+    """Whether buckets keep their memory, and are summed in one group, as they are and by no schedule."""
 
     def reduce(self, bucket: Bucket, async_op: bool) -> Pending | None:
         """Sum a full bucket over the ranks; None: it is done."""

@@ -1,7 +1,8 @@
 """The buckets of one model in one backward: each leaves as one collective, and is waited for at the end.
 
 They leave in their order, which is the same on every rank, but for those whose units are over: no more
-gradients come to these, and so they leave before their turn, on every rank as well.
+gradients come to these, and so they leave before their turn, on every rank as well. Where nothing is free to
+reduce beside backward they leave together at its end, and ranks that are early sum for the late (posting.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from imece.collectives.pending import Pending
 from imece.data_parallel.reducing.buckets import Bucket, Gradients
@@ -18,6 +20,7 @@ from imece.data_parallel.reducing.comm_hook import CommHook, take_result
 from imece.data_parallel.reducing.finite import Finite
 from imece.data_parallel.reducing.home import Home
 from imece.data_parallel.reducing.line import Line
+from imece.data_parallel.reducing.posting import Posting
 from imece.data_parallel.reducing.trace import BucketTrace
 from imece.data_parallel.reducing.watch import Watch
 
@@ -25,7 +28,9 @@ from imece.data_parallel.reducing.watch import Watch
 class Leaving:
     """Sends full buckets, by a communication hook if there is one, and shows them to whoever watches."""
 
-    def __init__(self, gradients: Gradients, overlap: bool, finite: Finite | None) -> None:
+    def __init__(
+        self, gradients: Gradients, group: dist.ProcessGroup, overlap: bool, finite: Finite | None
+    ) -> None:
         """overlap: whether a bucket leaves as soon as it is full; otherwise when backward is over."""
         self.overlap, self.finite = overlap, finite
         self.hook: CommHook | None = None
@@ -37,15 +42,27 @@ class Leaving:
         """Those that left before their turn."""
         self._gradients = gradients
         self._next = 0  # to leave in its turn
+        self._group = group
+        self._posting: Posting | None = None  # where all leave together
+        self._posted: dict[int, float] = {}  # when each was, in this backward
 
     @property
     def all_left(self) -> bool:
         """In this backward."""
         return self._next == len(self._gradients.all)
 
+    def prepare(self) -> None:
+        """Before a forward whose backward is to be synchronised; all ranks call it."""
+        buckets, posting = self._gradients.all, self._posting
+        if self.overlap or not self._gradients.may_be_posted or self.hook is not None:
+            self._posting = None
+        elif posting is None or posting.buckets is not buckets:  # they may be laid anew
+            self._posting = Posting.of(buckets, self._group, scatter=not self._gradients.is_whole)
+
     def start(self) -> None:
         """Nothing has left in this backward."""
         self._next, self.ending, self.gone = 0, False, set()
+        self._posted.clear()
 
     def attach(self, bucket: Bucket) -> None:
         """Memory for a bucket that has none: that of the oldest sum under way, if enough are."""
@@ -59,9 +76,24 @@ class Leaving:
         overlap = self.overlap and not line.crossing
         return self.ending or ((overlap or self._gradients.borrows) and not self._gradients.gathers)
 
+    def full(self, bucket: Bucket) -> None:
+        """All its gradients are there: where all leave together, others may begin with it."""
+        if self._posting is not None:
+            self._post(bucket, self._posting)
+
+    def _post(self, bucket: Bucket, posting: Posting) -> None:
+        if bucket.index in self._posted:
+            return
+        self._posted[bucket.index] = time.perf_counter() if self.watch is not None else 0.0
+        if self.finite is not None:
+            self.finite.look(bucket)
+        posting.post(bucket)
+
     def all_ready_leave(self) -> bool:
         """Those whose turn it is, up to the first that is not full. Whether all have left then."""
         buckets = self._gradients.all
+        if not self._next and self._posting is not None:
+            self._leave_together(self._posting)
         while self._next < len(buckets) and not buckets[self._next].pending:
             bucket = buckets[self._next]
             self._next += 1
@@ -69,6 +101,22 @@ class Leaving:
                 with self.home.of(bucket.flat.device):
                     self._leave(bucket)
         return self.all_left
+
+    def _leave_together(self, posting: Posting) -> None:
+        """All of them, which are full."""
+        buckets = self._gradients.all
+        for bucket in buckets:
+            self._post(bucket, posting)
+        launched = time.perf_counter() if self.watch is not None else 0.0
+        with torch.no_grad():
+            posting.finish()
+            for bucket in buckets:
+                self._gradients.reduced(bucket)
+        self._next = len(buckets)
+        if self.watch is not None:
+            for bucket in buckets:
+                ready = self._posted[bucket.index]
+                self.watch.left(BucketTrace(bucket.index, bucket.flat.nbytes, ready, launched), bucket)
 
     def before_their_turn(self, buckets: Sequence[Bucket], fill: Callable[[Bucket], None]) -> None:
         """Each of these that has not left does. fill: puts into one what has not come."""
@@ -106,6 +154,12 @@ class Leaving:
             return self._gradients.reduce(bucket, self.overlap)
         return self.hook.reduce(bucket, last=bucket.index == len(self._gradients.all) - 1)
 
+    def drop(self) -> None:
+        """The backward has raised: nothing is under way any more."""
+        if self._posting is not None:
+            self._posting.take_back()
+        self.wait_for_all()
+
     def wait_for_all(self) -> None:
         """Whose sums are under way."""
         for bucket in self._gradients.all:
@@ -123,7 +177,8 @@ class Leaving:
     def give_up(self) -> None:
         """Nobody waits for what is under way, and buckets let go of their memory."""
         self.home.leave()
-        self.finite = None
+        self.finite = self._posting = None
+        del self._group
         for bucket in self._gradients.all:
             bucket.let_go()
         if self.watch is not None:

@@ -49,12 +49,26 @@ def units_at_once(schedule: str | None) -> int:
     return 1 + (LANES if schedule == "hierarchical" else 1)
 
 
-def default_cap_bytes(schedule: str | None, *, on_cpu: bool = False, borrows: bool = False) -> int:
+def leave_together(way: Way, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether buckets that keep their memory are posted when full, and summed at the end (posting.py).
+
+    device: of the gradients.
+    """
+    plain = way.schedule is None and way.wire is None
+    in_reach = isinstance(group, SharedMemoryGroup) and group.size() > 1 and device.type == "cpu"
+    return plain and in_reach and not way.overlap
+
+
+def default_cap_bytes(
+    schedule: str | None, *, on_cpu: bool = False, borrows: bool = False, together: bool = False
+) -> int:
     """Of a bucket. borrows: whether gradients are sharded, so that a bucket borrows its memory.
 
-    Small ones where that is so, on CPUs, where a message costs less than on a GPU; and between hosts, where a
-    slow wire would wait for the first.
+    Small ones where that is so, on CPUs, where a message costs less than on a GPU; between hosts, where a
+    slow wire would wait for the first; and where they leave `together`, so that little is left for the end.
     """
+    if together:
+        return 4 * MIB
     return (5 if schedule == "hierarchical" or (borrows and on_cpu) else 25) * MIB
 
 

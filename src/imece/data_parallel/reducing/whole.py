@@ -60,6 +60,7 @@ class WholeGradients(Gradients):
         self.cap_bytes = caps.cap_bytes
         # Ranks of this host reduce in place, so that memory on the CPU is to be shared.
         self._shared = isinstance(group, SharedMemoryGroup) or schedule == "hierarchical"
+        self.may_be_posted = schedule is None and wire is None
         self._memory: dict[torch.device, torch.Tensor] = {}  # uint8
         self.all = []
         self.slots = []

@@ -1,0 +1,52 @@
+"""Buckets that ranks of one host post when they are full: whoever is early sums for whoever is late.
+
+Where threads of ranks fill the cores of their host nothing is summed beside backward. But ranks do not come
+to its end together, and the one that waits has a core. See collectives/shared_memory/posted.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch.distributed as dist
+
+from imece.collectives import auto, pending
+from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.collectives.shared_memory.posted import Posted
+from imece.data_parallel.reducing.buckets import Bucket, label_of
+
+
+class Posting:
+    """Of all buckets of one model, which keep their memory."""
+
+    def __init__(self, buckets: Sequence[Bucket], posted: Posted, group: SharedMemoryGroup) -> None:
+        self.buckets, self._posted, self._group = buckets, posted, group
+        first, last = buckets[0].slots[0].name, buckets[-1].slots[-1].name
+        self._label = label_of([first, last] if first != last else [first])
+
+    @classmethod
+    def of(cls, buckets: Sequence[Bucket], group: dist.ProcessGroup, *, scatter: bool) -> Self | None:
+        """All ranks of the group make it together. None, for all, where there is no such way.
+
+        scatter: of each bucket a rank gets its shard; otherwise all of it.
+        """
+        on_cpu = all(bucket.flat.device.type == "cpu" for bucket in buckets)
+        if not isinstance(group, SharedMemoryGroup) or group.size() == 1 or not on_cpu or auto.FORCED:
+            return None
+        pending.drain(group)
+        posted = group.posted([bucket.flat for bucket in buckets], scatter=scatter)
+        return cls(buckets, posted, group) if posted is not None else None
+
+    def post(self, bucket: Bucket) -> None:
+        """It is full, and left alone until `finish` is over."""
+        self._posted.post(bucket.index)
+
+    def finish(self) -> None:
+        """All are posted here: sum them with all ranks."""
+        pending.drain(self._group)
+        self._group.sum_posted(self._posted, self._label)
+
+    def take_back(self) -> None:
+        """What was posted in a backward that has raised. CollectiveError: others have summed some of it."""
+        self._posted.take_back()
