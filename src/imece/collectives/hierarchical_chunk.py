@@ -20,7 +20,7 @@ import torch.distributed as dist
 from imece.collectives import native
 from imece.collectives.execute import TAG_HIERARCHICAL, Message, post
 from imece.collectives.pending import Waitable, wait_for
-from imece.collectives.shared_memory.arithmetic import reduction
+from imece.collectives.shared_memory.arithmetic import fresh, reduction
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 
 Tensor = torch.Tensor
@@ -206,5 +206,4 @@ def _reduce(op: str, parts: Sequence[Tensor], out: Tensor) -> None:
     """out = op over parts, in their order; `out` may be one of them."""
     how = reduction(op, out.dtype)
     in_place = all(out.data_ptr() != each.data_ptr() for each in parts[2:])
-    needed = 0 if in_place and how.within is how.dtype else out.numel()
-    how(parts, out, out.new_empty(needed, dtype=how.within), in_place)
+    how(parts, out, fresh, in_place)

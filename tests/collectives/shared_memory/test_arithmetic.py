@@ -16,6 +16,10 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64, torch.uint8, torch.int8, torch.int16)
 
 
+def scratch(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((numel,), 7, dtype=dtype)
+
+
 def pieces_of(count: int, numel: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point or dtype.is_complex:
@@ -64,7 +68,6 @@ def test_equals_the_definition(
     how = reduction(op, dtype)
     alias = out_is if out_is is not None and out_is < count else None
     out = torch.empty(numel, dtype=dtype) if alias is None else pieces[alias]
-    scratch = torch.empty(64, dtype=how.within)
     before = [piece.clone() for piece in pieces]
     how(pieces, out, scratch, in_place=alias is None or alias < 2)
     assert torch.equal(out, wanted)
@@ -77,7 +80,7 @@ def test_the_rule_about_in_place_matters() -> None:
     pieces = pieces_of(4, 10, torch.float32, 0)
     wanted = in_order("sum", pieces)
     how = reduction("sum", torch.float32)
-    how(pieces, pieces[3], torch.empty(10), in_place=True)
+    how(pieces, pieces[3], scratch, in_place=True)
     assert not torch.equal(pieces[3], wanted)
 
 
@@ -88,7 +91,7 @@ def test_half_precision_is_summed_in_fp32() -> None:
         for piece in pieces[1:]:
             naive = naive + piece
         how = reduction("sum", dtype)
-        how(pieces, out, torch.empty(5), in_place=True)
+        how(pieces, out, scratch, in_place=True)
         assert torch.equal(out, torch.full((5,), 1030.0).to(dtype))
         assert dtype == torch.float16 or not torch.equal(out, naive), "these numbers would not show it"
 
@@ -98,7 +101,7 @@ def test_average_of_integers_is_exact_and_truncates() -> None:
     pieces = [torch.tensor([2**31 - 1, -7, 7, -1], dtype=torch.int32)] * 2
     pieces.append(torch.tensor([2**31 - 1, 3, -3, 0], dtype=torch.int32))
     out = torch.empty(4, dtype=torch.int32)
-    how(pieces, out, torch.empty(4, dtype=torch.int64), in_place=True)
+    how(pieces, out, scratch, in_place=True)
     assert out.tolist() == [2**31 - 1, -3, 3, 0]
 
 
@@ -108,7 +111,7 @@ def test_nan_reaches_the_result() -> None:
         pieces[1][2] = float("nan")
         how = reduction(op, dtype)
         out = torch.empty(4, dtype=dtype)
-        how(pieces, out, torch.empty(4, dtype=how.within), in_place=True)
+        how(pieces, out, scratch, in_place=True)
         assert out.isnan().tolist() == [False, False, True, False]
 
 

@@ -333,7 +333,7 @@ class Engine:
     def shape_word(self, *_: Any) -> int:
         return 0
 
-    def scratch(self, _: Any) -> None:
+    def scratch(self, *_: Any) -> None:
         return None
 
 

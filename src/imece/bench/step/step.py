@@ -48,14 +48,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank: the largest over the ranks."""
+    """Bytes of one rank: the largest over the ranks, but where they are divided among them."""
 
     peak_bytes: int
     """The most that was ever resident; memory that ranks share counts for each."""
     shared_bytes: int
     """In memory that ranks share, after a backward; another rank's part counts once this one touched it."""
     parts_bytes: int
-    """Resident after a backward; memory that two ranks share counts by halves."""
+    """Resident after a backward, the mean over the ranks; memory that two ranks share counts by halves."""
 
 
 @dataclass
@@ -295,7 +295,10 @@ def _memory(results: Results) -> None:
             for tokens in sorted(plan.tokens):
                 answers = crew.ask("memory", way=way, tokens=tokens)
                 largest = {name: max(answer[name] for answer in answers) for name in answers[0]}
-                results.memory.setdefault(tokens, {})[way] = Memory(**largest)
+                # Which rank has touched a page that both may is chance: all of them together have it once.
+                parts = statistics.mean(answer["parts_bytes"] for answer in answers)
+                found = Memory(**largest | {"parts_bytes": round(parts)})
+                results.memory.setdefault(tokens, {})[way] = found
 
 
 def _for_trace(path: Path, name: str, results: Results) -> Path:

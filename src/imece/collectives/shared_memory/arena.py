@@ -43,7 +43,7 @@ class _Arena:
     """One segment and the holes in it."""
 
     def __init__(self, nbytes: int) -> None:
-        self.segment: Segment = segment.create(nbytes, "a shared tensor", populate=True)
+        self.segment: Segment = segment.create(nbytes, "a shared tensor")
         self.holes: list[tuple[int, int]] = [(0, nbytes)]  # (start, stop), sorted, never touching
 
     def take(self, nbytes: int) -> int | None:
@@ -51,6 +51,7 @@ class _Arena:
         for at, (start, stop) in enumerate(self.holes):
             if stop - start >= nbytes:
                 self.holes[at : at + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
+                self.segment.populate(start, start + nbytes)
                 return start
         return None
 

@@ -24,6 +24,8 @@ _BINARY: dict[str, Callable[..., torch.Tensor]] = {
 }
 _ROUNDS = ("sum", "avg", "product")
 _HALVES = (torch.float16, torch.bfloat16)
+Scratch = Callable[[int, torch.dtype], torch.Tensor]
+"""(n, dtype) -> memory of this process, [n], which the next call may give again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +38,11 @@ class Reduction:
     within: torch.dtype  # dtype of the running result
 
     def __call__(
-        self, pieces: Sequence[torch.Tensor], out: torch.Tensor, scratch: torch.Tensor, in_place: bool
+        self, pieces: Sequence[torch.Tensor], out: torch.Tensor, scratch: Scratch, in_place: bool
     ) -> None:
         """out = op over pieces, in their order.
 
-        pieces: one a rank, each [n] of `dtype`. out: [n]. scratch: [>= n] of `within`.
+        pieces: one a rank, each [n] of `dtype`. out: [n]. scratch: where the running result is if not there.
         in_place: `out` may hold the running result: it is no piece but perhaps the first or second.
         """
         if len(pieces) == 1:
@@ -48,11 +50,11 @@ class Reduction:
                 out.copy_(pieces[0])
             return
         if self.within is self.dtype:
-            result = out if in_place else scratch[: out.numel()]
+            result = out if in_place else scratch(out.numel(), self.within)
             self.binary(pieces[0], pieces[1], out=result)
             rest = pieces[2:]
         else:
-            result = scratch[: out.numel()]
+            result = scratch(out.numel(), self.within)
             result.copy_(pieces[0])
             rest = pieces[1:]
         for piece in rest:
@@ -85,12 +87,17 @@ def reduction(op: str, dtype: torch.dtype) -> Reduction:
     elif op == "avg" and not floating:
         within = torch.int64
     how = Reduction(op, _BINARY[op], dtype, within)
-    one, scratch = (torch.zeros(1, dtype=each, device="cpu") for each in (dtype, within))
+    one = torch.zeros(1, dtype=dtype, device="cpu")
     try:
-        how([one, one, one], torch.empty_like(one), scratch, True)
+        how([one, one, one], torch.empty_like(one), fresh, True)
     except RuntimeError as error:
         raise ValueError(
             f"the shm backend cannot reduce {dtype} with {op!r}: torch has no such operation on CPUs; "
             "convert the tensor first"
         ) from error
     return how
+
+
+def fresh(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A `Scratch` that is new in each call."""
+    return torch.empty(numel, dtype=dtype, device="cpu")

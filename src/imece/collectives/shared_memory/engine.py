@@ -175,13 +175,13 @@ class Engine:
         key = (slot, start, stop, dtype)
         return self.kept(key, lambda: [each[start:stop].view(dtype) for each in self.board.slots[slot]])
 
-    def scratch(self, dtype: torch.dtype) -> torch.Tensor:
-        """Room for the running result of one piece, [slot_bytes] of `dtype`."""
+    def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Room for the running result of one piece, as large as the largest one until now."""
         found = self._scratches.get(dtype)
-        if found is None:
+        if found is None or found.numel() < numel:
             with torch.inference_mode(False):  # small calls write to it outside of the mode too
-                found = self._scratches[dtype] = torch.empty(self.board.slot_bytes, dtype=dtype)
-        return found
+                found = self._scratches[dtype] = torch.empty(numel, dtype=dtype)
+        return found[:numel]
 
     def in_place(self, ranks: Iterable[int]) -> list[torch.Tensor] | None:
         """What `ranks` offer as uint8 tensors where it lies; None unless all of it is in shared memory."""

@@ -220,8 +220,7 @@ class Posted:
             self._to_help = [each for each in self._to_help if each.tensor != item.tensor]
             self._coming.append(item.tensor)
             return False
-        how = self._hows[item.tensor]
-        sum_chunk(item.chunk, how, self._engine.scratch(how.within))
+        sum_chunk(item.chunk, self._hows[item.tensor], self._engine.scratch)
         return True
 
 

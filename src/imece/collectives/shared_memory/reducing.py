@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from imece.collectives.shared_memory.arithmetic import Reduction
+from imece.collectives.shared_memory.arithmetic import Reduction, Scratch
 from imece.collectives.shared_memory.engine import Engine
 from imece.collectives.shared_memory.tensors import overlap
 from imece.collectives.shared_memory.waiting import Steps
@@ -101,9 +101,8 @@ def _reduce(
 
     # Without readers the output is the caller's: a view of it that is kept would keep its memory too.
     chunks = engine.kept((place, row, tuple(readers), tensor.dtype), make) if readers else make()
-    scratch = engine.scratch(how.within)
     for chunk in chunks:
-        sum_chunk(chunk, how, scratch)
+        sum_chunk(chunk, how, engine.scratch)
     engine.tick()
     yield from engine.everybody(engine.clock)  # till then the others read and write this rank's tensor
 
@@ -129,7 +128,7 @@ def chunks_of(
     ]
 
 
-def sum_chunk(chunk: Chunk, how: Reduction, scratch: torch.Tensor) -> None:
+def sum_chunk(chunk: Chunk, how: Reduction, scratch: Scratch) -> None:
     """All of one chunk. scratch: as of Reduction."""
     pieces, out, in_place, copies = chunk
     how(pieces, out, scratch, in_place)
@@ -156,7 +155,6 @@ def _staged(
     outputs = windows[rank] if readers else output.split(width)
     wanted_here = not readers or rank in readers
     wanted_elsewhere = len(readers) > (rank in readers)
-    scratch = engine.scratch(how.within)
     count = -(-max(stop - start for start, stop in rows) // width)
     base, slot = engine.clock, engine.next_slot()
 
@@ -182,7 +180,7 @@ def _staged(
             parts = list(part(slot, rank, own.numel()))
             for_others, parts[rank] = parts[rank], own
             out = outputs[piece] if wanted_here else for_others
-            how(parts, out, scratch, in_place=rank < 2 or out.data_ptr() != own.data_ptr())
+            how(parts, out, engine.scratch, in_place=rank < 2 or out.data_ptr() != own.data_ptr())
             if wanted_elsewhere and wanted_here:
                 for_others.copy_(out)
         engine.tick()

@@ -76,7 +76,7 @@ class SmallReduce(Small):
 
     def __init__(self, engine: Engine, op: str, how: Reduction, shape: Sequence[int], root: int = -1) -> None:
         super().__init__(engine, op, how.dtype, shape, how.op, root)
-        self.how, self.scratch = how, engine.scratch(how.within)
+        self.how, self.scratch = how, engine.scratch
         self.wanted = root in (-1, engine.rank)
         self.parts = self.sent
         if op == "reduce_scatter":
