@@ -80,6 +80,7 @@ class Sharding(Gradients):
         self.slots = [by_index[index] for index in range(len(trained.named))]
         as_it_is = self._way.schedule is None and self._way.wire is None
         self.may_be_posted = as_it_is and not self.borrows and self.groups.replicas is None
+        self._landed: set[int] = set()  # buckets whose sums under way, or done, land in what is kept
         self.has_private = False  # parameters: this rank a copy of those in common memory, which is to stay
         self.accumulated = Accumulated(trained.kinds)
         self.written = Written(self.every_store, division)
@@ -144,9 +145,12 @@ class Sharding(Gradients):
             self.gathering.bucket_left(self.stores[bucket.index].unit)
 
     def reduce(self, bucket: Bucket, async_op: bool) -> Pending | None:
-        """Sum a full bucket over all ranks, into this rank's shard of it."""
-        start, stop = self.stores[bucket.index].plan.shard(self.rank)
-        own, flat, groups = bucket.flat[start:stop], bucket.flat, self.groups
+        """Sum a full bucket over all ranks, into this rank's shard of it or into what stays of it."""
+        flat, groups, store = bucket.flat, self.groups, self.stores[bucket.index]
+        own = self._own(bucket)
+        if self.borrows and self._is_kept_as(own, store):  # nothing is to be copied out of borrowed memory
+            own = store.gradient = self._like_master(store) if store.gradient is None else store.gradient
+            self._landed.add(bucket.index)
         replicas = groups.replicas
         if replicas is None:
             work = ops.reduce_scatter(
@@ -168,10 +172,10 @@ class Sharding(Gradients):
 
     def reduced(self, bucket: Bucket) -> None:
         """The sum of a bucket is there."""
-        store = self.stores[bucket.index]
-        start, stop = store.plan.shard(self.rank)
-        own = bucket.flat[start:stop]
-        if not self.borrows and own.dtype == store.master.dtype and self.offload is None:
+        store, own = self.stores[bucket.index], self._own(bucket)
+        if bucket.index in self._landed:
+            self._landed.remove(bucket.index)
+        elif not self.borrows and self._is_kept_as(own, store):
             store.gradient = own
         else:
             if store.gradient is None:
@@ -179,6 +183,14 @@ class Sharding(Gradients):
             self.lane.copy(store.gradient, own)
         if self.borrows:
             self.memory.take_back(bucket)
+
+    def _own(self, bucket: Bucket) -> torch.Tensor:
+        """This rank's shard of a bucket."""
+        return bucket.flat[slice(*self.stores[bucket.index].plan.shard(self.rank))]
+
+    def _is_kept_as(self, own: torch.Tensor, store: Store) -> bool:
+        """Whether a sum is what the optimizer steps with, of as many bits and in the same kind of memory."""
+        return self.offload is None and own.dtype == store.master.dtype
 
     def _like_master(self, store: Store) -> torch.Tensor:
         if self.offload is None:
