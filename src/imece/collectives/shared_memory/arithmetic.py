@@ -7,6 +7,7 @@ grow with the number of ranks; averages of integers are summed in int64 and trun
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -68,6 +69,7 @@ class Reduction:
             out.copy_(result)
 
 
+@functools.cache
 def reduction(op: str, dtype: torch.dtype) -> Reduction:
     """The reduction `op` (sum, avg, product, min, max, band, bor, bxor) over `dtype`.
 

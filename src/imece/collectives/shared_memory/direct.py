@@ -10,6 +10,7 @@ import torch
 from imece.collectives import recorder
 from imece.collectives.fingerprint import Announced, pack
 from imece.collectives.shared_memory import exchanging, reducing
+from imece.collectives.shared_memory.arithmetic import reduction
 from imece.collectives.shared_memory.exchanging import as_bytes
 from imece.collectives.shared_memory.group_base import GroupBase
 from imece.collectives.shared_memory.posted import Posted
@@ -95,7 +96,7 @@ class DirectCalls(GroupBase):
         return Posted(
             self._engine,
             [ranks for ranks in offered if ranks is not None],
-            [self._reduction("sum", tensor.dtype) for tensor in tensors],
+            [reduction("sum", tensor.dtype) for tensor in tensors],
             scatter=scatter,
             open_sheet=lambda sheet: self.open(sheet, "what is posted") or [],
             fail=self._runner.fail,
@@ -148,7 +149,7 @@ class DirectCalls(GroupBase):
             return small.fingerprint, small.steps(source, target)
         fingerprint = pack(op, reduce_op, tensor.dtype, tensor.numel(), root)
         if reduce_op:
-            how = self._reduction(reduce_op, tensor.dtype)
+            how = reduction(reduce_op, tensor.dtype)
             return fingerprint, reducing.steps(self._engine, op, fingerprint, source, target, how, root)
         data, place = as_bytes(source), as_bytes(target)
         return fingerprint, exchanging.spread(self._engine, fingerprint, data, place, root)
@@ -169,7 +170,7 @@ class DirectCalls(GroupBase):
         if nbytes <= (REDUCED_BYTES if reduce_op else EXCHANGED_BYTES):
             with torch.inference_mode(False):  # its views of slots are written to outside of the mode too
                 if reduce_op:
-                    made = SmallReduce(self._engine, op, self._reduction(reduce_op, dtype), shape, root)
+                    made = SmallReduce(self._engine, op, reduction(reduce_op, dtype), shape, root)
                 else:
                     kind = SmallBroadcast if op == "broadcast" else SmallGather
                     made = kind(self._engine, op, dtype, shape, root=root)

@@ -21,7 +21,6 @@ from torch.distributed.distributed_c10d import GroupName
 
 from imece.collectives import recorder
 from imece.collectives.fingerprint import unpack
-from imece.collectives.shared_memory.arithmetic import Reduction, reduction
 from imece.collectives.shared_memory.board import Board
 from imece.collectives.shared_memory.engine import Engine
 from imece.collectives.shared_memory.messages import Messages
@@ -49,7 +48,6 @@ class GroupBase(dist.ProcessGroup):
         self._messages = Messages(self._board)
         self._runner = Runner(self._board, self._engine, self._messages, timeout.total_seconds())
         self._others = OtherDevices(store, rank, size, timeout)
-        self._reductions: dict[tuple[str, torch.dtype], Reduction] = {}
         self._barrier = Small(self._engine, "barrier")
         self._smalls: dict[Hashable, Small | None] = {}
         self._inline = threading.local()
@@ -127,12 +125,6 @@ class GroupBase(dist.ProcessGroup):
         self._close()
 
     # Inside.
-
-    def _reduction(self, op: str, dtype: torch.dtype) -> Reduction:
-        found = self._reductions.get((op, dtype))
-        if found is None:
-            found = self._reductions[op, dtype] = reduction(op, dtype)
-        return found
 
     @contextlib.contextmanager
     def inline(self) -> Iterator[None]:
