@@ -410,7 +410,9 @@ def test_what_a_test_leaves_behind_fails_it(tmp_path: Path) -> None:
         "import os, pathlib, subprocess\n"
         "name = f'imece-test-{os.getpid()}'\n"
         "def test_shm(): pathlib.Path('/dev/shm', name).write_text('left')\n"
-        "def test_orphan(): subprocess.run('sleep 100 >/dev/null 2>&1 & echo $! > orphan', shell=True)\n"
+        "orphan = 'sleep 100 >/dev/null 2>&1 & echo $! > orphan; '\n"
+        "begun = 'until grep -qax sleep.100. /proc/$!/cmdline; do :; done'\n"  # in exec it has no variables
+        "def test_orphan(): subprocess.run(orphan + begun, shell=True)\n"
         "def test_zombie(): globals().update(kept=subprocess.Popen(['true']))\n"
         "def test_clean(): subprocess.run(['true'])\n"
     )
