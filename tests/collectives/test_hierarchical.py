@@ -17,6 +17,8 @@ from imece.collectives import auto, hierarchical, ops
 from imece.collectives.execute import post
 from imece.collectives.hierarchical import HostGroups
 from imece.collectives.schedules import cost
+from imece.collectives.shared_memory.arena import shared_empty
+from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.mesh import Mesh
 from tests.collectives.test_wire import HALF_UNIT, bits, noise
 from tests.ranks import run_ranks
@@ -65,6 +67,14 @@ def test_asynchronous_calls_go_side_by_side() -> None:
     """What is held up in one lane holds up neither another one nor a call that waits."""
     results = run_ranks(side_by_side, 4, backend=None, ranks_per_host=2, env=on_hosts(4, 2), timeout_s=200)
     assert results == [[1, 2, 0]] * 4
+
+
+def test_asynchronous_calls_meet_once_in_the_host() -> None:
+    """Where tensors lie is told with the check; what is not worked on where it lies meets once more."""
+    results = run_ranks(meeting, 4, backend=None, ranks_per_host=2, env=on_hosts(4, 2), timeout_s=200)
+    for rank, found in enumerate(results):  # rank 0 has the ordinary one, and rank 2 is beside it
+        expected = {"shared": 0, "half averaged": 1, "one ordinary": int(rank in (0, 2)), "strided": 1}
+        assert found == expected, rank
 
 
 # --- run by each rank
@@ -326,3 +336,47 @@ def side_by_side() -> list[int]:
         works[0].wait(60)
     assert [int(each[0]) for each in tensors] == [0, 4, 8]
     return lanes
+
+
+def meeting() -> dict[str, int]:
+    """How often a call met in its lane before data moved, by what its tensor is."""
+    mesh = imece.init(device="cpu")
+    assert isinstance(mesh.host_group, SharedMemoryGroup) and len(mesh.hosts) == 2
+    numel = 4 * 1001
+    met: list[object] = []
+    opens = SharedMemoryGroup.open
+
+    def noted(group: SharedMemoryGroup, tensor: torch.Tensor, label: str = "") -> Any:
+        met.append(group)
+        return opens(group, tensor, label)
+
+    def shared(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return shared_empty(numel, dtype)
+
+    tensors = {
+        "shared": shared(),
+        "half averaged": shared(torch.float16),
+        "one ordinary": torch.empty(numel) if mesh.rank == 0 else shared(),
+        "strided": strided(shared()),
+    }
+    counts = {}
+    with mock.patch.object(SharedMemoryGroup, "open", noted):
+        for name, tensor in tensors.items():
+            op = "avg" if name == "half averaged" else "sum"
+            out, part = shared(tensor.dtype), torch.empty(numel // 4, dtype=tensor.dtype)
+            parts = [(torch.arange(numel) % 7 + rank).to(tensor.dtype) for rank in range(4)]
+            exact = exact_of(parts, op).to(tensor.dtype)
+            mine = slice(mesh.rank * numel // 4, (mesh.rank + 1) * numel // 4)
+            for _ in range(2):
+                tensor.copy_(parts[mesh.rank])
+                met.clear()
+                ops.reduce_scatter(part, tensor, op, schedule="hierarchical", async_op=True).wait(60)
+                counts[name] = len(met)
+                assert torch.equal(part, exact[mine]), name
+                ops.all_reduce(tensor, op, schedule="hierarchical", async_op=True).wait(60)
+                assert torch.equal(tensor, exact), name
+                assert len(met) == 2 * counts[name], f"{name}: {len(met)} meetings"
+                ops.all_gather(out, part, schedule="hierarchical", async_op=True).wait(60)
+                assert torch.equal(out, exact), name
+                assert len(met) == 2 * counts[name], f"{name}: the gather met again"
+    return counts

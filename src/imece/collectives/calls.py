@@ -6,7 +6,7 @@ Only the shortest one, a synchronous all_reduce in shared memory, goes round thi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from imece import mesh
 from imece.collectives import checks, pending, recorder
 from imece.collectives.fingerprint import Announced
-from imece.collectives.pending import Pending, Task, Waitable, drain, in_background, without_gradients
+from imece.collectives.pending import Pending, Waitable, drain, in_background, without_gradients
 from imece.collectives.recording import POINT_TO_POINT
 from imece.collectives.reduction import flattened, shares_memory
 from imece.collectives.shared_memory.group import SharedMemoryGroup
@@ -156,22 +156,34 @@ class Call:
             recorder.leave(token)
         return result
 
-    def in_lane(self, run: Callable[[], object], result: torch.Tensor, lane: int) -> Pending:
-        """As `scheduled`, asynchronously, beside what is in other lanes. run: uses nothing that they use."""
+    def in_lane(
+        self,
+        run: Callable[[Sequence[torch.Tensor]], object],
+        result: torch.Tensor,
+        lane: int,
+        offered: torch.Tensor,
+    ) -> Pending:
+        """As `scheduled`, asynchronously, beside what is in other lanes.
+
+        run: uses nothing that they use. It is given the bytes of what the ranks of this host have `offered`
+        for this call, where it lies; of none unless all of it is in shared memory.
+        """
         check_written(result)
         token = self._enter()
         try:
-            checker = self._checker()
+            with waiting:
+                checker = self._checker()
+                shown = offered.detach() if offered.is_contiguous() and offered.device.type == "cpu" else None
+                check = checker.meet(self._announced(), shown) if checker is not None else self._begun()
 
-            def launch() -> Task:
-                return in_background(run, lane=lane)
+            def checked() -> None:
+                # Here, not in a thread of the checker: each hand-over waits for a core, where all compute.
+                if check is not None:
+                    check.wait()
+                run(check.opened if check is not None else ())
 
-            with waiting, without_gradients(result):
-                if checker is None:
-                    self._begun()
-                    work: Waitable = launch()
-                else:
-                    work = _Checked(checker.call(launch, self._announced(), meet=True))
+            with without_gradients(result):
+                work = in_background(checked, lane=lane)
         except BaseException:
             if token is not None:
                 recorder.fail(token)

@@ -66,6 +66,7 @@ class Check:
 
     def __init__(self, checker: Checker, what: str, rollcall: RollCall, before: CheckedWork | None) -> None:
         self.what = what
+        self.opened = rollcall.opened  # bytes of what the ranks of this host have offered, in their order
         self._checker, self._rollcall, self._before = checker, rollcall, before
 
     def done(self) -> bool:
@@ -168,26 +169,26 @@ class Checker:
         with self._lock:
             return self._begin(announced, self.last, inline=True)
 
-    def call(
-        self,
-        launch: Callable[[], Waitable | None],
-        announced: fp.Announced,
-        *,
-        meet: bool = False,
-    ) -> CheckedWork:
+    def meet(self, announced: fp.Announced, offered: torch.Tensor | None) -> Check:
+        """`begin` for a call that may start before earlier ones: it uses nothing that they use.
+
+        Returns when the ranks of this host have come: where cores are fewer than ranks those that are ahead
+        leave theirs to those that are behind, and all the hosts begin to send sooner. Whoever makes the call,
+        in whatever thread, waits on it before data moves. offered: contiguous, on the CPU; what the others
+        offer is in `opened`, unless some of it is not in shared memory.
+        """
+        with self._lock:
+            return self._begin(announced, None, inline=True, offered=offered)
+
+    def call(self, launch: Callable[[], Waitable | None], announced: fp.Announced) -> CheckedWork:
         """Starts a collective as soon as all ranks are known to make it, in the order of the calls.
 
         launch: starts it asynchronously and returns its work; runs in the checker's own thread, and never if
-        ranks differ. Keep the tensors as they are until `wait`. meet: this thread waits until the ranks of
-        this host have come. Where cores are fewer than ranks those that are ahead then leave theirs to those
-        that are behind, and all the hosts begin to send sooner.
+        ranks differ. Keep the tensors as they are until `wait`.
         """
         with self._lock:
-            check = self._begin(announced, None, inline=meet)
-            work = CheckedWork(check, launch)
-            self.last = work
-            if not meet:
-                self._behind = work
+            work = CheckedWork(self._begin(announced, None, inline=False), launch)
+            self.last = self._behind = work
             self._queue.put(work)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="imece-check", daemon=True)
@@ -201,7 +202,13 @@ class Checker:
             self._thread.join(_SHUT_S)  # a check that waits for a lost rank ends with its group's timeout
             self._thread = None
 
-    def _begin(self, announced: fp.Announced, before: CheckedWork | None, inline: bool) -> Check:
+    def _begin(
+        self,
+        announced: fp.Announced,
+        before: CheckedWork | None,
+        inline: bool,
+        offered: torch.Tensor | None = None,
+    ) -> Check:
         if self.failure is not None:
             raise self.failure
         op, dtype, shape, reduce_op, root, label, way = announced
@@ -221,7 +228,8 @@ class Checker:
         if inline and self._behind is not None and len(self.companions.levels) > 1:
             self._behind.started.wait()  # or this one might be the first between the hosts, on some ranks
             self._behind = None
-        rollcall = RollCall(self.companions, torch.frombuffer(row, dtype=torch.uint8), inline=inline)
+        said = torch.frombuffer(row, dtype=torch.uint8)
+        rollcall = RollCall(self.companions, said, inline=inline, offered=offered)
         return Check(self, what, rollcall, before)
 
     def _fail(self, error: CollectiveError) -> CollectiveError:

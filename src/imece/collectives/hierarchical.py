@@ -58,7 +58,7 @@ def all_reduce(
         if wire is not None:
             buffer = buffer.float()
         even = buffer.numel() // world_size * world_size
-        peers, in_host = hosts.peers, _open(buffer, hosts.host)
+        peers, in_host = hosts.peers, _open(buffer, hosts)
 
         def cut(each: torch.Tensor, place: int) -> Row:
             return list(each.view(hosts.host.size(), hosts.cross.size(), -1)[place])
@@ -104,7 +104,7 @@ def reduce_scatter(
             buffer = buffer.float()
         direct = out.is_contiguous() and out.dtype == buffer.dtype
         place = flattened(out) if direct else buffer.new_empty(out.numel())
-        peers, in_host = hosts.peers, _open(buffer, hosts.host)
+        peers, in_host = hosts.peers, _open(buffer, hosts)
         chunks = [
             Chunk(hosts, peers, buffer, in_host, _cut(hosts, place.numel(), start, stop), base, wire)
             .reduce_scatter(place[start:stop])
@@ -131,7 +131,7 @@ def all_gather(
         own = place[rank * numel : (rank + 1) * numel]
         if not shares_memory(own, tensor):
             own.copy_(tensor.reshape(-1))
-        in_host = _open(place, hosts.host)
+        in_host = _open(place, hosts)
         chunks = [
             Chunk(hosts, peers, place, in_host, _cut(hosts, numel, start, stop)).all_gather()
             for start, stop in pieces(numel, _length(place, hosts, chunk_bytes))
@@ -181,10 +181,14 @@ def _has_memory_in_common(tensor: torch.Tensor, host: dist.ProcessGroup) -> bool
     return isinstance(host, SharedMemoryGroup) and tensor.device.type == "cpu" and host.size() > 1
 
 
-def _open(tensor: torch.Tensor, host: dist.ProcessGroup) -> list[torch.Tensor]:
+def _open(tensor: torch.Tensor, hosts: HostGroups) -> list[torch.Tensor]:
     """The tensors of all ranks of the host, where they lie; empty unless all of them are in shared memory."""
+    host = hosts.host
     if not _has_memory_in_common(tensor, host):
         return []
+    # Whether a copy is worked on depends on what all ranks agree in.
+    if hosts.opened and hosts.opened[host.rank()].data_ptr() == tensor.data_ptr():
+        return [each.view(tensor.dtype) for each in hosts.opened]
     assert isinstance(host, SharedMemoryGroup)
     return host.open(tensor) or []
 

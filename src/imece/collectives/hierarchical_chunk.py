@@ -39,6 +39,9 @@ class HostGroups(NamedTuple):
     lane: int = 0
     """Calls in different lanes go on side by side: each lane has a `host` group and a tag in `cross`."""
 
+    opened: Sequence[Tensor] = ()
+    """The bytes of this call's tensor on all ranks of the host, if they have met over it before."""
+
     @property
     def world_size(self) -> int:
         """K x H."""

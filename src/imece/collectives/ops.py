@@ -102,8 +102,9 @@ def all_reduce(
     hosts = over_hosts.hosts_of(group) if schedule == "hierarchical" else None
     if hosts is not None:
         return over_hosts.start(
-            call, hosts, lambda groups: hierarchical.all_reduce(tensor, groups, name, wire), tensor, async_op
-        )
+            call, hosts, lambda groups: hierarchical.all_reduce(tensor, groups, name, wire), tensor, async_op,
+            shared=tensor,
+        )  # fmt: skip
     if wire is not None:
         return call.scheduled(
             lambda: all_reduce_bf16(tensor, group, name, collective=not async_op), tensor, async_op
@@ -169,6 +170,7 @@ def reduce_scatter(
             lambda groups: hierarchical.reduce_scatter(output, input, groups, name, wire),
             output,
             async_op,
+            shared=input,
         )
     if wire is not None:
         return _reduce_scatter_bf16(call, output, input, name, async_op)
@@ -229,8 +231,9 @@ def all_gather(
     hosts = over_hosts.hosts_of(group) if schedule == "hierarchical" else None
     if hosts is not None:
         return over_hosts.start(
-            call, hosts, lambda groups: hierarchical.all_gather(output, input, groups), output, async_op
-        )
+            call, hosts, lambda groups: hierarchical.all_gather(output, input, groups), output, async_op,
+            shared=output,
+        )  # fmt: skip
     schedule = "ring" if schedule == "hierarchical" else schedule
     place = flat_place(output)
     if schedule is None:

@@ -5,6 +5,10 @@ hosts, after it they meet again. Where ranks compute on all cores meanwhile that
 asynchronous calls take turns in LANES lanes, and what one of them sends fills the gaps of the other. A lane
 has a thread, groups inside the hosts and a tag for its messages between them: nothing in it can be taken for
 what is in another, and all ranks count alike which lane a call goes in.
+
+Where cores are few, what starts a call waits for one at each hand-over between threads. So the ranks of a
+host tell each other where the call's tensor lies when they agree to make it, and its lane waits for the other
+hosts' word by itself.
 """
 
 from __future__ import annotations
@@ -60,8 +64,11 @@ def start(
     run: Callable[[HostGroups], object],
     result: torch.Tensor,
     async_op: bool,
+    *,
+    shared: torch.Tensor,
 ) -> Any:
-    """As Call.scheduled. run: given the groups to use, does the whole call."""
+    """As Call.scheduled. run: given the groups to use, does the whole call. shared: the tensor that is read
+    and written by all ranks of the host, if that is possible."""
     # On a GPU calls have one order anyway, and NCCL would have to be told of two threads.
     if not async_op or result.is_cuda:
         return call.scheduled(lambda: run(hosts), result, async_op, hosts.host, hosts.cross)
@@ -69,4 +76,4 @@ def start(
     _calls[hosts.cross] = made + 1
     lane = 1 + made % LANES
     beside = hosts._replace(host=mesh.current().host_group_in(lane), lane=lane)
-    return call.in_lane(lambda: run(beside), result, lane)
+    return call.in_lane(lambda opened: run(beside._replace(opened=opened)), result, lane, shared)

@@ -148,7 +148,8 @@ class Task:
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:
         if not self._ended.wait(timeout.total_seconds() if timeout is not None else None):
-            raise CollectiveTimeoutError("it is still under way in the background")
+            lines = " / ".join(recorder.explain(recorder.of_this_job()))
+            raise CollectiveTimeoutError(f"it is still under way in the background. {lines}")
         if self._error is not None:
             raise self._error
         self._place.join()

@@ -8,7 +8,6 @@ neighbour.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,12 +21,21 @@ from imece.collectives.shared_memory.group import SharedMemoryGroup
 class RollCall:
     """One row from each rank of a group, on its way."""
 
-    def __init__(self, companions: Companions, row: torch.Tensor, *, inline: bool) -> None:
+    def __init__(
+        self,
+        companions: Companions,
+        row: torch.Tensor,
+        *,
+        inline: bool,
+        offered: torch.Tensor | None = None,
+    ) -> None:
         """row: uint8 [nbytes], as long on every rank. inline: what shared memory does is done here and now,
 
-        sooner than a thread of its own would have begun it.
+        sooner than a thread of its own would have begun it. offered: then, to the ranks of this host.
         """
-        self._companions = companions
+        self._companions, self._offered = companions, offered
+        self.opened: list[torch.Tensor] = []
+        """What those offered, as of gather_and_open."""
         self._left = list(companions.levels)
         self._rows = row.view(1, -1)  # [ranks so far, nbytes]
         self._work: dist.Work | None = None
@@ -48,18 +56,18 @@ class RollCall:
     def _go_on(self, inline: bool) -> None:
         while self._left and self._work is None:
             group = self._left.pop(0)
-            shared = isinstance(group, SharedMemoryGroup)
-            with group.inline() if shared and inline else contextlib.nullcontext():
-                self._rows, self._work = _gather(group, self._rows, shared)
-            if shared and inline:
-                self._work.wait()
-                self._work = None
+            if inline and isinstance(group, SharedMemoryGroup):
+                rows, self.opened = group.gather_and_open(self._rows.view(-1), self._offered)
+                self._rows = rows.view(-1, self._rows.shape[1])
+                self._offered = None
+            else:
+                self._rows, self._work = _gather(group, self._rows)
 
 
-def _gather(group: Any, rows: torch.Tensor, shared: bool) -> tuple[torch.Tensor, dist.Work]:
+def _gather(group: Any, rows: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
     """(place, work): all ranks' `rows`, one rank's after the other's."""
     place = rows.new_empty(group.size() * rows.shape[0], rows.shape[1])
-    if shared:
+    if isinstance(group, SharedMemoryGroup):
         return place, group.allgather([list(place.split(rows.shape[0]))], [rows])
     sent = rows.repeat(group.size(), 1)
     return place, group.alltoall_base(place, sent, [], [], dist.AllToAllOptions())

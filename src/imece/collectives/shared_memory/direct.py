@@ -80,6 +80,30 @@ class DirectCalls(GroupBase):
             self._runner.run(self._engine.operation(fingerprint, noted))
         return [each.view(tensor.dtype) for each in found] or None
 
+    def gather_and_open(self, row: Tensor, offered: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+        """Every rank's `row`, and what every rank offers where it lies, in one meeting.
+
+        row: uint8[nbytes], as long on every rank. offered: contiguous, on the CPU; ranks may offer different
+        ones. The rows come as uint8[world_size, nbytes], the tensors as their bytes in rank order; none of
+        these, for all ranks, unless all are in shared memory. Who may do what with them is the rows' affair.
+        """
+        engine = self._engine
+        gathered: list[Tensor] = []
+        found: list[Tensor] = []
+
+        def steps() -> Steps:
+            slots = engine.slot_views(engine.next_slot(), 0, row.numel(), torch.uint8)
+            slots[engine.rank].copy_(row)
+            engine.enter(fingerprint, row if offered is None else offered)
+            yield from engine.entered(fingerprint)
+            gathered.append(torch.stack(slots))
+            found.extend(engine.in_place(range(engine.world_size)) or ())
+
+        fingerprint = pack("all_gather_list", "", row.dtype, row.numel())
+        noted = self._noted(fingerprint, row.dtype, row.shape, steps(), nothing)
+        self._runner.run(engine.operation(fingerprint, noted))
+        return gathered[0], found
+
     def posted(self, tensors: Sequence[Tensor], *, scatter: bool = False) -> Posted | None:
         """To sum these again and again: each is posted when it is full, and ranks that are early sum for the
         late. None, for all ranks, unless all tensors of all ranks are in shared memory.
