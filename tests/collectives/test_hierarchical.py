@@ -19,6 +19,7 @@ from imece.collectives.hierarchical import HostGroups
 from imece.collectives.schedules import cost
 from imece.collectives.shared_memory.arena import shared_empty
 from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.errors import MismatchError
 from imece.mesh import Mesh
 from tests.collectives.test_wire import HALF_UNIT, bits, noise
 from tests.ranks import run_ranks
@@ -75,6 +76,11 @@ def test_asynchronous_calls_meet_once_in_the_host() -> None:
     for rank, found in enumerate(results):  # rank 0 has the ordinary one, and rank 2 is beside it
         expected = {"shared": 0, "half averaged": 1, "one ordinary": int(rank in (0, 2)), "strided": 1}
         assert found == expected, rank
+
+
+def test_a_call_in_a_lane_that_others_do_not_make() -> None:
+    """What differs is said on every rank, though one has nothing to offer to those of its host."""
+    run_ranks(differing, 4, backend=None, ranks_per_host=2, env=on_hosts(4, 2), timeout_s=20)
 
 
 # --- run by each rank
@@ -380,3 +386,11 @@ def meeting() -> dict[str, int]:
                 assert torch.equal(out, exact), name
                 assert len(met) == 2 * counts[name], f"{name}: the gather met again"
     return counts
+
+
+def differing() -> None:
+    mesh = imece.init(device="cpu")
+    assert mesh.cross_group and mesh.host_group and mesh.host_group_in(1)  # made by all ranks together
+    schedule = None if mesh.rank == 2 else "hierarchical"
+    with pytest.raises(MismatchError, match=r"rank 2.*neither schedule nor wire"):
+        ops.all_reduce(shared_empty(1000), schedule=schedule, async_op=True).wait(60)

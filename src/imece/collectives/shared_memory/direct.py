@@ -94,7 +94,7 @@ class DirectCalls(GroupBase):
         def steps() -> Steps:
             slots = engine.slot_views(engine.next_slot(), 0, row.numel(), torch.uint8)
             slots[engine.rank].copy_(row)
-            engine.enter(fingerprint, row if offered is None else offered)
+            engine.enter(fingerprint, offered)
             yield from engine.entered(fingerprint)
             gathered.append(torch.stack(slots))
             found.extend(engine.in_place(range(engine.world_size)) or ())

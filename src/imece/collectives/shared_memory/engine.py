@@ -83,11 +83,11 @@ class Engine:
         mine, at = self.board.mine, DESCRIPTORS + 8 * (self.number & 1)
         mine[at + FINGERPRINT] = fingerprint
         mine[at + SHAPE] = self.shape_word(fingerprint, self.shape) if shape_word is None else shape_word
+        mine[at + FD] = -1  # others may look for an offer where this rank makes none
         if offered is not None:
             nbytes = offered.numel() * offered.itemsize
             location = ARENAS.locate(offered.data_ptr(), nbytes)
             mine[at + OFFERED] = nbytes
-            mine[at + FD] = -1
             if location is not None:
                 mine[at + FD] = location.fd
                 mine[at + SERIAL] = location.serial
