@@ -385,6 +385,11 @@ def meeting() -> dict[str, int]:
                 ops.all_gather(out, part, schedule="hierarchical", async_op=True).wait(60)
                 assert torch.equal(out, exact), name
                 assert len(met) == 2 * counts[name], f"{name}: the gather met again"
+                out.copy_(torch.cat([part] * 4))
+                following = out[(mesh.rank + 1) % 4 * part.numel() :][: part.numel()]  # another rank's place
+                ops.all_gather(out, following, schedule="hierarchical", async_op=True).wait(60)
+                assert torch.equal(out, exact), name
+                assert len(met) == 2 * counts[name] + 1, f"{name}: others write to what is still to be read"
     return counts
 
 

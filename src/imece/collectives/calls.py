@@ -161,7 +161,7 @@ class Call:
         run: Callable[[Sequence[torch.Tensor]], object],
         result: torch.Tensor,
         lane: int,
-        offered: torch.Tensor,
+        offered: torch.Tensor | None,
     ) -> Pending:
         """As `scheduled`, asynchronously, beside what is in other lanes.
 
@@ -173,8 +173,10 @@ class Call:
         try:
             with waiting:
                 checker = self._checker()
-                shown = offered.detach() if offered.is_contiguous() and offered.device.type == "cpu" else None
-                check = checker.meet(self._announced(), shown) if checker is not None else self._begun()
+                if offered is not None:
+                    reached = offered.is_contiguous() and offered.device.type == "cpu"
+                    offered = offered.detach() if reached else None
+                check = checker.meet(self._announced(), offered) if checker is not None else self._begun()
 
             def checked() -> None:
                 # Here, not in a thread of the checker: each hand-over waits for a core, where all compute.

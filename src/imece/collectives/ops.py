@@ -38,7 +38,7 @@ from imece.collectives.pending import Pending
 from imece.collectives.reduction import flattened, landed, op_name, prepared, shares_memory
 from imece.collectives.schedules import SCHEDULES, build, check_name
 from imece.collectives.shared_memory.group import SharedMemoryGroup
-from imece.collectives.shared_memory.tensors import check_rank
+from imece.collectives.shared_memory.tensors import check_rank, overlap
 from imece.collectives.wire import all_reduce_bf16, check_bf16, check_wire, reduce_scatter_bf16
 
 __all__ = [
@@ -230,9 +230,12 @@ def all_gather(
     call = Call("all_gather", group, input, label=label, way=_way(schedule))
     hosts = over_hosts.hosts_of(group) if schedule == "hierarchical" else None
     if hosts is not None:
+        at_home = input.data_ptr() == output.data_ptr() + group.rank() * input.nbytes
+        # Others may write to what is offered before this rank has read it.
+        shared = output if at_home or not overlap(input, output) else None
         return over_hosts.start(
             call, hosts, lambda groups: hierarchical.all_gather(output, input, groups), output, async_op,
-            shared=output,
+            shared=shared,
         )  # fmt: skip
     schedule = "ring" if schedule == "hierarchical" else schedule
     place = flat_place(output)

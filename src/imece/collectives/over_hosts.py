@@ -65,10 +65,12 @@ def start(
     result: torch.Tensor,
     async_op: bool,
     *,
-    shared: torch.Tensor,
+    shared: torch.Tensor | None,
 ) -> Any:
-    """As Call.scheduled. run: given the groups to use, does the whole call. shared: the tensor that is read
-    and written by all ranks of the host, if that is possible."""
+    """As Call.scheduled. run: given the groups to use, does the whole call.
+
+    shared: what all ranks of the host may read and write from now on, where it is in shared memory.
+    """
     # On a GPU calls have one order anyway, and NCCL would have to be told of two threads.
     if not async_op or result.is_cuda:
         return call.scheduled(lambda: run(hosts), result, async_op, hosts.host, hosts.cross)
