@@ -29,6 +29,8 @@ from imece.opening import opened
 from imece.store import connect, launchers_store, of_this_start
 from imece.world import BACKEND, World, read_world
 
+LANES = 2
+"""How many calls over hosts can go on at a time, each with a group inside the hosts for itself."""
 _SHOWN_CHARS = 200
 
 before_closing: list[Callable[[], None]] = []
@@ -48,8 +50,9 @@ def _end_the_last() -> None:
 class Mesh:
     """The ranks of this job, arranged. `imece.init` makes it; all ranks hold one of equal shape.
 
-    Methods that hand out a group create it on first use. That is a call of the whole world: all ranks
-    ask for the same groups in the same order, as with any collective; a rank that does not is told so.
+    The groups of hosts are there from the beginning, where there are several. Methods that hand out another
+    one create it on first use. That is a call of the whole world: all ranks ask for the same groups in the
+    same order, as with any collective; a rank that does not is told so.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Mesh:
         self._device_mesh: DeviceMesh | None = None
         for begin in once_arranged:
             begin()
+        self._make_groups_of_hosts()
 
     @property
     def rank(self) -> int:
@@ -223,6 +227,14 @@ class Mesh:
         if not axes or len(set(axes)) != len(axes) or any(axis not in AXES for axis in axes):
             named = ", ".join(axes) or "nothing"
             raise UserError(f"{named}: name one or more different axes of {', '.join(AXES)}")
+
+    def _make_groups_of_hosts(self) -> None:
+        """All that a call over hosts needs. Made in its midst, ranks that call something else, and so make
+        none, would be waited for in vain: what differs is found in the call's check, which comes after."""
+        if len(self.hosts) == 1 or self.cross_group is None:
+            return
+        for lane in range(1 + (LANES if self.device.type == "cpu" else 0)):
+            self.host_group_in(lane)
 
     def _group(self, sets: Partition, lane: int = 0) -> dist.ProcessGroup:
         if (sets, lane) not in self._groups:

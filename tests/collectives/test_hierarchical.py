@@ -78,9 +78,12 @@ def test_asynchronous_calls_meet_once_in_the_host() -> None:
         assert found == expected, rank
 
 
-def test_a_call_in_a_lane_that_others_do_not_make() -> None:
-    """What differs is said on every rank, though one has nothing to offer to those of its host."""
-    run_ranks(differing, 4, backend=None, ranks_per_host=2, env=on_hosts(4, 2), timeout_s=20)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_first_call_over_hosts_that_others_do_not_make(async_op: bool) -> None:
+    """What differs is said on every rank, though one has nothing to offer to those of its host, and has not
+    asked for the groups that the others need."""
+    env = on_hosts(4, 2)
+    run_ranks(differing, 4, args=[async_op], backend=None, ranks_per_host=2, env=env, timeout_s=20)
 
 
 # --- run by each rank
@@ -393,9 +396,9 @@ def meeting() -> dict[str, int]:
     return counts
 
 
-def differing() -> None:
+def differing(async_op: bool) -> None:
     mesh = imece.init(device="cpu")
-    assert mesh.cross_group and mesh.host_group and mesh.host_group_in(1)  # made by all ranks together
     schedule = None if mesh.rank == 2 else "hierarchical"
     with pytest.raises(MismatchError, match=r"rank 2.*neither schedule nor wire"):
-        ops.all_reduce(shared_empty(1000), schedule=schedule, async_op=True).wait(60)
+        found = ops.all_reduce(shared_empty(1000), schedule=schedule, async_op=async_op)
+        found.wait(60)

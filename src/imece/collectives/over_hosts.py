@@ -2,9 +2,9 @@
 
 A call leaves the wire idle at its ends: before it the ranks agree that they all make it and meet in their
 hosts, after it they meet again. Where ranks compute on all cores meanwhile that is a fourth of its time. So
-asynchronous calls take turns in LANES lanes, and what one of them sends fills the gaps of the other. A lane
-has a thread, groups inside the hosts and a tag for its messages between them: nothing in it can be taken for
-what is in another, and all ranks count alike which lane a call goes in.
+asynchronous calls take turns in the mesh's lanes, and what one sends fills the gaps of the other. A lane has
+a thread, groups inside the hosts and a tag for its messages between them: nothing in it can be taken for what
+is in another, and all ranks count alike which lane a call goes in.
 
 Where cores are few, what starts a call waits for one at each hand-over between threads. So the ranks of a
 host tell each other where the call's tensor lies when they agree to make it, and its lane waits for the other
@@ -25,8 +25,6 @@ from imece import mesh
 from imece.collectives.calls import Call
 from imece.collectives.hierarchical import HostGroups
 from imece.errors import UserError
-
-LANES = 2
 
 _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """Of each group between hosts: how many calls have gone in its lanes."""
@@ -76,6 +74,6 @@ def start(
         return call.scheduled(lambda: run(hosts), result, async_op, hosts.host, hosts.cross)
     made = _calls.get(hosts.cross, 0)
     _calls[hosts.cross] = made + 1
-    lane = 1 + made % LANES
+    lane = 1 + made % mesh.LANES
     beside = hosts._replace(host=mesh.current().host_group_in(lane), lane=lane)
     return call.in_lane(lambda opened: run(beside._replace(opened=opened)), result, lane, shared)

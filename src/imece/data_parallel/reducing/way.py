@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from imece import mesh
-from imece.collectives.over_hosts import LANES
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel.arguments import MIB
 from imece.errors import UserError
@@ -40,13 +39,13 @@ def most_under_way(*, on_cpu: bool, shared: bool, schedule: str | None) -> int:
     takes as long as the backward of a unit, and has that time; over hosts each lane has one.
     """
     if schedule == "hierarchical":
-        return LANES
+        return mesh.LANES
     return 0 if on_cpu and shared else 1
 
 
 def units_at_once(schedule: str | None) -> int:
     """Units that are there at a time in forward: one runs, and one comes, between hosts one in each lane."""
-    return 1 + (LANES if schedule == "hierarchical" else 1)
+    return 1 + (mesh.LANES if schedule == "hierarchical" else 1)
 
 
 def leave_together(way: Way, group: dist.ProcessGroup, device: torch.device) -> bool:
