@@ -212,7 +212,7 @@ def scatters(
     elif dtype == torch.bool:
         stack = torch.stack([values(each, world_size * numel, dtype) for each in range(world_size)])
         assert torch.equal(expected, (stack.any(0) if op in ("sum", "max") else stack.all(0))[own]), what
-    rounded, cases = wire is not None and groups.cross.size() > 1, 0  # the sum too, in an all_reduce
+    rounded, cases = wire is not None and groups.cross.size() > 2, 0  # the sum too, in an all_reduce
 
     def as_expected(tensor: torch.Tensor) -> bool:
         return torch.equal(tensor.bfloat16().to(dtype) if rounded else tensor, expected)
@@ -278,6 +278,8 @@ def counts_bytes(mesh: Mesh, groups: HostGroups) -> None:
             call()
         between = cost(op, "ring", hosts, whole.nbytes / per_host)
         assert sum(sent) == share * between.nbytes, f"{op}: {sum(sent)} bytes sent"
+        messages = 1 if op != "all_reduce" or hosts == 2 else 2
+        assert len(sent) == messages * (hosts - 1), f"{op}: {len(sent)} messages sent"
 
 
 def forced(mesh: Mesh, groups: HostGroups) -> None:

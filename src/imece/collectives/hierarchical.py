@@ -31,6 +31,7 @@ __all__ = ["HostGroups", "all_gather", "all_reduce", "reduce_scatter"]
 
 CHUNK_BYTES = 1024 * 1024
 LANE_CHUNK_BYTES = 2 * CHUNK_BYTES  # beside another call the wire has work while this one begins and ends
+AT_ONCE_CHUNK_BYTES = 8 * CHUNK_BYTES  # there, where nothing is sent twice: a bucket is one message
 BESIDE_BYTES = 64 * CHUNK_BYTES  # most that is gathered beside where it is to lie
 LEAST_BYTES = 32 * 1024  # of a message between hosts: with many ranks chunks are larger
 CHUNKS_AHEAD = 3
@@ -47,9 +48,9 @@ def all_reduce(
     """In place; every rank gets the same bits.
 
     tensor: any shape, M bytes. op: sum, avg, min, max, product. wire="bf16": between hosts half the bytes
-    (sum and avg of floating point only; summed in fp32, as in wire.py). Bytes sent a rank: 2(H−1)/H · M in
-    the host, 2(K−1)/K · M/H between hosts. ValueError for an operation that the dtype or the wire does not
-    know.
+    (sum and avg of floating point only; summed in fp32, as in wire.py, and the sum not rounded where hosts
+    are two). Bytes sent a rank: 2(H−1)/H · M in the host, 2(K−1)/K · M/H between hosts. ValueError for an
+    operation that the dtype or the wire does not know.
     """
     _check_wire(tensor, op, wire)
     world_size = hosts.world_size
@@ -59,14 +60,15 @@ def all_reduce(
             buffer = buffer.float()
         even = buffer.numel() // world_size * world_size
         peers, in_host = hosts.peers, _open(buffer, hosts)
+        parts = 1 if len(peers) == 2 else len(peers)  # of a row, as hierarchical_chunk.py says
 
         def cut(each: torch.Tensor, place: int) -> Row:
-            return list(each.view(hosts.host.size(), hosts.cross.size(), -1)[place])
+            return list(each.view(hosts.host.size(), parts, -1)[place])
 
         chunks = [
             Chunk(hosts, peers, buffer[start:stop], [each[start:stop] for each in in_host], cut, base, wire,
                   whole=buffer[start:stop])
-            for start, stop in pieces(even, _length(buffer, hosts, chunk_bytes) * world_size)
+            for start, stop in pieces(even, _length(buffer, hosts, chunk_bytes, parts == 1) * world_size)
         ]  # fmt: skip
         # Every chunk has equal parts; what is left over makes a padded one.
         tail = buffer.new_zeros(world_size) if even < buffer.numel() else None
@@ -92,7 +94,7 @@ def reduce_scatter(
     """Slice r of the reduced `tensor`, in flat order, in `out` on rank r of all; the same bits as all_reduce.
 
     tensor: K·H times as many elements as out, M bytes; out may be its own slice, and the others stay as they
-    are. op, wire, ValueError: as of all_reduce; but the sum is not rounded to bf16. Bytes sent a rank:
+    are. op, wire, ValueError: as of all_reduce; but the sum is never rounded to bf16. Bytes sent a rank:
     (H−1)/H · M in the host, (K−1)/K · M/H between hosts.
     """
     _check_wire(tensor, op, wire)
@@ -149,10 +151,11 @@ def _check_wire(tensor: torch.Tensor, op: str, wire: str | None) -> None:
         check_bf16(tensor, op)
 
 
-def _length(tensor: torch.Tensor, hosts: HostGroups, chunk_bytes: int | None) -> int:
+def _length(tensor: torch.Tensor, hosts: HostGroups, chunk_bytes: int | None, at_once: bool = False) -> int:
     """Elements of one rank's part of a chunk."""
     if chunk_bytes is None:
-        chunk_bytes = max(LANE_CHUNK_BYTES if hosts.lane else CHUNK_BYTES, LEAST_BYTES * hosts.world_size)
+        in_lane = AT_ONCE_CHUNK_BYTES if at_once else LANE_CHUNK_BYTES
+        chunk_bytes = max(in_lane if hosts.lane else CHUNK_BYTES, LEAST_BYTES * hosts.world_size)
     return max(1, chunk_bytes // tensor.itemsize // hosts.world_size)
 
 

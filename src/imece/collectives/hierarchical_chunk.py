@@ -7,6 +7,10 @@
 Reduce-scatter: a rank sums the row of its place over the ranks of its host, sends the others' parts of it to
 them, and adds up, in the order of hosts, what comes of its own. All-gather: it sends its part to its place on
 the other hosts, and brings the row that has come to the ranks of its host.
+
+All-reduce is one and then the other. Of two hosts either sends half a row in each, and gets the other half. A
+whole row at once is no more, in half the messages, and nobody waits for another's sum: so there a row is one
+part, which both hosts add up.
 """
 
 from __future__ import annotations
@@ -69,7 +73,8 @@ class Chunk:
         whole: Tensor | None = None,
     ) -> None:
         """peers: of `hosts`. tensor: this rank's, 1D. in_host: those of all ranks of the host, if this one
-        can reach into them. whole: all rows of `tensor`, if they lie one after the other."""
+        can reach into them. cut: into a part for each host, or one for both of two. whole: all rows of
+        `tensor`, if they lie one after the other."""
         self.host, self.cross, self.place = hosts.host, hosts.cross, hosts.host.rank()
         self.tag = TAG_HIERARCHICAL + hosts.lane
         self.peers, self.here = peers, peers.index(hosts.cross.rank())
@@ -77,7 +82,8 @@ class Chunk:
         self.wire = wire if hosts.cross.size() > 1 else None
         self.mine = cut(tensor, self.place)
         self.theirs = [cut(each, self.place) for each in in_host]
-        self.part = self.mine[self.here]
+        self.at_once = len(self.mine) < len(peers)
+        self.part = self.mine[0 if self.at_once else self.here]
         # What is under way, and is let go when it has come.
         self.works: list[Waitable] = []
         self.arrived: Row = []  # by host, this one's included
@@ -92,7 +98,9 @@ class Chunk:
         return [self._send_part, self._take_parts]
 
     def all_reduce(self) -> list[Stage]:
-        """In place: the one and then the other."""
+        """In place."""
+        if self.at_once:
+            return [self._send_sums, self._add_up_and_bring]
         return [self._send_sums, self._add_up_and_send, self._take_parts]
 
     # Reduce-scatter.
@@ -101,6 +109,8 @@ class Chunk:
         sums = self._sum_in_host()
         if self.wire is not None:
             sums = [each.to(torch.bfloat16) for each in sums]
+        if self.at_once:
+            sums = sums * len(self.peers)
         self.arrived = [
             each if host == self.here else torch.empty_like(each) for host, each in enumerate(sums)
         ]
@@ -174,6 +184,10 @@ class Chunk:
                 target.copy_(part)
 
     # Helpers.
+
+    def _add_up_and_bring(self) -> None:
+        self._add_up()
+        self._bring()
 
     def _add_up_and_send(self) -> None:
         self._add_up()
