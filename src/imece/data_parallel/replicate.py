@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
 from imece.collectives.calls import group_or_default
+from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel import arguments, other_models
 from imece.data_parallel.across import AcrossModel
 from imece.data_parallel.arguments import MIB
@@ -154,6 +155,8 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             check_same_shapes(self._alike(), self.process_group, self.device)
             states = self.states(buffers=sync_buffers_now)
             sync_from(0, states, self.process_group, "the model at construction")
+            if isinstance(self.process_group, SharedMemoryGroup):
+                self.process_group.give_back()
         self._make_reducer(named)
         other_models.watch(self)
 

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import imece
 from imece.collectives.shared_memory import arena, segment, shared_empty
 from imece.errors import UserError
 from tests.ranks import run_ranks
@@ -182,6 +184,38 @@ def use_a_group(used: bool) -> None:
         dist.barrier(group=group)
         pass_on(tensor, torch.zeros(200_000), group)
     dist.destroy_process_group(group)
+
+
+def slots_bytes(group: Any) -> int:
+    """What this rank's segment of a group takes."""
+    board = group._engine.board
+    return os.fstat(board._segments[board.rank].fd).st_blocks * 512
+
+
+def give_back_after_use() -> tuple[int, int, int]:
+    """Bytes after large calls, after all that was used is given back, and after a model was wrapped."""
+    group: Any = dist.group.WORLD
+    tensor = torch.arange(8 * 2**20, dtype=torch.float32)
+    for _ in range(2):
+        expected = tensor.clone() * dist.get_world_size()
+        imece.all_reduce(tensor)
+        used = slots_bytes(group)
+        group.give_back()
+        given_back = slots_bytes(group)
+        assert torch.equal(tensor, expected), "what comes after it is right too"
+    model = nn.Linear(2048, 2048)
+    ones = torch.ones_like(model.weight)
+    nn.init.constant_(model.weight, 1.0 if group.rank() == 0 else 0.0)
+    imece.DistributedDataParallel(model, process_group=group)
+    assert torch.equal(model.weight, ones)
+    return used, given_back, slots_bytes(group)
+
+
+def test_what_large_calls_used_is_given_back() -> None:
+    for used, given_back, with_model in run_ranks(give_back_after_use, 2):
+        assert used >= 4 * 2**20
+        assert given_back < 2**20, f"{given_back} bytes are kept"
+        assert with_model < 2**20, f"{with_model} bytes are kept from the broadcast of a model"
 
 
 def pass_on(tensor: torch.Tensor, room: torch.Tensor, group: Any) -> None:

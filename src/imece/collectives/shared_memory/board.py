@@ -120,7 +120,7 @@ class Board:
             ]
             for at in range(SLOTS)
         ]  # [slot][rank] -> uint8[slot_bytes]
-        self._rings_byte = rings_byte
+        self._slots_byte, self._rings_byte = slots_byte, rings_byte
         self._bells = [each.address + BELL * 8 for each in self._segments]
         self._rings = 0
         self.sleepers = 0  # threads of this process
@@ -177,6 +177,10 @@ class Board:
         with self._counting:  # the main thread and the worker may both be here
             self.sleepers += change
             self.mine[SLEEPERS] = self.sleepers
+
+    def give_back_slots(self) -> None:
+        """The memory of this rank's own, which nobody reads any more."""
+        self._segments[self.rank].give_back(self._slots_byte, self._rings_byte)
 
     # What went wrong.
 

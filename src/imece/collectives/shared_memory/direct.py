@@ -150,6 +150,12 @@ class DirectCalls(GroupBase):
         """Nobody goes on before everybody is here."""
         self._run_small(self._barrier, None, None)
 
+    def give_back(self) -> None:
+        """What ordinary tensors have travelled through takes no memory till the next ones do. All ranks call
+        it, after what is large and comes once."""
+        self.barrier_now()
+        self._engine.board.give_back_slots()
+
     def _run_small(self, small: Small, source: Tensor | None, target: Tensor | None, label: str = "") -> None:
         token = recorder.enter(
             small.op, self._name, small.dtype, small.shape, small.reduce_op, small.root, label

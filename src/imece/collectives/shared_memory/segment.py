@@ -48,6 +48,12 @@ class Segment:
         with contextlib.suppress(OSError):
             self.map.madvise(_POPULATE_WRITE, _HEADER_BYTES + start, stop - start)
 
+    def give_back(self, start: int, stop: int) -> None:
+        """These bytes of the payload, whole pages, take no memory until they are next used, by any process,
+        and are zero then. As far as the kernel can."""
+        with contextlib.suppress(OSError):
+            self.map.madvise(mmap.MADV_REMOVE, _HEADER_BYTES + start, stop - start)
+
     def close(self) -> None:
         """Give the file descriptor back. The memory itself goes when the last tensor on it does."""
         if self.fd >= 0:
