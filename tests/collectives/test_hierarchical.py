@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -76,6 +78,11 @@ def test_asynchronous_calls_meet_once_in_the_host() -> None:
     for rank, found in enumerate(results):  # rank 0 has the ordinary one, and rank 2 is beside it
         expected = {"shared": 0, "half averaged": 1, "one ordinary": int(rank in (0, 2)), "strided": 1}
         assert found == expected, rank
+
+
+def test_who_waits_in_its_host_leaves_its_core() -> None:
+    """Others compute there, and what it waits for takes milliseconds anyway."""
+    run_ranks(waiting_in_the_host, 4, backend=None, ranks_per_host=2, env=on_hosts(4, 2), timeout_s=100)
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -396,6 +403,19 @@ def meeting() -> dict[str, int]:
                 assert torch.equal(out, exact), name
                 assert len(met) == 2 * counts[name] + 1, f"{name}: others write to what is still to be read"
     return counts
+
+
+def waiting_in_the_host() -> None:
+    """Rank 1 is late; nobody looks for it again and again."""
+    mesh = imece.init(device="cpu")
+    tensor = shared_empty(1000)
+    ops.all_reduce(tensor, schedule="hierarchical")
+    looked = mock.Mock(side_effect=os.sched_yield)
+    with mock.patch("imece.collectives.shared_memory.futex.let_others_run", looked):
+        time.sleep(0.3 if mesh.rank == 1 else 0)
+        pending = ops.all_reduce(tensor, schedule="hierarchical", async_op=True)
+    pending.wait(60)
+    assert looked.call_count == 0, f"rank {mesh.rank} looked {looked.call_count} times"
 
 
 def differing(async_op: bool) -> None:

@@ -54,6 +54,10 @@ class GroupBase(dist.ProcessGroup):
         self._members = list(range(size))
         self._close = weakref.finalize(self, _close, os.getpid(), self._runner, self._board)
 
+    def sleep_at_once(self) -> None:
+        """From now on who waits in it leaves its core to others, instead of looking again and again first."""
+        self._runner.may_spin = False
+
     # What torch asks of a group.
 
     def getBackendName(self) -> str:

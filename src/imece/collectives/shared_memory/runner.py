@@ -31,6 +31,8 @@ class Runner:
 
     def __init__(self, board: Board, engine: Engine, messages: Messages, timeout_s: float) -> None:
         self.timeout_s = timeout_s
+        self.may_spin = True
+        """Whether the main thread is hot at first when it waits: not where others need its core at once."""
         self._board = board
         self._engine = engine
         self._messages = messages
@@ -100,7 +102,7 @@ class Runner:
                 while left := [operation for operation in left if not _ended(operation)]:
                     if patience is None:
                         # A thread beside the main one shares its core with what the main one computes.
-                        hot = threading.current_thread() is threading.main_thread()
+                        hot = self.may_spin and threading.current_thread() is threading.main_thread()
                         patience = Patience(self._board, timeout_s, hot=hot)
                     elif moved != self._moved():
                         moved = self._moved()
