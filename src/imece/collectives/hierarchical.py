@@ -2,7 +2,7 @@
 
 Of K hosts with H ranks each, only (K−1)/K · M/H bytes a rank pass between hosts in either half, where a ring
 over all K·H ranks passes nearly M between neighbouring hosts. The tensor goes in chunks through a pipeline of
-stages: stage s of chunk c runs at tick c + s · CHUNKS_AHEAD. So a chunk's messages have that many ticks to
+stages: stage s of chunk c runs at tick c + s · ahead. So a chunk's messages have that many ticks to
 travel before somebody waits for them, the wire always has work in both directions, and all ranks do the same
 things in the same order whatever their timing.
 
@@ -34,7 +34,8 @@ LANE_CHUNK_BYTES = 2 * CHUNK_BYTES  # beside another call the wire has work whil
 AT_ONCE_CHUNK_BYTES = 8 * CHUNK_BYTES  # there, where nothing is sent twice: a bucket is one message
 BESIDE_BYTES = 64 * CHUNK_BYTES  # most that is gathered beside where it is to lie
 LEAST_BYTES = 32 * 1024  # of a message between hosts: with many ranks chunks are larger
-CHUNKS_AHEAD = 3
+CHUNKS_AHEAD = 1  # more would only queue in front of the wire
+LANE_CHUNKS_AHEAD = 3  # where threads wait for a core between one chunk and the next
 
 
 def all_reduce(
@@ -75,7 +76,7 @@ def all_reduce(
         if tail is not None:
             tail[: buffer.numel() - even].copy_(buffer[even:])
             chunks.append(Chunk(hosts, peers, tail, [], cut, base, wire, whole=tail))
-        _pipeline([each.all_reduce() for each in chunks])
+        _pipeline([each.all_reduce() for each in chunks], hosts)
         _close(in_host, hosts.host)
         if tail is not None:
             buffer[even:].copy_(tail[: buffer.numel() - even])
@@ -112,7 +113,7 @@ def reduce_scatter(
             .reduce_scatter(place[start:stop])
             for start, stop in pieces(place.numel(), _length(buffer, hosts, chunk_bytes))
         ]  # fmt: skip
-        _pipeline(chunks)
+        _pipeline(chunks, hosts)
         _close(in_host, hosts.host)
         return landed(place.to(out.dtype) if wire else place, out, op, world_size)
 
@@ -138,7 +139,7 @@ def all_gather(
             Chunk(hosts, peers, place, in_host, _cut(hosts, numel, start, stop)).all_gather()
             for start, stop in pieces(numel, _length(place, hosts, chunk_bytes))
         ]
-        _pipeline(chunks)
+        _pipeline(chunks, hosts)
         _close(in_host, hosts.host)
         if not shares_memory(place, out):
             out.copy_(place.view(out.shape))
@@ -203,11 +204,12 @@ def _close(in_host: Sequence[torch.Tensor], host: dist.ProcessGroup) -> None:
         host.barrier_now()
 
 
-def _pipeline(chunks: Sequence[list[Stage]]) -> None:
+def _pipeline(chunks: Sequence[list[Stage]], hosts: HostGroups) -> None:
     """Later chunks first in each tick: their messages leave before an earlier chunk is summed."""
     depth = max((len(stages) for stages in chunks), default=0)
-    for tick in range(len(chunks) + (depth - 1) * CHUNKS_AHEAD if chunks else 0):
+    ahead = LANE_CHUNKS_AHEAD if hosts.lane else CHUNKS_AHEAD
+    for tick in range(len(chunks) + (depth - 1) * ahead if chunks else 0):
         for stage in range(depth):
-            index = tick - stage * CHUNKS_AHEAD
+            index = tick - stage * ahead
             if 0 <= index < len(chunks):
                 chunks[index][stage]()
