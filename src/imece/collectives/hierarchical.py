@@ -31,7 +31,7 @@ __all__ = ["HostGroups", "all_gather", "all_reduce", "reduce_scatter"]
 
 CHUNK_BYTES = 1024 * 1024
 LANE_CHUNK_BYTES = 2 * CHUNK_BYTES  # beside another call the wire has work while this one begins and ends
-AT_ONCE_CHUNK_BYTES = 8 * CHUNK_BYTES  # there, where nothing is sent twice: a bucket is one message
+AT_ONCE_CHUNK_BYTES = 8 * CHUNK_BYTES  # there, of an all_reduce between two hosts: a bucket is one message
 BESIDE_BYTES = 64 * CHUNK_BYTES  # most that is gathered beside where it is to lie
 LEAST_BYTES = 32 * 1024  # of a message between hosts: with many ranks chunks are larger
 CHUNKS_AHEAD = 1  # more would only queue in front of the wire
