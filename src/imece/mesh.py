@@ -50,7 +50,7 @@ def _end_the_last() -> None:
 class Mesh:
     """The ranks of this job, arranged. `imece.init` makes it; all ranks hold one of equal shape.
 
-    The groups of hosts are there from the beginning, where there are several. Methods that hand out another
+    On CPUs of several hosts the groups of hosts are there from the beginning. Methods that hand out another
     one create it on first use. That is a call of the whole world: all ranks ask for the same groups in the
     same order, as with any collective; a rank that does not is told so.
     """
@@ -230,10 +230,13 @@ class Mesh:
 
     def _make_groups_of_hosts(self) -> None:
         """All that a call over hosts needs. Made in its midst, ranks that call something else, and so make
-        none, would be waited for in vain: what differs is found in the call's check, which comes after."""
-        if len(self.hosts) == 1 or self.cross_group is None:
+        none, would be waited for in vain: what differs is found in the call's check, which comes after.
+
+        On GPUs such a call is made on request only, and a group of NCCL may cost memory: on first use there.
+        """
+        if self.device.type != "cpu" or len(self.hosts) == 1 or self.cross_group is None:
             return
-        for lane in range(1 + (LANES if self.device.type == "cpu" else 0)):
+        for lane in range(1 + LANES):
             self.host_group_in(lane)
 
     def _group(self, sets: Partition, lane: int = 0) -> dist.ProcessGroup:

@@ -57,7 +57,7 @@ def companions(group: dist.ProcessGroup) -> Companions:
     if len(mine) > 1 and all(len(members) == len(mine) for members in on_hosts):
         across = tuple(members[mine.index(me)] for members in on_hosts)
         in_host = make(shm, f"checks in host {on_hosts.index(mine)}", mine)
-        in_host.sleep_at_once()  # such a call takes milliseconds, and what it waits for needs the cores
+        in_host.sleep_at_once()  # it waits for other hosts anyway, and what it waits for needs cores
         between = make(gloo, f"checks between hosts {mine.index(me)}", across)
         rows = [rank for members in on_hosts for rank in members]
         return Companions((in_host, between), [rows.index(rank) for rank in ranks])

@@ -2,7 +2,7 @@
 
 Of K hosts with H ranks each, only (K−1)/K · M/H bytes a rank pass between hosts in either half, where a ring
 over all K·H ranks passes nearly M between neighbouring hosts. The tensor goes in chunks through a pipeline of
-stages: stage s of chunk c runs at tick c + s · ahead. So a chunk's messages have that many ticks to
+stages: stage s of chunk c runs at tick c + s · CHUNKS_AHEAD. So a chunk's messages have that many ticks to
 travel before somebody waits for them, the wire always has work in both directions, and all ranks do the same
 things in the same order whatever their timing.
 
@@ -35,7 +35,7 @@ AT_ONCE_CHUNK_BYTES = 8 * CHUNK_BYTES  # there, of an all_reduce between two hos
 BESIDE_BYTES = 64 * CHUNK_BYTES  # most that is gathered beside where it is to lie
 LEAST_BYTES = 32 * 1024  # of a message between hosts: with many ranks chunks are larger
 CHUNKS_AHEAD = 1  # more would only queue in front of the wire
-LANE_CHUNKS_AHEAD = 3  # where threads wait for a core between one chunk and the next
+LANE_CHUNKS_AHEAD = 3  # in a lane, whose thread waits for a core between one chunk and the next
 
 
 def all_reduce(
@@ -61,7 +61,8 @@ def all_reduce(
             buffer = buffer.float()
         even = buffer.numel() // world_size * world_size
         peers, in_host = hosts.peers, _open(buffer, hosts)
-        parts = 1 if len(peers) == 2 else len(peers)  # of a row, as hierarchical_chunk.py says
+        at_once = len(peers) == 2  # hierarchical_chunk.py says why
+        parts = 1 if at_once else len(peers)  # of a row
 
         def cut(each: torch.Tensor, place: int) -> Row:
             return list(each.view(hosts.host.size(), parts, -1)[place])
@@ -69,7 +70,7 @@ def all_reduce(
         chunks = [
             Chunk(hosts, peers, buffer[start:stop], [each[start:stop] for each in in_host], cut, base, wire,
                   whole=buffer[start:stop])
-            for start, stop in pieces(even, _length(buffer, hosts, chunk_bytes, parts == 1) * world_size)
+            for start, stop in pieces(even, _length(buffer, hosts, chunk_bytes, at_once) * world_size)
         ]  # fmt: skip
         # Every chunk has equal parts; what is left over makes a padded one.
         tail = buffer.new_zeros(world_size) if even < buffer.numel() else None
