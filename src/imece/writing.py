@@ -45,6 +45,14 @@ def whole_file(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
         sync_folder(path.parent)
 
 
+def leftovers(folder: Path, name: str = "*") -> set[Path]:
+    """What killed processes have left beside the file of that name, or beside all files of a folder.
+
+    Who removes them knows that no process is writing there.
+    """
+    return set(folder.glob(f"{name}.[0-9]*.partial"))
+
+
 def sync(file: BinaryIO) -> None:
     """All that was written to it is on the disk, not only on its way."""
     file.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -111,6 +112,35 @@ def test_real_processes_killed_at_random_instants(tmp_path: Path) -> None:
     seen = kills(str(tmp_path), instants, random.randrange(10**6), False, ["--compute.dtype=auto"])
     print(seen)
     assert seen["killed"] >= 10 and seen["before a step"] >= 1 and seen["midway in a save"] >= 1, seen
+
+
+def killed_writing(name: str) -> None:
+    """Whoever writes the file of that name is killed with all of it written, and none of it in place."""
+    replace = os.replace
+
+    def killed(source: Path, target: Path) -> None:
+        if Path(target).name == name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(source, target)
+
+    mock.patch.object(os, "replace", killed).start()
+
+
+def writes(folder: str) -> None:
+    """Killed in the writing of one of a run's files after the other, and gone on with each time."""
+    path = Path(folder)
+    said = options(path, "run", "--ranks=1", "--steps=2")
+    run = path / "run"
+    for name in ("config.toml", "tokenizer.json", "plan.json", "00000.json", "summary.json"):
+        killed = train(said, path, fault=functools.partial(killed_writing, name))
+        assert killed.status in (-signal.SIGKILL, 128 + signal.SIGKILL), (name, killed)
+        assert list(run.glob(f"**/{name}.*.partial")), name
+    assert train(said, path).status == 0
+    assert len(records(run)) == 2 and not list(run.glob("**/*.partial"))
+
+
+def test_killed_while_it_writes_a_file(tmp_path: Path) -> None:
+    in_fork(writes, str(tmp_path))
 
 
 def signalled(folder: str) -> None:

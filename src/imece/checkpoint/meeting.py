@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from imece.checkpoint.manifest import Json, seal, unseal
-from imece.writing import NO_SPACE, write_whole
+from imece.writing import NO_SPACE, leftovers, write_whole
 
 _SHORTEST_S, _LONGEST_S = 0.01, 0.5  # between two looks at what others have written
 _MOST_FAILURES = 16  # remembered: the ranks are never more than one attempt apart
@@ -82,6 +82,9 @@ class Meeting:
 
         TakenOverError, on rank 0, if another job has begun to save here since this one did.
         """
+        if not self._there:
+            for leftover in leftovers(self._folder, self._path(self._rank).name):
+                leftover.unlink(missing_ok=True)
         if self._rank == 0:
             mine = self._read(0)
             if self._there and mine is not None and (other := self._other(mine)) is not None:

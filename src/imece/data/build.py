@@ -19,7 +19,7 @@ from imece.data.files import DIGEST_BYTES, file_digest, locked, other_place
 from imece.data.tokenizer import Tokenizer
 from imece.data.tokens import MANIFEST, PARTS, SUFFIXES, TokenFiles, open_tokens, write_manifest
 from imece.errors import UserError
-from imece.writing import sync, sync_folder
+from imece.writing import leftovers, sync, sync_folder
 
 Progress = Callable[[int, int], None]  # (bytes of text tokenized, bytes of all files)
 
@@ -227,7 +227,7 @@ def _no_leftovers(folder: Path) -> Iterator[None]:
 def _remove_partial(folder: Path) -> None:
     for leftover in (
         *(folder / f"{name}{_PARTIAL}" for name in _NAMES),
-        *folder.glob(f"{MANIFEST}.[0-9]*{_PARTIAL}"),
+        *leftovers(folder, MANIFEST),
     ):
         leftover.unlink(missing_ok=True)
 

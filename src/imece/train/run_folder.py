@@ -28,7 +28,7 @@ from imece.train.config import TrainConfig
 from imece.train.config_file import read_toml, to_toml
 from imece.train.run_lock import FILE, RunLock
 from imece.train.same_run import check_same_run
-from imece.writing import write_whole
+from imece.writing import leftovers, write_whole
 
 Which = Literal["best", "last"]
 
@@ -180,11 +180,10 @@ class RunFolder:
         return True
 
     def _leftovers(self) -> set[Path]:
-        """Of processes that were killed before the first step."""
-        names = (self.config_file.name, "tokenizer.json")
-        return {path for name in names for path in self.path.glob(f"{name}.*.partial")} | {
-            *self.origin.glob("*.partial")
-        }
+        """Of processes that were killed; in a folder that is no run yet, those of its first files alone."""
+        names = ("*",) if self.config_file.exists() else (self.config_file.name, "tokenizer.json")
+        found = (leftovers(self.path, name) for name in names)
+        return leftovers(self.origin).union(*found)
 
     def _check_steps(self, config: TrainConfig) -> None:
         done = max(all_steps(self.checkpoints), default=0)  # damaged ones too: those may be mended
