@@ -69,7 +69,7 @@ def test_uneven_hosts_fall_back_to_a_ring() -> None:
 def test_asynchronous_calls_go_side_by_side() -> None:
     """What is held up in one lane holds up neither another one nor a call that waits."""
     results = run_ranks(side_by_side, 4, backend=None, ranks_per_host=2, env=on_hosts(4, 2), timeout_s=200)
-    assert results == [[1, 2, 0]] * 4
+    assert results == [[1, 2, 0, 1, 2]] * 4
 
 
 def test_asynchronous_calls_meet_once_in_the_host() -> None:
@@ -178,12 +178,16 @@ def halves_over_hosts(hosts: int) -> int:
         cases += gathers(mesh, groups, numel, torch.float32)
         for op in ("sum", "avg"):
             cases += scatters(mesh, groups, numel, torch.float32, op)
+            cases += sums_rows(mesh, groups, numel, torch.float32, op)
         cases += scatters(mesh, groups, numel, torch.float32, "sum", "bf16")
+        cases += sums_rows(mesh, groups, numel, torch.float32, "sum", "bf16")
     for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool):
         cases += gathers(mesh, groups, 13, dtype)
         for op in ("avg", "product") if dtype in (torch.float64, torch.int64) else ("avg",):
             cases += scatters(mesh, groups, 13, dtype, op)
+            cases += sums_rows(mesh, groups, 13, dtype, op)
     cases += scatters(mesh, groups, 13, torch.bfloat16, "sum", "bf16")
+    cases += sums_rows(mesh, groups, 13, torch.bfloat16, "sum", "bf16")
     counts_bytes(mesh, groups)
     if hosts > 1 and groups.host.size() > 1:
         forced(mesh, groups)
@@ -239,6 +243,34 @@ def scatters(
     return cases
 
 
+def sums_rows(
+    mesh: Mesh, groups: HostGroups, numel: int, dtype: torch.dtype, op: str, wire: str | None = None
+) -> int:
+    """The bits of an all_reduce, of which a rank keeps what its place in the host is for."""
+    rank, size, place, cases = mesh.rank, groups.host.size(), groups.host.rank(), 0
+    given, own = values(rank, size * numel, dtype), slice(place * numel, (place + 1) * numel)
+    what = f"{op} of {dtype}[{size} x {numel}], wire {wire}"
+    expected = hierarchical.all_reduce(given.clone(), groups, op, wire, chunk_bytes=SMALL)[own]
+    for where, tensor in memories(given, rank):
+        got = strided(torch.zeros(numel, dtype=dtype)) if where == "ordinary" else tensor.new_empty(numel)
+        assert hierarchical.sum_of_rows(got, tensor, groups, op, wire, chunk_bytes=SMALL) is got
+        assert torch.equal(got, expected), f"{what}: not the bits of all_reduce in {where} memory"
+        assert torch.equal(tensor, given), f"{what}: the input has changed in {where} memory"
+        if where in ("shared", "mixed"):
+            result = hierarchical.sum_of_rows(tensor[own], tensor, groups, op, wire, chunk_bytes=SMALL)
+            assert torch.equal(result, expected), f"{what}: in place it differs in {where} memory"
+            tensor[own] = given[own]
+            assert torch.equal(tensor, given), f"{what}: other slices have changed in {where} memory"
+        cases += 1
+    if op == "sum" and mesh.cross_group is not None:
+        hosts = {"group": mesh.host_group, "replicas": mesh.cross_group}
+        for async_op in (False, True):
+            found = ops.sum_of_rows(got.zero_(), tensor, **hosts, wire=wire, async_op=async_op)
+            assert (found.wait(30) if async_op else found) is got
+            assert torch.equal(got, expected), f"{what}: chunks of another length differ"
+    return cases
+
+
 def gathers(mesh: Mesh, groups: HostGroups, numel: int, dtype: torch.dtype) -> int:
     rank, world_size = mesh.rank, mesh.world_size
     parts = [values(each, numel, dtype) for each in range(world_size)]
@@ -271,13 +303,15 @@ def counts_bytes(mesh: Mesh, groups: HostGroups) -> None:
         sent.extend(message.tensor.nbytes for message in sends)
         return post(sends, receives, group)
 
-    whole, own = torch.ones(numel), torch.ones(1200)
+    whole, own, row = torch.ones(numel), torch.ones(1200), torch.ones(numel // per_host)
     calls: list[tuple[str, float, Callable[[], object]]] = [
         ("all_reduce", 1, lambda: hierarchical.all_reduce(whole, groups)),
         ("all_reduce", 0.5, lambda: hierarchical.all_reduce(whole, groups, wire="bf16")),
         ("reduce_scatter", 1, lambda: hierarchical.reduce_scatter(own, whole, groups)),
         ("reduce_scatter", 0.5, lambda: hierarchical.reduce_scatter(own, whole, groups, wire="bf16")),
         ("all_gather", 1, lambda: hierarchical.all_gather(whole, own, groups)),
+        ("all_reduce", 1, lambda: hierarchical.sum_of_rows(row, whole, groups)),
+        ("all_reduce", 0.5, lambda: hierarchical.sum_of_rows(row, whole, groups, wire="bf16")),
     ]
     for op, share, call in calls:
         sent.clear()
@@ -334,8 +368,9 @@ def reduce_over_uneven_hosts() -> None:
 
 
 def side_by_side() -> list[int]:
-    """The lanes of three calls, of which the first goes on when the others have ended."""
-    arranged(2)
+    """The lanes of three calls, of which the first goes on when the others have ended; and of two sums of
+    rows after them."""
+    mesh, _ = arranged(2)
     go_on, lanes, whole = threading.Event(), [0, 0, 0], hierarchical.all_reduce
 
     def held(tensor: torch.Tensor, hosts: HostGroups, *args: Any) -> torch.Tensor:
@@ -353,6 +388,17 @@ def side_by_side() -> list[int]:
         go_on.set()
         works[0].wait(60)
     assert [int(each[0]) for each in tensors] == [0, 4, 8]
+    rows = hierarchical.sum_of_rows
+
+    def noted(out: torch.Tensor, tensor: torch.Tensor, hosts: HostGroups, *args: Any) -> torch.Tensor:
+        lanes.append(hosts.lane)
+        return rows(out, tensor, hosts, *args)
+
+    assert mesh.cross_group is not None
+    hosts = {"group": mesh.host_group, "replicas": mesh.cross_group}
+    with mock.patch.object(hierarchical, "sum_of_rows", noted):
+        for each in tensors[1:]:
+            ops.sum_of_rows(each[:500], each, **hosts, async_op=True).wait(60)
     return lanes
 
 

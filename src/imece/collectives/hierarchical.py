@@ -1,4 +1,5 @@
-"""Collectives over hosts: reduce-scatter, all-gather, and all-reduce, which is one and then the other.
+"""Collectives over hosts: reduce-scatter, all-gather, and all-reduce, which is one and then the other; and
+the sum of rows, an all-reduce of which each rank keeps what its place in the host is for.
 
 Of K hosts with H ranks each, only (K−1)/K · M/H bytes a rank pass between hosts in either half, where a ring
 over all K·H ranks passes nearly M between neighbouring hosts. The tensor goes in chunks through a pipeline of
@@ -10,7 +11,7 @@ Where the tensors of a host lie in shared memory its ranks meet twice, at the be
 sums straight out of the others' tensors, and writes what is gathered into all of them.
 
 Every sum is over the ranks of a host, in their order, and then over hosts, in theirs, whoever computes it: so
-reduce-scatter and all-reduce give the same bits.
+all of these give the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from imece.collectives.shared_memory.arena import ARENAS, shared_empty
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.wire import check_bf16, check_wire
 
-__all__ = ["HostGroups", "all_gather", "all_reduce", "reduce_scatter"]
+__all__ = ["HostGroups", "all_gather", "all_reduce", "reduce_scatter", "sum_of_rows"]
 
 CHUNK_BYTES = 1024 * 1024
 LANE_CHUNK_BYTES = 2 * CHUNK_BYTES  # beside another call the wire has work while this one begins and ends
@@ -61,8 +62,7 @@ def all_reduce(
             buffer = buffer.float()
         even = buffer.numel() // world_size * world_size
         peers, in_host = hosts.peers, _open(buffer, hosts)
-        at_once = len(peers) == 2  # hierarchical_chunk.py says why
-        parts = 1 if at_once else len(peers)  # of a row
+        parts = _parts(peers)
 
         def cut(each: torch.Tensor, place: int) -> Row:
             return list(each.view(hosts.host.size(), parts, -1)[place])
@@ -70,7 +70,7 @@ def all_reduce(
         chunks = [
             Chunk(hosts, peers, buffer[start:stop], [each[start:stop] for each in in_host], cut, base, wire,
                   whole=buffer[start:stop])
-            for start, stop in pieces(even, _length(buffer, hosts, chunk_bytes, at_once) * world_size)
+            for start, stop in pieces(even, _length(buffer, hosts, chunk_bytes, parts) * world_size)
         ]  # fmt: skip
         # Every chunk has equal parts; what is left over makes a padded one.
         tail = buffer.new_zeros(world_size) if even < buffer.numel() else None
@@ -119,6 +119,57 @@ def reduce_scatter(
         return landed(place.to(out.dtype) if wire else place, out, op, world_size)
 
 
+def sum_of_rows(
+    out: torch.Tensor,
+    tensor: torch.Tensor,
+    hosts: HostGroups,
+    op: str = "sum",
+    wire: str | None = None,
+    *,
+    chunk_bytes: int | None = None,
+) -> torch.Tensor:
+    """Slice p of the reduced `tensor`, in flat order, in `out` on the ranks with place p of every host.
+
+    tensor: H times as many elements as out, M bytes; out may be its own slice, and the others stay as they
+    are. op, wire, ValueError, and bits: as of all_reduce. Bytes sent a rank: (H−1)/H · M in the host,
+    2(K−1)/K · M/H between hosts.
+    """
+    _check_wire(tensor, op, wire)
+    world_size, numel, each = hosts.world_size, out.numel(), hosts.host.size()
+    assert tensor.numel() == each * numel
+    with torch.no_grad():
+        buffer, base = prepared(tensor, op, world_size)
+        if wire is not None:
+            buffer = buffer.float()
+        direct = out.is_contiguous() and out.dtype == buffer.dtype
+        target = flattened(out) if direct else buffer.new_empty(numel)
+        peers, in_host, own = hosts.peers, _open(buffer, hosts), hosts.host.rank()
+        parts = _parts(peers)
+        length = _length(buffer, hosts, chunk_bytes, parts) * len(peers)
+        even, rest = numel - numel % parts, numel % parts
+
+        def cut_at(start: int, stop: int) -> Cut:
+            return lambda rows, place: list(rows.view(each, -1)[place, start:stop].view(parts, -1))
+
+        chunks = [
+            Chunk(hosts, peers, buffer, in_host, cut_at(start, stop), base, wire)
+            .sum_of_row(list(target[start:stop].view(parts, -1)))
+            for start, stop in pieces(even, length)
+        ]  # fmt: skip
+        # As in all_reduce: of what is left over a padded one.
+        tail = buffer.new_zeros(each * parts) if rest else None
+        if tail is not None:
+            tail.view(each, parts)[:, :rest].copy_(buffer.view(each, numel)[:, even:])
+            place = tail.view(each, parts)[own]
+            tail_chunk = Chunk(hosts, peers, tail, [], cut_at(0, parts), base, wire, whole=tail)
+            chunks.append(tail_chunk.sum_of_row(list(place.view(parts, -1))))
+        _pipeline(chunks, hosts)
+        _close(in_host, hosts.host)
+        if tail is not None:
+            target[even:].copy_(tail.view(each, parts)[own, :rest])
+        return landed(target.to(out.dtype) if wire else target, out, op, world_size)
+
+
 def all_gather(
     out: torch.Tensor, tensor: torch.Tensor, hosts: HostGroups, *, chunk_bytes: int | None = None
 ) -> torch.Tensor:
@@ -153,10 +204,15 @@ def _check_wire(tensor: torch.Tensor, op: str, wire: str | None) -> None:
         check_bf16(tensor, op)
 
 
-def _length(tensor: torch.Tensor, hosts: HostGroups, chunk_bytes: int | None, at_once: bool = False) -> int:
-    """Elements of one rank's part of a chunk."""
+def _parts(peers: Sequence[int]) -> int:
+    """Of a row that is summed and gathered again; hierarchical_chunk.py says why two hosts need only one."""
+    return 1 if len(peers) == 2 else len(peers)
+
+
+def _length(tensor: torch.Tensor, hosts: HostGroups, chunk_bytes: int | None, parts: int = 0) -> int:
+    """Elements of one rank's part of a chunk. parts: of a row that is summed and gathered again."""
     if chunk_bytes is None:
-        in_lane = AT_ONCE_CHUNK_BYTES if at_once else LANE_CHUNK_BYTES
+        in_lane = AT_ONCE_CHUNK_BYTES if 0 < parts < hosts.cross.size() else LANE_CHUNK_BYTES
         chunk_bytes = max(in_lane if hosts.lane else CHUNK_BYTES, LEAST_BYTES * hosts.world_size)
     return max(1, chunk_bytes // tensor.itemsize // hosts.world_size)
 

@@ -1,4 +1,4 @@
-"""One chunk of a collective over hosts, on its way: reduce-scatter, all-gather, and all-reduce of the two.
+"""One chunk of a collective over hosts, on its way: reduce-scatter, all-gather, and what is made of the two.
 
     place   of a rank: its index among the ranks of its host
     part    what one rank owns of the chunk, [n]; all parts of a chunk are equally long
@@ -8,9 +8,10 @@ Reduce-scatter: a rank sums the row of its place over the ranks of its host, sen
 them, and adds up, in the order of hosts, what comes of its own. All-gather: it sends its part to its place on
 the other hosts, and brings the row that has come to the ranks of its host.
 
-All-reduce is one and then the other. Of two hosts either sends half a row in each, and gets the other half. A
-whole row at once is no more, in half the messages, and nobody waits for another's sum: so there a row is one
-part, which both hosts add up.
+All-reduce is one and then the other, and so is the sum of rows, but that these are not brought to other ranks
+of the host. Of two hosts either sends half a row in each, and gets the other half. A whole row at once is no
+more, in half the messages, and nobody waits for another's sum: so there a row is one part, which both hosts
+add up.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class HostGroups(NamedTuple):
 
 
 class Chunk:
-    """A chunk on its way. The three kinds of call are lists of stages, as long for every chunk of a call."""
+    """A chunk on its way. The four kinds of call are lists of stages, as long for every chunk of a call."""
 
     def __init__(
         self,
@@ -81,9 +82,12 @@ class Chunk:
         self.tensor, self.cut, self.op, self.whole = tensor, cut, op, whole
         self.wire = wire if hosts.cross.size() > 1 else None
         self.mine = cut(tensor, self.place)
+        self.result = self.mine  # where the sums of the own row go, and what is gathered of it
         self.theirs = [cut(each, self.place) for each in in_host]
         self.at_once = len(self.mine) < len(peers)
-        self.part = self.mine[0 if self.at_once else self.here]
+        self.in_place = whole is not None
+        """Whether the own row's sums over the ranks of the host may lie in `result`."""
+        self.part = self.result[0 if self.at_once else self.here]
         # What is under way, and is let go when it has come.
         self.works: list[Waitable] = []
         self.arrived: Row = []  # by host, this one's included
@@ -95,12 +99,20 @@ class Chunk:
 
     def all_gather(self) -> list[Stage]:
         """Of own parts, which lie where they belong."""
-        return [self._send_part, self._take_parts]
+        return [self._send_part, self._take_parts_and_bring]
 
     def all_reduce(self) -> list[Stage]:
         """In place."""
         if self.at_once:
             return [self._send_sums, self._add_up_and_bring]
+        return [self._send_sums, self._add_up_and_send, self._take_parts_and_bring]
+
+    def sum_of_row(self, out: Row) -> list[Stage]:
+        """out: as the own row, which it may be; nothing else is written."""
+        self.result, self.in_place = out, True
+        self.part = out[0 if self.at_once else self.here]
+        if self.at_once:
+            return [self._send_sums, self._add_up]
         return [self._send_sums, self._add_up_and_send, self._take_parts]
 
     # Reduce-scatter.
@@ -131,10 +143,10 @@ class Chunk:
         """Of the own row, in place if it is to be overwritten anyway: what was read is in the cache."""
         if self.host.size() == 1:
             return self.mine
-        if self.theirs and self.whole is not None:
-            for at, place in enumerate(self.mine):
+        if self.theirs and self.in_place:
+            for at, place in enumerate(self.result):
                 _reduce(self.op, [row[at] for row in self.theirs], place)
-            return self.mine
+            return self.result
         sums = self.tensor.new_empty((len(self.mine), self.part.numel()))
         if self.theirs:
             for at, place in enumerate(sums):
@@ -147,21 +159,20 @@ class Chunk:
     # All-gather.
 
     def _send_part(self) -> None:
-        part, self.arrived = self.part, self.mine
+        part, self.arrived = self.part, self.result
         if self.wire is not None:
             part = part.to(torch.bfloat16)
             self.part.copy_(part)  # what the others get
-            self.arrived = [torch.empty_like(part) for _ in self.mine]
-        self._exchange([part] * len(self.mine), self.arrived)
+            self.arrived = [torch.empty_like(part) for _ in self.result]
+        self._exchange([part] * len(self.result), self.arrived)
 
     def _take_parts(self) -> None:
         self._wait()
         if self.wire is not None:
             for host, each in enumerate(self.arrived):
                 if host != self.here:
-                    self.mine[host].copy_(each)
+                    self.result[host].copy_(each)
         self.arrived = []
-        self._bring()
 
     def _bring(self) -> None:
         """The own row to all ranks of the host."""
@@ -187,6 +198,10 @@ class Chunk:
 
     def _add_up_and_bring(self) -> None:
         self._add_up()
+        self._bring()
+
+    def _take_parts_and_bring(self) -> None:
+        self._take_parts()
         self._bring()
 
     def _add_up_and_send(self) -> None:

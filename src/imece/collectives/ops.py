@@ -23,6 +23,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 
+from imece import mesh
 from imece.collectives import auto, hierarchical, native, over_hosts, pending
 from imece.collectives.calls import (
     Call,
@@ -34,7 +35,7 @@ from imece.collectives.calls import (
 from imece.collectives.choice import check_forced
 from imece.collectives.execute import run_schedule
 from imece.collectives.messages import Recv, Send, exchange, recv, send
-from imece.collectives.pending import Pending
+from imece.collectives.pending import Pending, wait_for
 from imece.collectives.reduction import flattened, landed, op_name, prepared, shares_memory
 from imece.collectives.schedules import SCHEDULES, build, check_name
 from imece.collectives.shared_memory.group import SharedMemoryGroup
@@ -54,6 +55,7 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "send",
+    "sum_of_rows",
 ]
 
 Tensor = torch.Tensor
@@ -197,6 +199,52 @@ def reduce_scatter(
         landed(flat[mine], output, name, world_size)
 
     return call.scheduled(run, output, async_op)
+
+
+def sum_of_rows(
+    output: Tensor,
+    input: Tensor,
+    *,
+    group: Group,
+    replicas: Group,
+    async_op: bool = False,
+    wire: str | None = None,
+    label: str = "",
+) -> Any:
+    """Sum `input` over the ranks of both groups, and leave slice `rank` of `group`, in flat order, in
+    `output` on all `replicas`; returns that.
+
+    group: what a model is divided among; replicas: the ranks with the same place in all such groups. input:
+    contiguous, as many times larger than output as `group` has ranks G, of its dtype. output may be its own
+    slice; the other slices are scratch. wire="bf16": as of all_reduce, between the replicas. Bytes sent a
+    rank: (G−1)/G · M in its group, 2(K−1)/K · M/G among K replicas. Where the groups are the mesh's hosts and
+    what is between them, on CPUs, asynchronous calls go side by side, as with schedule "hierarchical".
+
+    async_op: return a `Pending` at once, whose wait() gives output. label: the tensor's name in errors.
+    MismatchError if ranks make other calls, PeerLostError if one is gone, CollectiveTimeoutError if one comes
+    too late; ValueError if the sizes or dtypes do not fit.
+    """
+    _check_sizes("sum_of_rows", "input", input, "output", output, group.size())
+    if wire is not None:
+        _check_wire(input, "sum", None, wire)
+    hosts = over_hosts.between(group, replicas)
+    if hosts is not None:
+        way = f"{_way('hierarchical', wire)}, on every host"
+        call = Call("reduce_scatter", mesh.current().world_group, input, "sum", label=label, way=way)
+        return over_hosts.start(
+            call, hosts, lambda groups: hierarchical.sum_of_rows(output, input, groups, "sum", wire), output,
+            async_op, shared=input,
+        )  # fmt: skip
+
+    def both() -> None:
+        if in_shared_memory(group, input):
+            reduce_scatter(output, input, group=group, label=label)
+        else:  # checked as `call`: a second check would be numbered while the next call's is
+            wait_for(native.reduce_scatter(output, flattened(input), "sum", group), "the sum in the group")
+        all_reduce(output, group=replicas, wire=wire, label=label)
+
+    call = Call("reduce_scatter", group, input, "sum", label=label)
+    return call.scheduled(both, output, async_op, replicas)
 
 
 def all_gather(

@@ -56,6 +56,17 @@ def hosts_of(group: dist.ProcessGroup) -> HostGroups | None:
     return None
 
 
+def between(host: dist.ProcessGroup, cross: dist.ProcessGroup) -> HostGroups | None:
+    """The mesh's hosts, if these are its groups inside of a host and between hosts, of ranks on CPUs."""
+    try:
+        arranged = mesh.current()
+    except UserError:
+        return None
+    if arranged.device.type != "cpu" or host is not arranged.host_group or cross is not arranged.cross_group:
+        return None
+    return HostGroups(host, cross, arranged.hosts)
+
+
 def start(
     call: Call,
     hosts: HostGroups,

@@ -156,7 +156,7 @@ def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | 
     groups, on_cpu = ShardGroups.of(strategy, given.ranks), given.device.type == "cpu"
     in_common, schedule = groups.in_common(given.device), best_schedule(groups.shard, given.device)
     gathers = given.options.wanted(strategy, in_common)
-    under_way = most_under_way(on_cpu=on_cpu, shared=in_common and groups.replicas is None, schedule=schedule)
+    under_way = most_under_way(groups, given.device, schedule)
     units = find_units(given.model, given.options.units) if gathers else []
     trained = Trained.of(named, given.optimizers, given.model, units)
     cap_bytes = default_cap_bytes(schedule, on_cpu=on_cpu, borrows=strategy.gradients)

@@ -22,9 +22,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import nn
 
-from imece.collectives import native, ops
-from imece.collectives.calls import Call, in_shared_memory
-from imece.collectives.pending import Pending, wait_for
+from imece.collectives import ops
+from imece.collectives.pending import Pending
 from imece.data_parallel.reducing.buckets import Bucket, Gradients, Slot
 from imece.data_parallel.reducing.way import most_under_way
 from imece.data_parallel.sharding.accumulated import Accumulated
@@ -70,9 +69,7 @@ class Sharding(Gradients):
         )
         """Of the parameters that are trained, by bucket; of the frozen ones that are shared out."""
         self.most_under_way = most_under_way(
-            on_cpu=self.stores[0].parameters.device.type == "cpu",
-            shared=division.in_common and self.groups.replicas is None,
-            schedule=self._way.schedule,
+            self.groups, self.stores[0].parameters.device, self._way.schedule
         )
         self.parts = [part for store in self.stores for part in store.parts]
         self.all = [_bucket(store) for store in self.stores]
@@ -151,23 +148,16 @@ class Sharding(Gradients):
         if self.borrows and self._is_kept_as(own, store):  # nothing is to be copied out of borrowed memory
             own = store.gradient = self._like_master(store) if store.gradient is None else store.gradient
             self._landed.add(bucket.index)
-        replicas = groups.replicas
-        if replicas is None:
+        if groups.replicas is None:
             work = ops.reduce_scatter(
                 own, flat, group=groups.shard, schedule=self._way.schedule, wire=self._way.wire,
                 async_op=async_op, label=bucket.label,
             )  # fmt: skip
         else:
-
-            def both() -> None:
-                if in_shared_memory(groups.shard, flat):
-                    ops.reduce_scatter(own, flat, group=groups.shard, label=bucket.label)
-                else:  # checked as `call`: a second check would be numbered while the next bucket's is
-                    wait_for(native.reduce_scatter(own, flat, "sum", groups.shard), "the sum in the host")
-                ops.all_reduce(own, group=replicas, wire=self._way.wire, label=bucket.label)
-
-            call = Call("reduce_scatter", groups.shard, flat, "sum", label=bucket.label)
-            work = call.scheduled(both, own, async_op, replicas)
+            work = ops.sum_of_rows(
+                own, flat, group=groups.shard, replicas=groups.replicas, wire=self._way.wire,
+                async_op=async_op, label=bucket.label,
+            )  # fmt: skip
         return work if isinstance(work, Pending) else None
 
     def reduced(self, bucket: Bucket) -> None:

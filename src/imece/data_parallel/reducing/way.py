@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from imece import mesh
+from imece.collectives import over_hosts
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel.arguments import MIB
+from imece.data_parallel.strategy import ShardGroups
 from imece.errors import UserError
 
 
@@ -32,15 +34,16 @@ def best_schedule(group: dist.ProcessGroup, device: torch.device) -> str | None:
     return None
 
 
-def most_under_way(*, on_cpu: bool, shared: bool, schedule: str | None) -> int:
+def most_under_way(groups: ShardGroups, device: torch.device, schedule: str | None) -> int:
     """Buckets that are being summed while another one fills, where they borrow their memory.
 
-    shared: all that sum one share memory. There a sum is over before the next gradient is. On a network it
-    takes as long as the backward of a unit, and has that time; over hosts each lane has one.
+    Where all that sum have one memory a sum is over before the next gradient is. On a network it takes as
+    long as the backward of a unit, and has that time; over hosts each lane has one.
     """
-    if schedule == "hierarchical":
+    shard, replicas = groups.shard, groups.replicas
+    if schedule == "hierarchical" or (replicas is not None and over_hosts.between(shard, replicas)):
         return mesh.LANES
-    return 0 if on_cpu and shared else 1
+    return 0 if groups.in_common(device) and replicas is None else 1
 
 
 def units_at_once(schedule: str | None) -> int:
