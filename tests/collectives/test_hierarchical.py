@@ -262,10 +262,11 @@ def sums_rows(
             tensor[own] = given[own]
             assert torch.equal(tensor, given), f"{what}: other slices have changed in {where} memory"
         cases += 1
-    if op == "sum" and mesh.cross_group is not None:
-        hosts = {"group": mesh.host_group, "replicas": mesh.cross_group}
+    if op == "sum":
         for async_op in (False, True):
-            found = ops.sum_of_rows(got.zero_(), tensor, **hosts, wire=wire, async_op=async_op)
+            found = ops.sum_of_rows(
+                got.zero_(), tensor, group=groups.host, replicas=groups.cross, wire=wire, async_op=async_op
+            )
             assert (found.wait(30) if async_op else found) is got
             assert torch.equal(got, expected), f"{what}: chunks of another length differ"
     return cases
@@ -370,7 +371,7 @@ def reduce_over_uneven_hosts() -> None:
 def side_by_side() -> list[int]:
     """The lanes of three calls, of which the first goes on when the others have ended; and of two sums of
     rows after them."""
-    mesh, _ = arranged(2)
+    _, groups = arranged(2)
     go_on, lanes, whole = threading.Event(), [0, 0, 0], hierarchical.all_reduce
 
     def held(tensor: torch.Tensor, hosts: HostGroups, *args: Any) -> torch.Tensor:
@@ -394,11 +395,10 @@ def side_by_side() -> list[int]:
         lanes.append(hosts.lane)
         return rows(out, tensor, hosts, *args)
 
-    assert mesh.cross_group is not None
-    hosts = {"group": mesh.host_group, "replicas": mesh.cross_group}
     with mock.patch.object(hierarchical, "sum_of_rows", noted):
         for each in tensors[1:]:
-            ops.sum_of_rows(each[:500], each, **hosts, async_op=True).wait(60)
+            work = ops.sum_of_rows(each[:500], each, group=groups.host, replicas=groups.cross, async_op=True)
+            work.wait(60)
     return lanes
 
 
