@@ -170,6 +170,12 @@ class Mesh:
         return None if crossed is None else self._group(crossed)
 
     @property
+    def has_groups_of_hosts(self) -> bool:
+        """Whether nothing is to be made for `host_group` and `cross_group`, together with all ranks."""
+        crossed = crossing(self.hosts)
+        return crossed is None or {(self.hosts, 0), (crossed, 0)} <= self._groups.keys()
+
+    @property
     def device_mesh(self) -> DeviceMesh:
         """torch's DeviceMesh over the axes larger than 1 (at least one), on the groups of this mesh."""
         if self._device_mesh is None:
@@ -229,8 +235,7 @@ class Mesh:
             raise UserError(f"{named}: name one or more different axes of {', '.join(AXES)}")
 
     def _make_groups_of_hosts(self) -> None:
-        """All that a call over hosts needs. Made in its midst, ranks that call something else, and so make
-        none, would be waited for in vain: what differs is found in the call's check, which comes after.
+        """All that a call over hosts needs, lanes too.
 
         On GPUs such a call is made on request only, and a group of NCCL may cost memory: on first use there.
         """

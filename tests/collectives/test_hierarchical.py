@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -85,12 +86,18 @@ def test_who_waits_in_its_host_leaves_its_core() -> None:
     run_ranks(waiting_in_the_host, 4, backend=None, ranks_per_host=2, env=on_hosts(4, 2), timeout_s=100)
 
 
+@pytest.mark.parametrize("made", [False, True])
 @pytest.mark.parametrize("async_op", [False, True])
-def test_a_first_call_over_hosts_that_others_do_not_make(async_op: bool) -> None:
+def test_a_first_call_over_hosts_that_others_do_not_make(async_op: bool, made: bool) -> None:
     """What differs is said on every rank, though one has nothing to offer to those of its host, and has not
-    asked for the groups that the others need."""
+    asked for the groups that the others need. made: those groups are there, as on CPUs."""
     env = on_hosts(4, 2)
-    run_ranks(differing, 4, args=[async_op], backend=None, ranks_per_host=2, env=env, timeout_s=20)
+    run_ranks(differing, 4, args=[async_op, made], backend=None, ranks_per_host=2, env=env, timeout_s=20)
+
+
+def test_groups_of_hosts_that_are_made_on_first_use() -> None:
+    """As on GPUs."""
+    run_ranks(late_groups, 4, backend=None, ranks_per_host=2, env=on_hosts(4, 2), timeout_s=100)
 
 
 # --- run by each rank
@@ -464,9 +471,21 @@ def waiting_in_the_host() -> None:
     assert looked.call_count == 0, f"rank {mesh.rank} looked {looked.call_count} times"
 
 
-def differing(async_op: bool) -> None:
-    mesh = imece.init(device="cpu")
+def differing(async_op: bool, made: bool) -> None:
+    with contextlib.nullcontext() if made else mock.patch.object(Mesh, "_make_groups_of_hosts"):
+        mesh = imece.init(device="cpu")
+    assert mesh.has_groups_of_hosts is made
     schedule = None if mesh.rank == 2 else "hierarchical"
     with pytest.raises(MismatchError, match=r"rank 2.*neither schedule nor wire"):
         found = ops.all_reduce(shared_empty(1000), schedule=schedule, async_op=async_op)
         found.wait(60)
+
+
+def late_groups() -> None:
+    with mock.patch.object(Mesh, "_make_groups_of_hosts"):
+        mesh = imece.init(device="cpu")
+    for async_op in (True, False):
+        tensor = shared_empty(1000).fill_(mesh.rank)
+        found = ops.all_reduce(tensor, schedule="hierarchical", async_op=async_op)
+        assert (found.wait(60) if async_op else found) is tensor and bool((tensor == 6).all())
+        assert mesh.has_groups_of_hosts

@@ -101,7 +101,7 @@ def all_reduce(
         _check_wire(tensor, name, schedule, wire)
     schedule = _chosen("all_reduce", schedule, tensor, group)
     call = Call("all_reduce", group, tensor, name, label=label, way=_way(schedule, wire))
-    hosts = over_hosts.hosts_of(group) if schedule == "hierarchical" else None
+    hosts = over_hosts.hosts_of(call) if schedule == "hierarchical" else None
     if hosts is not None:
         return over_hosts.start(
             call, hosts, lambda groups: hierarchical.all_reduce(tensor, groups, name, wire), tensor, async_op,
@@ -164,7 +164,7 @@ def reduce_scatter(
         _check_wire(input, name, schedule, wire)
     schedule = _chosen("reduce_scatter", schedule, input, group)
     call = Call("reduce_scatter", group, input, name, label=label, way=_way(schedule, wire))
-    hosts = over_hosts.hosts_of(group) if schedule == "hierarchical" else None
+    hosts = over_hosts.hosts_of(call) if schedule == "hierarchical" else None
     if hosts is not None:
         return over_hosts.start(
             call,
@@ -276,7 +276,7 @@ def all_gather(
         return output
     schedule = _chosen("all_gather", schedule, output, group)
     call = Call("all_gather", group, input, label=label, way=_way(schedule))
-    hosts = over_hosts.hosts_of(group) if schedule == "hierarchical" else None
+    hosts = over_hosts.hosts_of(call) if schedule == "hierarchical" else None
     if hosts is not None:
         at_home = input.data_ptr() == output.data_ptr() + group.rank() * input.nbytes
         # Others may write to what is offered before this rank has read it.

@@ -38,15 +38,22 @@ def is_whole(group: dist.ProcessGroup) -> bool:
         return False
 
 
-def hosts_of(group: dist.ProcessGroup) -> HostGroups | None:
-    """The mesh's hosts; None, with a warning that says why, if there is no hierarchy."""
+def hosts_of(call: Call) -> HostGroups | None:
+    """The mesh's hosts, for this call; None, with a warning that says why, if there is no hierarchy.
+
+    ValueError for another group than that of all ranks. Errors of the call's check, where groups are to be
+    made for it.
+    """
     try:
         arranged = mesh.current()
     except UserError:
         why = "only imece.init() knows the hosts"
     else:
-        if group is not arranged.world_group:
+        if call.group is not arranged.world_group:
             raise ValueError("schedule='hierarchical' is for the group of all ranks, not for some of them")
+        if not arranged.has_groups_of_hosts:
+            # Ranks that call something else would make none, and be waited for in vain.
+            call.scheduled(lambda: None, None, False)
         cross = arranged.cross_group
         if cross is not None:
             return HostGroups(arranged.host_group, cross, arranged.hosts)
