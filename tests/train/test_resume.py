@@ -143,6 +143,21 @@ def test_killed_while_it_writes_a_file(tmp_path: Path) -> None:
     in_fork(writes, str(tmp_path))
 
 
+def one_killed(folder: str) -> None:
+    """Rank 1 is killed in the last save: the other one saves alone what both had begun to."""
+    path = Path(folder)
+    said = options(path, "run", "--ranks=2", "--steps=4")
+    outcome = train(said, path, fault=functools.partial(killed_writing, "00001.json"))
+    assert outcome.status == 0, outcome
+    told = "\nwarning: the checkpoint of step 4 was not saved: a rank ended before it was complete\n"
+    assert told in outcome.out and "\nnext    imece sample" in outcome.out, outcome.out
+    assert last(path / "run").step == 4
+
+
+def test_one_rank_is_killed_while_all_save(tmp_path: Path) -> None:
+    in_fork(one_killed, str(tmp_path))
+
+
 def signalled(folder: str) -> None:
     """The same run, ended by SIGINT, gone on with, ended by SIGTERM, gone on with, and ended by a scheduler
     that signals one of the ranks."""

@@ -39,10 +39,17 @@ class TakenOverError(NotSavedError):
     """Another job has begun to save in the folder."""
 
 
+class Stop(threading.Event):
+    """Set when no save will come to its end any more."""
+
+    why = "training ended"
+    """Before it could, for whoever asks why it did not."""
+
+
 class Patience:
     """Waits between looks, and ends when for `limit_s` they have all shown the same."""
 
-    def __init__(self, limit_s: float, stop: threading.Event) -> None:
+    def __init__(self, limit_s: float, stop: Stop) -> None:
         self._limit_s, self._stop = limit_s, stop
         self._seen: object = self  # equal to nothing
         self._since, self._pause_s = 0.0, _SHORTEST_S
@@ -57,7 +64,7 @@ class Patience:
                 f"nothing came from {whom} for {self._limit_s:g} s; do all ranks see the same folder?"
             )
         if self._stop.wait(self._pause_s):
-            raise NotSavedError("training ended before it was complete")
+            raise NotSavedError(f"{self._stop.why} before it was complete")
         self._pause_s = min(_LONGEST_S, 1.5 * self._pause_s)
 
 

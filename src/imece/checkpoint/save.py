@@ -21,7 +21,7 @@ import torch
 from imece.checkpoint import commit, deal, files
 from imece.checkpoint.commit import Part
 from imece.checkpoint.manifest import MANIFEST, File, Json, Kind, Piece, begins, file_name, header
-from imece.checkpoint.meeting import Meeting, NotSavedError, Patience, TakenOverError
+from imece.checkpoint.meeting import Meeting, NotSavedError, Patience, Stop, TakenOverError
 from imece.checkpoint.room import Room
 from imece.checkpoint.states import as_json, from_json
 from imece.errors import UserError
@@ -98,7 +98,7 @@ class Checkpoints:
         self._meeting = Meeting(self._folder, rank, world_size)
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._stop = Stop()
         self._saves = 0
         self._saved = True  # the newest save, if any
         self._room = Room(self._folder, keep, self._meeting.number, alarm)
@@ -167,8 +167,12 @@ class Checkpoints:
         self._join()
         return self._saved
 
-    def close(self) -> None:
-        """Gives up a save under way, with an alarm (`finish` first, if there is time). Frees the memory."""
+    def close(self, why: str = Stop.why) -> None:
+        """Gives up a save under way, with an alarm (`finish` first, if there is time). Frees the memory.
+
+        why: for that alarm, what has happened before it was complete.
+        """
+        self._stop.why = why
         self._stop.set()
         self._join()
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -374,7 +378,7 @@ class Checkpoints:
 
     def _go_on(self) -> None:
         if self._stop.is_set():
-            raise NotSavedError("training ended before it was written")
+            raise NotSavedError(f"{self._stop.why} before it was written")
 
 
 def _whole(step: int) -> int:
