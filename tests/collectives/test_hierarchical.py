@@ -335,7 +335,7 @@ def forced(mesh: Mesh, groups: HostGroups) -> None:
     """IMECE_SCHEDULE=hierarchical is for the group of all ranks; others go their own way."""
     calls: list[object] = []
 
-    def noted(*args: Any) -> object:
+    def noted(*args: Any, **_more: Any) -> object:
         calls.append(args)
         return args[0]
 
@@ -449,6 +449,9 @@ def meeting() -> dict[str, int]:
                 assert len(met) == 2 * counts[name], f"{name}: {len(met)} meetings"
                 ops.all_gather(out, part, schedule="hierarchical", async_op=True).wait(60)
                 assert torch.equal(out, exact), name
+                ordinary = torch.empty_like(exact)  # what comes lands beside it
+                ops.all_gather(ordinary, part, schedule="hierarchical", async_op=True).wait(60)
+                assert torch.equal(ordinary, exact), name
                 assert len(met) == 2 * counts[name], f"{name}: the gather met again"
                 out.copy_(torch.cat([part] * 4))
                 following = out[(mesh.rank + 1) % 4 * part.numel() :][: part.numel()]  # another rank's place

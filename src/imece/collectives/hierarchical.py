@@ -171,17 +171,23 @@ def sum_of_rows(
 
 
 def all_gather(
-    out: torch.Tensor, tensor: torch.Tensor, hosts: HostGroups, *, chunk_bytes: int | None = None
+    out: torch.Tensor,
+    tensor: torch.Tensor,
+    hosts: HostGroups,
+    *,
+    place: torch.Tensor | None = None,
+    chunk_bytes: int | None = None,
 ) -> torch.Tensor:
     """Every rank's `tensor`, in the order of all ranks, in `out` on every rank.
 
-    out: K·H times as many elements as tensor, M bytes; tensor may be its own slice of it. Bytes sent a rank:
-    (H−1)/H · M in the host, (K−1)/K · M/H between hosts.
+    out: K·H times as many elements as tensor, M bytes; tensor may be its own slice of it. place: what
+    `place_for(out)` is, if it was made before. Bytes sent a rank: (H−1)/H · M in the host, (K−1)/K · M/H
+    between hosts.
     """
     assert out.numel() == hosts.world_size * tensor.numel()
     numel, peers = tensor.numel(), hosts.peers
     with torch.no_grad():
-        place = _reachable(out, hosts.host)
+        place = place if place is not None else place_for(out, hosts.host)
         rank = hosts.ranks[peers.index(hosts.cross.rank())][hosts.host.rank()]
         own = place[rank * numel : (rank + 1) * numel]
         if not shares_memory(own, tensor):
@@ -196,6 +202,18 @@ def all_gather(
         if not shares_memory(place, out):
             out.copy_(place.view(out.shape))
         return out
+
+
+def place_for(out: torch.Tensor, host: dist.ProcessGroup) -> torch.Tensor:
+    """Where a gather lands, flat: `out`; or memory beside it, that the ranks of the host can write into,
+    unless it is too much.
+
+    To copy all of it once more is less work than to meet for every chunk, which is copied three times then.
+    """
+    reached = out.is_contiguous() and ARENAS.locate(out.data_ptr(), out.nbytes) is not None
+    if _has_memory_in_common(out, host) and not reached and out.nbytes <= BESIDE_BYTES:
+        return shared_empty(out.numel(), out.dtype)
+    return flattened(out) if out.is_contiguous() else out.new_empty(out.numel())
 
 
 def _check_wire(tensor: torch.Tensor, op: str, wire: str | None) -> None:
@@ -225,17 +243,6 @@ def _cut(hosts: HostGroups, numel: int, start: int, stop: int) -> Cut:
         return [tensor[first + start : first + stop] for first in firsts]
 
     return cut
-
-
-def _reachable(out: torch.Tensor, host: dist.ProcessGroup) -> torch.Tensor:
-    """`out` flat; or other memory for it, that the ranks of the host can write into, unless it is too much.
-
-    To copy all of it once more is less work than to meet for every chunk, which is copied three times then.
-    """
-    reached = out.is_contiguous() and ARENAS.locate(out.data_ptr(), out.nbytes) is not None
-    if _has_memory_in_common(out, host) and not reached and out.nbytes <= BESIDE_BYTES:
-        return shared_empty(out.numel(), out.dtype)
-    return flattened(out) if out.is_contiguous() else out.new_empty(out.numel())
 
 
 def _has_memory_in_common(tensor: torch.Tensor, host: dist.ProcessGroup) -> bool:

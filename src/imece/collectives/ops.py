@@ -279,11 +279,13 @@ def all_gather(
     hosts = over_hosts.hosts_of(call) if schedule == "hierarchical" else None
     if hosts is not None:
         at_home = input.data_ptr() == output.data_ptr() + group.rank() * input.nbytes
+        # Here, so that the ranks of a host tell each other where it is when they agree to make the call.
+        lands = hierarchical.place_for(output, hosts.host)
         # Others may write to what is offered before this rank has read it.
-        shared = output if at_home or not overlap(input, output) else None
+        shared = lands if at_home or not overlap(input, lands) else None
         return over_hosts.start(
-            call, hosts, lambda groups: hierarchical.all_gather(output, input, groups), output, async_op,
-            shared=shared,
+            call, hosts, lambda groups: hierarchical.all_gather(output, input, groups, place=lands), output,
+            async_op, shared=shared,
         )  # fmt: skip
     schedule = "ring" if schedule == "hierarchical" else schedule
     place = flat_place(output)
