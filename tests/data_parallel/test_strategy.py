@@ -232,9 +232,12 @@ def sent_between_hosts(strategy: str, mesh: Mesh) -> tuple[int, int]:
             model.sharding.settle()
     stores = model.sharding.stores
     nbytes = sum(store.parameters.numel() * store.parameters.itemsize for store in stores)
-    # Units but the root are gathered twice, the root once: it stays from forward to the end of backward.
-    root = sum(store.parameters.numel() * store.parameters.itemsize for store in stores if store.unit == 0)
-    moved = 2 * nbytes if strategy != "zero3" else 3 * nbytes - root
+    moved = 2 * nbytes
+    if model.sharding.gathering is not None:
+        # Units are gathered twice, but for the root and the last ones, which stay from forward to backward.
+        stay = {0, *range(len(model.sharding.gathering.units))[1 - model.sharding.gathering.in_flight :]}
+        kept = [store.parameters for store in stores if store.unit in stay]
+        moved += nbytes - sum(each.numel() * each.itemsize for each in kept)
     return sum(sent), moved // 2 // 2
 
 

@@ -38,10 +38,10 @@ class Held:
     def __init__(self, place: Tensor | None) -> None:
         self.go_on, self._place = threading.Event(), place
 
-    def __call__(self, out: Tensor, *rest: Any) -> Any:
+    def __call__(self, out: Tensor, *rest: Any, **more: Any) -> Any:
         if self._place is None or out.data_ptr() == self._place.data_ptr():
             assert self.go_on.wait(PATIENCE_S), "nobody went on while this was under way"
-        return whole(out, *rest)
+        return whole(out, *rest, **more)
 
 
 @contextmanager

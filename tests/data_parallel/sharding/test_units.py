@@ -8,6 +8,7 @@ import io
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -437,9 +438,58 @@ def units_in_flight(group: dist.ProcessGroup) -> None:
         assert there[:LAYERS] == [[0], [1], [2], [3]], "nothing is known ahead of the first forward"
         del there[:]
         loss_of(model, 1).backward()
-        ahead = [list(range(at, min(at + limit, LAYERS))) for at in range(LAYERS)]
+        kept = range(LAYERS + 1 - limit, LAYERS)  # after their forward: with these backward begins
+        ahead = [
+            [each for each in range(LAYERS) if at <= each < at + limit or (each < at and each in kept)]
+            for at in range(LAYERS)
+        ]
         behind = [list(range(max(at + 1 - limit, 0), at + 1)) for at in reversed(range(LAYERS))]
         assert there == ahead + behind, f"{limit} in flight: {there}"
+
+
+def units_that_stay(group: dist.ProcessGroup) -> None:
+    """With those that are there after a forward backward begins; they are what they should be for others."""
+    model, optimizer = wrap(made(), group, gathers_in_flight=3)
+    other, other_optimizer = wrap(made(), group, gathers_in_flight=3)
+    for each, stepping in ((model, optimizer), (other, other_optimizer)):
+        loss_of(each, 0).backward()
+        stepping.step()
+        stepping.zero_grad()
+    gathers: list[str] = []
+    gather = ops.all_gather
+
+    def noted(*tensors: Any, **how: Any) -> Any:
+        gathers.append(how["label"])
+        return gather(*tensors, **how)
+
+    def there(stay: list[int]) -> None:
+        assert [unit.number for unit in units_of(model) if unit.is_there] == stay
+
+    with mock.patch.object(ops, "all_gather", noted):
+        loss_of(model, 1)
+        there([0, LAYERS - 1, LAYERS])
+        with model.gathered(write=True), other.gathered(write=True):
+            for parameter in (*model.parameters(), *other.parameters()):
+                parameter.data.mul_(1.5)
+        there([])
+        loss_of(model, 2)
+        with torch.no_grad():
+            loss_of(model, 2)
+        there([])
+        first = loss_of(model, 2)
+        del gathers[:]
+        loss = loss_of(model, 3)  # a second forward frees what stays of the first one
+        assert gathers == [f"parameters of unit blocks.{at}" for at in range(LAYERS)]
+        del gathers[:]
+        loss.backward()
+        assert gathers == [f"parameters of unit blocks.{at}" for at in reversed(range(LAYERS - 2))]
+    there([])
+    first.backward()
+    for at in (3, 2):
+        loss_of(other, at).backward()
+    there([])
+    for part, expected in zip(model.parts, other.parts, strict=True):
+        assert torch.equal(part.parameter.grad, expected.parameter.grad), part.name
 
 
 def there_when_blocks_run(model: Any) -> list[list[int]]:
@@ -896,6 +946,7 @@ def compiled(group: dist.ProcessGroup) -> None:
 CHECKS |= {
     "freed parameter": freed_parameter,
     "units in flight": units_in_flight,
+    "units that stay": units_that_stay,
     "kept memory": kept_memory,
     "late gradient": late_gradient,
     "failed backward": failed_backward,

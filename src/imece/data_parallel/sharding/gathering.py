@@ -1,7 +1,8 @@
 """When units are gathered and freed: around their forward, around their backward, ahead of both.
 
     forward    a unit is gathered before it runs, and those that ran after it last time are started; it is
-               freed when it has run. The root stays until backward is over
+               freed when it has run. The root stays until backward is over; so do the last units, as many as
+               the first gradient would start to gather again
     backward   the first gradient that reaches an output of a unit gathers it again, and starts those that ran
                before it. It is freed when all of its gradients have left; one with frozen parameters, which
                are in use until it is over, when a gradient comes to a unit before it. At the end all are
@@ -121,6 +122,7 @@ class Gathering:
         unit.entered = self._clock
         if unit.number == 0:
             self._recover()
+            self._free(each for each in self.units if each.kept)  # no backward came, or it comes later
             self._path, self._training = [], torch.is_grad_enabled()
             self._gather(unit, self._order[: self._ahead], at_end=False)
             return
@@ -148,9 +150,16 @@ class Gathering:
                 torch.clear_autocast_cache()  # as _end does
             self._training = False
             self._free(each for each in self.units if each.state is State.COMING)  # it did not run
+            self._free(each for each in self.units if each.kept and each not in unit.earlier)
         stays = comes and (unit.number == 0 or not self.options.reshard_after_forward)
-        if not (stays or unit.pinned):
+        unit.kept = comes and not stays and self._is_among_last(unit)
+        if not (stays or unit.kept or unit.pinned):
             self._free([unit])
+
+    def _is_among_last(self, unit: Unit) -> bool:
+        """Whether the first gradient would start to gather it, if this forward is as the one before."""
+        at = len(self._path)
+        return self._order[at - 1 : at] == [unit] and len(self._order) - at < self._ahead
 
     def _await_backward(self, unit: Unit, output: Any) -> bool:
         """Whether a backward may come through this output, which will gather the unit."""

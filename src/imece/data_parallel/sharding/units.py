@@ -128,6 +128,7 @@ class Unit:
     calls: dict[int, int] = field(default_factory=dict)
     """Forwards that wait for their backward: {when it was entered: when it was left}; see gathering.py."""
     entered: int = 0  # its latest forward
+    kept: bool = False  # it is there though its forward is over, as a backward may soon come through it
     awaited: bool = True  # a backward may come through the output of its latest forward
     pinned: bool = False  # a backward may come through an output in which nobody sees tensors
     _works: list[Pending] = field(default_factory=list)
@@ -199,7 +200,7 @@ class Unit:
                 flat.free(str(self))
             elif self.state is State.COMING:
                 flat.give_back()
-        self.state = State.FREED
+        self.state, self.kept = State.FREED, False
         return lost
 
     def let_go(self) -> None:
