@@ -149,7 +149,7 @@ def one_killed(folder: str) -> None:
     said = options(path, "run", "--ranks=2", "--steps=4")
     outcome = train(said, path, fault=functools.partial(killed_writing, "00001.json"))
     assert outcome.status == 0, outcome
-    told = "\nwarning: the checkpoint of step 4 was not saved: a rank ended before it was complete\n"
+    told = "\nwarning: the checkpoint of step 4 was not saved: the ranks changed before it was complete\n"
     assert told in outcome.out and "\nnext    imece sample" in outcome.out, outcome.out
     assert last(path / "run").step == 4
 

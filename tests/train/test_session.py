@@ -101,7 +101,7 @@ def test_a_save_that_was_given_up_is_made_at_the_next_border(
     monkeypatch.setattr(ops, "all_gather", lambda out, mine, **_: out.copy_(mine))
     loop, checkpoints = loop_of(session), mock.Mock(is_saving=True)
     session.checkpoints = checkpoints
-    checkpoints.close = lambda: setattr(checkpoints, "is_saving", False)
+    checkpoints.close = lambda _why: setattr(checkpoints, "is_saving", False)
     for _ in range(2):
         loop.recovered(session.recover(MovedOnError("a rank has joined")))
         steps = [call.args[0] for call in checkpoints.save.call_args_list]

@@ -206,7 +206,7 @@ class Session:
             raise error
         if error is not None:
             self.owes_save |= self.checkpoints.is_saving
-            self.checkpoints.close("a rank ended")  # what was under way can never be whole
+            self.checkpoints.close("the ranks changed")  # what was under way can never be whole
         recovered = self.recovery.recover(error, self.done if error is not None else _NOTHING)
         self.done = recovered.step
         self.wrapped.train()  # it may have been in the middle of a validation
