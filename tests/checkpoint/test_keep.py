@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from imece.checkpoint import Checkpoints, Saved, all_steps, best, files, load, open_checkpoint
+from imece.checkpoint import Checkpoints, Saved, all_steps, best, commit, files, load, open_checkpoint
 from imece.checkpoint.manifest import seal, unseal
 from imece.checkpoint.room import Room
 from imece.errors import UserError
@@ -72,6 +72,33 @@ def test_older_ones_make_room_on_a_full_disk(
     with crew(tmp_path / "run", world_size, keep=5) as ranks:
         assert ranks.save(9, state_of(9))
         assert all_steps(tmp_path / "run") == [2, 7, 8, 9], "whether they are whole, nobody here has read"
+
+
+def test_a_rank_that_fails_when_rank_0_has_removed_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has nowhere to say so, and tells what rank 0 has to say, as all do."""
+    has_failed = threading.Event()
+
+    def full(descriptor: int, _data: memoryview) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("rank-00000.safetensors"):
+            assert has_failed.wait(20)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def gone(partial: Path, *_: object) -> None:
+        has_failed.set()
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(partial))
+
+    with crew(tmp_path, 2) as ranks:
+        assert ranks.save(1, state_of(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", full)
+            patch.setattr(commit, "write_excuse", gone)
+            patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=500_000))
+            assert not ranks.save(2, {"x": torch.zeros(10**6)})
+        ((first,), (second,)) = ranks.alarms
+        assert first == second and "(4.0 MB are needed, 0.5 MB are free beside " in first
+        assert ranks.save(3, state_of(3)) and not partials(tmp_path)
 
 
 def test_a_rank_that_writes_before_rank_0_has_made_room(

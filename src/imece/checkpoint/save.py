@@ -288,6 +288,8 @@ class Checkpoints:
             try:
                 (partial / file_name(self._rank)).unlink(missing_ok=True)  # makes room for the excuse
                 commit.write_excuse(partial, self._rank, own)
+            except FileNotFoundError:  # rank 0 has removed the folder meanwhile, and is about to say why
+                pass
             except OSError:  # then rank 0 waits until its time is up; but what becomes of it is known here
                 if isinstance(error, OSError | NotSavedError):
                     raise NotSavedError(f"rank {self._rank}: {own}") from error
