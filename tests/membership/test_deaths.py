@@ -61,8 +61,10 @@ def dies(folder: str, strategy: str, places: list[str], members: list[int], dead
             wrong.append(f"{place}: the launcher named no such phase\n{outcome.err}")
         if not off < OF_MUON or summary(run)["steps"] != STEPS:
             wrong.append(f"{place}: parameters differ by {off}")
-        # That of step AT + 1 may be of the ranks that were left.
-        one, two = ([each["loss"] for each in records(each)][AT + 1 :] for each in (run, path / "whole"))
+        # That of the step in which they died may be of the ranks that were left.
+        kept = [each["step"] - 1 for each in told if "generation" not in each]
+        one, two = ([each["loss"] for each in records(each)] for each in (run, path / "whole"))
+        one, two = ([each[at] for at in kept] for each in (one, two))
         if one != pytest.approx(two, rel=ROUNDING):
             wrong.append(f"{place}: losses differ: {one}, {two}")
         if again > (strategy != "replicate"):
