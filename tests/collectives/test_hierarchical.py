@@ -415,11 +415,11 @@ def meeting() -> dict[str, int]:
     assert isinstance(mesh.host_group, SharedMemoryGroup) and len(mesh.hosts) == 2
     numel = 4 * 1001
     met: list[object] = []
-    opens = SharedMemoryGroup.open
+    opens = SharedMemoryGroup._open
 
-    def noted(group: SharedMemoryGroup, tensor: torch.Tensor, label: str = "") -> Any:
+    def noted(group: SharedMemoryGroup, *args: Any) -> Any:
         met.append(group)
-        return opens(group, tensor, label)
+        return opens(group, *args)
 
     def shared(dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return shared_empty(numel, dtype)
@@ -431,7 +431,7 @@ def meeting() -> dict[str, int]:
         "strided": strided(shared()),
     }
     counts = {}
-    with mock.patch.object(SharedMemoryGroup, "open", noted):
+    with mock.patch.object(SharedMemoryGroup, "_open", noted):
         for name, tensor in tensors.items():
             op = "avg" if name == "half averaged" else "sum"
             out, part = shared(tensor.dtype), torch.empty(numel // 4, dtype=tensor.dtype)

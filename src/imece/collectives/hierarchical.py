@@ -8,7 +8,8 @@ travel before somebody waits for them, the wire always has work in both directio
 things in the same order whatever their timing.
 
 Where the tensors of a host lie in shared memory its ranks meet twice, at the beginning and at the end: each
-sums straight out of the others' tensors, and writes what is gathered into all of them.
+sums straight out of the others' tensors, and writes what is gathered into all of them. What is gathered into
+memory of a rank's own comes by rows beside it, and each rank reads those of the others.
 
 Every sum is over the ranks of a host, in their order, and then over hosts, in theirs, whoever computes it: so
 all of these give the same bits.
@@ -175,45 +176,82 @@ def all_gather(
     tensor: torch.Tensor,
     hosts: HostGroups,
     *,
-    place: torch.Tensor | None = None,
+    offered: torch.Tensor | None = None,
     chunk_bytes: int | None = None,
 ) -> torch.Tensor:
     """Every rank's `tensor`, in the order of all ranks, in `out` on every rank.
 
-    out: K·H times as many elements as tensor, M bytes; tensor may be its own slice of it. place: what
-    `place_for(out)` is, if it was made before. Bytes sent a rank: (H−1)/H · M in the host, (K−1)/K · M/H
-    between hosts.
+    out: K·H times as many elements as tensor, M bytes; tensor may be its own slice of it. offered: what
+    `offered_for(out, hosts)` is, if it was made before. Bytes sent a rank: (H−1)/H · M in the host, (K−1)/K ·
+    M/H between hosts.
     """
-    assert out.numel() == hosts.world_size * tensor.numel()
-    numel, peers = tensor.numel(), hosts.peers
+    numel, here = tensor.numel(), hosts.peers.index(hosts.cross.rank())
+    assert out.numel() == hosts.world_size * numel
     with torch.no_grad():
-        place = place if place is not None else place_for(out, hosts.host)
-        rank = hosts.ranks[peers.index(hosts.cross.rank())][hosts.host.rank()]
-        own = place[rank * numel : (rank + 1) * numel]
-        if not shares_memory(own, tensor):
-            own.copy_(tensor.reshape(-1))
-        in_host = _open(place, hosts)
-        chunks = [
-            Chunk(hosts, peers, place, in_host, _cut(hosts, numel, start, stop)).all_gather()
-            for start, stop in pieces(numel, _length(place, hosts, chunk_bytes))
-        ]
-        _pipeline(chunks, hosts)
+        place = flattened(out) if out.is_contiguous() else out.new_empty(out.numel())
+        if offered is None:
+            offered = offered_for(out, hosts)
+
+        def put_own(memory: torch.Tensor) -> None:
+            own = _row(memory, hosts, numel, hosts.host.rank())[here]
+            if not shares_memory(own, tensor):
+                own.copy_(tensor.reshape(-1))
+
+        put_own(place if offered is None else offered)  # it may lie where others are about to write
+        in_host = _open_each(offered, out, hosts)
+        if any(each.numel() < out.numel() for each in in_host):
+            _gather_rows(place, hosts, in_host, numel)
+        else:
+            if offered is not None and not shares_memory(offered, place):
+                put_own(place)
+            chunks = [
+                Chunk(hosts, hosts.peers, place, in_host, _cut(hosts, numel, start, stop)).all_gather()
+                for start, stop in pieces(numel, _length(place, hosts, chunk_bytes))
+            ]
+            _pipeline(chunks, hosts)
         _close(in_host, hosts.host)
         if not shares_memory(place, out):
             out.copy_(place.view(out.shape))
         return out
 
 
-def place_for(out: torch.Tensor, host: dist.ProcessGroup) -> torch.Tensor:
-    """Where a gather lands, flat: `out`; or memory beside it, that the ranks of the host can write into,
-    unless it is too much.
+def offered_for(out: torch.Tensor, hosts: HostGroups) -> torch.Tensor | None:
+    """What the ranks of the host may reach into while `out` is gathered, flat; None if there is nothing.
 
-    To copy all of it once more is less work than to meet for every chunk, which is copied three times then.
+    `out` itself, in which they write what comes to them; or a row beside it, unless that is too much, which
+    all of them read then: less work than to meet for every chunk, which is copied three times.
     """
-    reached = out.is_contiguous() and ARENAS.locate(out.data_ptr(), out.nbytes) is not None
-    if _has_memory_in_common(out, host) and not reached and out.nbytes <= BESIDE_BYTES:
-        return shared_empty(out.numel(), out.dtype)
-    return flattened(out) if out.is_contiguous() else out.new_empty(out.numel())
+    if not _has_memory_in_common(out, hosts.host):
+        return None
+    if out.is_contiguous() and ARENAS.locate(out.data_ptr(), out.nbytes) is not None:
+        return flattened(out)
+    numel = out.numel() // hosts.host.size()
+    return shared_empty(numel, out.dtype) if numel * out.itemsize <= BESIDE_BYTES else None
+
+
+def _gather_rows(place: torch.Tensor, hosts: HostGroups, in_host: Sequence[torch.Tensor], numel: int) -> None:
+    """The row of each rank comes into what it has offered, where the others read it when all have come."""
+    own = hosts.host.rank()
+    rows = [_row(each, hosts, numel, of) for of, each in enumerate(in_host)]
+
+    def read(of: int) -> None:
+        for part, target in zip(rows[of], _row(place, hosts, numel, of), strict=True):
+            if not shares_memory(part, target):
+                target.copy_(part)
+
+    chunk = Chunk(hosts, hosts.peers, in_host[own], [], lambda _, of: rows[of])
+    _pipeline([chunk.gather_row()], hosts)
+    read(own)
+    _close(in_host, hosts.host)
+    for at in range(1, len(rows)):
+        read((own + at) % len(rows))  # not all from one
+
+
+def _row(memory: torch.Tensor, hosts: HostGroups, numel: int, of: int) -> Row:
+    """By host the elements of the ranks with place `of`, in what holds those of all ranks, or only these."""
+    whole = memory.numel() == hosts.world_size * numel
+    at = [ranks[of] for ranks in hosts.ranks] if whole else range(len(hosts.ranks))
+    return [memory[each * numel : (each + 1) * numel] for each in at]
 
 
 def _check_wire(tensor: torch.Tensor, op: str, wire: str | None) -> None:
@@ -259,6 +297,18 @@ def _open(tensor: torch.Tensor, hosts: HostGroups) -> list[torch.Tensor]:
         return [each.view(tensor.dtype) for each in hosts.opened]
     assert isinstance(host, SharedMemoryGroup)
     return host.open(tensor) or []
+
+
+def _open_each(offered: torch.Tensor | None, out: torch.Tensor, hosts: HostGroups) -> list[torch.Tensor]:
+    """As `_open`, of what each rank offers for itself."""
+    host = hosts.host
+    if not _has_memory_in_common(out, host):
+        return []
+    opened = hosts.opened
+    if offered is None or not opened or opened[host.rank()].data_ptr() != offered.data_ptr():
+        assert isinstance(host, SharedMemoryGroup)
+        opened = host.open_each(offered)
+    return [each.view(out.dtype) for each in opened]
 
 
 def _close(in_host: Sequence[torch.Tensor], host: dist.ProcessGroup) -> None:

@@ -101,6 +101,10 @@ class Chunk:
         """Of own parts, which lie where they belong."""
         return [self._send_part, self._take_parts_and_bring]
 
+    def gather_row(self) -> list[Stage]:
+        """As all_gather, and the row is brought to nobody."""
+        return [self._send_part, self._take_parts]
+
     def all_reduce(self) -> list[Stage]:
         """In place."""
         if self.at_once:

@@ -280,12 +280,12 @@ def all_gather(
     if hosts is not None:
         at_home = input.data_ptr() == output.data_ptr() + group.rank() * input.nbytes
         # Here, so that the ranks of a host tell each other where it is when they agree to make the call.
-        lands = hierarchical.place_for(output, hosts.host)
+        offered = hierarchical.offered_for(output, hosts)
         # Others may write to what is offered before this rank has read it.
-        shared = lands if at_home or not overlap(input, lands) else None
+        safe = offered is None or at_home or not overlap(input, offered)
         return over_hosts.start(
-            call, hosts, lambda groups: hierarchical.all_gather(output, input, groups, place=lands), output,
-            async_op, shared=shared,
+            call, hosts, lambda groups: hierarchical.all_gather(output, input, groups, offered=offered),
+            output, async_op, shared=offered if safe else None,
         )  # fmt: skip
     schedule = "ring" if schedule == "hierarchical" else schedule
     place = flat_place(output)

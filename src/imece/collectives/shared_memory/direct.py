@@ -67,18 +67,37 @@ class DirectCalls(GroupBase):
         tensor: flat, on the CPU, of one dtype and size on all ranks. From the return of this until all ranks
         have called `barrier_now` a rank may read and write what is agreed to be its part of all of them.
         """
+        fingerprint = pack("open", "", tensor.dtype, tensor.numel(), -1)
+        found = self._open(fingerprint, tensor, tensor.dtype, tensor.shape, label)
+        return [each.view(tensor.dtype) for each in found] or None
+
+    def open_each(self, offered: Tensor | None) -> list[Tensor]:
+        """As `open` of what each rank offers for itself: any tensor, contiguous and on the CPU, or none.
+
+        Their bytes in rank order; none, for all ranks, unless all are in shared memory.
+        """
+        return self._open(pack("open", "", torch.uint8, 0), offered, torch.uint8, ())
+
+    def _open(
+        self,
+        fingerprint: int,
+        offered: Tensor | None,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        label: str = "",
+    ) -> list[Tensor]:
+        engine = self._engine
         found: list[Tensor] = []
 
         def steps() -> Steps:
-            self._engine.enter(fingerprint, tensor)
-            yield from self._engine.entered(fingerprint)
-            found.extend(self._engine.in_place(range(self._engine.world_size)) or ())
+            engine.enter(fingerprint, offered)
+            yield from engine.entered(fingerprint)
+            found.extend(engine.in_place(range(engine.world_size)) or ())
 
-        fingerprint = pack("open", "", tensor.dtype, tensor.numel(), -1)
-        noted = self._noted(fingerprint, tensor.dtype, tensor.shape, steps(), nothing, label)
+        noted = self._noted(fingerprint, dtype, tuple(shape), steps(), nothing, label)
         with waiting:
-            self._runner.run(self._engine.operation(fingerprint, noted))
-        return [each.view(tensor.dtype) for each in found] or None
+            self._runner.run(engine.operation(fingerprint, noted))
+        return found
 
     def gather_and_open(self, row: Tensor, offered: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         """Every rank's `row`, and what every rank offers where it lies, in one meeting.
