@@ -28,6 +28,7 @@ class Manner:
     overlap_gradients: bool = True  # reduced while backward runs
     overlap_gathers: bool = True  # parameters are gathered while the unit before computes
     overlap_tensor: bool = False  # in backward, collectives beside a column-split product's other product
+    kept_units: int = 0  # of zero3: the last of forward, with which backward begins, and the root stay for it
     gathers_again: bool = False  # sequence parallelism gathers activations again in backward, to keep less
     stages_by_cost: bool = False  # a pipeline's last stage has fewer layers, for the head it has
     selective_products: float = (
@@ -41,8 +42,9 @@ class Manner:
         return hash(self.name)
 
 
-# Ours: layers are not compiled, and what is overlapped competes, as in torchtitan's FSDP2.
-IMECE = Manner("imece", elementwise=1.5, contention=0.6)
+# Ours: layers are not compiled, and what is overlapped competes, as in torchtitan's FSDP2. Of units, one is
+# gathered ahead (data_parallel/sharding/gathering.py).
+IMECE = Manner("imece", elementwise=1.5, contention=0.6, kept_units=1)
 
 # huggingface/nanotron: optim/zero.py (parameters are gathered after the step, beside nothing),
 # optim/gradient_accumulator.py (fp32 gradients in one buffer), parallel/tensor_parallel/functional.py

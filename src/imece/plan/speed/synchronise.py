@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from imece.footprint import DIVIDED
 from imece.plan.hardware import Cluster
@@ -52,13 +53,33 @@ def held_parameters(setup: Setup, stage: StageTime) -> float:
     return (stage.most_layers * model.layer_parameters + tables) / setup.parallel.tensor
 
 
-def _held_bytes(setup: Setup, stage: StageTime, in_fp8: bool = False) -> float:
-    """Of `held_parameters`, as they lie in memory and are gathered; in_fp8: those of layers as they are
-    multiplied."""
+def _held_bytes(setup: Setup, stage: StageTime, in_fp8: bool = False) -> tuple[float, float]:
+    """Of `held_parameters`, as they lie in memory and are gathered: of all, and of one layer; in_fp8: those
+    of layers as they are multiplied."""
     held, size = held_parameters(setup, stage), setup.recipe.precision.parameters
     in_layers = FOUR_BIT if setup.recipe.adapters == "qlora" else 1 if in_fp8 else size
-    layers = stage.most_layers * setup.model.layer_parameters / setup.parallel.tensor
-    return layers * in_layers + (held - layers) * size
+    layer = setup.model.layer_parameters / setup.parallel.tensor
+    rest = held - stage.most_layers * layer
+    return stage.most_layers * layer * in_layers + rest * size, layer * in_layers
+
+
+class _Gathers(NamedTuple):
+    """Of zero3, in forward or in backward of one micro-batch."""
+
+    units: int
+    unit_bytes: float
+
+
+def _gathers(
+    setup: Setup, manner: Manner, stage: StageTime, in_fp8: bool = False
+) -> tuple[_Gathers, _Gathers]:
+    """In forward, where the root is taken to come in equal parts with the layers, and in backward."""
+    units = max(1, stage.most_layers)
+    held, layer = _held_bytes(setup, stage, in_fp8)
+    forward = _Gathers(units, held / units)
+    if not manner.kept_units:
+        return forward, forward
+    return forward, _Gathers(units - min(manner.kept_units, units), layer)
 
 
 def synchronise(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime) -> Synchronisation:
@@ -132,7 +153,7 @@ def reductions(setup: Setup) -> int:
     return setup.recipe.accumulation if each else 1
 
 
-def moved_bytes(setup: Setup, stage: StageTime) -> dict[Op, float]:
+def moved_bytes(setup: Setup, manner: Manner, stage: StageTime) -> dict[Op, float]:
     """Of one step: bytes of the larger of input and output, summed over the collectives of a kind."""
     strategy = setup.parallel.strategy
     reduced = _gradient_bytes(setup, stage)
@@ -141,10 +162,10 @@ def moved_bytes(setup: Setup, stage: StageTime) -> dict[Op, float]:
         return {"all_reduce": reduced}
     if strategy in ("zero1", "zero2"):
         return {"reduce_scatter": reduced * reductions(setup), "all_gather": stepped}
-    gathered = 2 * _held_bytes(setup, stage) * setup.recipe.accumulation
+    gathered = sum(each.units * each.unit_bytes for each in _gathers(setup, manner, stage))
     moved: dict[Op, float] = {
         "reduce_scatter": reduced * reductions(setup),
-        "all_gather": stepped if strategy == "hybrid_zero2" else gathered,
+        "all_gather": stepped if strategy == "hybrid_zero2" else gathered * setup.recipe.accumulation,
     }
     if strategy != "zero3":
         moved["all_reduce"] = reduced / setup.parallel.shard
@@ -213,28 +234,34 @@ def _sharded(
     offloaded = setup.recipe.offload == "parameters"
     if group.ranks == 1 and not offloaded:
         return Synchronisation(0.0, 0.0, 0.0)
-    units = max(1, stage.most_layers)
     in_fp8 = setup.recipe.precision.fp8 and manner.gathers_fp8
-    held, gradients = _held_bytes(setup, stage, in_fp8) / units, _gradient_bytes(setup, stage) / units
-    gather = collective_s(cluster, "all_gather", held, group)
-    gather_busy = busy_s(cluster, "all_gather", held, group)
-    if offloaded:
-        gather += held / group.ranks / cluster.host.best
+    forward, backward = _gathers(setup, manner, stage, in_fp8)
+    units, gradients = forward.units, _gradient_bytes(setup, stage) / forward.units
+
+    def gather_s(size_bytes: float) -> float:
+        found = collective_s(cluster, "all_gather", size_bytes, group)
+        return found + size_bytes / group.ranks / cluster.host.best if offloaded else found
+
+    gather, again = gather_s(forward.unit_bytes), gather_s(backward.unit_bytes)
+    all_gathers = forward.units * gather + backward.units * again
+    busy_gathers = sum(
+        each.units * busy_s(cluster, "all_gather", each.unit_bytes, group) for each in (forward, backward)
+    )
 
     def micro_batches(times: int, scattered: float) -> Synchronisation:
         scatter = collective_s(cluster, "reduce_scatter", scattered, group)
         if manner.overlap_gathers:
             gathers = exposed_before(stage.forward_lasts, units, gather)
-            gathers += exposed_before(stage.backward_lasts, units, gather)
+            gathers += exposed_before(stage.backward_lasts, units, again, units - backward.units)
         else:
-            gathers = 2 * units * gather
+            gathers = all_gathers
         if manner.overlap_gradients:  # one network for both: gradients have what gathers leave
-            left = max(0.0, stage.backward_lasts - units * gather)
+            left = max(0.0, stage.backward_lasts - backward.units * again)
             reducing = exposed_after(left, units, scatter)
         else:
             reducing = units * scatter
-        busy = units * (2 * gather_busy + busy_s(cluster, "reduce_scatter", scattered, group))
-        whole = units * (2 * gather + scatter)
+        busy = busy_gathers + units * busy_s(cluster, "reduce_scatter", scattered, group)
+        whole = all_gathers + units * scatter
         exposed, hidden = _with_contention(manner, gathers + reducing, whole, busy)
         return Synchronisation(times * reducing, times * (exposed - reducing), times * hidden)
 

@@ -28,8 +28,12 @@ def exposed_after(compute_s: float, pieces: int, piece_s: float) -> float:
     return max(piece_s, pieces * piece_s - compute_s * (pieces - 1) / pieces)
 
 
-def exposed_before(compute_s: float, pieces: int, piece_s: float) -> float:
-    """Of equal pieces, each needed before its share of `compute_s`, asked for one share ahead."""
-    if pieces < 1:
+def exposed_before(compute_s: float, pieces: int, piece_s: float, there: int = 0) -> float:
+    """Of equal pieces, each needed before its share of `compute_s`, asked for one share ahead.
+
+    there: so many of the first are there already, and need not come.
+    """
+    if pieces <= there:
         return 0.0
-    return piece_s + (pieces - 1) * max(0.0, piece_s - compute_s / pieces)
+    late = max(0.0, piece_s - compute_s / pieces)
+    return (pieces - there) * late if there else piece_s + (pieces - 1) * late
