@@ -58,9 +58,7 @@ def all_reduce(
     _check_wire(tensor, op, wire)
     world_size = hosts.world_size
     with torch.no_grad():
-        buffer, base = prepared(tensor, op, world_size)
-        if wire is not None:
-            buffer = buffer.float()
+        buffer, base = _to_sum(tensor, op, world_size, wire)
         even = buffer.numel() // world_size * world_size
         peers, in_host = hosts.peers, _open(buffer, hosts)
         parts = _parts(peers)
@@ -104,11 +102,8 @@ def reduce_scatter(
     world_size = hosts.world_size
     assert tensor.numel() == world_size * out.numel()
     with torch.no_grad():
-        buffer, base = prepared(tensor, op, world_size)
-        if wire is not None:
-            buffer = buffer.float()
-        direct = out.is_contiguous() and out.dtype == buffer.dtype
-        place = flattened(out) if direct else buffer.new_empty(out.numel())
+        buffer, base = _to_sum(tensor, op, world_size, wire)
+        place = _place_for(out, buffer)
         peers, in_host = hosts.peers, _open(buffer, hosts)
         chunks = [
             Chunk(hosts, peers, buffer, in_host, _cut(hosts, place.numel(), start, stop), base, wire)
@@ -139,11 +134,8 @@ def sum_of_rows(
     world_size, numel, each = hosts.world_size, out.numel(), hosts.host.size()
     assert tensor.numel() == each * numel
     with torch.no_grad():
-        buffer, base = prepared(tensor, op, world_size)
-        if wire is not None:
-            buffer = buffer.float()
-        direct = out.is_contiguous() and out.dtype == buffer.dtype
-        target = flattened(out) if direct else buffer.new_empty(numel)
+        buffer, base = _to_sum(tensor, op, world_size, wire)
+        target = _place_for(out, buffer)
         peers, in_host, own = hosts.peers, _open(buffer, hosts), hosts.host.rank()
         parts = _parts(peers)
         length = _length(buffer, hosts, chunk_bytes, parts) * len(peers)
@@ -258,6 +250,18 @@ def _check_wire(tensor: torch.Tensor, op: str, wire: str | None) -> None:
     check_wire(wire)
     if wire is not None:
         check_bf16(tensor, op)
+
+
+def _to_sum(tensor: torch.Tensor, op: str, world_size: int, wire: str | None) -> tuple[torch.Tensor, str]:
+    """As `prepared`; what goes in fewer bits is summed in fp32."""
+    buffer, base = prepared(tensor, op, world_size)
+    return (buffer if wire is None else buffer.float()), base
+
+
+def _place_for(out: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """Flat, for the sums of `buffer`: `out` where they can lie there."""
+    direct = out.is_contiguous() and out.dtype == buffer.dtype
+    return flattened(out) if direct else buffer.new_empty(out.numel())
 
 
 def _parts(peers: Sequence[int]) -> int:
