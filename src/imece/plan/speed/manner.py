@@ -43,7 +43,7 @@ class Manner:
 
 
 # Ours: layers are not compiled, and what is overlapped competes, as in torchtitan's FSDP2. Of units, one is
-# gathered ahead (data_parallel/sharding/gathering.py).
+# gathered ahead, but between hosts without GPUs two (data_parallel/reducing/way.py).
 IMECE = Manner("imece", elementwise=1.5, contention=0.6, kept_units=1)
 
 # huggingface/nanotron: optim/zero.py (parameters are gathered after the step, beside nothing),
