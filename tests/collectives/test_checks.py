@@ -259,6 +259,29 @@ def test_a_killed_rank_is_an_error() -> None:
     assert one.returncode == -9
 
 
+def leave_what_an_error_keeps() -> str:
+    """Rank 1 leaves and lives on, with the companions where a traceback would keep them."""
+    imece.init(backend="gloo")
+    checker, store = guarded(), dist.distributed_c10d._get_default_store()
+    call = Announced("all_reduce", torch.float32, (4,), "sum")
+    checker.begin(call).wait()
+    if dist.get_rank() == 1:
+        kept = checker.companions
+        checks.release(checker.group)
+        store.wait(["noticed"], timedelta(seconds=60))
+        return type(kept.levels[0]).__name__
+    with pytest.raises(PeerLostError) as caught:
+        checker.begin(call).wait(20)
+    store.set("noticed", "")
+    return str(caught.value)
+
+
+def test_who_waits_for_a_rank_that_has_left_is_told_whatever_that_one_keeps() -> None:
+    told, kept = run_ranks(leave_what_an_error_keeps, 2, backend=None)
+    assert "rank 1" in told and "has left the group" in told
+    assert kept == "SharedMemoryGroup"
+
+
 def find_checkers() -> None:
     checker = guarded()
     other = dist.new_group(list(range(WORLD)))

@@ -196,11 +196,12 @@ class Checker:
         return work
 
     def close(self) -> None:
-        """Ends the thread; calls that are still queued end first."""
+        """Ends the thread, calls that are still queued first, and leaves the companions."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(_SHUT_S)  # a check that waits for a lost rank ends with its group's timeout
             self._thread = None
+        self.companions.leave()
 
     def _begin(
         self,
@@ -239,6 +240,7 @@ class Checker:
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             work._run()
+            del work  # or it would be kept, and what it was called with, until the next one comes
 
 
 _checkers: dict[str, Checker] = {}

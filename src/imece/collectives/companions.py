@@ -27,6 +27,15 @@ class Companions(NamedTuple):
     order: list[int]
     """order[rank] is where a rank's row is, when each level's rows are put together in the order of ranks."""
 
+    def leave(self) -> None:
+        """Whoever waits for this rank in shared memory is told that it is gone, although an error may keep
+        these groups: torch, which ends its own, does not know them. Gloo's end with their last reference, or
+        are cut (imece.connections).
+        """
+        for level in self.levels:
+            if isinstance(level, SharedMemoryGroup):
+                level.shutdown()
+
 
 @of_groups()
 def companions(group: dist.ProcessGroup) -> Companions:

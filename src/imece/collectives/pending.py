@@ -188,9 +188,12 @@ class _Server:
     def _serve(self) -> None:
         while (task := self.tasks.get()) is not None:
             task.execute()
+            with _lock:
+                unfinished[:] = [each for each in unfinished if each is not task]
+            del task  # or its error, and the groups in the frames that this came through, would be kept here
 
 
-unfinished: list[Task] = []  # in the order of their calls; may hold some that have ended
+unfinished: list[Task] = []  # in the order of their calls
 _lock = threading.Lock()
 _servers: dict[int, _Server] = {}  # by lane
 
@@ -204,7 +207,6 @@ def in_background(run: Callable[[], object], *groups: dist.ProcessGroup, lane: i
     with _lock:
         if lane not in _servers:
             _servers[lane] = _Server(lane)
-        unfinished[:] = [each for each in unfinished if not each.is_completed()]
         unfinished.append(task)
     _servers[lane].tasks.put(task)
     return task
@@ -215,7 +217,6 @@ def drain(*groups: dist.ProcessGroup) -> None:
     if not unfinished or threading.current_thread() in [each.thread for each in _servers.values()]:
         return
     with _lock:
-        unfinished[:] = [task for task in unfinished if not task.is_completed()]
         waiting = [task for task in unfinished if any(group in task.groups for group in groups)]
     for task in waiting:
         task.settled()
