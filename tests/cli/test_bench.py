@@ -122,6 +122,14 @@ def test_targets_are_judged_by_what_was_measured(
         assert ("none is judged" in out) == ("MISSED" not in out and "met  " not in out) == bool(options)
 
 
+@pytest.mark.parametrize(
+    "found, bound, text",
+    [(7.9, 8, "7.9 x"), (1.4493, 1.45, "1.449 x"), (1.45, 1.45, "1.45 x"), (0.96996, 0.97, "0.96996 x")],
+)
+def test_what_misses_by_little_does_not_read_as_met(found: float, bound: float, text: str) -> None:
+    assert targets.times(found, bound) == text
+
+
 def test_sizes_are_read_as_people_write_them() -> None:
     assert report.read_sizes("1KiB..64KiB,6MiB") == [2**10, 2**12, 2**14, 2**16, 6 * 2**20]
     assert report.read_sizes("8, 2k,2K") == [8, 2048]

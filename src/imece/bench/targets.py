@@ -44,7 +44,9 @@ class Target:
         """The measured ratio as a person reads it."""
         if self.against == "limit":
             return f"{found:.0%}"
-        return f"{1 / found:.3g} x its time" if self.least < 1 else f"{found:.3g} x"
+        if self.least < 1:
+            return f"{times(1 / found, 1 / self.least)} its time"
+        return times(found, self.least)
 
 
 COLLECTIVES = (
@@ -103,7 +105,7 @@ class StepTarget:
 
     def figure(self, found: float) -> str:
         """The measured figure as a person reads it."""
-        return f"{found:.0%}" if self.what == "added" else f"{found:.3g} x"
+        return f"{found:.0%}" if self.what == "added" else times(found, self.bound)
 
 
 STEP = (
@@ -174,6 +176,14 @@ def lines(targets: Sequence[AnyPromise], found: Callable[[AnyPromise], float | N
 def verdict(met: bool | None, text: str, figure: str = "not measured in this run") -> str:
     """One line: what was promised, and what was found."""
     return f"  {_WORDS[met]}  {text}: {figure}"
+
+
+def times(found: float, bound: float) -> str:
+    """`found` in three digits, or in as many as tell it from the `bound` beside it: 1.4493 is not 1.45 x."""
+    digits = 3
+    while found != bound and f"{found:.{digits}g}" == f"{bound:.{digits}g}":
+        digits += 1
+    return f"{found:.{digits}g} x"
 
 
 def without_verdict(line: str) -> str:

@@ -16,7 +16,7 @@ import imece
 from imece.bench.crew import Crew
 from imece.bench.reference_model import REFERENCE, batch, new_decoder, optimizer_of
 from imece.bench.rounds import Taken, alternate
-from imece.bench.targets import verdict
+from imece.bench.targets import times, verdict
 
 TOKENS = (128, 512)
 STEPS = 5  # of a round
@@ -50,8 +50,8 @@ class StepResults:
     def saved_s(self, tokens: int, bytes_per_s: float) -> tuple[float, float]:
         """By how much a step of hybrid is shorter than one of zero3, and by how much its bytes are."""
         rounds = self.seconds[tokens]
-        times = [theirs - ours for ours, theirs in zip(rounds["hybrid"], rounds["zero3"], strict=True)]
-        return statistics.median(times), (self.sent_bytes["zero3"] - self.sent_bytes["hybrid"]) / bytes_per_s
+        saved = [theirs - ours for ours, theirs in zip(rounds["hybrid"], rounds["zero3"], strict=True)]
+        return statistics.median(saved), (self.sent_bytes["zero3"] - self.sent_bytes["hybrid"]) / bytes_per_s
 
     def speed(self, tokens: int, way: str) -> float:
         """How many times as fast as torch-gloo."""
@@ -125,12 +125,12 @@ def lines(results: StepResults, bytes_per_s: float = 125e6) -> list[str]:
     for tokens, way, least in TARGETS:
         found = results.speed(tokens, way)
         text = f"{tokens} tokens a rank, {way}: at least {least:g} x torch-gloo"
-        shown.append(verdict(found >= least, text, f"{found:.3g} x"))
-    for way, times in SENT:
+        shown.append(verdict(found >= least, text, times(found, least)))
+    for way, most in SENT:
         if way in results.sent_bytes:
             share = results.sent_bytes[way] / results.sent_bytes["imece"]
-            text = f"{way}: sends at most {times:g} x what imece sends, within 3%"
-            shown.append(verdict(share <= times * _HEADERS, text, f"{share:.3g} x"))
+            text = f"{way}: sends at most {most:g} x what imece sends, within 3%"
+            shown.append(verdict(share <= most * _HEADERS, text, f"{share:.3g} x"))
     for tokens, rounds in results.seconds.items():
         if "hybrid" in rounds:
             saved, bytes_say = results.saved_s(tokens, bytes_per_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from imece.bench.recovery.record import Kills, Results
-from imece.bench.targets import verdict
+from imece.bench.targets import times, verdict
 
 MEDIAN_S, WORST_S = 1.0, 2.0
 AGAIN_STEPS = 1  # of a kill
@@ -72,7 +72,7 @@ def _beside_torchrun(results: Results) -> str:
     if not ours or not theirs:
         return verdict(None, text)
     ratio = statistics.median(theirs) / statistics.median(ours)
-    return verdict(ratio > 1, text, f"{ratio:.3g} x")
+    return verdict(ratio > 1, text, times(ratio, 1.0))
 
 
 def recoveries(found: Kills) -> list[float]:

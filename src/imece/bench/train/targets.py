@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from imece.bench.targets import times
+
 OURS = {"bf16": "imece-bf16", "fp32": "imece-fp32"}
 COMPILED = {"bf16": "imece-compiled-bf16", "fp32": "imece-compiled-fp32"}
 """The same with --compute.compile."""
@@ -52,7 +54,7 @@ class TrainTarget:
         units = {"limit": ".1%", "overhead": ".2%"}
         if self.what in units:
             return format(found, units[self.what])
-        return f"{found:.3g} x" if self.what == "speed" else f"{found:.2f}"
+        return times(found, self.bound) if self.what == "speed" else f"{found:.2f}"
 
 
 TRAIN = (
