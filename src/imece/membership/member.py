@@ -18,6 +18,7 @@ import torch.distributed as dist
 from imece import connections
 from imece import mesh as meshes
 from imece.collectives import companions
+from imece.collectives.shared_memory.runner import abort_all
 from imece.errors import CollectiveError, PeerLostError, UserError
 from imece.membership import gpu_errors
 from imece.membership.aborting import Aborting
@@ -198,7 +199,9 @@ class Member:
             self._end_failed()
 
     def _cut_off(self, roster: Roster) -> None:
-        """Of a host that is silent, nobody hears that its ranks are gone: end what waits for them."""
+        """Of a host that is silent, nobody hears that its ranks are gone: end what waits for them, and what
+        waits for who waits.
+        """
         if self._newest <= self._at:
             return
         if self._cut_at == math.inf and _has_lost(self._members, roster.generation(self._newest)):
@@ -206,6 +209,7 @@ class Member:
         with self._moving:
             if self._at < self._newest and time.monotonic() > self._cut_at:
                 connections.cut()
+                abort_all(PeerLostError(f"generation {self._at} is over: a rank of it is gone"))
                 self.aborting.abort()
 
     def _end_failed(self) -> None:

@@ -20,7 +20,8 @@ import torch.distributed as dist
 import imece
 from imece.collectives.shared_memory import SharedMemoryGroup, shared_empty
 from imece.collectives.shared_memory.board import FAILED
-from imece.errors import CollectiveError
+from imece.collectives.shared_memory.runner import abort_all
+from imece.errors import CollectiveError, PeerLostError
 from tests.ranks import RankResult, run_ranks, start_ranks
 
 # What takes milliseconds on an idle machine has far more here, and far less than the timeout of a group.
@@ -185,6 +186,28 @@ def test_nothing_stays_when_all_are_killed() -> None:
 
 
 # One rank raises; one is stopped.
+
+
+def abort_what_waits() -> list[dict[str, Any]]:
+    """Rank 1 lives and makes no call; a thread of rank 0 ends what waits for it, asynchronous calls too."""
+    store, group = open_store(), dist.new_group(timeout=timedelta(seconds=GROUP_S))
+    dist.barrier()
+    dist.barrier(group=group)
+    if dist.get_rank() == 1:
+        store.wait(["aborted"])
+        dist.barrier(group=group)  # that rank 0 has entered
+        return [error_of(lambda: dist.barrier(group=group))]
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    threading.Timer(0.5, abort_all, [PeerLostError("given up")]).start()
+    errors = [error_of(lambda: dist.barrier(group=group)), error_of(work.wait)]
+    store.set("aborted", "")
+    return errors
+
+
+def test_what_waits_is_ended_by_another_thread() -> None:
+    for errors in run_ranks(abort_what_waits, 2):
+        for error in errors:
+            assert error["kind"] and "given up" in error["text"] and error["took_s"] < TOLD_S, error
 
 
 def raise_on_rank_1() -> None:

@@ -44,7 +44,8 @@ class Runner:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._error: BaseException | None = None
-        _living.add(self)
+        with _changing:
+            _living.add(self)
 
     # The caller's thread.
 
@@ -107,6 +108,8 @@ class Runner:
                     elif moved != self._moved():
                         moved = self._moved()
                         patience.progress()
+                    if self._error is not None or self._closed:  # by another thread
+                        self.check()
                     patience.wait(left)
         except BaseException as error:
             self.fail(error)
@@ -124,6 +127,13 @@ class Runner:
             if not isinstance(error, CollectiveError):  # ours name their ranks
                 text = f"CollectiveError: rank {self._board.rank} (pid {os.getpid()}) failed: {text}"
             self._board.write_text(FAILED, 1, text)
+
+    def abort(self, error: CollectiveError) -> None:
+        """End what is under way, in whichever thread: it may wait for a rank that does not come."""
+        with self._changed:  # till then nobody closes the board
+            if not self._closed:
+                self.fail(error)
+                self._board.ring(self._board.rank)
 
     def disown(self) -> None:
         """In a forked child: every later call raises. The ranks, which did not fail, are told nothing."""
@@ -226,6 +236,8 @@ class Runner:
     def _work_until_idle(self) -> None:
         patience = Patience(self._board, self.timeout_s, hot=False)
         while not self._closed:
+            if self._error is not None:
+                raise self._error
             moved = self._moved()
             self._step_collective()
             self._step_messages()
@@ -274,6 +286,15 @@ class Runner:
 
 
 _living: weakref.WeakSet[Runner] = weakref.WeakSet()
+_changing = threading.Lock()  # which of them there are
+
+
+def abort_all(error: CollectiveError) -> None:
+    """End what is under way in any group of this process, and let none be used again. From any thread."""
+    with _changing:
+        runners = list(_living)
+    for runner in runners:
+        runner.abort(error)
 
 
 def _disown_after_fork() -> None:
