@@ -76,9 +76,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: int, seeds
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    if isinstance(model, imece.DistributedDataParallel):
-        model.settle()  # what the last step gathers would be in the time of nobody
     return float(loss.detach())
+
+
+def settle(model: nn.Module) -> None:
+    """Nothing of it is under way when this returns."""
+    if isinstance(model, imece.DistributedDataParallel):
+        model.settle()
 
 
 def sent_bytes() -> int:
