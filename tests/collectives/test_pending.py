@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 import time
 import weakref
+from datetime import timedelta
 from functools import partial
+from typing import Any, cast
 
 import pytest
 
-from imece.collectives.pending import in_background
+from imece.collectives import pending
+from imece.collectives.pending import Sliced, in_background, wait_for
+from imece.errors import PeerLostError
 
 
 class Group:
@@ -33,3 +39,66 @@ def test_nothing_keeps_what_failed_once_it_was_waited_for(lane: int) -> None:
     while known() is not None and time.monotonic() < deadline:
         gc.collect()
     assert known() is None
+
+
+class Work:
+    """Gloo's, as torch lets one wait for it: it does not end before `ended` is set."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def wait(self, timeout: timedelta | None = None, /) -> bool:
+        if not self.ended.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("Operation timed out!")
+        return True
+
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
+
+
+@pytest.mark.parametrize("lane", [0, 1])
+def test_what_is_stuck_is_left(lane: int) -> None:
+    """Whoever waits is told, the lane goes on in another thread, and the stuck one writes nothing more."""
+    work, written, came = Work(), [], threading.Event()
+
+    def stuck() -> None:
+        came.set()
+        try:
+            wait_for(work, "a message")
+            written.append("late")
+        finally:
+            written.append("over")
+
+    first = in_background(stuck, lane=lane)
+    behind = in_background(partial(written.append, "behind"), lane=lane)
+    assert came.wait(10)
+    pending.give_up("rank 3 is gone", 0.05)
+    for task in (first, behind):
+        with pytest.raises(PeerLostError, match="rank 3 is gone"):
+            task.wait()
+    in_background(partial(written.append, "next"), lane=lane).wait()
+    work.ended.set()
+    deadline = time.monotonic() + 10
+    while "over" not in written and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert written == ["next", "over"]
+
+
+def test_what_ends_in_time_is_not_given_up() -> None:
+    task = in_background(partial(time.sleep, 0.2))
+    pending.give_up("rank 3 is gone", 10)
+    assert task.wait()
+
+
+def test_who_waits_for_gloo_looks_whether_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending, "_SLICE", timedelta(seconds=0.05))
+    group, work = Group(), Work()
+    others = sys.getrefcount(group)
+    sliced = Sliced(cast(Any, work), cast(Any, group))
+    threading.Timer(0.2, partial(pending.give_up, "rank 3 is gone", 0.0)).start()
+    with pytest.raises(PeerLostError, match="rank 3 is gone"):
+        sliced.wait()
+    del sliced
+    assert sys.getrefcount(group) > others, "to destroy it would be to wait for its thread"
+    work.ended.set()
+    assert Sliced(cast(Any, work), cast(Any, group)).wait(), "one that begins later is not given up"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from imece import mesh
 from imece.collectives import checks, pending, recorder
 from imece.collectives.fingerprint import Announced
-from imece.collectives.pending import Pending, Waitable, drain, in_background, without_gradients
+from imece.collectives.pending import Pending, Sliced, Waitable, drain, in_background, without_gradients
 from imece.collectives.recording import POINT_TO_POINT
 from imece.collectives.reduction import flattened, shares_memory
 from imece.collectives.shared_memory.group import SharedMemoryGroup
@@ -115,6 +115,8 @@ class Call:
                         if checker is not None:
                             checker.begin(self._announced()).wait()
                         works = launch()
+                    if checker is not None and not checker.launches_beside and not isinstance(works, list):
+                        works = Sliced(works, self.group)
             except BaseException:
                 if token is not None:
                     recorder.fail(token)
@@ -145,6 +147,9 @@ class Call:
                 if async_op:
                     task = in_background(checked, self.group, *others)
                     return Pending(self.op, result, [task], None, token).handed_out()
+                if self._may_get_stuck:
+                    task = in_background(checked, self.group, *others)
+                    return Pending(self.op, result, [task], None, token).wait()
                 with waiting:
                     drain(self.group, *others)
                     checked()
@@ -191,6 +196,12 @@ class Call:
                 recorder.fail(token)
             raise
         return Pending(self.op, result, [work], None, token).handed_out()
+
+    @property
+    def _may_get_stuck(self) -> bool:
+        """Whether another thread is to carry it out, which can be given up: Gloo's messages may be stuck."""
+        on_cpu = self.tensor is None or self.tensor.device.type == "cpu"
+        return on_cpu and not isinstance(self.group, SharedMemoryGroup) and not pending.in_task()
 
     def _here(self, async_op: bool) -> contextlib.AbstractContextManager[None]:
         """In shared memory a call that waits runs on the thread that makes it."""

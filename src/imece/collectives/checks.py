@@ -38,8 +38,9 @@ import torch.distributed as dist
 from imece.collectives import fingerprint as fp
 from imece.collectives import recorder
 from imece.collectives.companions import Companions, companions
-from imece.collectives.pending import Waitable, without_gradients
+from imece.collectives.pending import Sliced, Waitable, without_gradients
 from imece.collectives.rollcall import RollCall
+from imece.collectives.shared_memory.work import ShmWork
 from imece.collectives.streams import Place
 from imece.errors import CollectiveError, CollectiveTimeoutError, MismatchError, PeerLostError
 from imece.status import says_timed_out
@@ -296,6 +297,8 @@ def _end() -> None:
 
 def _wait(work: Waitable, deadline: float | None, what: str, checker: Checker) -> None:
     """Waits for a work; its backend's RuntimeErrors become ours."""
+    if not checker.launches_beside and not isinstance(work, ShmWork):
+        work = Sliced(work, checker.group, *checker.companions.levels)
     try:
         if deadline is None:
             work.wait()

@@ -8,12 +8,17 @@ for each other.
 
 A lane is one more such thread, for calls that use nothing that others use at the same time (over_hosts.py):
 what is in different lanes goes on side by side.
+
+Gloo does not end all that waits when a connection ends: nobody tells whoever waits until a message has left
+that it was still queued, nor who waits for the rest of one that had begun to come; they wait for the timeout
+of their group. So whoever knows that a rank is gone says so here, and what does not end is left (`give_up`).
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import queue
 import threading
@@ -32,6 +37,8 @@ from imece.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 from imece.status import says_peer_gone, says_timed_out
 
 PATIENCE_S = 2.0  # with one task, before its groups are destroyed
+_SLICE = timedelta(seconds=1)  # of waiting, between two looks whether it is given up
+_SLICE_OVER = "Operation timed out!"  # torch's words: the work itself goes on
 _GOODBYE_S = 0.5
 
 
@@ -124,6 +131,8 @@ def wait_for(work: Waitable, what: str, timeout_s: float | None = None) -> None:
             work.wait()
         else:
             work.wait(timedelta(seconds=timeout_s))
+        if (task := _here.task) is not None:
+            task.check()
     except CollectiveError:
         raise
     except RuntimeError as error:
@@ -135,6 +144,34 @@ def wait_for(work: Waitable, what: str, timeout_s: float | None = None) -> None:
         raise
 
 
+class Sliced:
+    """A collective that Gloo carries out, waited for so that `give_up` ends it."""
+
+    def __init__(self, work: Waitable, *groups: dist.ProcessGroup) -> None:
+        """groups: those in which it may be stuck."""
+        self._work, self._groups = work, groups
+        self._begun_after = len(_given_up)
+
+    def wait(self, timeout: timedelta | None = None, /) -> bool:
+        if timeout is not None:
+            self._work.wait(timeout)
+            return True
+        while True:
+            try:
+                self._work.wait(_SLICE)
+                return True
+            except RuntimeError as error:
+                if _SLICE_OVER not in str(error):
+                    raise
+            if len(_given_up) > self._begun_after:
+                for group in self._groups:
+                    _keep_for_ever(group)
+                raise PeerLostError(_given_up[-1])
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
 class Task:
     """A function that the background thread runs; waits like torch's Work."""
 
@@ -142,6 +179,7 @@ class Task:
         self.groups = groups
         self._run: Callable[[], object] | None = run
         self._ended = threading.Event()
+        self._left = False
         self._error: BaseException | None = None
         self._place = Place()
         self._mode = without_gradients()
@@ -159,21 +197,49 @@ class Task:
     def is_completed(self) -> bool:
         return self._ended.is_set()
 
+    def check(self) -> None:
+        """PeerLostError for the thread that runs it, if it was given up: it is to write nothing more."""
+        if self._left:
+            raise PeerLostError("this call was given up")
+
+    def give_up(self, error: BaseException) -> None:
+        """Whoever waits for it gets `error`, unless it has ended; the thread that runs it may be stuck."""
+        self._left = True
+        if not self._ended.is_set():
+            self._error, self._run = error, None
+            self._ended.set()
+
     def settled(self, patience_s: float | None = None) -> bool:
         """Until it has ended, well or not: its own `wait` tells the error. False if it took too long."""
         return self._ended.wait(patience_s)
 
     def execute(self) -> None:
+        run, _here.task = self._run, self
+        if run is None:
+            return  # given up before its turn
         try:
-            assert self._run is not None
             with self._mode, self._place.behind():
-                self._run()
+                run()
         except BaseException as error:  # noqa: BLE001 — kept, and raised in the thread that waits
-            self._error = error
+            if not self._left:
+                self._error = error
         finally:
+            _here.task = None
             if not self._place.on_gpu:
                 self._run = None  # it holds tensors
             self._ended.set()
+
+
+class _Here(threading.local):
+    task: Task | None = None  # that this thread runs
+
+
+_here = _Here()
+
+
+def in_task() -> bool:
+    """Whether this thread runs one."""
+    return _here.task is not None
 
 
 class _Server:
@@ -220,6 +286,39 @@ def drain(*groups: dist.ProcessGroup) -> None:
         waiting = [task for task in unfinished if any(group in task.groups for group in groups)]
     for task in waiting:
         task.settled()
+
+
+_given_up: list[str] = []  # why, each time
+
+
+def give_up(why: str, within_s: float) -> None:
+    """A rank is gone: what does not end within so many seconds is left, and whoever waits gets PeerLostError.
+
+    Threads that are stuck are left too, others take their place. The connections of groups, and what waits in
+    shared memory, are to have been ended before: so nothing comes to its end any more.
+    """
+    deadline = time.monotonic() + within_s
+    with _lock:
+        tasks = list(unfinished)
+    for task in tasks:
+        task.settled(max(0.0, deadline - time.monotonic()))
+    _given_up.append(why)
+    with _lock:
+        left = [task for task in unfinished if not task.is_completed()]
+        if not left:
+            return
+        servers = list(_servers.values())
+        _servers.clear()
+        unfinished.clear()
+    for server in servers:
+        server.tasks.put(None)
+    for task in left:
+        task.give_up(PeerLostError(why))
+
+
+def _keep_for_ever(group: dist.ProcessGroup) -> None:
+    """To destroy it would be to wait for its threads, which are stuck."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def finish() -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from imece import connections
 from imece import mesh as meshes
-from imece.collectives import companions
+from imece.collectives import companions, pending
 from imece.collectives.shared_memory.runner import abort_all
 from imece.errors import CollectiveError, PeerLostError, UserError
 from imece.membership import gpu_errors
@@ -35,6 +35,7 @@ _POLL_S = 0.004
 _NEWS_S = 1.0
 _LOST_S = 5.0  # for the launcher to see what a rank's peers have seen, if there was anything to see
 _CUT_S = 1.0  # for whoever waits for a rank that is gone to be told so by its connections
+_STUCK_S = 1.0  # for what waits to end, once its connections have
 _CONNECT_S = 60.0
 
 
@@ -145,7 +146,7 @@ class Member:
         with self._moving:
             # Who heard of it by an error: to destroy a group waits for all that is under way in it, on a GPU
             # or with a rank that has gone on, while something there still knows the group.
-            if _has_lost(self._members, generation):
+            if lost := _has_lost(self._members, generation):
                 connections.cut()
                 self.aborting.abort()
             self._has_groups = False
@@ -153,6 +154,8 @@ class Member:
             self._members, self._cut_at = set(generation.members), math.inf
             connections.forget()
             self.aborting.begin()
+        if lost:
+            pending.give_up("a rank is gone, and this call was left", _STUCK_S)
         rank, size = generation.members.index(self.number), len(generation.members)
         guarded = GuardedStore(lambda: _connect(self._meeting), self._check, patience_s)
         self._stores = [*self._stores[-1:], guarded]
@@ -209,8 +212,10 @@ class Member:
         with self._moving:
             if self._at < self._newest and time.monotonic() > self._cut_at:
                 connections.cut()
-                abort_all(PeerLostError(f"generation {self._at} is over: a rank of it is gone"))
+                over = f"generation {self._at} is over: a rank of it is gone"
+                abort_all(PeerLostError(over))
                 self.aborting.abort()
+                pending.give_up(over, _STUCK_S)
 
     def _end_failed(self) -> None:
         """After an error of NCCL's nobody may have ended, and no newer generation come by itself."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from imece.bench.hosts.namespaces import reason_against, two_hosts
-from tests.launch.hosts.two import RESILIENT, Pair, gone_within, is_whole, went_on
+from tests.launch.hosts.two import RESILIENT, Agent, Pair, gone_within, is_whole, went_on
 
 pytestmark = [
     pytest.mark.faults,
@@ -20,13 +20,21 @@ pytestmark = [
     pytest.mark.skipif(reason_against() is not None, reason=str(reason_against())),
 ]
 STEPS, SILENT_S = 1000, 3
+KILLS = 4
+# Its gradients, 8.7 MB, are on the cable for most of a step.
+WIDE = RESILIENT.replace(
+    "torch.nn.Linear(16, 1)",
+    "torch.nn.Sequential(torch.nn.Linear(16, 2048), torch.nn.Linear(2048, 1024), torch.nn.Linear(1024, 1))",
+)
 
 
 @contextmanager
-def pair(folder: Path, *, ranks: int = 1, steps: int = STEPS, strategy: str = "replicate") -> Iterator[Pair]:
+def pair(
+    folder: Path, *, ranks: int = 1, steps: int = STEPS, strategy: str = "replicate", program: str = RESILIENT
+) -> Iterator[Pair]:
     """Two hosts; in the end nothing is left of what was started on them."""
     script = folder / "script.py"
-    script.write_text(RESILIENT)
+    script.write_text(program)
     with two_hosts() as hosts:
         words = ("--silent-s", str(SILENT_S), "--grace-s", "20", script, str(steps), strategy)
         made = Pair(hosts, folder, *words, ranks=ranks)
@@ -51,6 +59,33 @@ def test_a_rank_is_killed_and_replaced(tmp_path: Path, strategy: str) -> None:
         f"\n{strategy}, a rank of host 1 killed: 3 ranks after {three.time_s - since:.2f} s, "
         f"4 again after {four.time_s - since:.1f} s"
     )
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1", "hybrid"])
+def test_ranks_are_killed_in_the_middle_of_a_message(tmp_path: Path, strategy: str) -> None:
+    """Whoever sends or receives the rest of one is told nothing by Gloo."""
+    with pair(tmp_path, ranks=2, steps=300, strategy=strategy, program=WIDE) as two:
+        a, b = two.start("a"), two.start("b")
+        b.wait_for_step(20)
+        gaps: list[float] = []
+        killed: set[int] = set()
+
+        def newest(agent: Agent) -> set[int]:
+            return {line.pid for line in agent.steps() if line.slot == 3} - killed
+
+        for kill in range(KILLS):
+            b.wait_for(newest, "a step of rank 3")
+            time.sleep(0.3 + 0.07 * kill)
+            (victim,) = newest(b)
+            since = time.monotonic()
+            os.kill(victim, signal.SIGKILL)
+            killed.add(victim)
+            gaps.append(went_on(a, since, 3, timeout_s=60).time_s - since)
+            went_on(a, since, 4)
+        two.hurry()
+        assert (a.end(), b.end()) == (0, 0), a.text + b.text
+    is_whole(a, b, steps=300, again=KILLS)
+    print(f"\n{strategy}, in the middle of a message: 3 ranks after {', '.join(f'{s:.2f}' for s in gaps)} s")
 
 
 @pytest.mark.parametrize("name", ["a", "b"])

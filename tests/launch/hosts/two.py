@@ -149,7 +149,9 @@ class Pair(Launchers):
         subprocess.run(command, check=True)
 
 
-def went_on(agent: Agent, since_s: float, ranks: int, pids: set[int] | None = None) -> Line:
+def went_on(
+    agent: Agent, since_s: float, ranks: int, pids: set[int] | None = None, timeout_s: float = 200
+) -> Line:
     """The first step that one of its ranks finished after `since_s` as one of so many."""
 
     def lines() -> list[Line]:
@@ -159,7 +161,7 @@ def went_on(agent: Agent, since_s: float, ranks: int, pids: set[int] | None = No
             if line.time_s > since_s and line.ranks == ranks and (pids is None or line.pid in pids)
         ]
 
-    agent.wait_for(lambda _: lines(), f"a step of {ranks} ranks")
+    agent.wait_for(lambda _: lines(), f"a step of {ranks} ranks", timeout_s)
     return lines()[0]
 
 
