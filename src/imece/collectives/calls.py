@@ -6,6 +6,7 @@ Only the shortest one, a synchronous all_reduce in shared memory, goes round thi
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -147,12 +148,12 @@ class Call:
                 if async_op:
                     task = in_background(checked, self.group, *others)
                     return Pending(self.op, result, [task], None, token).handed_out()
-                if self._may_get_stuck:
-                    task = in_background(checked, self.group, *others)
-                    return Pending(self.op, result, [task], None, token).wait()
                 with waiting:
                     drain(self.group, *others)
-                    checked()
+                    if self._may_get_stuck:
+                        in_background(checked, self.group, *others, lane=pending.MAIN).wait()
+                    else:
+                        checked()
         except BaseException:
             if token is not None:
                 recorder.fail(token)
@@ -201,7 +202,8 @@ class Call:
     def _may_get_stuck(self) -> bool:
         """Whether another thread is to carry it out, which can be given up: Gloo's messages may be stuck."""
         on_cpu = self.tensor is None or self.tensor.device.type == "cpu"
-        return on_cpu and not isinstance(self.group, SharedMemoryGroup) and not pending.in_task()
+        in_main = threading.current_thread() is threading.main_thread()
+        return on_cpu and in_main and not isinstance(self.group, SharedMemoryGroup)
 
     def _here(self, async_op: bool) -> contextlib.AbstractContextManager[None]:
         """In shared memory a call that waits runs on the thread that makes it."""

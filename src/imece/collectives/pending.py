@@ -40,6 +40,8 @@ PATIENCE_S = 2.0  # with one task, before its groups are destroyed
 _SLICE = timedelta(seconds=1)  # of waiting, between two looks whether it is given up
 _SLICE_OVER = "Operation timed out!"  # torch's words: the work itself goes on
 _GOODBYE_S = 0.5
+MAIN = -1
+"""The lane of calls that the main thread would carry out itself, if it could be left behind."""
 
 
 class Waitable(Protocol):
@@ -150,7 +152,7 @@ class Sliced:
     def __init__(self, work: Waitable, *groups: dist.ProcessGroup) -> None:
         """groups: those in which it may be stuck."""
         self._work, self._groups = work, groups
-        self._begun_after = len(_given_up)
+        self._given_up_before = _given_up.times
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:
         if timeout is not None:
@@ -163,10 +165,10 @@ class Sliced:
             except RuntimeError as error:
                 if _SLICE_OVER not in str(error):
                     raise
-            if len(_given_up) > self._begun_after:
+            if _given_up.times > self._given_up_before:
                 for group in self._groups:
                     _keep_for_ever(group)
-                raise PeerLostError(_given_up[-1])
+                raise PeerLostError(_given_up.why)
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -214,9 +216,10 @@ class Task:
         return self._ended.wait(patience_s)
 
     def execute(self) -> None:
-        run, _here.task = self._run, self
+        run = self._run
         if run is None:
             return  # given up before its turn
+        _here.task = self
         try:
             with self._mode, self._place.behind():
                 run()
@@ -237,17 +240,12 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def in_task() -> bool:
-    """Whether this thread runs one."""
-    return _here.task is not None
-
-
 class _Server:
     """A thread that runs tasks in their order."""
 
     def __init__(self, lane: int) -> None:
         self.tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        name = f"imece-lane-{lane}" if lane else "imece-collectives"
+        name = {0: "imece-collectives", MAIN: "imece-calls"}.get(lane, f"imece-lane-{lane}")
         self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self.thread.start()
 
@@ -288,7 +286,12 @@ def drain(*groups: dist.ProcessGroup) -> None:
         task.settled()
 
 
-_given_up: list[str] = []  # why, each time
+class _GivenUp:
+    times = 0
+    why = ""  # the last time
+
+
+_given_up = _GivenUp()
 
 
 def give_up(why: str, within_s: float) -> None:
@@ -302,7 +305,7 @@ def give_up(why: str, within_s: float) -> None:
         tasks = list(unfinished)
     for task in tasks:
         task.settled(max(0.0, deadline - time.monotonic()))
-    _given_up.append(why)
+    _given_up.times, _given_up.why = _given_up.times + 1, why
     with _lock:
         left = [task for task in unfinished if not task.is_completed()]
         if not left:
