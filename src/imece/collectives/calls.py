@@ -6,7 +6,6 @@ Only the shortest one, a synchronous all_reduce in shared memory, goes round thi
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -202,8 +201,7 @@ class Call:
     def _may_get_stuck(self) -> bool:
         """Whether another thread is to carry it out, which can be given up: Gloo's messages may be stuck."""
         on_cpu = self.tensor is None or self.tensor.device.type == "cpu"
-        in_main = threading.current_thread() is threading.main_thread()
-        return on_cpu and in_main and not isinstance(self.group, SharedMemoryGroup)
+        return on_cpu and not isinstance(self.group, SharedMemoryGroup) and pending.leaves_calls()
 
     def _here(self, async_op: bool) -> contextlib.AbstractContextManager[None]:
         """In shared memory a call that waits runs on the thread that makes it."""

@@ -287,11 +287,22 @@ def drain(*groups: dist.ProcessGroup) -> None:
 
 
 class _GivenUp:
+    expected = False  # whether anybody may do it in this process
     times = 0
     why = ""  # the last time
 
 
 _given_up = _GivenUp()
+
+
+def expect_giving_up() -> None:
+    """From now on somebody may `give_up`: the main thread is not to be where it cannot be told."""
+    _given_up.expected = True
+
+
+def leaves_calls() -> bool:
+    """Whether this thread leaves what may be stuck to another, which costs some milliseconds a call."""
+    return _given_up.expected and threading.current_thread() is threading.main_thread()
 
 
 def give_up(why: str, within_s: float) -> None:

@@ -68,6 +68,7 @@ class Member:
         self._goes_on = False
         self.aborting = Aborting()
         gpu_errors.leave_to_member()
+        pending.expect_giving_up()
         self._stores: list[dist.Store] = []  # a PrefixStore does not keep what is written in Python alive
         self._stop = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="imece-beat", daemon=True)
