@@ -87,17 +87,16 @@ class Check:
         self._gather(deadline)
 
     def _gather(self, deadline: float | None) -> None:
-        if self._checker.failure is not None:
-            raise self._checker.failure  # the first one; what came after it is only its consequence
-        rows = self._rollcall.wait(lambda work: _wait(work, deadline, self.what, self._checker))
+        checker = self._checker
+        if checker.failure is not None:
+            raise checker.failure  # the first one; what came after it is only its consequence
+        rows = self._rollcall.wait(lambda work: _wait(checker.sliced(work), deadline, self.what, checker))
         raw = rows.numpy().tobytes()
         if any(
             raw[at : at + _COMPARED_BYTES] != raw[:_COMPARED_BYTES] for at in range(0, len(raw), _ROW.size)
         ):
             said = [_unpack(raw[at : at + _ROW.size]) for at in range(0, len(raw), _ROW.size)]
-            raise self._checker._fail(
-                MismatchError(_explain(dict(zip(self._checker.ranks, said, strict=True))))
-            )
+            raise checker._fail(MismatchError(_explain(dict(zip(checker.ranks, said, strict=True)))))
 
 
 class CheckedWork:
@@ -125,7 +124,9 @@ class CheckedWork:
         if self._error is not None:
             raise self._error
         if self._work is not None:
-            _wait(self._work, deadline, self._check.what, self._check._checker)
+            checker = self._check._checker
+            work = self._work if checker.launches_beside else checker.sliced(self._work)
+            _wait(work, deadline, self._check.what, checker)
 
     def _wait_started(self, deadline: float | None) -> None:
         if not self.started.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
@@ -195,6 +196,11 @@ class Checker:
                 self._thread = threading.Thread(target=self._run, name="imece-check", daemon=True)
                 self._thread.start()
         return work
+
+    def sliced(self, work: Waitable) -> Waitable:
+        """A work of the companions', or of the group on CPUs, whose waiting can be given up."""
+        in_shared_memory = isinstance(work, ShmWork)
+        return work if in_shared_memory else Sliced(work, self.group, *self.companions.levels)
 
     def close(self) -> None:
         """Ends the thread, calls that are still queued first, and leaves the companions."""
@@ -297,8 +303,6 @@ def _end() -> None:
 
 def _wait(work: Waitable, deadline: float | None, what: str, checker: Checker) -> None:
     """Waits for a work; its backend's RuntimeErrors become ours."""
-    if not checker.launches_beside and not isinstance(work, ShmWork):
-        work = Sliced(work, checker.group, *checker.companions.levels)
     try:
         if deadline is None:
             work.wait()
