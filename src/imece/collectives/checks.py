@@ -40,6 +40,7 @@ from imece.collectives import recorder
 from imece.collectives.companions import Companions, companions
 from imece.collectives.pending import Sliced, Waitable, without_gradients
 from imece.collectives.rollcall import RollCall
+from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.shared_memory.work import ShmWork
 from imece.collectives.streams import Place
 from imece.errors import CollectiveError, CollectiveTimeoutError, MismatchError, PeerLostError
@@ -199,8 +200,10 @@ class Checker:
 
     def sliced(self, work: Waitable) -> Waitable:
         """A work of the companions', or of the group on CPUs, whose waiting can be given up."""
-        in_shared_memory = isinstance(work, ShmWork)
-        return work if in_shared_memory else Sliced(work, self.group, *self.companions.levels)
+        if isinstance(work, ShmWork):
+            return work
+        groups = (self.group, *self.companions.levels)
+        return Sliced(work, *(each for each in groups if not isinstance(each, SharedMemoryGroup)))
 
     def close(self) -> None:
         """Ends the thread, calls that are still queued first, and leaves the companions."""
