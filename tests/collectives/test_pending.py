@@ -12,10 +12,14 @@ from functools import partial
 from typing import Any, cast
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from imece.collectives import pending
+from imece.collectives.calls import Call
 from imece.collectives.pending import Sliced, in_background, wait_for
 from imece.errors import PeerLostError
+from tests.ranks import run_ranks
 
 
 class Group:
@@ -102,3 +106,28 @@ def test_who_waits_for_gloo_looks_whether_it_is_given_up(monkeypatch: pytest.Mon
     assert sys.getrefcount(group) > others, "to destroy it would be to wait for its thread"
     work.ended.set()
     assert Sliced(cast(Any, work), cast(Any, group)).wait(), "one that begins later is not given up"
+
+
+def wait_in_main() -> list[str]:
+    """The names of the threads that carry out a call of messages, before and once it may be given up."""
+    names: list[str] = []
+    tensor, stuck = torch.zeros(4), threading.Event()
+    assert dist.group.WORLD is not None
+    call = Call("all_reduce", dist.group.WORLD, tensor, "sum", way="schedule ring")
+
+    def note() -> None:
+        names.append(threading.current_thread().name)
+
+    call.scheduled(note, tensor, False)
+    pending.expect_giving_up()
+    call.scheduled(note, tensor, False)
+    threading.Timer(0.3, partial(pending.give_up, "rank 3 is gone", 0.1)).start()
+    with pytest.raises(PeerLostError, match="rank 3 is gone"):
+        call.scheduled(stuck.wait, tensor, False)
+    stuck.set()
+    return names
+
+
+def test_the_main_thread_is_not_where_it_cannot_be_told() -> None:
+    for names in run_ranks(wait_in_main, 2, backend="gloo"):
+        assert names == ["MainThread", "imece-calls"]

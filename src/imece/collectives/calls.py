@@ -17,7 +17,7 @@ import torch.distributed as dist
 from imece import mesh
 from imece.collectives import checks, pending, recorder
 from imece.collectives.fingerprint import Announced
-from imece.collectives.pending import Pending, Sliced, Waitable, drain, in_background, without_gradients
+from imece.collectives.pending import Pending, Waitable, drain, in_background, without_gradients
 from imece.collectives.recording import POINT_TO_POINT
 from imece.collectives.reduction import flattened, shares_memory
 from imece.collectives.shared_memory.group import SharedMemoryGroup
@@ -115,8 +115,8 @@ class Call:
                         if checker is not None:
                             checker.begin(self._announced()).wait()
                         works = launch()
-                    if checker is not None and not checker.launches_beside and not isinstance(works, list):
-                        works = Sliced(works, self.group)
+                    if checker is not None and not isinstance(works, list):
+                        works = checker.sliced_call(works)
             except BaseException:
                 if token is not None:
                     recorder.fail(token)

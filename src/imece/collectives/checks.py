@@ -126,8 +126,7 @@ class CheckedWork:
             raise self._error
         if self._work is not None:
             checker = self._check._checker
-            work = self._work if checker.launches_beside else checker.sliced(self._work)
-            _wait(work, deadline, self._check.what, checker)
+            _wait(checker.sliced_call(self._work), deadline, self._check.what, checker)
 
     def _wait_started(self, deadline: float | None) -> None:
         if not self.started.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
@@ -199,11 +198,15 @@ class Checker:
         return work
 
     def sliced(self, work: Waitable) -> Waitable:
-        """A work of the companions', or of the group on CPUs, whose waiting can be given up."""
+        """A work of the companions', waited for so that it can be given up."""
         if isinstance(work, ShmWork):
             return work
         groups = (self.group, *self.companions.levels)
         return Sliced(work, *(each for each in groups if not isinstance(each, SharedMemoryGroup)))
+
+    def sliced_call(self, work: Waitable) -> Waitable:
+        """The same for one of the group's own; NCCL's is not waited for on the host."""
+        return work if self.launches_beside else self.sliced(work)
 
     def close(self) -> None:
         """Ends the thread, calls that are still queued first, and leaves the companions."""
