@@ -103,6 +103,18 @@ def test_what_runs_write_is_no_text(tmp_path: Path) -> None:
     assert "no file matches" in mistake(sources, [f"{runs[0]}/*"])
 
 
+@pytest.mark.parametrize("also", [".lock", "metrics.jsonl"])
+def test_a_run_is_one_from_its_first_moment_on(tmp_path: Path, also: str) -> None:
+    """Or its first command would read what it keeps of a tokenizer, and the next one would not."""
+    wanted = write(tmp_path / "a.txt", "x")
+    for name in ("config.toml", also, "from/merges.txt"):
+        write(tmp_path / "run" / name, "x")
+    for whole in (tmp_path, f"{tmp_path}/**/*.txt"):
+        passed: list[Path] = []
+        assert sources([whole], run_folders=passed) == [wanted]
+        assert passed == [tmp_path / "run"]
+
+
 def test_names_that_hold_wherever_they_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "a [b]"
     write(folder / "c?.txt", "x")

@@ -11,12 +11,14 @@ import torch
 
 from imece.checkpoint.save import Checkpoints
 from imece.checkpoint.weights import load_weights
+from imece.data.corpus import sources
 from imece.errors import UserError
 from imece.models.presets import PRESETS
 from imece.models.shape import RopeScaling
 from imece.models.transformer import Transformer
 from imece.train.config import TrainConfig
 from imece.train.run_folder import RunFolder, Which, read_shape, shape_as_json
+from imece.train.run_lock import RunLock
 
 SHAPE = dataclasses.replace(PRESETS["tiny"], vocab_size=257, width=16, mlp_width=24)
 
@@ -43,6 +45,15 @@ def folder(tmp_path: Path) -> RunFolder:
     made = RunFolder(tmp_path / "run")
     made.begin(TrainConfig(run=str(made.path)))
     return made
+
+
+def test_its_files_are_no_text_once_it_has_begun(tmp_path: Path) -> None:
+    text, run = tmp_path / "a.txt", RunFolder(tmp_path / "run")
+    text.write_text("x")
+    with RunLock(run.path) as lock, run.begun(TrainConfig(run=str(run.path)), lock):
+        run.origin.mkdir()
+        (run.origin / "merges.txt").write_text("x")
+        assert sources([tmp_path]) == [text]
 
 
 def test_shapes_as_json() -> None:

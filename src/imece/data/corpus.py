@@ -27,7 +27,9 @@ _WHOLE_BYTES = 1 << 18  # a file up to this size is one document
 _PIECE_BYTES = 1 << 16  # a larger one is cut at line ends into documents of about this size
 _LINE_BYTES = 1 << 12  # a line up to this size is not cut
 _FEWEST_DOCUMENTS = 16  # of all text: where one is most of it, to hold that out leaves nothing to learn from
-_RUN = {"config.toml", "metrics.jsonl"}  # a folder with both is a run's: what it writes is no text to learn
+# A folder with the first and one of the others is a run's: what it writes is no text to learn. The lock is
+# there before all else, so that its first command reads what later ones do; a copy may lack hidden files.
+_CONFIG_OF_RUN, _ALSO_OF_RUN = "config.toml", (".lock", "metrics.jsonl")
 _CONVERTED = {  # by the first bytes of a file, what makes text of it
     b"\x1f\x8b": "compressed: unpack it first, with gunzip",
     b"\x28\xb5\x2f\xfd": "compressed: unpack it first, with zstd -d",
@@ -238,7 +240,7 @@ def _walk(root: str, run_folders: set[str]) -> Iterator[tuple[str, list[str], li
                 folders.clear()
                 continue
             seen.add(real)
-            if _RUN.issubset(names):
+            if _CONFIG_OF_RUN in names and any(name in names for name in _ALSO_OF_RUN):
                 run_folders.add(real)
                 folders.clear()
                 continue
@@ -305,7 +307,8 @@ def _mode(path: Path) -> int:
 
 
 def _is_run(folder: Path) -> bool:
-    return all(os.path.isfile(folder / name) for name in _RUN)
+    there = [os.path.isfile(folder / name) for name in (_CONFIG_OF_RUN, *_ALSO_OF_RUN)]
+    return there[0] and any(there[1:])
 
 
 def _suffix(path: Path) -> str:
