@@ -105,6 +105,20 @@ def test_every_item_has_exactly_one_place(case: Case) -> None:
         assert bucket.used_numel == end
 
 
+@given(cases(), st.sampled_from([16, 32]))
+@EXAMPLES
+def test_items_begin_aligned(case: Case, align_bytes: int) -> None:
+    built = build(**arguments(case), item_align_bytes=align_bytes)
+    assert sorted(chain.from_iterable(contents(built))) == list(range(len(case.items)))
+    for bucket in built.buckets:
+        step, end = align_bytes // bucket.itemsize, 0
+        for place in bucket.places:
+            assert place.start == -(-end // step) * step  # no overlap, no more of a gap than must be
+            end = place.stop
+            assert end - place.start == case.items[place.item].numel
+        assert end <= bucket.numel
+
+
 @given(cases())
 @EXAMPLES
 def test_shards_are_equal_aligned_and_cover_the_bucket(case: Case) -> None:

@@ -26,18 +26,36 @@ class Backends:
 
 
 def choose_device(asked: str | torch.device | None, world: World, backend: str | None = None) -> torch.device:
-    """This rank's device, made torch's current one if it is a GPU. Ranks share GPUs on the `backend` Gloo."""
+    """This rank's device, made torch's current one if it is a GPU. Ranks share GPUs on the `backend` Gloo.
+
+    UserError for one that is not there, or whose tensors the `backend` does not move.
+    """
+    mover = _mover_of_gpus(backend)
+    usual = "cuda" if torch.cuda.is_available() and mover is not None else "cpu"
     try:
-        device = torch.device(asked if asked is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device(asked if asked is not None else usual)
     except RuntimeError as error:
         raise UserError(f"device {asked!r}: {str(error).splitlines()[0]}") from None
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type != "cuda" or not torch.cuda.is_available():
         raise UserError(f"device {str(asked)!r}: this host has no such device; use 'cpu' or 'cuda'")
+    if mover is None:
+        raise UserError(
+            f"device {str(asked)!r} with backend {backend!r}, which moves the CPU's tensors alone: leave one of "
+            "them out"
+        )
+    if mover != "nccl" and "cpu:shm" in str(backend).split(","):
+        raise UserError(
+            f"backend {backend!r}: beside shm a GPU's tensors go over NCCL alone; leave it out, or take "
+            "backend='gloo' (IMECE_BACKEND=gloo), on which ranks share GPUs"
+        )
     count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        there = "one GPU, cuda:0" if count == 1 else f"{count} GPUs, cuda:0 to cuda:{count - 1}"
+        raise UserError(f"device {str(asked)!r}: this rank sees {there}")
     # A launcher that shows each rank only its own GPU leaves one to choose from, whatever the local rank.
-    share = count == 1 or choose_backends(device, True, backend).own == "gloo"
+    share = count == 1 or mover == "gloo"
     own = world.local_rank % count if share else world.local_rank
     index = device.index if device.index is not None else own
     if index >= count:
@@ -47,6 +65,16 @@ def choose_device(asked: str | torch.device | None, world: World, backend: str |
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def _mover_of_gpus(backend: str | None) -> str | None:
+    """What moves a GPU's tensors in "gloo", "cpu:gloo,cuda:nccl" and the like; None if they say nothing of
+    them. Where nobody has named a backend it is NCCL."""
+    if backend is None:
+        return "nccl"
+    if ":" not in backend:
+        return backend if backend != "shm" else None
+    return dict(part.rpartition(":")[::2] for part in backend.split(",")).get("cuda")
 
 
 def usable_gpus() -> int:

@@ -66,10 +66,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A flat buffer: items one after another without gaps, then padding; empty if all its items are.
+    """A flat buffer: items one after another, then padding; empty if all its items are.
 
-    With whole items (see `build`) each shard ends in padding, and no item lies in two of them; with blocks
-    there is padding after each item.
+    Each item begins aligned, so that there may be padding after it. With whole items (see `build`) each shard
+    ends in padding, and no item lies in two of them.
     """
 
     index: int
@@ -168,6 +168,7 @@ def build(
     first_bytes: int | None = None,
     shards: int = 1,
     align_bytes: int = 64,
+    item_align_bytes: int = 1,
     order: Sequence[int] | None = None,
     whole: Collection[int] = (),
     modules_whole: bool = False,
@@ -191,7 +192,9 @@ def build(
     one of a bucket first; the work of an item of shape [..., m, n] is m * n * min(m, n), that of a matrix
     product with itself.
 
-    blocks: {group: elements}; shards cut its items at multiples of so many of their elements only.
+    align_bytes, item_align_bytes: shards are multiples of the first, and each item begins at a multiple of the
+    second, or of its itemsize if that is more. blocks: {group: elements}; shards cut its items at multiples
+    of so many of their elements only.
 
     ValueError, with names and numbers, for: a name given twice, a negative dim, an itemsize below 1 or two of
     them for one dtype, a cap or align_bytes below 1, align_bytes that is no multiple of an itemsize,
@@ -220,8 +223,9 @@ def build(
     work = [0] * shards
     buckets = []
     for i, content in enumerate(contents):
-        dealt = _deal(content, items, work) if items[content[0]].group in whole else [content]
-        block = (blocks or {}).get(items[content[0]].group, 1)
+        first = items[content[0]]
+        dealt = _deal(content, items, work) if first.group in whole else [content]
+        block = math.lcm((blocks or {}).get(first.group, 1), max(1, item_align_bytes // first.itemsize))
         buckets.append(_bucket(i, dealt, items, shards, align_bytes, block))
     return Layout(items, tuple(buckets))
 

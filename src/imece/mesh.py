@@ -95,7 +95,7 @@ class Mesh:
         self._sizes = dict(sizes)
         self._store = store  # of this mesh alone
         self._whole: Partition = (tuple(range(world.world_size)),)
-        self._groups: dict[tuple[Partition, int], dist.ProcessGroup] = {(self._whole, 0): _default_group()}
+        self._groups: dict[tuple[Partition, int | str], dist.ProcessGroup] = {(self._whole, 0): _default_group()}
         self._created: list[dist.ProcessGroup] = []
         self._device_mesh: DeviceMesh | None = None
         for begin in once_arranged:
@@ -132,6 +132,14 @@ class Mesh:
         """The group of the ranks that differ from this one only along `axes`, ascending by rank."""
         self._check(axes)
         return self._group(partition(axes, self._sizes))
+
+    def batching_group(self, *axes: str) -> dist.ProcessGroup:
+        """As `group`; on GPUs one in which torch.distributed.batch_isend_irecv makes a batch of messages, as it
+        does in groups of torch's own class only."""
+        group = self.group(*axes)
+        if self.device.type == "cpu" or type(group) is dist.ProcessGroup:
+            return group
+        return self._group(partition(axes, self._sizes), "batches", "nccl")
 
     @property
     def world_group(self) -> dist.ProcessGroup:
@@ -244,11 +252,14 @@ class Mesh:
         for lane in range(1 + LANES):
             self.host_group_in(lane)
 
-    def _group(self, sets: Partition, lane: int = 0) -> dist.ProcessGroup:
+    def _group(
+        self, sets: Partition, lane: int | str = 0, backend: str | None = None
+    ) -> dist.ProcessGroup:
+        """backend: another than is usual for these ranks, then always with a lane of its own."""
         if (sets, lane) not in self._groups:
             self._check_same_order(sets)
             on_host = all(any(set(ranks) <= set(host) for host in self.hosts) for ranks in sets)
-            backend = self._backends.host if on_host else self._backends.world
+            backend = backend or (self._backends.host if on_host else self._backends.world)
             for ranks in sets:
                 with connections.of_groups():
                     group = dist.new_group(ranks=list(ranks), backend=backend, timeout=self._timeout)
@@ -391,7 +402,7 @@ def _arrange(
             f"start it with imece launch --ranks {ranks} {os.path.basename(sys.argv[0])}"
         )
     sizes = check_axes(axes, world.world_size)
-    own_device = choose_device(device, world, None if adopted else backend)
+    own_device = choose_device(device, world, str(dist.get_backend_config()) if adopted else backend)
     meeting = min(timeout, timedelta(seconds=MEETING_S))
     if adopted:
         store: dist.Store = dist.distributed_c10d._get_default_store()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import statistics
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -282,6 +284,18 @@ def test_who_waits_for_a_rank_that_has_left_is_told_whatever_that_one_keeps() ->
     assert kept == "SharedMemoryGroup"
 
 
+def keep_nothing_of_what_is_over() -> None:
+    """The checker keeps its last call, for the next one's check: on GPUs that may be all gradients of a model."""
+    group = dist.new_group()
+    tensor = torch.ones(8)
+    known = weakref.ref(tensor.untyped_storage())
+    pending = imece.all_reduce(tensor, group=group, async_op=True)
+    assert pending.wait() is tensor and pending.done()
+    del tensor, pending
+    gc.collect()
+    assert known() is None
+
+
 def find_checkers() -> None:
     checker = guarded()
     other = dist.new_group(list(range(WORLD)))
@@ -322,6 +336,7 @@ def go_other_ways() -> list[str]:
 
 def tell_stories() -> list[Any]:
     find_checkers()
+    keep_nothing_of_what_is_over()
     return [miss_one(), swap_order(), go_other_ways()]
 
 

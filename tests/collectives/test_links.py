@@ -180,7 +180,7 @@ def test_the_pipelined_ring_has_the_parts_of_its_prediction(monkeypatch: pytest.
     monkeypatch.setattr(auto, "_links", {})
     tensor = torch.zeros(16 * MIB // 4)
     ops.broadcast(tensor, group=group, schedule="pipelined_ring")
-    auto._links[group] = ONE_HOST
+    auto._links[group] = {"cpu": ONE_HOST}
     ops.broadcast(tensor, group=group, schedule="auto")
     ops.broadcast(tensor, group=group, schedule="auto", parts=3)
     assert cut == [8, best_parts(16 * MIB, ONE_HOST), 3] and cut[1] > 8

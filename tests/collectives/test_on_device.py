@@ -16,10 +16,11 @@ from torch.distributed import distributed_c10d
 
 import imece
 from imece import meeting
-from imece.collectives import checks, companions, execute, links, messages, streams
+from imece.collectives import auto, checks, companions, execute, links, messages, native, streams
 from imece.collectives.calls import Call, host_device
 from imece.collectives.execute import Message
-from imece.collectives.pending import Task
+from imece.collectives.pending import Sliced, Task
+from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.shared_memory.other_devices import OtherDevices
 from imece.device import choose_backends, choose_device
 from imece.errors import UserError
@@ -110,11 +111,11 @@ def test_a_thread_that_launches_for_another_has_its_device(on_gpu: Streams) -> N
 
 @pytest.mark.parametrize("beside", [True, False])
 def test_a_checked_call_is_launched_behind_its_place(beside: bool, on_gpu: Streams) -> None:
-    checker = SimpleNamespace(launches_beside=beside)
+    checker = SimpleNamespace(is_nccls=lambda device: beside)
     check: Any = SimpleNamespace(
         _gather=lambda deadline: on_gpu.told.append("all have come"), _checker=checker
     )
-    work = checks.CheckedWork(check, lambda: on_gpu.told.append(f"launched on {on_gpu.now().name}"))
+    work = checks.CheckedWork(check, lambda: on_gpu.told.append(f"launched on {on_gpu.now().name}"), CUDA)
     on_gpu.told.append("the caller goes on")
     work._run()
     assert on_gpu.told[:2] == ["caller records", "the caller goes on"]
@@ -327,13 +328,73 @@ def test_ranks_share_several_gpus_over_gloo_only(monkeypatch: pytest.MonkeyPatch
     for name, answer in {"is_available": True, "device_count": 2, "set_device": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     worlds = [World(rank, 4, rank, 4, "host", "torchrun") for rank in range(4)]
-    for backend in ("gloo", "cpu:shm,cuda:gloo"):
+    for backend in ("gloo", "cpu:gloo,cuda:gloo"):
         indices = [choose_device(None, world, backend).index for world in worlds]
         assert indices == [0, 1, 0, 1]
     with pytest.raises(UserError, match=r"^4 ranks on this host, but 2 GPUs: .*IMECE_BACKEND=gloo"):
         choose_device(None, worlds[3])
-    with pytest.raises(UserError, match="but 2 GPUs"):
+    with pytest.raises(UserError, match="^device 'cuda:2': this rank sees 2 GPUs, cuda:0 to cuda:1$"):
         choose_device("cuda:2", worlds[0], "gloo")
+
+
+def test_a_backend_that_does_not_move_a_gpus_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is for the CPU beside GPUs too, and not for both."""
+    for name, answer in {"is_available": True, "device_count": 2, "set_device": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    world = World(0, 4, 0, 4, "host", "torchrun")
+    for backend in ("shm", "cpu:shm", "cpu:gloo"):
+        assert choose_device(None, world, backend) == torch.device("cpu")
+        with pytest.raises(UserError, match=f"^device 'cuda' with backend '{backend}', which moves the CPU's"):
+            choose_device("cuda", world, backend)
+    for backend in (None, "nccl", "cuda:nccl", "cpu:shm,cuda:nccl"):
+        assert choose_device(None, world, backend) == CUDA
+    with pytest.raises(UserError, match=r"beside shm a GPU's tensors go over NCCL alone; .*IMECE_BACKEND=gloo"):
+        choose_device(None, world, "cpu:shm,cuda:gloo")
+    assert choose_device("cpu", world, "cpu:shm,cuda:gloo") == torch.device("cpu")
+
+
+def test_calls_of_the_cpus_tensors_beside_nccl_can_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are Gloo's in a group that has both, and no stream is beside them."""
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo,cuda:nccl")
+    group: Any = SimpleNamespace(size=lambda: 2)
+    checker = checks.Checker(group, SimpleNamespace(order=[0, 1], levels=[]))  # type: ignore[arg-type]
+    work: Any = object()
+    assert isinstance(checker.sliced_call(work, torch.device("cpu")), Sliced)
+    assert checker.sliced_call(work, CUDA) is work and checker.sliced_call(work, None) is work
+
+
+def test_a_message_from_anybody_to_a_gpu_is_not_shared_memorys() -> None:
+    called = SimpleNamespace(recv_anysource=lambda tensors, tag: ("NCCL's", tag))
+    group: Any = SimpleNamespace(_others=SimpleNamespace(group=lambda tensor, owner: called))
+    assert SharedMemoryGroup.recv_anysource(group, [torch.empty(1)], 3) == ("NCCL's", 3)
+
+
+def test_links_are_those_of_the_memory_that_a_call_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one group NCCL moves a GPU's tensors, and shared memory the CPU's."""
+    measured: list[str] = []
+    monkeypatch.setattr(auto, "_links", {})
+    monkeypatch.setattr(auto, "Call", lambda *_, **__: SimpleNamespace(native=lambda *_, **__: None))
+    monkeypatch.setattr(auto.torch, "empty", lambda *_, **__: None)
+    monkeypatch.setattr(auto, "measure", lambda _, __, device: measured.append(str(device)) or str(device))
+    monkeypatch.setattr(auto.mesh, "hosts_in", lambda _: None)
+    group: Any = "group"
+    found = [auto.links_of(group, device) for device in ("cpu", CUDA, torch.device("cpu"), "cuda:0")]
+    assert found == ["cpu", "cuda:0", "cpu", "cuda:0"] and measured == ["cpu", "cuda:0"]
+
+
+@pytest.mark.parametrize(("op", "dtype"), [("sum", torch.float32), ("product", torch.complex64)])
+def test_sums_of_complex_numbers_are_sums_of_real_ones(
+    op: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL has no complex dtypes."""
+    given: list[torch.Tensor] = []
+    monkeypatch.setattr(native, "_reduce_scatter", lambda *tensors, **_: given.extend(tensors))
+    group: Any = None
+    output, flat = torch.zeros(2, dtype=torch.complex64), torch.zeros(6, dtype=torch.complex64)
+    native.reduce_scatter(output, flat, op, group)
+    assert [each.dtype for each in given] == [dtype] * 2
+    assert [each.data_ptr() for each in given] == [output.data_ptr(), flat.data_ptr()]
 
 
 def test_nccl_alone_is_for_the_tensors_of_gpus() -> None:

@@ -13,6 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 import imece
+from tests.ranks import run_ranks
 
 LAYERS = 3
 
@@ -168,3 +169,40 @@ def test_which_modules() -> None:
         imece.compile_blocks(Block())
     with pytest.raises(ValueError, match="no such module"):
         imece.compile_blocks(model, units=[nn.Conv1d])
+
+
+class Gated(nn.Module):
+    """Sizes after which the next parameter of a block would begin anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.scale = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(7))
+        self.layer = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.gate * self.layer(x * self.scale)
+        return out
+
+
+def where_parameters_begin() -> list[int]:
+    """What is left of their addresses divided by 16, while blocks run; under several strategies."""
+    mesh = imece.init()
+    half = imece.MixedPrecision(torch.bfloat16)
+    found: list[int] = []
+    for strategy, options in [("zero1", {}), ("zero1", {"precision": half}), ("zero3", {"gather": True})]:
+        model: Any = nn.Sequential(*(Gated() for _ in range(LAYERS)))
+        for block in model:
+            block.register_forward_pre_hook(
+                lambda block, _: found.extend(each.data_ptr() % 16 for each in block.parameters())
+            )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = imece.parallelize(model, optimizer, strategy, mesh, **options)
+        model(torch.ones(2, 7, dtype=torch.bfloat16 if "precision" in options else torch.float32))
+    mesh.close()
+    return found
+
+
+def test_parameters_begin_where_compiled_code_expects_them() -> None:
+    """Of one block it is made, for all of them: on a GPU it reads 16 bytes at a time, and does not look."""
+    for found in run_ranks(where_parameters_begin, 2, backend=None):
+        assert found == [0] * (3 * LAYERS * 4)

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -612,6 +613,13 @@ def test_norm_takes_fp64_for_a_piece_of_a_gradient_at_a_time(
     monkeypatch.setattr(norm, "_PIECE_ON_CPU", 32)
     assert norm_of(gradients, torch.device("cpu")).item() == pytest.approx(math.sqrt(expected), rel=1e-14)
     assert taken == [32, 32, 13, 3, 24, 2]
+
+
+def test_norm_of_gradients_on_several_devices() -> None:
+    """As of a module whose layers are on two GPUs."""
+    with FakeTensorMode():
+        gradients = [torch.ones(3, device=f"cuda:{number}") for number in (1, 0)]
+        assert norm_of(gradients, torch.device("cuda", 1)).device == torch.device("cuda", 1)
 
 
 def test_norm_of_complex_gradients() -> None:

@@ -19,7 +19,9 @@ from torch.optim import AdamW
 
 import imece
 from imece import Pipeline, parallelize
+from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.mesh import Mesh
+from imece.model_parallel import pipeline as pipeline_module
 from imece.model_parallel import shared
 from imece.model_parallel.divided import divided_parameters
 from imece.model_parallel.shared import Shared
@@ -546,15 +548,50 @@ def test_stages_of_one_rank() -> None:
     assert len(found) == 4 and found == pytest.approx([found[-1]] * 4, abs=EXACT)
 
 
-@pytest.mark.parametrize("rank", range(3))
-def test_all_ranks_make_the_first_call_of_a_pipelines_group(rank: int) -> None:
-    """NCCL connects a group in its first call; of these, rank 1 has none to make for the shared ones."""
-    tied, other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
-    group = mock.Mock(rank=lambda: rank, size=lambda: 3)
-    called = mock.Mock()
-    with (
-        mock.patch.object(shared, "all_reduce", called.all_reduce),
-        mock.patch.object(shared, "exchange", called.exchange),
-    ):
-        Shared([[{"embed": tied}], [{"block": other}], [{"head": tied}]], group)
-    assert [name for name, *_ in called.mock_calls] == ["all_reduce"] + ["exchange"] * (rank != 1)
+def with_messages_in_another_group() -> tuple[float, list[bool]]:
+    """As on GPUs beside shm, where torch makes no batch of messages in a group of ours: how far off it is, and
+    which groups were connected first, all ranks of each."""
+    with contextlib.closing(imece.init(TWO)) as mesh:
+        messages = dist.new_group(backend="gloo")
+        connect = mock.patch.object(pipeline_module, "connect", wraps=shared.connect)
+        refused = mock.Mock(side_effect=AssertionError("a message in the group that makes no batches"))
+        with (
+            mock.patch.object(Mesh, "batching_group", return_value=messages),
+            mock.patch.object(SharedMemoryGroup, "send", refused),
+            mock.patch.object(SharedMemoryGroup, "recv", refused),
+            connect as connected,
+        ):
+            far = differs(Case(TWO, "1f1b", transformer))
+        return far, [call.args[0] is messages for call in connected.mock_calls]
+
+
+def test_messages_go_where_torch_makes_batches_of_them() -> None:
+    for far, connected in run_ranks(with_messages_in_another_group, 2):
+        assert far < EXACT and connected == [False, True]
+
+
+def in_a_batch() -> list[float]:
+    """What comes from the other rank, in a group for messages of a mesh on GPUs; Gloo plays NCCL."""
+    with contextlib.closing(imece.init(TWO)) as mesh:
+        assert mesh.batching_group("pipeline") is mesh.group("pipeline")
+        make, backends = dist.new_group, []
+
+        def played(*args: Any, backend: str, **options: Any) -> Any:
+            backends.append(backend)
+            return make(*args, backend="gloo", **options)
+
+        on_gpu = mock.patch.object(mesh, "device", torch.device("cuda", 0))
+        with on_gpu, mock.patch.object(dist, "new_group", played):
+            messages = mesh.batching_group("pipeline")
+            assert messages is mesh.batching_group("pipeline") and backends == ["nccl"]
+        assert type(messages) is dist.ProcessGroup
+        other, came = 1 - mesh.rank, torch.zeros(())
+        sent = dist.P2POp(dist.isend, torch.tensor(float(mesh.rank)), other, messages)
+        received = dist.P2POp(dist.irecv, came, other, messages)
+        for work in dist.batch_isend_irecv([sent, received]):
+            work.wait()
+        return [came.item()]
+
+
+def test_a_group_for_batches_of_messages() -> None:
+    assert run_ranks(in_a_batch, 2) == [[1.0], [0.0]]

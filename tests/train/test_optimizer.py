@@ -79,3 +79,13 @@ def test_muon_is_in_fp32_where_bf16_is_emulated(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("imece.train.optimizer.multiplies_bf16", lambda device: in_hardware)
     make_optimizers(small(), dataclasses.replace(SECTION, kind="muon"))
     assert _muon._zeropower_via_newtonschulz is (TORCHS if in_hardware else orthogonalised)
+
+
+def test_muon_is_made_for_the_device_on_which_it_will_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is to be read from files has no memory yet when its optimizers are made."""
+    monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", TORCHS)
+    monkeypatch.setattr("imece.train.optimizer.multiplies_bf16", lambda device: device.type == "cuda")
+    with torch.device("meta"):
+        model = small()
+    make_optimizers(model, dataclasses.replace(SECTION, kind="muon"), torch.device("cuda", 0))
+    assert _muon._zeropower_via_newtonschulz is TORCHS

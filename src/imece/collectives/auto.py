@@ -20,7 +20,8 @@ from imece.world import SCHEDULE
 FORCED = os.environ.get(SCHEDULE, "")
 """A schedule for every operation that knows it, or "auto"; the same on all ranks. Read once, at import."""
 
-_links: weakref.WeakKeyDictionary[dist.ProcessGroup, Links] = weakref.WeakKeyDictionary()
+_links: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Links]] = weakref.WeakKeyDictionary()
+"""By the type of device whose memory they join: in one group NCCL moves a GPU's tensors, and shm the CPU's."""
 
 
 def choice(op: str, nbytes: int, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> Choice:
@@ -33,18 +34,21 @@ def choice(op: str, nbytes: int, group: dist.ProcessGroup, device: torch.device 
     return choose(op, nbytes, links_of(group, device), forced=FORCED)
 
 
-def parts_of(nbytes: int, group: dist.ProcessGroup) -> int:
+def parts_of(nbytes: int, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> int:
     """Of a broadcast along the pipelined ring: as the links say where they were measured."""
-    links = _links.get(group)
+    links = _links.get(group, {}).get(torch.device(device).type)
     return best_parts(nbytes, links) if links is not None else DEFAULT_PARTS
 
 
 def links_of(group: dist.ProcessGroup, device: torch.device | str = "cpu") -> Links:
-    """The measured links of a group. The first call measures them: all ranks of the group make it."""
-    links = _links.get(group)
+    """The measured links of a group, between memories of this type of device. The first call measures them:
+    all ranks of the group make it."""
+    kind = torch.device(device).type
+    links = _links.get(group, {}).get(kind)
     if links is None:
         # Behind all that was called before: a thread may not have begun it yet, and would do so in the midst.
         began = Call("barrier", group, torch.empty(0, device=device), label="to measure links")
         began.native(lambda: native.barrier(group), None, None, async_op=False)
-        links = _links[group] = measure(group, mesh.hosts_in(group), device)
+        links = measure(group, mesh.hosts_in(group), device)
+        _links.setdefault(group, {})[kind] = links
     return links

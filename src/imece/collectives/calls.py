@@ -109,14 +109,14 @@ class Call:
                 works: Waitable | list[Waitable]
                 if checker is not None and async_op:
                     one = cast(Callable[[], Waitable], launch)
-                    works = _Checked(checker.call(one, self._announced()))
+                    works = _Checked(checker.call(one, self._announced(), self._device))
                 else:
                     with waiting, self._here(async_op):
                         if checker is not None:
                             checker.begin(self._announced()).wait()
                         works = launch()
                     if checker is not None and not isinstance(works, list):
-                        works = checker.sliced_call(works)
+                        works = checker.sliced_call(works, self._device)
             except BaseException:
                 if token is not None:
                     recorder.fail(token)
@@ -196,6 +196,10 @@ class Call:
                 recorder.fail(token)
             raise
         return Pending(self.op, result, [work], None, token).handed_out()
+
+    @property
+    def _device(self) -> torch.device | None:
+        return self.tensor.device if self.tensor is not None else None
 
     @property
     def _may_get_stuck(self) -> bool:

@@ -103,12 +103,16 @@ class Check:
 class CheckedWork:
     """A collective that starts as soon as its check says so. Created by `Checker.call`."""
 
-    def __init__(self, check: Check, launch: Callable[[], Waitable | None]) -> None:
-        self._check, self._launch = check, launch
+    def __init__(
+        self, check: Check, launch: Callable[[], Waitable | None], device: torch.device | None
+    ) -> None:
+        """device: of the tensors that move, if there are any."""
+        self._check, self._device = check, device
+        self._launch: Callable[[], Waitable | None] | None = launch
         self.started = threading.Event()
         self._work: Waitable | None = None
         self._error: BaseException | None = None
-        self._place = Place(beside=check._checker.launches_beside)
+        self._place = Place(device, beside=check._checker.is_nccls(device))
         self._mode = without_gradients()
 
     def done(self) -> bool:
@@ -126,7 +130,8 @@ class CheckedWork:
             raise self._error
         if self._work is not None:
             checker = self._check._checker
-            _wait(checker.sliced_call(self._work), deadline, self._check.what, checker)
+            _wait(checker.sliced_call(self._work, self._device), deadline, self._check.what, checker)
+        self._work = self._launch = None  # the checker keeps its last call, which would keep its tensors
 
     def _wait_started(self, deadline: float | None) -> None:
         if not self.started.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
@@ -138,6 +143,7 @@ class CheckedWork:
             self._check._gather(None)
             # Its modes are a thread's own, and a tensor that is reduced in place may want gradients.
             with self._mode, self._place.behind():
+                assert self._launch is not None, "it is started once, and waited for after that"
                 self._work = self._launch()
         except BaseException as error:  # noqa: BLE001 - raised again by wait()
             self._error = error
@@ -156,8 +162,7 @@ class Checker:
         self.group, self.companions = group, companions
         self.ranks: list[int] = dist.get_process_group_ranks(group)  # global ranks, in group order
         assert len(companions.order) == group.size(), "group and companions hold different ranks"
-        # Gloo copies a GPU's tensors at launch and reads the copies in `wait`: on one stream, the caller's.
-        self.launches_beside = "nccl" in str(dist.get_backend_config(group))
+        self._has_nccl = "nccl" in str(dist.get_backend_config(group))
         self._number = 0
         self._lock = threading.Lock()  # numbers go to the check group in their own order
         self.failure: CollectiveError | None = None  # the first
@@ -182,14 +187,19 @@ class Checker:
         with self._lock:
             return self._begin(announced, None, inline=True, offered=offered)
 
-    def call(self, launch: Callable[[], Waitable | None], announced: fp.Announced) -> CheckedWork:
+    def call(
+        self,
+        launch: Callable[[], Waitable | None],
+        announced: fp.Announced,
+        device: torch.device | None = None,
+    ) -> CheckedWork:
         """Starts a collective as soon as all ranks are known to make it, in the order of the calls.
 
         launch: starts it asynchronously and returns its work; runs in the checker's own thread, and never if
-        ranks differ. Keep the tensors as they are until `wait`.
+        ranks differ. Keep the tensors as they are until `wait`. device: where they lie, if there are any.
         """
         with self._lock:
-            work = CheckedWork(self._begin(announced, None, inline=False), launch)
+            work = CheckedWork(self._begin(announced, None, inline=False), launch, device)
             self.last = self._behind = work
             self._queue.put(work)
             if self._thread is None:
@@ -204,9 +214,17 @@ class Checker:
         groups = (self.group, *self.companions.levels)
         return Sliced(work, *(each for each in groups if not isinstance(each, SharedMemoryGroup)))
 
-    def sliced_call(self, work: Waitable) -> Waitable:
+    def sliced_call(self, work: Waitable, device: torch.device | None) -> Waitable:
         """The same for one of the group's own; NCCL's is not waited for on the host."""
-        return work if self.launches_beside else self.sliced(work)
+        return work if self.is_nccls(device) else self.sliced(work)
+
+    def is_nccls(self, device: torch.device | None) -> bool:
+        """Whether NCCL makes the group's calls of tensors there, on a stream beside the caller's.
+
+        Gloo copies a GPU's tensors at launch and reads the copies in `wait`: on one stream, the caller's. In a
+        group that has both the CPU's tensors are Gloo's. None: of a call without tensors.
+        """
+        return self._has_nccl and (device is None or device.type != "cpu")
 
     def close(self) -> None:
         """Ends the thread, calls that are still queued first, and leaves the companions."""

@@ -32,6 +32,9 @@ def reduce(flat: torch.Tensor, dst: int, op: str, group: dist.ProcessGroup) -> W
 
 def reduce_scatter(output: torch.Tensor, flat: torch.Tensor, op: str, group: dist.ProcessGroup) -> Waitable:
     """Slice `rank` of the reduced `flat`, which may be that slice's own memory, into `output`."""
+    if flat.is_complex() and op in ("sum", "avg"):
+        # NCCL has no complex dtypes: in its other collectives torch does the same.
+        output, flat = torch.view_as_real(output).view(-1), torch.view_as_real(flat).view(-1)
     return cast(Waitable, _reduce_scatter(output, flat, op=torch_op(op), group=group, async_op=True))
 
 

@@ -334,7 +334,7 @@ def broadcast(
         group.run_now("broadcast", tensor, tensor, root=src, label=label)
         return tensor
     schedule = _chosen("broadcast", schedule, tensor, group)
-    cut = parts if parts is not None else auto.parts_of(tensor.nbytes, group)
+    cut = parts if parts is not None else auto.parts_of(tensor.nbytes, group, tensor.device)
     way = _way(schedule, parts=cut if schedule == "pipelined_ring" else None)
     call = Call("broadcast", group, tensor, root=src, label=label, way=way)
     flat = flattened(tensor)

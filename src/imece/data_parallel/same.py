@@ -85,7 +85,7 @@ def check_drift(named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGr
     """MismatchError that names ranks and parameters unless all ranks hold the same bits."""
     device = named[0][1].device
     with torch.no_grad():
-        mine = torch.stack([digest(each) for _, each in named]).to(device)
+        mine = torch.stack([digest(each).to(device) for _, each in named])
     everybody = mine.new_empty(group.size() * mine.numel())
     ops.all_gather(everybody, mine, group=group, label="digests of the parameters")
     rows = everybody.view(group.size(), -1)

@@ -24,7 +24,7 @@ from imece.collectives import ops, waited
 from imece.mesh import Mesh
 from imece.model_parallel.cutting import Part, Place, Values, deal, dealt_by, names_in, pieces_of
 from imece.model_parallel.schedules import Loss, Span, StageError, check_schedule
-from imece.model_parallel.shared import Shared
+from imece.model_parallel.shared import Shared, connect
 
 _KEPT = 4  # schedules for inputs of different shapes, with memory for what they receive
 
@@ -76,7 +76,7 @@ class Pipeline:
         self._pieces, stages = pieces_of(model), size * chunks
         costs = self._pieces.costs
         self._dealt = deal(costs, stages) if cuts is None else dealt_by(cuts, len(costs), stages)
-        self._group = mesh.group("pipeline")
+        self._group, self._messages = mesh.group("pipeline"), mesh.batching_group("pipeline")
         self._loss, self._named = loss, [self._pieces.named(which) for which in self._dealt]
         self._mine = list(range(rank, stages, size))
         self._check_parts(size)
@@ -89,6 +89,8 @@ class Pipeline:
         self._coming: set[int] = set()  # stages of this rank of which not all backwards have begun
         self.part.owner = weakref.WeakMethod(self._take)
         self.part.to(mesh.device)
+        for group in dict.fromkeys((self._group, self._messages)):
+            connect(group, mesh.device)
         self._shared = Shared([self._named[at::size] for at in range(size)], self._group)
         self._free_others()
         self._schedule_for = functools.lru_cache(_KEPT)(self._make_schedule)
@@ -211,7 +213,7 @@ class Pipeline:
             self.micro_batches,
             self._mean_loss,
             self.mesh.device,
-            self._group,
+            self._messages,
             self.spans,
             self._before_last,
         )

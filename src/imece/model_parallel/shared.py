@@ -22,9 +22,8 @@ class Shared:
 
     def __init__(self, parts: Sequence[Sequence[dict[str, nn.Module]]], group: dist.ProcessGroup) -> None:
         """parts: of each rank its stages' modules by name. The first rank's values count. All ranks of the
-        group construct together."""
+        group construct together; it is connected."""
         self._group, self._rank = group, group.rank()
-        _connect(group, parts)
         holders: defaultdict[int, list[int]] = defaultdict(list)
         parameters: dict[int, nn.Parameter] = {}
         for rank, stages in enumerate(parts):
@@ -79,10 +78,8 @@ class Shared:
         return values
 
 
-def _connect(group: dist.ProcessGroup, parts: Sequence[Sequence[dict[str, nn.Module]]]) -> None:
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
     """NCCL connects the ranks of a group in the first call, which waits for all of them. Messages between
     some, as of shared parameters or in torch's schedules, would wait for ranks that wait for them."""
     if group.size() > 1:
-        mine = (module for named in parts[group.rank()] for module in named.values())
-        device = next(each.device for module in mine for each in module.parameters())
         all_reduce(torch.zeros(1, device=device), group=group, label="first call of a pipeline")

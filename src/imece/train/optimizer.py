@@ -10,7 +10,9 @@ from imece.train.config import OptimizerSection
 from imece.train.precision import multiplies_bf16
 
 
-def make_optimizers(model: nn.Module, section: OptimizerSection) -> list[Optimizer]:
+def make_optimizers(
+    model: nn.Module, section: OptimizerSection, device: torch.device | None = None
+) -> list[Optimizer]:
     """Every parameter is in one of them. Weight decay pulls on matrices only, not on the scales of norms.
 
     model: a Transformer, or its layers that a rank of a pipeline has, by the same names.
@@ -18,6 +20,7 @@ def make_optimizers(model: nn.Module, section: OptimizerSection) -> list[Optimiz
     of the blocks, its update scaled to AdamW's usual size (Liu et al. 2025), so that one learning rate serves
     both; AdamW for embedding, head and norms, which are no maps from channels to channels. On a processor
     that only emulates bf16 torch's Muon iterates as `orthogonalised` does, in the whole of this process.
+    device: on which they will step; by default where the parameters are.
 
     Groups may be empty: in a checkpoint of several stages they go by their place.
     """
@@ -26,7 +29,7 @@ def make_optimizers(model: nn.Module, section: OptimizerSection) -> list[Optimiz
     parameters = list(trained.values())
     optimizers: list[Optimizer] = []
     if section.kind == "muon":
-        if not multiplies_bf16(parameters[0].device):
+        if not multiplies_bf16(device if device is not None else parameters[0].device):
             _muon._zeropower_via_newtonschulz = orthogonalised
         muon = Muon(
             [{"params": inner}],

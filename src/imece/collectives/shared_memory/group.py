@@ -309,6 +309,8 @@ class SharedMemoryGroup(DirectCalls):
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
         """Receive one tensor from whichever rank sends first."""
+        if other := self._others.group(tensors[0], self):
+            return other.recv_anysource(tensors, tag)  # NCCL refuses it
         return self._receive([member for member in self._members if member != self.rank()], tensors[0], tag)
 
     def _receive(self, sources: list[int], tensor: Tensor, tag: int) -> dist.Work:

@@ -18,6 +18,9 @@ from torch import nn
 from imece import layout
 
 ALIGN_BYTES = 128  # 64 for parameters and gradients in half as many bits as their masters
+# Likewise 16: what torch.compile makes of one block for a GPU reads 16 bytes at a time of all the others'
+# parameters too, and never looks whether they lie so.
+ITEM_ALIGN_BYTES = 32
 
 
 @dataclass(eq=False)

@@ -21,7 +21,7 @@ from imece.data_parallel.optimizer import is_element_wise, kinds_of
 from imece.data_parallel.same import is_made_of_others
 from imece.data_parallel.sharding.block_wise import block_of
 from imece.data_parallel.sharding.cast import can_be_cast
-from imece.data_parallel.sharding.parts import ALIGN_BYTES, items_of
+from imece.data_parallel.sharding.parts import ALIGN_BYTES, ITEM_ALIGN_BYTES, items_of
 from imece.data_parallel.sharding.units import Unit, unit_numbers
 
 FROZEN = -2  # in the place of the number of an optimizer
@@ -153,6 +153,7 @@ class Trained:
             cap_bytes=_NO_CAP if cap_bytes is None else cap_bytes,
             shards=shards,
             align_bytes=ALIGN_BYTES,
+            item_align_bytes=ITEM_ALIGN_BYTES,
             modules_whole=True,
             whole=[group for (_, kind), group in at.items() if kind in self.whole],
             blocks={group: self.blocks.get(kind, 1) for (_, kind), group in at.items()},

@@ -16,7 +16,7 @@ from imece.plan.memory.frameworks import Framework
 from imece.plan.models.model import Model
 from imece.plan.setup import Parallel, Recipe
 
-_ALIGN_BYTES = 128  # of a shard, as data_parallel/sharding/parts.py has it
+_ALIGN_BYTES, _ITEM_ALIGN_BYTES = 128, 32  # of a shard and in it, as data_parallel/sharding/parts.py has it
 _MOST_LAID = 4000  # items; laying more takes long, and what they are padded with is nothing
 
 
@@ -154,6 +154,7 @@ def _laid(
         cap_bytes=2**62 if by_unit else cap_bytes,
         shards=shards,
         align_bytes=_ALIGN_BYTES,
+        item_align_bytes=_ITEM_ALIGN_BYTES,
         modules_whole=True,
     )
     whole = sum(bucket.numel for bucket in laid.buckets)
