@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from imece.collectives.waited import waited_s, waiting
+from imece.model_parallel.schedules import Mark, Moment
 from imece.train.clock import Clock, Lap
 from imece.train.config import MeshSection
 from imece.train.loop import Loop
@@ -64,7 +65,7 @@ class Event:
 
 
 def test_a_stream_that_waits() -> None:
-    with mock.patch("torch.cuda.Event", Event):
+    with mock.patch("torch.cuda.Event", Event), mock.patch("time.perf_counter", lambda: Event.now_s):
         clock = Clock(torch.device("cuda"))
         with clock.phase("backward"):
             Event.now_s += 0.3
@@ -77,6 +78,25 @@ def test_a_stream_that_waits() -> None:
         lap = clock.lap()
     assert lap.phases == pytest.approx({"backward": 0.3, "exposed": 0.2, "optimizer": 0.1})
     assert lap.own == pytest.approx({"backward": 0.3, "optimizer": 0.1, "other": 0})
+
+
+def test_a_stage_on_a_stream_that_waits() -> None:
+    """What a pipeline's stage computes is told apart from its waiting when the step is over."""
+    device = torch.device("cuda")
+    with mock.patch("torch.cuda.Event", Event), mock.patch("time.perf_counter", lambda: Event.now_s):
+        clock = Clock(device)
+        with clock.phase("exposed"):
+            marks = []
+            for what, waits_s, takes_s in (("forward", 0.1, 0.2), ("backward", 0.3, 0.4)):
+                Event.now_s += waits_s
+                start = Moment(device)
+                Event.now_s += takes_s
+                marks.append(Mark(what, 0, 0, start, Moment(device)))
+        clock.busy(marks)
+        marks.clear()  # as the next evaluation does
+        lap = clock.lap()
+    assert lap.phases == pytest.approx({"forward": 0.2, "backward": 0.4, "exposed": 0.4})
+    assert lap.own == pytest.approx({"forward": 0.2, "backward": 0.4, "other": 0})
 
 
 def test_more_rows_are_more_work() -> None:

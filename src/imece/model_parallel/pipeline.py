@@ -23,7 +23,7 @@ from imece import mesh as meshes
 from imece.collectives import ops, waited
 from imece.mesh import Mesh
 from imece.model_parallel.cutting import Part, Place, Values, deal, dealt_by, names_in, pieces_of
-from imece.model_parallel.schedules import Loss, Span, StageError, check_schedule
+from imece.model_parallel.schedules import Loss, Mark, Moment, Span, StageError, check_schedule
 from imece.model_parallel.shared import Shared, connect
 
 _KEPT = 4  # schedules for inputs of different shapes, with memory for what they receive
@@ -80,8 +80,8 @@ class Pipeline:
         self._loss, self._named = loss, [self._pieces.named(which) for which in self._dealt]
         self._mine = list(range(rank, stages, size))
         self._check_parts(size)
-        self.spans: list[Span] = []
-        """When this rank was busy in the latest step or evaluation, by time.perf_counter()."""
+        self.marks: list[Mark] = []
+        """What this rank did in the latest step or evaluation; the next one begins the list anew."""
         self.part = Part({name: each for at in self._mine for name, each in self._named[at].items()})
         """This rank's part of the model, for `parallelize`, or for an optimizer if no rank has the same."""
         self.part.place = self._place()
@@ -133,6 +133,19 @@ class Pipeline:
         """Which pieces each stage has, in the order of forward; rank r has stages r, r + ranks, ..."""
         return list(self._dealt)
 
+    @property
+    def spans(self) -> list[Span]:
+        """When this rank was busy in the latest step or evaluation, by time.perf_counter(). On a GPU the host
+        waits till it is over."""
+        return [
+            Span(each.what, each.stage, each.micro_batch, *self._times(each.start, each.end))
+            for each in self.marks
+        ]
+
+    def _times(self, *moments: Moment) -> list[float]:
+        began, began_s = self._began
+        return [began_s + each.since(began) for each in moments]
+
     def __str__(self) -> str:
         stages = ", ".join(f"{at} ({_names(self._named[at])})" for at in self._mine)
         return f"stage {stages} of {len(self._dealt)}, rank {self.mesh.rank}"
@@ -169,8 +182,8 @@ class Pipeline:
         last = self._mine[-1] == len(self._dealt) - 1
         self._coming = set(self._mine)
         losses: list[Tensor] | None = [] if last else None
-        self.spans.clear()
-        began = time.perf_counter()
+        self.marks.clear()
+        self._began = Moment(self.mesh.device), time.perf_counter()
         try:
             run = schedule.step if train else schedule.eval
             with _without_tables():
@@ -185,7 +198,9 @@ class Pipeline:
         except Exception as error:  # in a message: it keeps its type, by which others know what to do
             error.add_note(str(self))
             raise
-        waited.count(time.perf_counter() - began - sum(each.end_s - each.start_s for each in self.spans))
+        if device == "cpu":  # on a GPU the stream waits, and the host does not know how long
+            whole = time.perf_counter() - self._began[1]
+            waited.count(whole - sum(each.seconds for each in self.marks))
         return torch.stack([each.detach() for each in losses]).double().sum() if losses else None
 
     def _make_schedule(
@@ -214,7 +229,7 @@ class Pipeline:
             self._mean_loss,
             self.mesh.device,
             self._messages,
-            self.spans,
+            self.marks,
             self._before_last,
         )
 

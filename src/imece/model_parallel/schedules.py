@@ -9,10 +9,12 @@ interleaved  1f1b with v stages a rank, each a v-th as long (Narayanan et al., M
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
@@ -29,6 +31,40 @@ class Span:
     micro_batch: int
     start_s: float
     end_s: float
+
+
+class Moment:
+    """Now: on the host's clock, or on a GPU, where the host only orders the work, in the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._host_s = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def since(self, earlier: Moment) -> float:
+        """Seconds. On a GPU the host waits till the stream has come here."""
+        if self._event is None or earlier._event is None:
+            return self._host_s - earlier._host_s
+        self._event.synchronize()
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A span of which a GPU may not know the times yet."""
+
+    what: str
+    stage: int
+    micro_batch: int
+    start: Moment
+    end: Moment
+
+    @property
+    def seconds(self) -> float:
+        """How long it took; as of `Moment.since`."""
+        return self.end.since(self.start)
 
 
 class StageError(Exception):

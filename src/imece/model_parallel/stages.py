@@ -6,7 +6,6 @@ To import it takes a second: torch's compiler comes with it.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.distributed.pipelining import (
 from torch.func import functional_call
 
 from imece.model_parallel.cutting import Values
-from imece.model_parallel.schedules import Loss, Span, StageError
+from imece.model_parallel.schedules import Loss, Mark, Moment, StageError
 
 
 def values_of(output: Any) -> Values:
@@ -71,14 +70,14 @@ class TimedStage(PipelineStage):
         along: Sequence[Values],
         device: torch.device,
         group: dist.ProcessGroup,
-        spans: list[Span],
+        marks: list[Mark],
         before_last: Callable[[int], None],
     ) -> None:
         """number: of the stage. along: as `shapes` of all of them gives it. before_last: called with the
         number before the last backward of a step."""
         inputs, self._agreed = along[number], along[number + 1]
         super().__init__(stage, number, len(along) - 1, device, inputs, self._agreed, group=group)
-        self._spans, self._before_last = spans, before_last
+        self._marks, self._before_last = marks, before_last
 
     def forward_one_chunk(
         self,
@@ -111,7 +110,7 @@ class TimedStage(PipelineStage):
 
     @contextlib.contextmanager
     def _busy(self, what: str, micro_batch: int) -> Iterator[None]:
-        start = time.perf_counter()
+        start = Moment(self.device)
         try:
             yield
         except Exception as error:  # noqa: BLE001 - raised anew
@@ -119,7 +118,7 @@ class TimedStage(PipelineStage):
             raise StageError(
                 f"{what} of micro-batch {micro_batch} in stage {self.stage_index}: {cause}"
             ) from cause
-        self._spans.append(Span(what, self.stage_index, micro_batch, start, time.perf_counter()))
+        self._marks.append(Mark(what, self.stage_index, micro_batch, start, Moment(self.device)))
 
 
 def schedule_of(
@@ -130,12 +129,12 @@ def schedule_of(
     loss: Loss,
     device: torch.device,
     group: dist.ProcessGroup,
-    spans: list[Span],
+    marks: list[Mark],
     before_last: Callable[[int], None],
 ) -> Any:
     """torch's schedule of this rank's stages. along, before_last: as of TimedStage."""
     made = [
-        TimedStage(stage, number, along, device, group, spans, before_last)
+        TimedStage(stage, number, along, device, group, marks, before_last)
         for number, stage in stages.items()
     ]
     if name == "interleaved":

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from imece.collectives.waited import waited_s
+from imece.model_parallel.schedules import Mark
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Clock:
         self._exposed: float | None = None  # of backward
         self._computed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # its end without that, and with
         self._events.clear()
+        self._busy: list[Mark] = []
         self._began, self._waited_before = time.perf_counter(), waited_s()
 
     @contextmanager
@@ -69,24 +71,29 @@ class Clock:
         if computed is not None:
             self._computed.append((computed, self._events[-1][2]))
 
-    def busy(self, name: str, seconds: float) -> None:
-        """So much of the step's "exposed" was this rank's own, and belongs to `name`."""
-        self._times[name] += seconds
-        self._times["exposed"] -= seconds
+    def busy(self, marks: Sequence[Mark]) -> None:
+        """These parts of the step's "exposed" were this rank's own, and belong to what they are."""
+        self._busy += marks
 
     def lap(self) -> Lap:
         """What was since the last one."""
         for name, begin, end in self._events:
             end.synchronize()
             self._times[name] += begin.elapsed_time(end) / 1e3
+        for mark in self._busy:
+            self._times[mark.what] += mark.seconds
+            self._times["exposed"] -= mark.seconds
+        # Of this the host sees nothing but that the whole takes longer.
+        on_stream = max(0.0, self._times.get("exposed", 0.0)) if self._on_gpu else 0.0
         for computed, end in self._computed:
             waited = computed.elapsed_time(end) / 1e3
             self._exposed = (self._exposed or 0.0) + waited
+            on_stream += waited
             self._waited["backward"] = max(self._waited["backward"], waited)  # the host's wait is in it
         phases = dict(self._times)
         own = {name: max(0.0, phases[name] - self._waited[name]) for name in phases if name != "exposed"}
         whole = time.perf_counter() - self._began
-        own["other"] = max(0.0, whole - (waited_s() - self._waited_before) - sum(own.values()))
+        own["other"] = max(0.0, whole - (waited_s() - self._waited_before) - on_stream - sum(own.values()))
         if self._exposed is not None:
             phases["exposed"] = phases.get("exposed", 0.0) + self._exposed
             phases["backward"] = phases.get("backward", 0.0) - self._exposed

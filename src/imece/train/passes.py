@@ -155,8 +155,7 @@ class InPipeline:
         with self._clock.phase("exposed"), self._precision.autocast():
             inputs, targets = _joined(micro_batches)
             loss = self._pipeline.step(inputs, targets)
-        for span in self._pipeline.spans:
-            self._clock.busy(span.what, span.end_s - span.start_s)
+        self._clock.busy(self._pipeline.marks)
         return loss / scale * targets.numel()
 
     def nats(self, inputs: Tensor, targets: Tensor) -> Tensor:

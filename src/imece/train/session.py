@@ -125,7 +125,8 @@ class Session:
         loss = StageLoss(scaler)
         pipeline = together(mesh, lambda: dealt(model, config, plan, mesh, loss))
         own = model if pipeline is None else pipeline.part  # what this rank trains
-        optimizers = make_optimizers(own, config.optimizer, mesh.device)  # with it come torch's libraries for them
+        # With it come torch's libraries for them.
+        optimizers = make_optimizers(own, config.optimizer, mesh.device)
         machine = machine_of(mesh, sum(each.nbytes for each in own.parameters() if not each.is_meta))
         strategy = _strategy(config, shape, plan, precision, machine, mesh)
         if bare and not find_strategy(strategy).optimizer:  # each rank has all of it
