@@ -12,6 +12,7 @@ import pytest
 import imece
 from imece.cli import convert
 from imece.errors import UserError
+from imece.foreign.training import train_toml
 from imece.train.config_file import read_toml
 from tests.foreign.test_deepspeed import WHOLE
 
@@ -73,6 +74,7 @@ def test_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("a.json", None, r"a.json: cannot be read \(No such file or directory\)"),
         ("a.json", "{", r"a.json: not JSON \(.*\); Accelerate's other format ends in .yaml"),
         ("a.json", "[" * 100_000, r"a.json: not JSON"),
+        ("a.json", '{"bf16": {"a": 1, "a": 2}}', "a.json: a is there twice, as 1 and as 2: take one out"),
         ("a.json", [1], "a.json: not a configuration: names and their values are wanted"),
         ("a.json", {"model": 3}, r"a.json: neither DeepSpeed's \(zero_optimization, .* nor Accelerate's"),
         ("a.yaml", "a: [", r"a.yaml: not YAML \(.*\)"),
@@ -81,6 +83,11 @@ def test_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "a.json",
             {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": -1}}},
             "optimizer.lr is -1",
+        ),
+        (
+            "a.json",
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "a.json: offload='parameters' is for zero3 and hybrid",
         ),
     ],
 )
@@ -91,6 +98,70 @@ def test_what_cannot_be_read(tmp_path: Path, name: str, content: Any, said: str)
         convert.run([str(tmp_path / name), "--to", str(tmp_path / "run.toml")])
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "why"),
+    [
+        (
+            {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}},
+            "it has AdamW and a Muon of its own, not Adam",
+        ),
+        ({"type": "SGD"}, "it has AdamW and a Muon of its own, not SGD"),
+        ({"type": "Lamb"}, "it has AdamW and a Muon of its own, not Lamb"),
+        (
+            {"type": "Muon", "params": {"lr": 0.02}},
+            "its own Muon makes updates as long as AdamW's, and so wants another lr",
+        ),
+    ],
+)
+def test_an_optimizer_that_imece_train_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: dict[str, Any], why: str
+) -> None:
+    """Its file would train by another, and by another rate."""
+    file, into = write(tmp_path / "a.json", {"train_batch_size": 8, "optimizer": optimizer}), tmp_path / "b"
+    assert convert.run([str(file)]) == 0
+    said = capsys.readouterr().out
+    assert said.endswith(f"\n\nno file for imece train: {why}\n")
+    assert f"torch.optim.{optimizer['type']}(" in said or optimizer["type"] == "Lamb"
+    with pytest.raises(UserError, match=f"{why}: leave --to out, or change optimizer.type"):
+        convert.run([str(file), "--to", str(into)])
+    assert not into.exists() and not capsys.readouterr().out
+
+
+def test_adam_without_decay_is_adamw() -> None:
+    optimizer = {"type": "Adam", "params": {"adam_w_mode": False}}
+    assert 'kind = "adamw"' in train_toml(imece.read_settings({"bf16": {}, "optimizer": optimizer}))
+
+
+def test_what_deepspeed_takes_is_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = {
+        "train_batch_size": 8, "optimizer": {"type": "AdamW"}, "bananas\n": "a\x7f\nb",
+        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 100}},
+    }  # fmt: skip
+    file, into = write(tmp_path / "a.json", content), tmp_path / "b.toml"
+    assert convert.run([str(file), "--to", str(into)]) == 0
+    optimizer = read_toml(into).optimizer
+    assert (optimizer.lr, optimizer.weight_decay, optimizer.beta2) == (1e-3, 0.0, 0.999)
+    assert (optimizer.warmup, optimizer.min_lr) == (1000, 1e-4)
+    assert "\n# left out: bananas\\n = 'a\\x7f\\nb': not known\n" in into.read_text()
+    assert capsys.readouterr().out.endswith(f"\nwritten  {into}: imece train {into} --data YOUR_TEXT\n")
+
+
+def test_a_file_for_several_hosts_is_started_on_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zero = {"stage": 3, "zero_hpz_partition_size": 2}
+    file = write(tmp_path / "a.json", {"train_batch_size": 8, "zero_optimization": zero})
+    for ranks, strategy, start in (
+        (2, "zero3", ""),
+        (4, "hybrid", "imece launch --hosts 2 --host-rank 0 --rendezvous HOST:29400 --ranks 2 -m "),
+    ):
+        into = tmp_path / f"{ranks}.toml"
+        assert convert.run([str(file), "--ranks", str(ranks), "--to", str(into)]) == 0
+        assert read_toml(into).strategy == strategy
+        said = capsys.readouterr().out.splitlines()[-1]
+        assert said == f"written  {into}: {start}imece train {into} --data YOUR_TEXT"
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:

@@ -94,7 +94,32 @@ def test_classes_are_looked_for_in_the_model() -> None:
     ],
 )
 def test_kinds_of_fsdp(fsdp: dict[str, Any], arguments: dict[str, Any]) -> None:
-    assert of("FSDP", fsdp_config=fsdp).arguments() == arguments
+    assert of("FSDP", fsdp_config=fsdp, num_machines=2).arguments() == arguments
+
+
+@pytest.mark.parametrize(
+    ("content", "strategy"),
+    [
+        ({"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "zero3"),
+        ({"fsdp_config": {"fsdp_reshard_after_forward": "HYBRID_SHARD_ZERO2"}}, "zero2"),
+    ],
+)
+def test_on_one_host_its_ranks_are_all(content: dict[str, Any], strategy: str) -> None:
+    assert of("FSDP", **content).strategy == strategy
+
+
+def test_hosts_are_those_of_its_own_file(tmp_path: Path) -> None:
+    ds = tmp_path / "ds.json"
+    ds.write_text(json.dumps({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}))
+    for hosts, strategy in ((1, "zero3"), (2, "hybrid")):
+        config = {"deepspeed_config_file": str(ds)}
+        found = of("DEEPSPEED", deepspeed_config=config, num_machines=hosts, num_processes=8)
+        assert (found.strategy, found.hosts) == (strategy, hosts)
+
+
+def test_other_kinds_of_parallelism_are_elsewhere() -> None:
+    found = of("MULTI_GPU", parallelism_config={"parallelism_config_tp_size": 2})
+    assert "--mesh.tensor" in found.values[-1].text
 
 
 @pytest.mark.parametrize(
@@ -146,6 +171,9 @@ def test_deepspeed_by_a_file_of_its_own(tmp_path: Path) -> None:
         imece.read_settings(file)
     (tmp_path / "ds.json").write_text("{")
     with pytest.raises(UserError, match=r"ds.json, which .*acc.yaml names: not JSON"):
+        imece.read_settings(file)
+    (tmp_path / "ds.json").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"ds.json, which .*acc.yaml names: not a text file"):
         imece.read_settings(file)
 
 

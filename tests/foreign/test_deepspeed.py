@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import nn
 
 import imece
 from imece.errors import UserError
+from imece.foreign.deepspeed import _USUAL
 from imece.foreign.settings import OptimizerSettings, ScheduleSettings, Settings
 
 # As the documentation of Hugging Face's Trainer has them, of each kind of value one at least.
@@ -56,7 +59,7 @@ def test_a_whole_one() -> None:
     assert (found.micro_batch, found.accumulation, found.global_batch) == (2, 4, 64)
     assert found.offload == "optimizer" and found.clip == 0.5 and found.ranks == 8
     assert found.optimizer == OptimizerSettings("AdamW", 3e-5, (0.9, 0.95), 1e-8, 0.1)
-    assert found.schedule == ScheduleSettings("cosine", 100, 900)
+    assert found.schedule == ScheduleSettings("cosine", 100, 900, 1e-4)
     bf16 = imece.MixedPrecision(torch.bfloat16, torch.bfloat16)
     assert found.arguments() == {"strategy": "zero3", "precision": bf16, "offload": "optimizer"}
 
@@ -99,6 +102,14 @@ def test_stages(stage: int, strategy: str) -> None:
 )
 def test_shards_within_a_host(zero: dict[str, Any], strategy: str) -> None:
     assert read(zero_optimization=zero).strategy == strategy
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "hosts"), [(None, "hybrid", 1), (2, "zero3", 1), (4, "zero3", 1), (8, "hybrid", 2)]
+)
+def test_ranks_of_a_host_say_how_many_there_are(ranks: int | None, strategy: str, hosts: int) -> None:
+    found = read(ranks, zero_optimization={"stage": 3, "zero_hpz_partition_size": 4})
+    assert (found.strategy, found.hosts, found.host_rank) == (strategy, hosts, 0 if hosts > 1 else None)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +189,71 @@ def test_optimizers(optimizer: dict[str, Any], name: str | None) -> None:
         assert set(fates(found).values()) == {"left out"}
 
 
+ADAM = ((0.9, 0.999), 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "settings"),
+    [
+        ("AdamW", {"lr": 3e-4}, OptimizerSettings("AdamW", 3e-4, *ADAM, 0.0)),
+        ("Adam", {"eps": None, "weight_decay": 0.1}, OptimizerSettings("AdamW", 1e-3, *ADAM, 0.1)),
+        ("AdamW", {"torch_adam": True}, OptimizerSettings("AdamW", 1e-3, *ADAM, 0.01)),
+        ("AdamW", dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"), OptimizerSettings("AdamW")),
+        ("Muon", {"betas": [0.8, 0.9]}, OptimizerSettings("Muon", 0.02, weight_decay=0.0)),
+        ("Adagrad", {}, OptimizerSettings("Adagrad", 1e-2, None, 1e-10, 0.0)),
+        ("SGD", {"momentum": 0.9}, OptimizerSettings("SGD", 1e-3, weight_decay=0.0)),
+    ],
+)
+def test_what_deepspeed_takes_where_a_file_says_nothing(
+    kind: str, params: dict[str, Any], settings: OptimizerSettings
+) -> None:
+    """Not what torch does; and nothing of what a Trainer says."""
+    assert read(optimizer={"type": kind, "params": params}).optimizer == settings
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "settings", "said"),
+    [
+        (
+            "WarmupCosineLR",
+            {"total_num_steps": 100},
+            ScheduleSettings("cosine", 1000, 100, 1e-4),
+            "cosine after a warm-up of 1,000 steps in a line; DeepSpeed's is logarithmic, unless warmup_type",
+        ),
+        (
+            "WarmupLR",
+            {"warmup_num_steps": "auto", "warmup_type": "linear"},
+            ScheduleSettings("constant"),
+            "constant after a warm-up of its Trainer's steps in a line",
+        ),
+    ],
+)
+def test_schedules(kind: str, params: dict[str, Any], settings: ScheduleSettings, said: str) -> None:
+    found = read(scheduler={"type": kind, "params": params})
+    assert found.schedule == settings
+    told = {each.name: each for each in found.values}
+    assert told["scheduler.type"].text.startswith(said)
+    assert "left out" not in fates(found).values()
+    other = read(scheduler={"type": kind, "params": {**params, "warmup_type": "log"}})
+    assert fates(other)["scheduler.params.warmup_type"] == "left out"
+
+
+def test_each_argument_is_one_of_torchs() -> None:
+    """Or the line for a script would be a mistake."""
+    for name, usual in _USUAL.items():
+        assert usual.keys() <= inspect.signature(getattr(torch.optim, name)).parameters.keys()
+
+
+def test_other_kinds_of_parallelism_are_elsewhere() -> None:
+    content: dict[str, Any] = {
+        "tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": 2}, "sequence_parallel_size": 2,
+    }  # fmt: skip
+    texts = [each.text for each in read(**content).values]
+    for text, name in zip(texts, ("tensor", "pipeline", "context"), strict=True):
+        assert f"--mesh.{name}" in text
+        assert [hasattr(imece, each) for each in re.findall(r"imece\.(\w+)", text)] == [True]
+
+
 def test_what_is_off_was_not_asked_for() -> None:
     content = {"sparse_attention": False, "amp": {"enabled": False}, "elasticity": {"enabled": True}}
     found = imece.read_settings({"zero_optimization": {}, **content})
@@ -215,6 +291,14 @@ def test_what_is_off_was_not_asked_for() -> None:
             r"betas is \[0.9\]: a list of 2 numbers",
         ),
         ({"train_micro_batch_size_per_gpu": 0}, r"is 0: a whole number of at least 1"),
+        ({"train_batch_size": 7}, r"train_batch_size is 7: 2 ranks cannot share it evenly: say others with"),
+        ({"zero_optimization": True}, r"zero_optimization is True: a section with values of its own is want"),
+        ({"bf16": "yes"}, r"bf16 is 'yes': a section with values of its own is wanted"),
+        ({"optimizer": "AdamW"}, r"optimizer is 'AdamW': a section with values of its own is wanted"),
+        (
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 4}, "ranks": 6},
+            r"mics_shard_size is 4: 6 ranks are no whole number of such hosts",
+        ),
         (
             {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2},
             r"train_batch_size is 7, and micro-batch 2 x 1 accumulated x 2 ranks is 4",
@@ -223,7 +307,13 @@ def test_what_is_off_was_not_asked_for() -> None:
 )
 def test_what_cannot_be(content: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        read(2, **content)
+        read(**{"ranks": 2, **content})
+
+
+def test_a_section_that_is_off() -> None:
+    found = imece.read_settings({"train_batch_size": 8.0, "zero_optimization": False, "fp16": False})
+    assert (found.strategy, found.dtype, found.global_batch) == ("replicate", "fp32", 8)
+    assert fates(found)["zero_optimization"] == fates(found)["fp16"] == "needless"
 
 
 def test_a_near_name() -> None:

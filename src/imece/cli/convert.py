@@ -11,10 +11,11 @@ from typing import Annotated
 import tyro
 
 from imece.cli.options import parse
+from imece.data_parallel.strategy import find_strategy
 from imece.errors import UserError
 from imece.foreign.files import read_settings
 from imece.foreign.settings import TORCH, Settings
-from imece.foreign.training import train_toml
+from imece.foreign.training import lacking, train_toml
 
 PROG = "imece convert"
 DESCRIPTION = (
@@ -41,9 +42,12 @@ def run(argv: Sequence[str]) -> int:
     """`imece convert ARGV`: 0."""
     options = parse(ConvertOptions, argv, PROG, DESCRIPTION)
     settings = read_settings(options.file, options.ranks)
-    shown, written = list(lines(settings)), train_toml(settings)  # what cannot be is said before all else
-    print(*shown, sep="\n")
-    if options.to is not None:
+    shown = list(lines(settings))  # what cannot be is said before all else
+    if options.to is None:
+        print(*shown, sep="\n")
+    else:
+        written = train_toml(settings)
+        print(*shown, sep="\n")
         try:
             with options.to.open("x", encoding="utf-8") as file:
                 file.write(written)
@@ -51,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
             raise UserError(f"--to {options.to}: it is there already, and stays as it is") from None
         except OSError as error:
             raise UserError(f"--to {options.to}: cannot be written ({error.strerror})") from None
-        print(f"\nwritten  {options.to}: imece train {options.to} --data YOUR_TEXT")
+        print(f"\nwritten  {options.to}: {training(settings, options.to)}")
     return 0
 
 
@@ -77,6 +81,9 @@ def lines(settings: Settings) -> Iterator[str]:
     yield "start it"
     yield f"  {command(settings)}"
     yield ""
+    if (why := lacking(settings)) is not None:
+        yield f"no file for imece train: {why}"
+        return
     yield f"for imece train (--to FILE.toml writes it){_batch_note(settings)}"
     yield from (f"  {line}".rstrip() for line in train_toml(settings).splitlines())
 
@@ -115,7 +122,14 @@ def script(settings: Settings) -> list[str]:
     return shown
 
 
-def command(settings: Settings) -> str:
+def training(settings: Settings, file: Path) -> str:
+    """How imece train is started with its file: by itself it is on one host."""
+    text = f"imece train {file} --data YOUR_TEXT"
+    several = settings.hosts > 1 or find_strategy(settings.strategy).hybrid
+    return command(settings, f"-m {text}") if several else text
+
+
+def command(settings: Settings, program: str = "train.py") -> str:
     """How its ranks are started."""
     if settings.ranks is None:
         count = "RANKS"
@@ -129,7 +143,7 @@ def command(settings: Settings) -> str:
     if settings.hosts > 1:
         where = settings.rendezvous or "HOST:29400"
         hosts = f" --hosts {settings.hosts} --host-rank {settings.host_rank} --rendezvous {where}"
-    return f"imece launch{hosts} --ranks {count} train.py"
+    return f"imece launch{hosts} --ranks {count} {program}"
 
 
 def _arguments(settings: Settings) -> list[str]:

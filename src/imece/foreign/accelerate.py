@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from imece.errors import UserError
 from imece.foreign import deepspeed
-from imece.foreign.reading import Reading, Value
+from imece.foreign.reading import Reading, Value, from_json
 from imece.foreign.settings import Dtype, Settings
 
 _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU")
@@ -21,6 +20,7 @@ _FSDP = {
     "HYBRID_SHARD": "hybrid",
     "HYBRID_SHARD_ZERO2": "hybrid_zero2",
 }
+_ON_ONE_HOST = {"hybrid": "zero3", "hybrid_zero2": "zero2"}  # where a host's ranks are all of them
 _NUMBERED = dict(enumerate(_FSDP, 1))  # FSDP's strategies may be given by number
 _AHEAD = "the next unit is always gathered ahead; gathers_in_flight= says how many"
 _NEEDLESS = {
@@ -47,8 +47,8 @@ _NEEDLESS = {
 _LEFT = {
     "enable_cpu_affinity": "imece launch shares the cores out, and binds nothing",
     "fp8_config": "torchao's float8 layers in your model do it",
-    "parallelism_config": "imece is data-parallel: imece plan reckons with the others, nothing runs them",
-    "megatron_lm_config": "imece is data-parallel",
+    "parallelism_config": deepspeed.OTHER_AXES,
+    "megatron_lm_config": "imece.init({...}) names the axes: docs/model-parallel.md",
     "mpirun_config": "imece launch starts the ranks; mpirun can too",
     "tpu_name": "of TPUs",
     "tpu_zone": "of TPUs",
@@ -96,11 +96,12 @@ def read(content: Mapping[str, Any], file: str, ranks: int | None = None) -> Set
         "mixed_precision",
         "no mixed precision" if word == "no" else f"products in {found['dtype']}",
     )
+    found |= _places(values)
     nested: tuple[Value, ...] = ()
     if kind == "FSDP":
-        found |= _fsdp(values)
+        found |= _fsdp(values, found["hosts"])
     elif kind == "DEEPSPEED":
-        by_deepspeed = _deepspeed(values, content, file, ranks, found["dtype"])
+        by_deepspeed = _deepspeed(values, file, ranks, found["hosts"], found["dtype"])
         nested = by_deepspeed.values
         names = (
             "strategy",
@@ -116,7 +117,6 @@ def read(content: Mapping[str, Any], file: str, ranks: int | None = None) -> Set
     elif kind not in _PLAIN:
         raise values.wrong("distributed_type", f"one of {', '.join(_PLAIN)}, FSDP or DEEPSPEED")
     values.take("distributed_type", f'strategy "{found.get("strategy", "replicate")}"')
-    found |= _places(values)
     if _word(values, "dynamo_config.dynamo_backend") != "no":
         found["compile"] = True
         values.take("dynamo_config.dynamo_backend", "imece.compile_blocks(model, backend=...)")
@@ -138,7 +138,7 @@ def _word(values: Reading, name: str) -> str:
     return "no" if word == "false" else word
 
 
-def _fsdp(values: Reading) -> dict[str, Any]:
+def _fsdp(values: Reading, hosts: int) -> dict[str, Any]:
     section = "fsdp_config."
     name = f"{section}fsdp_sharding_strategy"
     word = (values.word(name) or "FULL_SHARD").upper().removeprefix("_")
@@ -151,8 +151,11 @@ def _fsdp(values: Reading) -> dict[str, Any]:
         strategy, keeps = _FSDP[after.upper()], False
     else:
         keeps = after is not None and not values.flag(reshard)
-    values.take(name, f'strategy "{strategy}"')
-    values.take(reshard, "reshard_after_forward=False" if keeps else f'strategy "{strategy}"')
+    alone = ""
+    if hosts == 1 and strategy in _ON_ONE_HOST:
+        strategy, alone = _ON_ONE_HOST[strategy], ": all ranks are on one host"
+    values.take(name, f'strategy "{strategy}"{alone}')
+    values.take(reshard, "reshard_after_forward=False" if keeps else f'strategy "{strategy}"{alone}')
     found: dict[str, Any] = {"strategy": strategy, "reshard_after_forward": not keeps}
     offload = f"{section}fsdp_offload_params"
     if values.flag(offload):
@@ -182,24 +185,23 @@ def _fsdp(values: Reading) -> dict[str, Any]:
     return found
 
 
-def _deepspeed(
-    values: Reading, content: Mapping[str, Any], file: str, ranks: int | None, dtype: Dtype
-) -> Settings:
+def _deepspeed(values: Reading, file: str, ranks: int | None, hosts: int, dtype: Dtype) -> Settings:
     """Of the file that it names, or of the few values that it has itself."""
     section = "deepspeed_config."
     named = values.word(f"{section}deepspeed_config_file")
     if named is not None:
         path = Path(file).parent / named
         try:
-            inner = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
         except OSError as error:
             raise UserError(f"{path}, which {file} names: cannot be read ({error.strerror})") from None
-        except ValueError as error:
-            raise UserError(f"{path}, which {file} names: not JSON ({error})") from None
+        except UnicodeDecodeError:
+            raise UserError(f"{path}, which {file} names: not a text file") from None
+        inner = from_json(text, f"{path}, which {file} names")
         if not isinstance(inner, dict):
             raise UserError(f"{path}, which {file} names: not a configuration of DeepSpeed's")
         values.take(f"{section}deepspeed_config_file", "read as well, below")
-        return deepspeed.read(inner, str(path), ranks)
+        return deepspeed.read(inner, str(path), ranks, hosts)
     stage = values.whole(f"{section}zero_stage")
     own: dict[str, Any] = {"zero_optimization": {"stage": 2 if stage is None else stage}}
     values.take(f"{section}zero_stage", "as zero_optimization.stage, below")
@@ -218,7 +220,7 @@ def _deepspeed(
             values.take(f"{section}{key}", f"as {key}, below")
     if dtype != "fp32":
         own[dtype] = {"enabled": True}
-    return deepspeed.read(own, file, ranks)
+    return deepspeed.read(own, file, ranks, hosts)
 
 
 def _places(values: Reading) -> dict[str, Any]:

@@ -14,6 +14,17 @@ _DTYPES: dict[str, Dtype] = {
     "fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16",
 }  # fmt: skip
 _OPTIMIZERS = {"adam": "AdamW", "adamw": "AdamW", "muon": "Muon", "adagrad": "Adagrad", "sgd": "SGD"}
+_ADAM: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+_USUAL: Mapping[str, Mapping[str, Any]] = {
+    "AdamW": _ADAM,
+    "Adam": _ADAM,
+    "Muon": {"lr": 0.02, "weight_decay": 0.0},
+    "Adagrad": {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
+    "SGD": {"lr": 1e-3, "weight_decay": 0.0},
+}
+"""What DeepSpeed takes where a file says nothing, which is not what torch does: by torch's names for them."""
+_TORCH_DECAY = 0.01  # of torch's own AdamW
+_WARMUP, _LEAST = 1000, 1e-4  # steps, and where a cosine ends: likewise
 _ZERO = "zero_optimization"
 _MARKS = (_ZERO, "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "bfloat16", "fp16")
 """Of which a file of DeepSpeed's has one at least."""
@@ -50,6 +61,7 @@ _GATHERS = (
     "max_live_parameters", "max_reuse_distance", "module_granularity_threshold",
     "use_all_reduce_for_fetch_params", "allgather_sequential",
 )  # fmt: skip
+_WITHIN = {"zero_hpz_partition_size": "a second copy", "mics_shard_size": "all shards"}
 _REFUSED = {
     "zero_quantized_weights": "weights travel in their own dtype",
     "zero_quantized_nontrainable_weights": "weights travel in their own dtype",
@@ -82,6 +94,10 @@ _ELSEWHERE = {
     "log_level": "Python's logging",
     "data_types.grad_accum_dtype": "gradients are summed in the dtype of `reduce`",
 }
+OTHER_AXES = (
+    "not by this converter: imece.tensor_parallel, Pipeline and ContextParallel do it, and imece train by "
+    "--mesh.tensor, --mesh.pipeline and --mesh.context"
+)
 _NOT_HERE = {
     "amp": "Apex is not used: torch.autocast",
     "sparse_attention": "attention is the model's own",
@@ -93,14 +109,14 @@ _NOT_HERE = {
     "quantize_training": "there is none here",
     "progressive_layer_drop": "there is none here",
     "eigenvalue": "there is none here",
-    "tensor_parallel": "imece is data-parallel: imece plan reckons with it, nothing runs it",
-    "expert_parallel": "imece is data-parallel",
-    "pipeline": "imece is data-parallel: imece plan reckons with it, nothing runs it",
-    "sequence_parallel_size": "imece is data-parallel: imece plan reckons with it, nothing runs it",
+    "tensor_parallel": "not by this converter: imece.tensor_parallel, or imece train --mesh.tensor",
+    "expert_parallel": "there is none here",
+    "pipeline": "not by this converter: imece.Pipeline, or imece train --mesh.pipeline",
+    "sequence_parallel_size": "not by this converter: imece.ContextParallel, or imece train --mesh.context",
     "aio": "nothing is swapped to NVMe",
     "nebula": "there is none here",
     "datastates_ckpt": "checkpoints are written in the background anyway",
-    "seq_parallel_communication_data_type": "imece is data-parallel",
+    "seq_parallel_communication_data_type": "keys and values travel in their own dtype",
     "compile": "imece.compile_blocks(model) compiles each block",
 }
 
@@ -110,14 +126,18 @@ def is_deepspeed(content: Mapping[str, Any]) -> bool:
     return any(mark in content for mark in _MARKS)
 
 
-def read(content: Mapping[str, Any], file: str, ranks: int | None = None) -> Settings:
-    """What the file says. ranks: those that it is for, if that is known; any two of its three batch sizes
-    give the third then.
+def read(
+    content: Mapping[str, Any], file: str, ranks: int | None = None, hosts: int | None = None
+) -> Settings:
+    """What the file says, and what DeepSpeed takes where it says nothing.
+
+    ranks: those that it is for, if that is known; any two of its three batch sizes give the third then.
+    hosts: on which they are, if that is known; else it follows from the ranks of one, if those are said.
 
     UserError for values that cannot be, or contradict each other.
     """
     values = Reading(content, file)
-    strategy = _strategy(values)
+    strategy, hosts = _strategy(values, ranks, hosts)
     dtype, reduce = _dtypes(values)
     offload = _offload(values, strategy)
     micro, accumulation, batch = _batch(values, ranks)
@@ -133,23 +153,32 @@ def read(content: Mapping[str, Any], file: str, ranks: int | None = None) -> Set
     return Settings(
         file, "DeepSpeed", values.finish(_MARKS), strategy, dtype, reduce, offload,
         micro_batch=micro, accumulation=accumulation, global_batch=batch, clip=clip or None,
-        optimizer=optimizer, schedule=schedule, ranks=ranks,
+        optimizer=optimizer, schedule=schedule, ranks=ranks, hosts=hosts, host_rank=0 if hosts > 1 else None,
     )  # fmt: skip
 
 
-def _strategy(values: Reading) -> str:
+def _strategy(values: Reading, ranks: int | None, hosts: int | None) -> tuple[str, int]:
+    """And the number of hosts, 1 if it is not known: of shards within a host the file says how many ranks
+    that one has."""
     name = f"{_ZERO}.stage"
     stage = values.whole(name) or 0
     if stage > 3:
         raise values.wrong(name, "0, 1, 2 or 3")
     strategy = _STAGES[stage]
-    for key, what in (("zero_hpz_partition_size", "a second copy"), ("mics_shard_size", "all shards")):
+    for key, what in _WITHIN.items():
         size = values.whole(f"{_ZERO}.{key}", -1)
-        if stage == 3 and size is not None and size > 1:
+        if stage != 3 or size is None or size <= 1:
+            values.needless(f"{_ZERO}.{key}", "not asked for")
+            continue
+        if hosts is None and ranks is not None:
+            hosts = max(1, ranks // size)
+            if ranks > size and ranks % size:
+                raise values.wrong(f"{_ZERO}.{key}", f"{ranks} ranks are no whole number of such hosts")
+        if hosts == 1:
+            values.take(f"{_ZERO}.{key}", 'strategy "zero3": all ranks are on one host')
+        else:
             strategy = "hybrid"
             values.take(f"{_ZERO}.{key}", f'strategy "hybrid": {what} within a host of {size} ranks')
-        else:
-            values.needless(f"{_ZERO}.{key}", "not asked for")
     values.take(name, f'strategy "{strategy}"')
     for key, text in _NEEDLESS.items():
         values.needless(f"{_ZERO}.{key}", text)
@@ -157,7 +186,7 @@ def _strategy(values: Reading) -> str:
     values.needless([f"{_ZERO}.{each}{key}" for key in _GATHERS for each in ("stage3_", "")], _BY_UNIT)
     for key, text in _REFUSED.items():
         values.leave(f"{_ZERO}.{key}", text)
-    return strategy
+    return strategy, hosts or 1
 
 
 def _dtypes(values: Reading) -> tuple[Dtype, Dtype | None]:
@@ -231,6 +260,8 @@ def _batch(values: Reading, ranks: int | None) -> tuple[int | None, int | None, 
                     f"accumulated x {ranks} ranks is {product}: which ranks is it for? say --ranks"
                 )
             whole = product
+        if whole is not None and whole % ranks:
+            raise values.wrong(names[2], f"{ranks} ranks cannot share it evenly: say others with --ranks")
     for name, text in zip(
         names, ("a micro-batch", "micro-batches of a rank", "all ranks together"), strict=True
     ):
@@ -251,26 +282,28 @@ def _optimizer(values: Reading) -> OptimizerSettings | None:
     if name is None:
         values.leave("optimizer", f"torch has no {kind}: make the optimizer yourself, of any kind")
         return None
-    found = OptimizerSettings(
-        name,
-        values.number("optimizer.params.lr"),
-        values.numbers("optimizer.params.betas", 2),
-        values.number("optimizer.params.eps"),
-        values.number("optimizer.params.weight_decay"),
-    )
-    values.take("optimizer.type", f"torch.optim.{name}")
-    for key in ("lr", "betas", "eps", "weight_decay"):
-        values.take(f"optimizer.params.{key}", f"torch.optim.{name}({key}=...)")
+    usual = dict(_USUAL[name])
+    if name == "AdamW" and values.flag("optimizer.params.torch_adam"):
+        usual["weight_decay"] = _TORCH_DECAY
+    found: dict[str, Any] = {}
+    for key, default in usual.items():
+        full = f"optimizer.params.{key}"
+        said = values.numbers(full, 2) if key == "betas" else values.number(full)
+        found[key] = said if values.has(full) else default
+        values.take(full, f"torch.optim.{name}({key}=...)")
+    unsaid = ", ".join(key for key in usual if not values.has(f"optimizer.params.{key}"))
+    values.take("optimizer.type", f"torch.optim.{name}" + (unsaid and f"; {unsaid} as DeepSpeed's"))
     values.needless("optimizer.params.torch_adam", "optimizers are torch's own")
     values.leave("optimizer", f"an argument of torch.optim.{name}, if it has it")
-    return found
+    return OptimizerSettings(name, **found)
 
 
 def _schedule(values: Reading) -> ScheduleSettings | None:
     kind = values.word("scheduler.type")
-    warmup = values.whole("scheduler.params.warmup_num_steps")
-    steps = values.whole("scheduler.params.total_num_steps", 1)
-    least = values.number("scheduler.params.cos_min_ratio")
+    section = "scheduler.params."
+    warmup = values.whole(f"{section}warmup_num_steps")
+    steps = values.whole(f"{section}total_num_steps", 1)
+    least = values.number(f"{section}cos_min_ratio")
     kinds: dict[str | None, Literal["constant", "cosine"]] = {
         "WarmupLR": "constant",
         "WarmupCosineLR": "cosine",
@@ -278,10 +311,22 @@ def _schedule(values: Reading) -> ScheduleSettings | None:
     if kind not in kinds:
         values.leave("scheduler", "any of torch's schedulers works in your loop; imece train has no such one")
         return None
-    values.take("scheduler.type", f"{kinds[kind]} after a warm-up")
-    values.take("scheduler.params.warmup_num_steps", "steps of the warm-up")
+    if not values.has(f"{section}warmup_num_steps"):
+        warmup = _WARMUP
+    if not values.has(f"{section}cos_min_ratio"):
+        least = _LEAST
+    how = "in a line; DeepSpeed's is logarithmic, unless warmup_type is linear"
+    if values.word(f"{section}warmup_type") == "linear":
+        values.take(f"{section}warmup_type", "so is imece train's")
+        how = "in a line"
+    values.take("scheduler.type", f"{kinds[kind]} after a warm-up of {_steps(warmup)} {how}")
+    values.take(f"{section}warmup_num_steps", "steps of the warm-up")
     if kinds[kind] == "cosine":
-        values.take("scheduler.params.total_num_steps", "steps of the run")
-        values.take("scheduler.params.cos_min_ratio", "where the cosine ends")
+        values.take(f"{section}total_num_steps", "steps of the run")
+        values.take(f"{section}cos_min_ratio", "where the cosine ends")
     values.leave("scheduler", "imece train warms up in a line from 0 to the optimizer's lr")
-    return ScheduleSettings(kinds[kind], warmup or 0, steps, least)
+    return ScheduleSettings(kinds[kind], warmup, steps, least if kinds[kind] == "cosine" else None)
+
+
+def _steps(count: int | None) -> str:
+    return "its Trainer's steps" if count is None else f"{count:,} step{'s' * (count != 1)}"

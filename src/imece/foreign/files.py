@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,10 @@ from typing import Any
 
 from imece.errors import UserError
 from imece.foreign import accelerate, deepspeed
+from imece.foreign.reading import from_json
 from imece.foreign.settings import Settings
+
+_OTHER_FORMAT = "; Accelerate's other format ends in .yaml"
 
 
 def read_settings(file: str | os.PathLike[str] | Mapping[str, Any], ranks: int | None = None) -> Settings:
@@ -45,17 +47,11 @@ def _content(path: Path) -> Mapping[str, Any]:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not a text file") from None
-    content = _yaml(path, text) if path.suffix.lower() in (".yaml", ".yml") else _json(path, text)
+    is_yaml = path.suffix.lower() in (".yaml", ".yml")
+    content = _yaml(path, text) if is_yaml else from_json(text, str(path), _OTHER_FORMAT)
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UserError(f"{path}: not a configuration: names and their values are wanted")
     return content
-
-
-def _json(path: Path, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON ({error}); Accelerate's other format ends in .yaml") from None
 
 
 def _yaml(path: Path, text: str) -> Any:

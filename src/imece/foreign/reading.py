@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,10 @@ class Reading:
         for name, value in list(self._open.items()):
             if value == _AUTO:
                 self._tell(name, "needless", "what its Trainer says counts")
+
+    def has(self, name: str) -> bool:
+        """Whether the file says anything of it, if only "auto"; if not, its program's usual value counts."""
+        return name in self._order
 
     def flag(self, name: str) -> bool | None:
         """True or false, also in words or as 1 and 0."""
@@ -135,6 +140,12 @@ class Reading:
 
     def _get(self, name: str) -> Any:
         self._known.append(name)
+        parts = name.split(".")
+        for section in (".".join(parts[:count]) for count in range(1, len(parts))):
+            if self._open.get(section) in _OFF:
+                self._tell(section, "needless", "not asked for")
+            elif section in self._open:
+                raise self._wrong(section, self._open[section], "a section with values of its own is wanted")
         return self._open.get(name)
 
     def _tell(self, name: str, fate: Literal["taken", "needless", "left out"], text: str) -> None:
@@ -143,6 +154,28 @@ class Reading:
 
     def _wrong(self, name: str, value: Any, wanted: str) -> UserError:
         return UserError(f"{self.file}: {name} is {value!r}: {wanted}")
+
+
+def from_json(text: str, where: str, hint: str = "") -> Any:
+    """UserError, with `where` it is from, for what is no JSON, or has a name twice: which one counts?
+
+    hint: what else may be the matter, where it is no JSON.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_each_once)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not JSON ({error}){hint}") from None
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise UserError(f"{name} is there twice, as {found[name]!r} and as {value!r}: take one out")
+        found[name] = value
+    return found
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

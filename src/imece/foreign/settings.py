@@ -19,7 +19,8 @@ _SHARDED = ("zero1", "zero2", "zero3", "hybrid", "hybrid_zero2")
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """An optimizer by torch's name, with what the file says of it; None: as it is by default."""
+    """An optimizer by torch's name, with what the file says of it, or its program takes where it is silent;
+    None: as it is by default."""
 
     name: str
     lr: float | None = None
@@ -33,7 +34,8 @@ class ScheduleSettings:
     """A learning rate that rises over `warmup` steps and stays, or falls as a cosine to `least` of itself."""
 
     kind: Literal["constant", "cosine"]
-    warmup: int = 0
+    warmup: int | None = None
+    """None: as it is by default."""
     steps: int | None = None
     """All of them, for the cosine."""
     least: float | None = None

@@ -5,22 +5,46 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from imece.data_parallel.sharding.offload import check_strategy
+from imece.data_parallel.strategy import find_strategy
 from imece.errors import UserError
-from imece.foreign.settings import Settings
+from imece.foreign.settings import OptimizerSettings, Settings
+from imece.observe.visible import visible
 from imece.train.config import OptimizerSection, TrainConfig, flat
 from imece.train.config_file import as_toml
 
-_KINDS = {"AdamW": "adamw", "Muon": "muon"}
+_TYPE = "optimizer.type"
+
+
+def lacking(settings: Settings) -> str | None:
+    """What `imece train` does not have of it, so that a file would train otherwise; None: it has all."""
+    optimizer = settings.optimizer
+    if optimizer is not None and _is_adamw(optimizer):
+        return None
+    left = (each.value for each in settings.values if each.name == _TYPE and each.fate == "left out")
+    name = optimizer.name if optimizer is not None else next(left, None)
+    if name is None:
+        return None
+    if name == "Muon":
+        return "its own Muon makes updates as long as AdamW's, and so wants another lr"
+    return f"it has AdamW and a Muon of its own, not {name}"
 
 
 def train_toml(settings: Settings) -> str:
-    """A file for `imece train` that says what `settings` does, and nothing else: the rest is as by default.
+    """A file for `imece train` that says what `settings` does, and what of it is left out; the rest is usual.
 
-    UserError, with the file's name, for what no run can have.
+    UserError, with the file's name, for what no run can have, and where something is `lacking`.
     """
+    if (why := lacking(settings)) is not None:
+        raise UserError(f"{settings.file}: no file for imece train: {why}: leave --to out, or change {_TYPE}")
     values = _values(settings)
     _check(settings, values)
-    said = [f"# what {settings.file} says, {settings.source}'s configuration"]
+    said = [_comment(f"what {settings.file} says, {settings.source}'s configuration")]
+    said += [
+        _comment(f"left out: {each.name} = {each.value!r}: {each.text}")
+        for each in settings.values
+        if each.fate == "left out"
+    ]
     said += [f"{name} = {as_toml(value)}" for name, value in values.items() if "." not in name]
     for section in dict.fromkeys(name.split(".")[0] for name in values if "." in name):
         said += ["", f"[{section}]"]
@@ -32,7 +56,7 @@ def train_toml(settings: Settings) -> str:
 
 
 def _values(settings: Settings) -> dict[str, Any]:
-    """Dotted names of TrainConfig's; of an optimizer that imece train does not have, nothing."""
+    """Dotted names of TrainConfig's."""
     values: dict[str, Any] = {"strategy": settings.strategy, "compute.dtype": settings.dtype}
     if settings.ranks is not None and settings.hosts == 1:
         values["ranks"] = settings.ranks
@@ -41,14 +65,16 @@ def _values(settings: Settings) -> dict[str, Any]:
     if settings.micro_batch is not None:
         values["batch.micro"] = settings.micro_batch
     optimizer, schedule = settings.optimizer, settings.schedule
-    if optimizer is not None and optimizer.name in _KINDS:
-        values["optimizer.kind"] = _KINDS[optimizer.name]
+    if optimizer is not None:
+        values["optimizer.kind"] = "adamw"
         pairs = {"lr": optimizer.lr, "eps": optimizer.eps, "weight_decay": optimizer.weight_decay}
         if optimizer.betas is not None:
             pairs |= dict(zip(("beta1", "beta2"), optimizer.betas, strict=True))
         values |= {f"optimizer.{name}": value for name, value in pairs.items() if value is not None}
     if schedule is not None:
-        values["optimizer.schedule"], values["optimizer.warmup"] = schedule.kind, schedule.warmup
+        values["optimizer.schedule"] = schedule.kind
+        if schedule.warmup is not None:
+            values["optimizer.warmup"] = schedule.warmup
         if schedule.kind == "cosine" and schedule.least is not None:
             values["optimizer.min_lr"] = schedule.least
         if schedule.kind == "cosine" and schedule.steps is not None:
@@ -62,6 +88,15 @@ def _values(settings: Settings) -> dict[str, Any]:
     return values
 
 
+def _is_adamw(optimizer: OptimizerSettings) -> bool:
+    """Adam without decay is the same."""
+    return optimizer.name == "AdamW" or (optimizer.name == "Adam" and optimizer.weight_decay == 0)
+
+
+def _comment(text: str) -> str:
+    return "# " + visible(text).replace("\n", "\\n")
+
+
 def _check(settings: Settings, values: dict[str, Any]) -> None:
     """As the file will be checked when it is read."""
     known = flat(TrainConfig())
@@ -71,5 +106,7 @@ def _check(settings: Settings, values: dict[str, Any]) -> None:
             name.partition(".")[2]: value for name, value in values.items() if name.startswith("optimizer.")
         }
         dataclasses.replace(OptimizerSection(), **own)
+        if settings.offload is not None:
+            check_strategy(settings.offload, find_strategy(settings.strategy))
     except ValueError as error:
         raise UserError(f"{settings.file}: {error}") from None
