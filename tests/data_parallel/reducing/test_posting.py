@@ -163,7 +163,46 @@ def where_it_is_done(group: dist.ProcessGroup) -> None:
     assert not posts(overlap=False, hook=hook)
 
 
+def moved_into_shared_memory(group: dist.ProcessGroup) -> None:
+    """As `share_memory()` and queues do to gradients: one rank, after a backward or in the midst of one."""
+
+    def move() -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.share_memory_()
+
+    for overlap, cap_mb in ((False, CAP_MB), (False, 1), (True, CAP_MB)):
+        module = Two()
+        model = imece.DistributedDataParallel(
+            module, process_group=group, bucket_cap_mb=cap_mb, overlap=overlap
+        )
+        for step in range(6):
+            module.between = move if step in (2, 4) and dist.get_rank() == 0 else None
+            model(own_input()).sum().backward()
+            for slot in model.reducer.slots:
+                grad, flat = slot.parameter.grad, slot.bucket.flat
+                assert grad is not None
+                assert torch.allclose(grad, torch.tensor(mean(group)), rtol=1e-6), (step, overlap, cap_mb)
+                assert flat.data_ptr() <= grad.data_ptr() < flat.data_ptr() + flat.nbytes
+            if step == 1 and dist.get_rank() == 0:
+                move()
+            model.zero_grad(set_to_none=step % 2 == 0)
+
+
+def parts_moved_into_shared_memory(group: dist.ProcessGroup) -> None:
+    """A part's gradient lies in its bucket, which moves with it: nobody would sum it any more."""
+    model, _ = wrapped("zero1", group)
+    for _ in range(2):
+        model(own_input()).sum().backward()
+    for part in model.parts:
+        part.parameter.grad.share_memory_()
+    with pytest.raises(RuntimeError, match=r"gradients of \w+.vector were moved out .*: give .* a clone"):
+        model(own_input())
+
+
 CHECKS = {
+    "moved into shared memory": moved_into_shared_memory,
+    "parts moved into shared memory": parts_moved_into_shared_memory,
     "the last rank finds its work done": the_last_rank_finds_its_work_done,
     "one fails before any has summed": one_fails_before_any_has_summed,
     "one fails after another has summed": one_fails_after_another_has_summed,
@@ -177,7 +216,7 @@ ON_SHM = ["the last rank finds its work done", "one fails before any has summed"
     [
         *jobs(__name__, CHECKS, (2, "shm")),
         *jobs(__name__, ON_SHM, (3, "shm")),
-        *jobs(__name__, ["where it is done"], (2, "gloo")),
+        *jobs(__name__, ["where it is done", "moved into shared memory"], (2, "gloo")),
     ],
 )
 def test_posting(job: Job, request: pytest.FixtureRequest) -> None:

@@ -52,12 +52,17 @@ class Leaving:
         return self._next == len(self._gradients.all)
 
     def prepare(self) -> None:
-        """Before a forward whose backward is to be synchronised; all ranks call it."""
+        """Before a forward whose backward is to be synchronised; all ranks call it.
+
+        RuntimeError: as of Posting.check.
+        """
         buckets, posting = self._gradients.all, self._posting
         if self.overlap or not self._gradients.may_be_posted or self.hook is not None:
             self._posting = None
         elif posting is None or posting.buckets is not buckets:  # they may be laid anew
             self._posting = Posting.of(buckets, self._group, scatter=not self._gradients.is_whole)
+        else:
+            posting.check()
 
     def start(self) -> None:
         """Nothing has left in this backward."""
@@ -85,6 +90,7 @@ class Leaving:
         if bucket.index in self._posted:
             return
         self._posted[bucket.index] = time.perf_counter() if self.watch is not None else 0.0
+        self._gradients.leaves(bucket, by_hook=False)
         if self.finite is not None:
             self.finite.look(bucket)
         posting.post(bucket)

@@ -24,6 +24,7 @@ class Posting:
         self.buckets, self._posted, self._group = buckets, posted, group
         first, last = buckets[0].slots[0].name, buckets[-1].slots[-1].name
         self._label = label_of([first, last] if first != last else [first])
+        self._addresses = _addresses(buckets)
 
     @classmethod
     def of(cls, buckets: Sequence[Bucket], group: dist.ProcessGroup, *, scatter: bool) -> Self | None:
@@ -38,6 +39,15 @@ class Posting:
         posted = group.posted([bucket.flat for bucket in buckets], scatter=scatter)
         return cls(buckets, posted, group) if posted is not None else None
 
+    def check(self) -> None:
+        """RuntimeError: a bucket is not where the others know it any more, and would be summed by nobody."""
+        for bucket, now, known in zip(self.buckets, _addresses(self.buckets), self._addresses, strict=True):
+            if now != known:
+                raise RuntimeError(
+                    f"the gradients of {bucket.label} were moved out of the memory that the ranks share, by "
+                    f"share_memory() or a queue: give other processes a clone"
+                )
+
     def post(self, bucket: Bucket) -> None:
         """It is full, and left alone until `finish` is over."""
         self._posted.post(bucket.index)
@@ -50,3 +60,7 @@ class Posting:
     def take_back(self) -> None:
         """What was posted in a backward that has raised. CollectiveError: others have summed some of it."""
         self._posted.take_back()
+
+
+def _addresses(buckets: Sequence[Bucket]) -> list[int]:
+    return [bucket.flat.data_ptr() for bucket in buckets]

@@ -1,11 +1,15 @@
 """Gradients that are whole on every rank: `.grad` are views of one piece of memory that layout.py cuts up.
 
 When the order of parameters changes the same memory is cut anew, so a rebuild needs no second one.
+
+`share_memory()`, or a queue to another process, moves a storage: torch puts other memory under all that view
+it. Other ranks write into this memory as long as they know of it, so buckets are views of a storage that nobody
+is given, and `.grad` are views of another one on the same memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,7 +65,9 @@ class WholeGradients(Gradients):
         # Ranks of this host reduce in place, so that memory on the CPU is to be shared.
         self._shared = isinstance(group, SharedMemoryGroup) or schedule == "hierarchical"
         self.may_be_posted = schedule is None and wire is None
-        self._memory: dict[torch.device, torch.Tensor] = {}  # uint8
+        self._memory: dict[torch.device, torch.Tensor] = {}  # uint8, the storage that buckets view
+        self._given: dict[torch.device, torch.Tensor] = {}  # the same bytes, the storage that `.grad` view
+        self._places: dict[int, layout.Place] = {}  # by parameter: where in its bucket
         self.all = []
         self.slots = []
         self._lay(None)
@@ -80,21 +86,51 @@ class WholeGradients(Gradients):
         RuntimeError: a parameter has another dtype, device or number of elements than when it was wrapped.
         """
         if [slot.view.data_ptr() for slot in self.slots] != self._addresses:
-            for slot, address in zip(self.slots, self._addresses, strict=True):
-                if slot.view.data_ptr() != address:
-                    self._view_again(slot)
+            for slot in self.slots:  # what is in .grad is copied into the view as any other gradient
+                self._view_again(slot)
         if list(map(torch.Tensor.numel, self._parameters)) != self._numels:
             for slot in self.slots:  # a gradient would be written over the next one's place, without an error
                 self.check_kind(slot)
 
+    def leaves(self, bucket: Bucket, by_hook: bool) -> None:
+        """As of Gradients: what was moved during this backward is copied back."""
+        for moved, slot in self._moved(bucket):
+            slot.view.copy_(moved)
+
+    def reduced(self, bucket: Bucket) -> None:
+        """As of Gradients: the sum is in the bucket, wherever `.grad` was moved meanwhile."""
+        for _ in self._moved(bucket):
+            pass
+
+    def _moved(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, Slot]]:
+        """(old view, slot) of a bucket whose views were moved; each slot has one of the bucket again."""
+        if bucket.slots[0].view.data_ptr() == self._addresses[bucket.slots[0].index]:
+            return
+        for slot in bucket.slots:
+            moved, is_in_it = slot.view, slot.holds(slot.parameter.grad)
+            self._view_again(slot)
+            yield moved, slot
+            if is_in_it:
+                slot.parameter.grad = slot.view
+
     def _view_again(self, slot: Slot) -> None:
-        self.check_kind(slot)
-        # What is in .grad is copied into it as any other gradient.
-        slot.view = _view(self._flats[slot.index], slot.parameter)
+        if slot.view.data_ptr() != self._addresses[slot.index]:
+            self.check_kind(slot)
+            slot.view = _view(self._given_to(slot), slot.parameter)
+
+    def _given_to(self, slot: Slot) -> torch.Tensor:
+        """What a slot has of the storage that `.grad` view, 1D; of a new one, if that was moved."""
+        place, flat, device = self._places[slot.index], slot.bucket.flat, slot.bucket.flat.device
+        memory = self._memory[device]
+        if self._given[device].data_ptr() != memory.data_ptr():
+            self._given[device] = _another_storage(memory)
+        first = flat.data_ptr() - memory.data_ptr()
+        flat = self._given[device][first : first + flat.nbytes].view(flat.dtype)
+        return flat[place.start : place.stop]
 
     def check_kind(self, slot: Slot) -> None:
         """As of Gradients."""
-        item, flat, parameter = self._items[slot.index], self._flats[slot.index], slot.parameter
+        item, flat, parameter = self._items[slot.index], slot.bucket.flat, slot.parameter
         as_wrapped = parameter.dtype == flat.dtype and parameter.device == flat.device
         if not as_wrapped or parameter.numel() != item.numel:
             was = f"{item.dtype}{list(item.shape)} on {flat.device}"
@@ -141,7 +177,7 @@ class WholeGradients(Gradients):
     def let_go(self) -> None:
         """As of Gradients."""
         self._memory.clear()
-        self._flats.clear()
+        self._given.clear()
         del self._group
 
     def _lay(self, order: Sequence[int] | None) -> None:
@@ -158,7 +194,6 @@ class WholeGradients(Gradients):
         ]
         free = {device: memory.zero_() for device, memory in self._memory.items()}
         before, self.all = self.slots, []
-        flats: dict[int, torch.Tensor] = {}
         slots: dict[int, Slot] = {}
         for plan in self.layout.buckets:
             device = self._parameters[plan.places[0].item].device
@@ -168,19 +203,17 @@ class WholeGradients(Gradients):
             label = label_of([self._items[place.item].name for place in plan.places])
             bucket = Bucket(plan.index, flat, plan.used_numel, label)
             for place in plan.places:
-                parameter = self._parameters[place.item]
-                flats[place.item] = flat[place.start : place.stop]
-                view = _view(flats[place.item], parameter)
+                parameter, self._places[place.item] = self._parameters[place.item], place
                 if before:
                     slot = before[place.item]
-                    slot.bucket, slot.view = bucket, view
+                    slot.bucket = bucket
                 else:
-                    slot = Slot(place.item, self._items[place.item].name, parameter, bucket, view)
+                    slot = Slot(place.item, self._items[place.item].name, parameter, bucket, flat)
+                slot.view = _view(self._given_to(slot), parameter)
                 slots[place.item] = slot
                 bucket.slots.append(slot)
             self.all.append(bucket)
         self.slots = [slots[index] for index in range(len(self._items))]
-        self._flats = [flats[index] for index in range(len(self._items))]  # what each has of its bucket
         self._addresses = [slot.view.data_ptr() for slot in self.slots]
         for slot, grad in moving:
             slot.view.copy_(grad)
@@ -198,7 +231,13 @@ class WholeGradients(Gradients):
                     self._memory[device] = shared_empty((nbytes,), torch.uint8)
                 else:
                     self._memory[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                self._given[device] = _another_storage(self._memory[device])
         return self._memory
+
+
+def _another_storage(memory: torch.Tensor) -> torch.Tensor:
+    """On the same memory. On a GPU the same one: nothing moves it there."""
+    return torch.from_numpy(memory.numpy()) if memory.device.type == "cpu" else memory
 
 
 def _view(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
