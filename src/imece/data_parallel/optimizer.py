@@ -42,15 +42,27 @@ _NEVER = {
     "LBFGS": "it searches along one direction of all parameters together",
     "SparseAdam": "it takes sparse gradients only",
 }
+_BY_PARAMETER = ("params", "param_names")  # lists in groups that are cut as the parameters are dealt out
 
 
 def is_element_wise(optimizer: Optimizer) -> bool:
     """As `may_be_cut`. ValueError for those that cannot be sharded."""
     name = type(optimizer).__name__
-    if name in _NEVER:
-        raise ValueError(
-            f"{name} cannot be sharded: {_NEVER[name]}; use strategy='replicate' or another optimizer"
-        )
+    for kind in (each.__name__ for each in type(optimizer).__mro__):
+        if kind in _NEVER:
+            raise ValueError(
+                f"{name} cannot be sharded: {_NEVER[kind]}; use strategy='replicate' or another optimizer"
+            )
+    for at, group in enumerate(optimizer.param_groups if not _is_known(optimizer) else ()):
+        many = len(group["params"])
+        for key, value in group.items():
+            # Between two parameters' betas and a beta for each of two parameters nobody can tell.
+            if key not in _BY_PARAMETER and isinstance(value, list) and len(value) == many > 1:
+                raise ValueError(
+                    f"{name} has in group {at} a list {key!r} of {many} for {many} parameters, and a rank "
+                    f"steps some of these: if it is one for each, make each parameter a group of its own; if "
+                    f"not, make it a tuple"
+                )
     return may_be_cut(optimizer)
 
 
@@ -61,8 +73,12 @@ def may_be_cut(optimizer: Optimizer) -> bool:
     """
     name = type(optimizer).__name__
     said = getattr(optimizer, "element_wise", None)
-    known = type(optimizer).__module__.startswith(("torch.", "torchao.", "bitsandbytes."))
-    return bool(said) if said is not None else known and name in _ELEMENT_WISE
+    return bool(said) if said is not None else _is_known(optimizer) and name in _ELEMENT_WISE
+
+
+def _is_known(optimizer: Optimizer) -> bool:
+    """Whether it is of a library whose optimizers are known here."""
+    return type(optimizer).__module__.startswith(("torch.", "torchao.", "bitsandbytes."))
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -75,11 +91,18 @@ def kinds_of(
 ) -> list[int]:
     """Of each of the model's parameters in `named` the number of its optimizer, -1 for those that none steps.
 
-    ValueError for a parameter that two of them step, or one that is none of the model's.
+    ValueError for a parameter that two of them step, or one that is none of the model's; for an optimizer
+    that steps parts already.
     """
     names = {id(each): name for name, each in model.named_parameters()}
     number: dict[int, int] = {}
     for at, optimizer in enumerate(optimizers):
+        stepped = getattr(optimizer, "_imece_stepped", None)  # see SteppedParts
+        if stepped is not None and stepped.is_divided:  # its groups may be empty, on a rank without a part
+            raise ValueError(
+                f"this {type(optimizer).__name__} was given to parallelize before, and steps parts of that "
+                f"model: make a new optimizer of the parameters of this one"
+            )
         for parameter in parameters_of(optimizer):
             if id(parameter) not in names:
                 raise ValueError(

@@ -24,6 +24,7 @@ from imece.data_parallel.optimizer import parameters_of
 from imece.data_parallel.reducing import refusals
 from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharding.block_wise import followed
+from imece.data_parallel.sharding.moved import Moved
 from imece.data_parallel.sharding.parts import Part
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class SteppedParts:
         self.ids_of_parts: set[int] = set()  # none between leave() and regroup()
         self._in_step: Optimizer | None = None  # this one, or one that shares its groups
         self._whole: list[dict[str, list[Any]]] = []  # by group: what lay in it before it was divided
+        self._moved = Moved()
         self.divide(model.sharding)
         optimizer.register_step_pre_hook(self._before)
         first = optimizer.register_step_post_hook(self._after)
@@ -71,6 +73,11 @@ class SteppedParts:
     def of(optimizer: Optimizer) -> SteppedParts | None:
         """None: it steps whole parameters."""
         return getattr(optimizer, "_imece_stepped", None)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether parts lie in its groups: not between leave() and regroup()."""
+        return bool(self._whole)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -111,7 +118,8 @@ class SteppedParts:
                     mine.append((part.parameter, name))
                     if state is not None:
                         optimizer.state[part.parameter] = _part_of_state(state, part)
-            group["params"] = [parameter for parameter, _ in mine]
+            # In place: the optimizer may keep this list too, as torch's LBFGS does.
+            group["params"][:] = [parameter for parameter, _ in mine]
             if "param_names" in group:
                 group["param_names"] = [name for _, name in mine]
         self._watch_state()
@@ -127,7 +135,8 @@ class SteppedParts:
         self.ids_of_parts.clear()
         # By place: load_state_dict makes other groups in the same order.
         for group, whole in zip(self.optimizer.param_groups, self._whole, strict=False):
-            group.update(whole)
+            group["params"][:] = whole["params"]
+            group.update({key: kept for key, kept in whole.items() if key != "params"})
         self._whole = []
 
     def ask_all(self, flag: torch.Tensor) -> None:
@@ -192,6 +201,7 @@ class SteppedParts:
         self._sharding.written.check()
         self._sharding.before_step((self._number,))
         self._in_step = optimizer
+        self._moved.begin(optimizer)
 
     def _check_summed(self) -> None:
         """RuntimeError: the step would leave out gradients that were not summed over ranks."""
@@ -216,6 +226,7 @@ class SteppedParts:
         with torch.no_grad():
             self._sharding.after_step((self._number,))
         self._sharding.accumulated.stepped(self._number)
+        self._moved.end(optimizer, self._parameters)
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         """ValueError: parts are cut and gradients summed for what was there in `parallelize`."""
@@ -232,7 +243,7 @@ class SteppedParts:
 
     def _say_whose(self, _: Optimizer, state: dict[str, Any]) -> None:
         """Another rank's state dict has the same keys, and mostly the same shapes, for other elements."""
-        if self._whole:  # there are no parts between leave() and regroup()
+        if self.is_divided:
             state[_WHOSE] = self._whose()
 
     def _whose(self) -> dict[str, Any]:
@@ -331,7 +342,7 @@ def whole_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], list[to
     """Its groups, each with the parameters that the program has given it, whatever parts lie in it now."""
     stepped = SteppedParts.of(optimizer)
     groups = optimizer.param_groups
-    whole = stepped._whole if stepped is not None and stepped._whole else groups
+    whole = stepped._whole if stepped is not None and stepped.is_divided else groups
     for group, given in zip(groups, whole, strict=False):
         yield group, given["params"]
 

@@ -1,0 +1,104 @@
+"""Whether a step has changed what it steps. An optimizer that keeps parameters of its own finds no gradients
+there, as these are with parts, and leaves everything as it is without a word.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from imece.data_parallel.optimizer import numbers_by_key
+
+_DEPTH = 3  # of containers in an optimizer's attributes
+_TORCHS = ("param_groups", "state", "defaults")
+
+
+class _Seen(NamedTuple):
+    """A part before a step, where its gradient is largest and where it is least."""
+
+    part: torch.Tensor
+    version: int
+    places: torch.Tensor  # [2], in all of its elements
+    gradient: torch.Tensor  # [2]
+    value: torch.Tensor  # [2]
+
+    @classmethod
+    def of(cls, part: torch.Tensor, gradient: torch.Tensor) -> _Seen:
+        flat = _numbers(gradient)
+        places = torch.stack([flat.argmax(), flat.argmin()])
+        return cls(part, part._version, places, flat[places], _numbers(part)[places])
+
+    @property
+    def is_to_move(self) -> bool:
+        """Whether a step with its gradient would change it."""
+        return bool(self.gradient.isfinite().all() and self.gradient.any())
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether it was written into. What goes by `.data`, or a pointer, is in no version."""
+        if self.part._version != self.version:
+            return True
+        return not torch.equal(_numbers(self.part)[self.places], self.value)
+
+
+class Moved:
+    """Of one optimizer's parts: looked at in each step, until one has changed some of them."""
+
+    def __init__(self) -> None:
+        self._is_known = False
+        self._seen: list[_Seen] = []
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """A step comes."""
+        self._seen = [] if self._is_known else [_Seen.of(*each) for each in _to_move(optimizer)]
+
+    def end(self, optimizer: Optimizer, whole: Collection[torch.Tensor]) -> None:
+        """It is over. whole: the parameters of which it steps parts.
+
+        RuntimeError, with the attribute, if it has changed nothing and keeps some of these. A warning if
+        nobody knows why it has: it may mean to skip a step.
+        """
+        seen, self._seen = self._seen, []
+        if any(each.has_moved for each in seen):
+            self._is_known = True
+        if self._is_known or not any(each.is_to_move for each in seen):
+            return
+        self._is_known = True
+        name, ids = type(optimizer).__name__, {id(each) for each in whole}
+        said = f"{name} has stepped, and nothing that it steps has changed, though it has gradients"
+        cure = "what it steps are this rank's parts: have it look into optimizer.param_groups in each step"
+        for attribute, value in vars(optimizer).items():
+            if attribute not in _TORCHS and _has(value, ids, _DEPTH):
+                raise RuntimeError(
+                    f"{said}: its attribute {attribute} knows parameters by themselves, and {cure}, or use "
+                    f"strategy='replicate'"
+                )
+        warnings.warn(f"{said}: if it keeps parameters somewhere, {cure}", stacklevel=2)
+
+
+def _to_move(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What its next step should change, each with its gradient."""
+    for group in optimizer.param_groups:
+        if numbers_by_key(group).get("lr") != 0:  # a scheduler may begin with that
+            for each in group["params"]:
+                if each.grad is not None and each.numel() and not each.grad.is_sparse:
+                    yield each, each.grad
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Flat, and real."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
+
+
+def _has(value: Any, ids: Collection[int], depth: int) -> bool:
+    """Whether it is, or has in it, something with one of these ids, or one of them as a key."""
+    if isinstance(value, torch.Tensor) or not depth:
+        return id(value) in ids
+    if isinstance(value, Mapping):
+        keys_too = (*value.keys(), *value.values())
+        return any((type(each) is int and each in ids) or _has(each, ids, depth - 1) for each in keys_too)
+    return isinstance(value, list | tuple | set) and any(_has(each, ids, depth - 1) for each in value)
