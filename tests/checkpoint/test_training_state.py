@@ -579,6 +579,49 @@ def test_nothing_is_kept_by_halves(mesh: object, strategy: str) -> None:
         assert set(state.own()) == {f"{MODEL}weight"}
 
 
+class Named(Optimizer):
+    """Keeps a sum of gradients, by any name."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], key: object) -> None:
+        super().__init__(parameters, {"lr": 0.1, "decay/fast:": 0.5})
+        self.key = key
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            kept = self.state[parameter].setdefault(self.key, torch.zeros_like(parameter))
+            parameter -= 0.1 * kept.mul_(self.param_groups[0]["decay/fast:"]).add_(parameter.grad)
+
+
+def named(strategy: str, key: object) -> tuple[DistributedDataParallel, list[Optimizer]]:
+    torch.manual_seed(0)
+    model = nn.Linear(1, 6, bias=False)
+    return imece.parallelize(model, [Named(model.parameters(), key)], strategy)
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+@pytest.mark.parametrize("key", ["slow/buffer", "slow:buffer", "100%", "%41"])
+def test_what_is_kept_by_any_name(tmp_path: Path, mesh: object, key: str, strategy: str) -> None:
+    model, optimizers = named(strategy, key)
+    rows_steps(model, optimizers, range(2))
+    optimizers[0].param_groups[0]["decay/fast:"] = 0.25
+    saved = saved_linear(tmp_path, model, optimizers)
+    rows_steps(model, optimizers, range(2, 4))
+    again, others = named(strategy, key)
+    TrainingState(again, others).load(saved)
+    rows_steps(again, others, range(2, 4))
+    assert torch.equal(weights(again), weights(model))
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+def test_what_is_kept_by_no_name(mesh: object, strategy: str) -> None:
+    model, optimizers = named(strategy, 0)
+    rows_steps(model, optimizers, range(1))
+    with pytest.warns(UserWarning, match="of weight is left out, .*: the key 0 is of the type int"):
+        tensors = TrainingState(model, optimizers).tensors()
+    assert not [name for name in tensors if name.startswith((OPTIMIZER, MADE_BY))]
+
+
 class Scaled(nn.Linear):
     """What it has beside parameters and buffers."""
 

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from imece.checkpoint.deal import Slice
 from imece.checkpoint.load import Source
-from imece.checkpoint.plain import by_key, plain, value_of
+from imece.checkpoint.plain import by_key, plain, quoted, value_of
 from imece.data_parallel.optimizer import may_be_cut
 from imece.data_parallel.sharding.block_wise import elements_per, join
 
@@ -58,7 +59,7 @@ class Kept:
         """By key. Empty before the first step. TypeError, with the key, for what is not made of tensors."""
         found = {}
         for name, kept in self.state(parameter).items():
-            for key, value in plain(name, kept):
+            for key, value in plain(quoted(name), kept):
                 per = self.per(key, value.shape, parameter.shape)
                 spread = per and value.ndim and value.numel() == math.ceil(parameter.numel() / per)
                 found[key] = Entry(value, per if spread else 0)
@@ -71,7 +72,7 @@ class Kept:
         of its rows; only where matrices may be cut belongs each to one of the parameter's, in any shape.
         """
         alike = math.prod(kept) == math.prod(shape) if self._may_be_cut else kept == shape
-        return self._per.get(key.rpartition(":")[2], 1 if kept and shape and alike else 0)
+        return self._per.get(unquote(key.rpartition(":")[2]), 1 if kept and shape and alike else 0)
 
     def lacks(self, parameter: Tensor, keys: Collection[str]) -> str:
         """The option for which its next step would look for a key that is not among these; "" for none."""
@@ -94,7 +95,9 @@ class Kept:
         state = self._optimizer.state[parameter]
         for key, each in by_key(found).items():
             beside = functools.partial(self._beside, parameter, key, dtype)
-            state[key] = value_of(each, beside, lambda inner: join(self._optimizer, parameter, inner))
+            state[unquote(key)] = value_of(
+                each, beside, lambda inner: join(self._optimizer, parameter, inner)
+            )
 
     def _beside(self, parameter: Tensor, key: str, dtype: torch.dtype | None, value: Tensor) -> Tensor:
         """As torch's load_state_dict has it: what is of the parameter's dtype stays so, but for counts. These

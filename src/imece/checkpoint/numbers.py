@@ -10,12 +10,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from imece.checkpoint.load import Source
-from imece.checkpoint.plain import by_key, plain, value_of
+from imece.checkpoint.plain import by_key, plain, quoted, value_of
 from imece.checkpoint.staged import names_of_groups
 from imece.checkpoint.weights import keys_of
 from imece.data_parallel.optimizer import numbers_by_key, set_number
@@ -40,7 +41,7 @@ class Numbers:
             name: tensor
             for of, group in self._groups()
             for key, value in numbers_by_key(group).items()
-            for name, tensor in plain(f"{NUMBERS}{of}/{key}", value)
+            for name, tensor in plain(f"{NUMBERS}{of}/{quoted(key)}", value)
         }
 
     def load(self, saved: Source) -> None:
@@ -55,7 +56,7 @@ class Numbers:
         for of, group in groups.items():
             found = {key: saved.tensor(f"{NUMBERS}{of}/{key}") for key in kept.get(of, ())}
             for key, value in by_key(found).items():
-                set_number(group, key, value_of(value))
+                set_number(group, unquote(key), value_of(value))
         if other := groups.keys() ^ kept.keys():
             names = ", ".join(sorted(other - {""}))  # "": before groups had names
             warnings.warn(

@@ -1,11 +1,11 @@
 """Values of Python as plain tensors, by key: checkpoints and copies in memory hold no others.
 
-KEY          a tensor
+KEY          a tensor; what others may call as they like is quoted as in a URL
 KEY:int      a number, without dims; int, float or bool
 KEY:str      a text, as JSON in UTF-8
 KEY:none     None
 KEY:list     how many; KEY:list:0 is the first of them, and so on. A tuple's are the same
-KEY:dict     how many; KEY:dict:NAME is that of this name, which is quoted as in a URL
+KEY:dict     how many; KEY:dict:NAME is that of this name, which is quoted too
 KEY:scale    one of the tensors that make up a tensor: torchao's have codes, scale and qmap
 """
 
@@ -47,13 +47,20 @@ def plain(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         for name, each in value.items() if kind == "dict" else enumerate(value):
             if kind == "dict" and type(name) is not str:
                 raise TypeError(f"{key} is a dict with the key {name!r}")
-            yield from plain(f"{key}:{kind}:{quote(str(name), safe='')}", each)
+            yield from plain(f"{key}:{kind}:{quoted(str(name))}", each)
     else:
         for name, (of, dtype) in _NUMBERS.items():
             if isinstance(value, of):
                 yield f"{key}:{name}", torch.tensor(value, dtype=dtype)
                 return
         raise TypeError(f"{key} is of the type {kind}")
+
+
+def quoted(name: object) -> str:
+    """A key in which nothing stands for more than itself; `unquote` gives the name. TypeError for no text."""
+    if type(name) is not str:
+        raise TypeError(f"the key {name!r} is of the type {type(name).__name__}")
+    return quote(name, safe="")
 
 
 def memory_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
