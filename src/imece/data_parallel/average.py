@@ -26,14 +26,19 @@ Over = Literal["ranks", "samples", "tokens"]
 OVER: tuple[Over, ...] = ("ranks", "samples", "tokens")
 
 
+def check_over(over: Over) -> Over:
+    """ValueError for one that is none of OVER."""
+    if over not in OVER:
+        raise ValueError(f"average={over!r}: one of {', '.join(OVER)}")
+    return over
+
+
 class Average:
     """The divisor of one reducer's gradients."""
 
     def __init__(self, over: Over, group: dist.ProcessGroup, device: torch.device) -> None:
         """ValueError for an `over` that is none of OVER."""
-        if over not in OVER:
-            raise ValueError(f"average={over!r}: one of {', '.join(OVER)}")
-        self.over = over
+        self.over = check_over(over)
         self.present_only = False  # under join: ranks that have ended do not count
         self._group, self._device = group, host_device(group, device)
         self._world_size = group.size()

@@ -14,7 +14,7 @@ from imece import mesh as meshes
 from imece.data_parallel.across import across_model, refuse_whole_matrices
 from imece.data_parallel.arguments import check_way
 from imece.data_parallel.auto import Given, choose
-from imece.data_parallel.average import Over
+from imece.data_parallel.average import Over, check_over
 from imece.data_parallel.other_models import refuse_gathered
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel, ShardOptions
@@ -111,6 +111,7 @@ def parallelize(
     if not optimizers:
         raise ValueError("there is no optimizer: give one, a list of them, or a function that makes one")
     check_way(None, wire)
+    check_over(average)  # before anything is taken apart
     refuse_whole_matrices(model, optimizers)
     options = GatherOptions(units, reshard_after_forward, gathers_in_flight, gather)
     chosen = named or choose(

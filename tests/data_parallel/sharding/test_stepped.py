@@ -178,6 +178,11 @@ def refused(group: dist.ProcessGroup) -> None:
         lambda model: Mine(model.parameters()),
     )
     attempt(
+        "average='sample': one of ranks, samples, tokens",
+        lambda model: torch.optim.SGD(model.parameters(), 0.1),
+        average="sample",
+    )
+    attempt(
         "this SGD was given to parallelize before, and steps parts of that model: make a new optimizer of "
         "the parameters of this one",
         lambda _: given_before(group),
