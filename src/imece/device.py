@@ -42,8 +42,8 @@ def choose_device(asked: str | torch.device | None, world: World, backend: str |
         raise UserError(f"device {str(asked)!r}: this host has no such device; use 'cpu' or 'cuda'")
     if mover is None:
         raise UserError(
-            f"device {str(asked)!r} with backend {backend!r}, which moves the CPU's tensors alone: leave one of "
-            "them out"
+            f"device {str(asked)!r} with backend {backend!r}, which moves the CPU's tensors alone: leave one "
+            "of them out"
         )
     if mover != "nccl" and "cpu:shm" in str(backend).split(","):
         raise UserError(

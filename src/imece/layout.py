@@ -192,9 +192,9 @@ def build(
     one of a bucket first; the work of an item of shape [..., m, n] is m * n * min(m, n), that of a matrix
     product with itself.
 
-    align_bytes, item_align_bytes: shards are multiples of the first, and each item begins at a multiple of the
-    second, or of its itemsize if that is more. blocks: {group: elements}; shards cut its items at multiples
-    of so many of their elements only.
+    align_bytes, item_align_bytes: shards are multiples of the first, and each item begins at a multiple of
+    the second, or of its itemsize if that is more. blocks: {group: elements}; shards cut its items at
+    multiples of so many of their elements only.
 
     ValueError, with names and numbers, for: a name given twice, a negative dim, an itemsize below 1 or two of
     them for one dtype, a cap or align_bytes below 1, align_bytes that is no multiple of an itemsize,

@@ -47,6 +47,9 @@ def _end_the_last() -> None:
         end()
 
 
+Lane = int | str  # of the groups of the same ranks: 0, the usual one, or what it is for
+
+
 class Mesh:
     """The ranks of this job, arranged. `imece.init` makes it; all ranks hold one of equal shape.
 
@@ -95,7 +98,9 @@ class Mesh:
         self._sizes = dict(sizes)
         self._store = store  # of this mesh alone
         self._whole: Partition = (tuple(range(world.world_size)),)
-        self._groups: dict[tuple[Partition, int | str], dist.ProcessGroup] = {(self._whole, 0): _default_group()}
+        self._groups: dict[tuple[Partition, int | str], dist.ProcessGroup] = {
+            (self._whole, 0): _default_group()
+        }
         self._created: list[dist.ProcessGroup] = []
         self._device_mesh: DeviceMesh | None = None
         for begin in once_arranged:
@@ -134,8 +139,8 @@ class Mesh:
         return self._group(partition(axes, self._sizes))
 
     def batching_group(self, *axes: str) -> dist.ProcessGroup:
-        """As `group`; on GPUs one in which torch.distributed.batch_isend_irecv makes a batch of messages, as it
-        does in groups of torch's own class only."""
+        """As `group`; on GPUs one in which torch.distributed.batch_isend_irecv makes a batch of messages: it
+        does so in groups of torch's own class only."""
         group = self.group(*axes)
         if self.device.type == "cpu" or type(group) is dist.ProcessGroup:
             return group
@@ -252,9 +257,7 @@ class Mesh:
         for lane in range(1 + LANES):
             self.host_group_in(lane)
 
-    def _group(
-        self, sets: Partition, lane: int | str = 0, backend: str | None = None
-    ) -> dist.ProcessGroup:
+    def _group(self, sets: Partition, lane: Lane = 0, backend: str | None = None) -> dist.ProcessGroup:
         """backend: another than is usual for these ranks, then always with a lane of its own."""
         if (sets, lane) not in self._groups:
             self._check_same_order(sets)

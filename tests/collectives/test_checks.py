@@ -285,7 +285,7 @@ def test_who_waits_for_a_rank_that_has_left_is_told_whatever_that_one_keeps() ->
 
 
 def keep_nothing_of_what_is_over() -> None:
-    """The checker keeps its last call, for the next one's check: on GPUs that may be all gradients of a model."""
+    """The checker keeps its last call, for the next one's check: that may be of all gradients of a model."""
     group = dist.new_group()
     tensor = torch.ones(8)
     known = weakref.ref(tensor.untyped_storage())

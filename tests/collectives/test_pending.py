@@ -15,9 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imece.collectives import pending
+import imece
+from imece.collectives import given_up, pending
 from imece.collectives.calls import Call
-from imece.collectives.pending import Sliced, in_background, wait_for
+from imece.collectives.given_up import Sliced, value_of
+from imece.collectives.pending import in_background, wait_for
 from imece.errors import PeerLostError
 from tests.ranks import run_ranks
 
@@ -95,7 +97,7 @@ def test_what_ends_in_time_is_not_given_up() -> None:
 
 
 def test_who_waits_for_gloo_looks_whether_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending, "_SLICE", timedelta(seconds=0.05))
+    monkeypatch.setattr(given_up, "_SLICE", timedelta(seconds=0.05))
     group, work = Group(), Work()
     others = sys.getrefcount(group)
     sliced = Sliced(cast(Any, work), cast(Any, group))
@@ -106,6 +108,21 @@ def test_who_waits_for_gloo_looks_whether_it_is_given_up(monkeypatch: pytest.Mon
     assert sys.getrefcount(group) > others, "to destroy it would be to wait for its thread"
     work.ended.set()
     assert Sliced(cast(Any, work), cast(Any, group)).wait(), "one that begins later is not given up"
+
+
+def test_who_waits_for_a_future_looks_whether_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a communication hook that calls torch.distributed."""
+    monkeypatch.setattr(given_up, "_SLICE", timedelta(seconds=0.05))
+    future: torch.futures.Future[int] = torch.futures.Future()
+    threading.Timer(0.2, partial(pending.give_up, "rank 3 is gone", 0.0)).start()
+    with pytest.raises(PeerLostError, match="rank 3 is gone"):
+        value_of(future)
+    future.set_result(5)
+    assert value_of(future) == 5
+    failed: torch.futures.Future[Any] = torch.futures.Future()
+    failed.set_exception(ZeroDivisionError("of the hook"))
+    with pytest.raises(ZeroDivisionError, match="of the hook"):
+        value_of(failed)
 
 
 def wait_in_main() -> list[str]:
@@ -131,3 +148,36 @@ def wait_in_main() -> list[str]:
 def test_the_main_thread_is_not_where_it_cannot_be_told() -> None:
     for names in run_ranks(wait_in_main, 2, backend="gloo"):
         assert names == ["MainThread", "imece-calls"]
+
+
+def messages_that_never_come() -> list[str]:
+    """What rank 0 is told that waits for messages of rank 1, and what came of those that it had sent."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    pending.expect_giving_up()
+    place, told = torch.zeros(2), []
+    if rank == 1:
+        imece.recv(place, 0)
+        imece.exchange([imece.Recv(place, 0), imece.Send(torch.ones(2), 0)])
+        told.append(str(place.tolist()))
+        dist.distributed_c10d._get_default_store().get("told")  # a process that ends tells its peers
+        return told
+    imece.send(torch.full((2,), 3.0), 1)
+    imece.exchange([imece.Send(torch.full((2,), 5.0), 1), imece.Recv(place, 1)])
+    told.append(str(place.tolist()))
+    for wait in (
+        lambda: imece.recv(place, 1),
+        lambda: imece.exchange([imece.Recv(place, 1)]),
+        imece.exchange([imece.Recv(place, 1)], async_op=True).wait,
+    ):
+        threading.Timer(0.3, partial(pending.give_up, "rank 1 is gone", 0.1)).start()
+        with pytest.raises(PeerLostError, match="rank 1 is gone"):
+            wait()
+        told.append("told")
+    dist.distributed_c10d._get_default_store().set("told", "")
+    return told
+
+
+def test_messages_that_never_come_are_given_up() -> None:
+    first, second = run_ranks(messages_that_never_come, 2, backend="gloo")
+    assert first == ["[1.0, 1.0]", "told", "told", "told"] and second == ["[5.0, 5.0]"]

@@ -187,9 +187,13 @@ class Gated(nn.Module):
 def where_parameters_begin() -> list[int]:
     """What is left of their addresses divided by 16, while blocks run; under several strategies."""
     mesh = imece.init()
-    half = imece.MixedPrecision(torch.bfloat16)
     found: list[int] = []
-    for strategy, options in [("zero1", {}), ("zero1", {"precision": half}), ("zero3", {"gather": True})]:
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("zero1", {}),
+        ("zero1", {"precision": imece.MixedPrecision(torch.bfloat16)}),
+        ("zero3", {"gather": True}),
+    ]
+    for strategy, options in ways:
         model: Any = nn.Sequential(*(Gated() for _ in range(LAYERS)))
         for block in model:
             block.register_forward_pre_hook(

@@ -549,9 +549,9 @@ def test_stages_of_one_rank() -> None:
 
 
 def with_messages_in_another_group() -> tuple[float, list[bool]]:
-    """As on GPUs beside shm, where torch makes no batch of messages in a group of ours: how far off it is, and
-    which groups were connected first, all ranks of each."""
-    with contextlib.closing(imece.init(TWO)) as mesh:
+    """As on GPUs beside shm, where torch makes no batch of messages in a group of ours: how far off it is,
+    and which groups were connected first, all ranks of each."""
+    with contextlib.closing(imece.init(TWO)):
         messages = dist.new_group(backend="gloo")
         connect = mock.patch.object(pipeline_module, "connect", wraps=shared.connect)
         refused = mock.Mock(side_effect=AssertionError("a message in the group that makes no batches"))
@@ -576,9 +576,9 @@ def in_a_batch() -> list[float]:
         assert mesh.batching_group("pipeline") is mesh.group("pipeline")
         make, backends = dist.new_group, []
 
-        def played(*args: Any, backend: str, **options: Any) -> Any:
+        def played(backend: str, **options: Any) -> Any:
             backends.append(backend)
-            return make(*args, backend="gloo", **options)
+            return make(backend="gloo", **options)
 
         on_gpu = mock.patch.object(mesh, "device", torch.device("cuda", 0))
         with on_gpu, mock.patch.object(dist, "new_group", played):

@@ -21,7 +21,7 @@ FORCED = os.environ.get(SCHEDULE, "")
 """A schedule for every operation that knows it, or "auto"; the same on all ranks. Read once, at import."""
 
 _links: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Links]] = weakref.WeakKeyDictionary()
-"""By the type of device whose memory they join: in one group NCCL moves a GPU's tensors, and shm the CPU's."""
+"""By the type of device whose memory they join: in one group NCCL may move a GPU's, and shm the CPU's."""
 
 
 def choice(op: str, nbytes: int, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> Choice:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from imece import mesh
 from imece.collectives import checks, pending, recorder
 from imece.collectives.fingerprint import Announced
-from imece.collectives.pending import Pending, Waitable, drain, in_background, without_gradients
+from imece.collectives.given_up import Waitable
+from imece.collectives.pending import Handed, Pending, drain, in_background, without_gradients
 from imece.collectives.recording import POINT_TO_POINT
 from imece.collectives.reduction import flattened, shares_memory
 from imece.collectives.shared_memory.group import SharedMemoryGroup
@@ -117,6 +118,8 @@ class Call:
                         works = launch()
                     if checker is not None and not isinstance(works, list):
                         works = checker.sliced_call(works, self._device)
+                    elif isinstance(works, list) and self._is_gloos:
+                        works = [Handed(each, self.group) for each in works]
             except BaseException:
                 if token is not None:
                     recorder.fail(token)
@@ -204,8 +207,13 @@ class Call:
     @property
     def _may_get_stuck(self) -> bool:
         """Whether another thread is to carry it out, which can be given up: Gloo's messages may be stuck."""
+        return self._is_gloos and pending.leaves_calls()
+
+    @property
+    def _is_gloos(self) -> bool:
+        """Whether its messages are of the CPU's tensors, and not in shared memory."""
         on_cpu = self.tensor is None or self.tensor.device.type == "cpu"
-        return on_cpu and not isinstance(self.group, SharedMemoryGroup) and pending.leaves_calls()
+        return on_cpu and not isinstance(self.group, SharedMemoryGroup)
 
     def _here(self, async_op: bool) -> contextlib.AbstractContextManager[None]:
         """In shared memory a call that waits runs on the thread that makes it."""

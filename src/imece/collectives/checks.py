@@ -38,7 +38,8 @@ import torch.distributed as dist
 from imece.collectives import fingerprint as fp
 from imece.collectives import recorder
 from imece.collectives.companions import Companions, companions
-from imece.collectives.pending import Sliced, Waitable, without_gradients
+from imece.collectives.given_up import Sliced, Waitable
+from imece.collectives.pending import without_gradients
 from imece.collectives.rollcall import RollCall
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.shared_memory.work import ShmWork
@@ -221,8 +222,8 @@ class Checker:
     def is_nccls(self, device: torch.device | None) -> bool:
         """Whether NCCL makes the group's calls of tensors there, on a stream beside the caller's.
 
-        Gloo copies a GPU's tensors at launch and reads the copies in `wait`: on one stream, the caller's. In a
-        group that has both the CPU's tensors are Gloo's. None: of a call without tensors.
+        Gloo copies a GPU's tensors at launch and reads the copies in `wait`: on one stream, the caller's.
+        In a group that has both the CPU's tensors are Gloo's. None: of a call without tensors.
         """
         return self._has_nccl and (device is None or device.type != "cpu")
 

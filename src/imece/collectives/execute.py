@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from imece.collectives.pending import Waitable, wait_for
+from imece.collectives.given_up import Waitable
+from imece.collectives.pending import wait_for
 from imece.collectives.reduction import combine
 from imece.collectives.schedules import Schedule, Step
 from imece.collectives.shared_memory.group import on_device

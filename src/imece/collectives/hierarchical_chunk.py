@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from imece.collectives import native
 from imece.collectives.execute import TAG_HIERARCHICAL, Message, post
-from imece.collectives.pending import Waitable, wait_for
+from imece.collectives.given_up import Waitable
+from imece.collectives.pending import wait_for
 from imece.collectives.shared_memory.arithmetic import fresh, reduction
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 

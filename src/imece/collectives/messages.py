@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from imece.collectives.calls import Call, copy_back, flat_place, group_or_default
 from imece.collectives.execute import Message, post
-from imece.collectives.pending import Waitable, without_gradients
+from imece.collectives.given_up import Waitable
+from imece.collectives.pending import without_gradients
 from imece.collectives.reduction import flattened
 from imece.collectives.shared_memory.tensors import check_rank, check_written
 

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from imece.collectives.pending import Waitable
+from imece.collectives.given_up import Waitable
 from imece.collectives.reduction import torch_op
 
 

@@ -18,38 +18,29 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol, Self
+from functools import partial
+from typing import Self
 
 import torch
 import torch.distributed as dist
 
-from imece.collectives import recorder
+from imece.collectives import given_up, recorder
+from imece.collectives.given_up import Waitable
 from imece.collectives.streams import Place
 from imece.collectives.waited import waiting
 from imece.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 from imece.status import says_peer_gone, says_timed_out
 
 PATIENCE_S = 2.0  # with one task, before its groups are destroyed
-_SLICE = timedelta(seconds=1)  # of waiting, between two looks whether it is given up
-_SLICE_OVER = "Operation timed out!"  # torch's words: the work itself goes on
 _GOODBYE_S = 0.5
 MAIN = -1
 """The lane of calls that the main thread would carry out itself, if it could be left behind."""
-
-
-class Waitable(Protocol):
-    """What torch's Work and our Task have in common."""
-
-    def wait(self, timeout: timedelta = ..., /) -> object: ...
-
-    def is_completed(self) -> bool: ...
 
 
 def without_gradients(*written: torch.Tensor | None) -> contextlib.AbstractContextManager[None]:
@@ -146,29 +137,21 @@ def wait_for(work: Waitable, what: str, timeout_s: float | None = None) -> None:
         raise
 
 
-class Sliced:
-    """A collective that Gloo carries out, waited for so that `give_up` ends it."""
+class Handed:
+    """A message that Gloo carries out, waited for so that `give_up` ends it.
 
-    def __init__(self, work: Waitable, *groups: dist.ProcessGroup) -> None:
-        """groups: those in which it may be stuck."""
-        self._work, self._groups = work, groups
-        self._given_up_before = _given_up.times
+    Gloo breaks all connections of a group when a wait for one message takes too long: none can be sliced.
+    """
+
+    def __init__(self, work: Waitable, group: dist.ProcessGroup) -> None:
+        self._work, self._group = work, group
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:
-        if timeout is not None:
-            self._work.wait(timeout)
+        given = () if timeout is None else (timeout,)
+        if not leaves_calls():
+            self._work.wait(*given)
             return True
-        while True:
-            try:
-                self._work.wait(_SLICE)
-                return True
-            except RuntimeError as error:
-                if _SLICE_OVER not in str(error):
-                    raise
-            if _given_up.times > self._given_up_before:
-                for group in self._groups:
-                    _keep_for_ever(group)
-                raise PeerLostError(_given_up.why)
+        return in_background(partial(self._work.wait, *given), self._group, lane=MAIN).wait()
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -286,23 +269,21 @@ def drain(*groups: dist.ProcessGroup) -> None:
         task.settled()
 
 
-class _GivenUp:
-    expected = False  # whether anybody may do it in this process
-    times = 0
-    why = ""  # the last time
+class _Expected:
+    giving_up = False  # whether anybody may do it in this process
 
 
-_given_up = _GivenUp()
+_expected = _Expected()
 
 
 def expect_giving_up() -> None:
     """From now on somebody may `give_up`: the main thread is not to be where it cannot be told."""
-    _given_up.expected = True
+    _expected.giving_up = True
 
 
 def leaves_calls() -> bool:
     """Whether this thread leaves what may be stuck to another, which costs some milliseconds a call."""
-    return _given_up.expected and threading.current_thread() is threading.main_thread()
+    return _expected.giving_up and threading.current_thread() is threading.main_thread()
 
 
 def give_up(why: str, within_s: float) -> None:
@@ -316,7 +297,7 @@ def give_up(why: str, within_s: float) -> None:
         tasks = list(unfinished)
     for task in tasks:
         task.settled(max(0.0, deadline - time.monotonic()))
-    _given_up.times, _given_up.why = _given_up.times + 1, why
+    given_up.tell(why)
     with _lock:
         left = [task for task in unfinished if not task.is_completed()]
         if not left:
@@ -328,11 +309,6 @@ def give_up(why: str, within_s: float) -> None:
         server.tasks.put(None)
     for task in left:
         task.give_up(PeerLostError(why))
-
-
-def _keep_for_ever(group: dist.ProcessGroup) -> None:
-    """To destroy it would be to wait for its threads, which are stuck."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def finish() -> None:

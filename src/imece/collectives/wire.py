@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from imece.collectives import native
 from imece.collectives.execute import TAG_WIRE, Message, post
-from imece.collectives.pending import Waitable, in_background, wait_for
+from imece.collectives.given_up import Waitable
+from imece.collectives.pending import in_background, wait_for
 from imece.collectives.reduction import flattened
 from imece.collectives.streams import Place
 

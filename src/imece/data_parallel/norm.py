@@ -21,9 +21,7 @@ def norm_of(tensors: Iterable[torch.Tensor], device: torch.device, norm_type: fl
     norms = [_norm(each, norm_type) for each in tensors if each.numel()]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
-    found: torch.Tensor = torch.linalg.vector_norm(
-        torch.stack(_on_one(norms, device)), norm_type
-    )
+    found: torch.Tensor = torch.linalg.vector_norm(torch.stack(_on_one(norms, device)), norm_type)
     return found.to(device)  # of parts in the host's memory it is made there
 
 

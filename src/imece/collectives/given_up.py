@@ -1,0 +1,83 @@
+"""Waits for what Gloo carries out, each of which ends when it is given up (pending.py says by whom, and why).
+
+A wait is made of slices, with a look after each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from imece.errors import PeerLostError
+
+_SLICE = timedelta(seconds=1)
+_SLICE_OVER = "Operation timed out!"  # torch's words: the work itself goes on
+
+
+class Waitable(Protocol):
+    """What torch's Work and our Task have in common."""
+
+    def wait(self, timeout: timedelta = ..., /) -> object: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class _Told:
+    times = 0  # that calls were given up in this process
+    why = ""  # the last time
+
+
+_told = _Told()
+
+
+def tell(why: str) -> None:
+    """All that is waited for here by now is given up."""
+    _told.times, _told.why = _told.times + 1, why
+
+
+class Sliced:
+    """A collective that Gloo carries out, waited for so that `give_up` ends it."""
+
+    def __init__(self, work: Waitable, *groups: dist.ProcessGroup) -> None:
+        """groups: those in which it may be stuck."""
+        self._work, self._groups = work, groups
+        self._given_up_before = _told.times
+
+    def wait(self, timeout: timedelta | None = None, /) -> bool:
+        if timeout is not None:
+            self._work.wait(timeout)
+            return True
+        while True:
+            try:
+                self._work.wait(_SLICE)
+                return True
+            except RuntimeError as error:
+                if _SLICE_OVER not in str(error):
+                    raise
+            if _told.times > self._given_up_before:
+                for group in self._groups:
+                    _keep_for_ever(group)
+                raise PeerLostError(_told.why)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
+def value_of(future: torch.futures.Future[Any]) -> Any:
+    """What a future gives that torch made of its own calls, waited for so that `give_up` ends it."""
+    ended, before = threading.Event(), _told.times
+    future.add_done_callback(lambda _: ended.set())
+    while not ended.wait(_SLICE.total_seconds()):
+        if _told.times > before:
+            raise PeerLostError(_told.why)
+    return future.wait()
+
+
+def _keep_for_ever(group: dist.ProcessGroup) -> None:
+    """To destroy it would be to wait for its threads, which are stuck."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
