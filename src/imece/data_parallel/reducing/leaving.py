@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from imece.collectives.given_up import value_of
 from imece.collectives.pending import Pending
 from imece.data_parallel.reducing.buckets import Bucket, Gradients
 from imece.data_parallel.reducing.comm_hook import CommHook, take_result
@@ -175,9 +176,10 @@ class Leaving:
         work, bucket.work = bucket.work, None
         if work is None:
             return
-        result = work.wait()
-        if not isinstance(work, Pending):
-            take_result(result, bucket)
+        if isinstance(work, Pending):
+            work.wait()
+        else:
+            take_result(value_of(work), bucket)
         self._gradients.reduced(bucket)
 
     def give_up(self) -> None:
