@@ -352,6 +352,9 @@ HOOKS = {
     "bf16": with_hook(lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)),
     "no-op": with_hook(debugging_hooks.noop_hook),
     "PowerSGD": with_hook(powerSGD_hook.powerSGD_hook, power_sgd),
+    "PowerSGD in fp16": with_hook(
+        default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook), power_sgd
+    ),
     "post-local SGD": with_hook(post_localSGD_hook.post_localSGD_hook, local_sgd),
 }
 

@@ -1143,6 +1143,35 @@ def hooks_may_answer_in_several_ways(group: dist.ProcessGroup) -> None:
         model(own_input()).sum().backward()
 
 
+def hooks_may_set_another_buffer(group: dist.ProcessGroup) -> None:
+    """Its gradients are views of that, with its dtype and the strides of the parameters."""
+
+    def doubled(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        bucket.set_buffer(bucket.buffer().float())
+        for view, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            assert (view.dtype, view.stride()) == (torch.float32, parameter.stride())
+            view.mul_(2)
+        if bucket.buffer().numel() > 1:
+            kept = bucket.buffer()
+            bucket.set_buffer(kept[:1])
+            with pytest.raises(RuntimeError):
+                bucket.gradients()
+            bucket.set_buffer(kept)
+        return default_hooks.allreduce_hook(group, bucket)
+
+    convolution = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    module = double(nn.Sequential(convolution, nn.Flatten(), nn.Linear(3, 3)))
+    x = torch.rand(2, 2, 2, 2, generator=torch.Generator().manual_seed(dist.get_rank())).double()
+    model = wrap(module, group)
+    expected = mean_over(group, module, total, x)
+    model.register_comm_hook(None, doubled)
+    model(x).sum().backward()
+    for name, each in gradients(model).items():
+        mean = expected[name]
+        assert mean is not None and each is not None
+        assert torch.allclose(each, 2 * mean, rtol=1e-5, atol=1e-5), name
+
+
 def hooks_that_are_refused(group: dist.ProcessGroup) -> None:
     def of_another_kind(state: object, bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         raise NotImplementedError
@@ -1519,6 +1548,7 @@ CHECKS: dict[str, Check] = {
     "a group of one": a_group_of_one,
     "hooks on parameters": hooks_on_parameters_come_first,
     "hooks' answers": hooks_may_answer_in_several_ways,
+    "hooks' buffers": hooks_may_set_another_buffer,
     "refused hooks": hooks_that_are_refused,
     "names": names_are_torchs,
     "copies": copies_train,

@@ -31,6 +31,7 @@ class GradBucket:
         parameters: Sequence[torch.Tensor], last: bool,
     ) -> None:  # fmt: skip
         self._index, self._buffer, self._last = index, buffer, last
+        self._own_buffer = buffer
         self._gradients, self._parameters = list(gradients), list(parameters)
 
     def index(self) -> int:
@@ -42,8 +43,20 @@ class GradBucket:
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views into the buffer, shaped as the parameters."""
-        return self._gradients
+        """Views into the buffer, shaped as the parameters.
+
+        RuntimeError: a hook has set one with fewer elements.
+        """
+        if self._buffer is self._own_buffer:
+            return self._gradients
+        return [self._in_set_buffer(each) for each in self._gradients]
+
+    def _in_set_buffer(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The same elements of the buffer that a hook has set, which may have another dtype."""
+        own = self._own_buffer
+        start = (gradient.data_ptr() - own.data_ptr()) // own.itemsize if gradient.numel() else 0
+        flat = self._buffer.narrow(0, start, gradient.numel())
+        return flat.as_strided(gradient.shape, gradient.stride(), flat.storage_offset())
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in the order of `gradients`."""

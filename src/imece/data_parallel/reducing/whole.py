@@ -3,8 +3,8 @@
 When the order of parameters changes the same memory is cut anew, so a rebuild needs no second one.
 
 `share_memory()`, or a queue to another process, moves a storage: torch puts other memory under all that view
-it. Other ranks write into this memory as long as they know of it, so buckets are views of a storage that nobody
-is given, and `.grad` are views of another one on the same memory.
+it. Other ranks write into this memory as long as they know of it, so buckets are views of a storage that
+nobody is given, and `.grad` are views of another one on the same memory.
 """
 
 from __future__ import annotations
