@@ -8,13 +8,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
+import torch
 
+import imece
 from imece.bench import machine
 from imece.bench.crew import Crew, CrewError
 from imece.bench.every import COLLECTIVES
 from imece.cli import doctor
 from imece.cli.doctor import Finding
 from imece.cli.main import main
+from imece.errors import UserError
 
 INTERFACES = ["eth0", "lo"]
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
@@ -68,6 +71,20 @@ def test_own_variables(name: str, value: str, said: str | None) -> None:
     finding = only(doctor.own_variables({name: value}))
     assert finding.status == ("fail" if said else "ok") and finding.text.startswith(said or f"{name}={value}")
     assert not list(doctor.own_variables({name: ""}))
+
+
+def test_a_backend_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told as imece.init() would say it."""
+    (there,) = [each for each in ("mpi", "ucc") if not torch.distributed.is_backend_available(each)][:1]
+    finding = only(doctor.own_variables({"IMECE_BACKEND": there}))
+    with pytest.raises(UserError) as caught:
+        imece.init(backend=there)
+    assert (finding.status, finding.text) == ("fail", f"IMECE_BACKEND={there}: {caught.value}")
+    monkeypatch.setattr(doctor, "check_backend", lambda asked: None)  # torch is one that was built for GPUs
+    for gpus, status in ((0, "fail"), (1, "ok")):
+        monkeypatch.setattr(doctor, "usable_gpus", lambda gpus=gpus: gpus)
+        finding = only(doctor.own_variables({"IMECE_BACKEND": "cpu:gloo,cuda:nccl"}))
+        assert finding.status == status and (gpus or "torch can use none here: unset it" in finding.text)
 
 
 def test_a_wrong_schedule_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from imece.cli.launch import check_variables
 from imece.cli.options import parse
 from imece.collectives import recording, who_waits
 from imece.collectives.shared_memory import segment
+from imece.device import check_backend, usable_gpus
 from imece.errors import UserError
 from imece.launch.signals import signals_as_exit
 from imece.world import BACKEND, LOOPBACK, SCHEDULE, read_world
@@ -215,16 +216,28 @@ def launcher(environ: Mapping[str, str], resolve: Callable[..., Any]) -> Iterato
 
 
 def own_variables(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """imece's: no rank begins with a value that these refuse."""
+    """imece's: no rank begins with a value that is refused, here or by imece.init()."""
     for name in (BACKEND, SCHEDULE):
-        if not environ.get(name):
+        if not (value := environ.get(name)):
             continue
         try:
-            check_variables({name: environ[name]})
+            check_variables({name: value})
         except UserError as error:
             yield Finding("fail", str(error))
-        else:
-            yield Finding("ok", f"{name}={environ[name]}")
+            continue
+        wrong = _without_backend(value) if name == BACKEND else None
+        yield Finding("fail", f"{name}={value}: {wrong}") if wrong else Finding("ok", f"{name}={value}")
+
+
+def _without_backend(asked: str) -> str | None:
+    """What is missing here for it; None: nothing."""
+    try:
+        check_backend(asked)
+    except UserError as error:
+        return str(error)
+    if "nccl" in asked and not usable_gpus():
+        return "NCCL moves tensors of GPUs, and torch can use none here: unset it, or say gloo"
+    return None
 
 
 def open_files(limit: int) -> Iterator[Finding]:
@@ -285,7 +298,8 @@ def rank_findings(ranks: int, environ: Mapping[str, str], links: dict[str, Any])
         if crew is not None:
             crew.close()
     if good:
-        yield Finding("ok", f"{ranks} ranks: {', '.join(COLLECTIVES)} agree on {' and '.join(good)}")
+        said = f"{ranks} ranks: " if ranks > 1 else "1 rank: "
+        yield Finding("ok", f"{said}{', '.join(COLLECTIVES)} agree on {' and '.join(good)}")
     if lines:
         told = "    ".join(line.removeprefix("link").strip() for line in lines)
         busy = f"; {load}" if "busy" in load else ""
