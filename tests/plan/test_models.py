@@ -16,11 +16,13 @@ from torch import nn
 
 from imece.bench.reference_model import LARGE, Decoder
 from imece.errors import UserError
+from imece.models import hugging_face_config
 from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer
 from imece.plan.memory.activations import whole_layer
 from imece.plan.memory.frameworks import IMECE
 from imece.plan.memory.held import items
+from imece.plan.models import from_config
 from imece.plan.models.by_name import MODELS, find_model, from_shape
 from imece.plan.models.from_code import of_module
 from imece.plan.models.from_config import from_content
@@ -324,6 +326,14 @@ def test_sliding_windows(change: dict[str, Any], window: int, windowed: float) -
     assert (found.window, found.windowed) == (window, windowed)
 
 
+def test_what_imece_builds_is_known_without_torch() -> None:
+    """Of each kind whether models/hugging_face_config.py reads it."""
+    for kind, family in from_config._FAMILIES.items():
+        assert family.ours == (kind in hugging_face_config._FAMILIES), kind
+    assert from_content(LLAMA, "x", "x").ours and not from_content(LLAMA | MIXTURE, "x", "x").ours
+    assert find_model("7B").ours and find_model("20B").ours and not find_model("gpt-3-175b").ours
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -355,6 +365,7 @@ def test_sliding_windows(change: dict[str, Any], window: int, windowed: float) -
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', not true or false"),
         (MIXTURE | {"num_experts_per_tok": 9}, "9 of 8 experts work for a token: get the file again"),
         (MIXTURE | {"num_experts_per_tok": 0}, "0 of 8 experts work for a token: get the file again"),
+        (MIXTURE | {"num_local_experts": 0}, "experts is 0, and a mixtral model has experts: at least 1"),
         (MIXTURE | {"mlp_only_layers": [3]}, "some of its layers have no experts; such models"),
         (
             {"model_type": "qwen2", "sliding_window": 9, "max_window_layers": "x"},
@@ -394,8 +405,11 @@ def test_what_code_makes_is_read_off_its_tensors(tmp_path: Path) -> None:
     with torch.device("meta"):
         for name in ("small", "llama-8b"):
             assert of_module(Transformer(PRESETS[name]), name) == find_model(name)
+        windowed = Transformer(replace(PRESETS["small"], window=64, full_layers=(0,)))
+        assert of_module(windowed, "windowed").windowed == 0.75
         decoder = Decoder(LARGE)
     found = of_module(decoder, "97M")
+    assert not found.ours
     assert found.parameters == sum(each.numel() for each in decoder.parameters())
     assert (found.heads, found.gated, found.learned_positions, found.biases) == (14, False, 256, True)
     file = tmp_path / "mine.py"

@@ -74,6 +74,17 @@ def test_long_sequences_are_shared() -> None:
     assert {each.context for each in arrangements(question(context=4))} == {4}
 
 
+def test_positions_are_divided_where_they_can_be() -> None:
+    for seq, divided in ((2048, {2, 4}), (2046, {2}), (2047, set())):
+        tensors = [each for each in arrangements(question(seq=seq)) if each.tensor > 1]
+        assert {each.tensor for each in tensors} == {2, 4}
+        assert {each.tensor for each in tensors if each.sequence} == divided
+    shared = [each for each in arrangements(question(seq=8200)) if each.context * each.tensor > 1]
+    assert {(each.context, each.tensor): each.sequence for each in shared if each.context == 4} == {
+        (4, 1): True, (4, 2): True,
+    }  # fmt: skip
+
+
 def test_what_can_be_offloaded() -> None:
     """As the engine has it; on one GPU nothing has to be sharded for it."""
     one, eight = question(1, 1, 64), question(8, 1, 64, tensor=1, pipeline=1)
@@ -139,6 +150,10 @@ def test_what_is_asked_for_is_kept(name: str) -> None:
         (
             {"model": replace(SMALL, learned_positions=2047)},
             "--seq 2048: small has learned positions for 2,047 tokens, no more",
+        ),
+        (
+            {"model": replace(SMALL, max_seq=2047)},
+            "--seq 2048: small has positions for 2,047 tokens, no more",
         ),
     ],
 )  # fmt: skip

@@ -22,11 +22,16 @@ from imece.plan.memory.memory import more_with_torchs_loss
 from imece.plan.setup import Parallel, Setup
 
 _CPU_BUCKET = 5 * 2**20  # bytes: what parallelize takes by itself on CPUs, where gradients are sharded
+_WHOLE = "the schedule of a pipeline keeps gradients whole"
 _MENTIONED = 10**7  # bytes: 0.01 GB
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp8": "torch.bfloat16"}
 _FP8 = (  # the head is left out, as is usual: logits need the digits
     "torchao.float8.convert_to_float8_training(model, module_filter_fn=lambda module, name: "
     '"head" not in name) before imece.parallelize'
+)
+_CLASS = (
+    "imece.models.transformer.Transformer, of Hugging Face's files by "
+    "imece.models.hugging_face.from_hugging_face: no other is divided by itself"
 )
 _OPTIMIZERS = {
     "adamw-8bit": "bitsandbytes.optim.AdamW8bit: pip install 'imece[quant]'",
@@ -108,6 +113,8 @@ class Call:
             yield "forward", f'in fp32, under torch.autocast("{kind}", torch.bfloat16)'
         if self.precision == "fp8":
             yield "FP8", _FP8
+        if self.candidate.setup.parallel.tensor * self.candidate.setup.parallel.pipeline > 1:
+            yield "class", _CLASS
         more = more_with_torchs_loss(self.candidate.setup, framework_on(self.question.cluster))
         if self.candidate.setup.parallel.tensor > 1:
             yield "loss", "imece.cross_entropy(logits, targets), which takes logits that ranks have parts of"
@@ -182,29 +189,29 @@ def next_of(answer: Answer, precision: str) -> Next:
     """The plan as imece does it, or else the fastest that it does, which may have none of the arrangement
     that was asked for. precision: as --precision names it.
     """
-    winner = answer.winner
+    winner, question = answer.winner, answer.question
     assert winner is not None
     call, says = _call_of(answer, precision), "what imece does by itself"
-    if (call is None or not _is_same(call, winner)) and (found := unpinned(answer.question)) is not None:
+    if (call is None or not _is_same(call, winner)) and (found := unpinned(question)) is not None:
         pins, free = found
         other = _call_of(free, precision)
         if call is None or (other is not None and other.candidate.seconds < call.candidate.seconds):
-            call, says = other, f"{says}, without {pins} ({_why_not(winner)})"
+            call, says = other, f"{says}, without {pins} ({_why_not(winner, question)})"
     if call is None:
-        return Next(None, f"no way fits that imece does by itself: {_why_not(winner)}")
+        return Next(None, f"no way fits that imece does by itself: {_why_not(winner, question)}")
+    ours, each = call.candidate, device(question.cluster)
     if _is_same(call, winner):
-        return Next(call, "")
-    ours = call.candidate
+        is_as_large = gb(ours.needed) == gb(winner.needed)
+        return Next(call, "" if is_as_large else f"{gb(ours.needed)} GB a {each} in imece: {_WHOLE}")
     more = ours.seconds / winner.seconds - 1
     than = compared(more) if more else "as fast"
-    return Next(
-        call, f"{says}, {than}, {gb(ours.needed)} GB a {device(answer.question.cluster)}: {title(ours.setup)}"
-    )
+    return Next(call, f"{says}, {than}, {gb(ours.needed)} GB a {each}: {title(ours.setup)}")
 
 
 def _is_same(call: Call, winner: Candidate) -> bool:
-    ours = call.candidate
-    return (title(ours.setup), gb(ours.needed)) == (title(winner.setup), gb(winner.needed))
+    """Whether ranks do the same work, whatever imece needs for it."""
+    ours, wanted = call.candidate.setup, winner.setup
+    return (ours.parallel, title(ours)) == (wanted.parallel, title(wanted))
 
 
 def _call_of(answer: Answer, precision: str) -> Call | None:
@@ -225,12 +232,10 @@ def _ours(candidate: Candidate, question: Question) -> Candidate | None:
     """
     setup = candidate.setup
     parallel = setup.parallel
-    if not _goes_together(setup):
+    if _stands_against(setup) is not None:
         return None
-    if parallel.pipeline > 1 and DIVIDED[parallel.strategy].gradients:  # which a schedule keeps whole
-        candidate = judge(
-            replace(setup, recipe=replace(setup.recipe, accumulates_whole=True)), question.cluster
-        )
+    if _keeps_gradients(parallel):
+        candidate = _with_whole_gradients(setup, question)
         if candidate.needed > question.room_bytes:
             return None
     if parallel.strategy == "replicate" and (_has_masters(setup) or setup.recipe.offload):
@@ -242,9 +247,21 @@ def _ours(candidate: Candidate, question: Question) -> Candidate | None:
     return candidate
 
 
-def _why_not(winner: Candidate) -> str:
-    if not _goes_together(winner.setup):
-        return "it does not do all of that together"
+def _keeps_gradients(parallel: Parallel) -> bool:
+    """Whether a schedule keeps whole what the strategy divides."""
+    return parallel.pipeline > 1 and DIVIDED[parallel.strategy].gradients
+
+
+def _with_whole_gradients(setup: Setup, question: Question) -> Candidate:
+    return judge(replace(setup, recipe=replace(setup.recipe, accumulates_whole=True)), question.cluster)
+
+
+def _why_not(winner: Candidate, question: Question) -> str:
+    if (reason := _stands_against(winner.setup)) is not None:
+        return reason
+    if _keeps_gradients(winner.setup.parallel):
+        needed = _with_whole_gradients(winner.setup, question).needed
+        return f"{_WHOLE}, which needs {gb(needed)} of {gb(question.room_bytes)} GB"
     return "it keeps masters, or what is offloaded, in sharded strategies alone, such as zero1"
 
 
@@ -252,15 +269,31 @@ def _divides_models(parallel: Parallel) -> bool:
     return not parallel.tensor == parallel.pipeline == parallel.context == 1
 
 
-def _goes_together(setup: Setup) -> bool:
-    """Whether imece does these kinds of parallelism at a time: docs/model-parallel.md says why not all."""
-    parallel, recipe = setup.parallel, setup.recipe
-    gathers, adapts = DIVIDED[parallel.strategy].parameters, recipe.adapters != "none"
-    return not (
+def _stands_against(setup: Setup) -> str | None:
+    """Why imece does not do these kinds of parallelism, at a time or with this model: docs/model-parallel.md
+    has the reasons. None: it does.
+    """
+    model, parallel, recipe = setup.model, setup.parallel, setup.recipe
+    tensor, gathers, adapts = (
+        parallel.tensor,
+        DIVIDED[parallel.strategy].parameters,
+        recipe.adapters != "none",
+    )
+    if (
         (parallel.pipeline > 1 and (gathers or adapts or parallel.context > 1))
         or (parallel.strategy == "hybrid" and parallel.context > 1)
-        or (parallel.tensor > 1 and (recipe.precision.fp8 or adapts or recipe.optimizer == "muon"))
-    )
+        or (tensor > 1 and (recipe.precision.fp8 or adapts or recipe.optimizer == "muon"))
+    ):
+        return "it does not do all of that together"
+    if tensor * parallel.pipeline > 1 and not model.ours:
+        return f"of models like {model.name} it divides no matrices and cuts no stages"
+    if model.kv_heads % tensor:
+        return f"it cannot divide {model.kv_heads} heads of keys and values among {tensor} ranks"
+    if model.tied_head and model.vocab_size % tensor:
+        return f"it cannot divide a tied vocabulary of {model.vocab_size:,} among {tensor} ranks"
+    if parallel.context > 1 and model.scores_part(recipe.seq) < 1:
+        return f"it shares no sequence of {recipe.seq:,} tokens of which one sees {model.window:,}"
+    return None
 
 
 def _has_masters(setup: Setup) -> bool:

@@ -83,9 +83,10 @@ def check(question: Question) -> None:
             f"--strategy {question.strategy} shards inside hosts and replicates between them, but there is "
             f"one host: use {_plain(question.strategy)}, or more --hosts"
         )
-    if 0 < (rows := question.model.learned_positions) < question.seq:
+    if 0 < (most := question.model.positions) < question.seq:
+        learned = "learned " * bool(question.model.learned_positions)
         raise UserError(
-            f"--seq {question.seq}: {question.model.name} has learned positions for {rows:,} tokens, no more"
+            f"--seq {question.seq}: {question.model.name} has {learned}positions for {most:,} tokens, no more"
         )
     if question.precision.fp8 and (why := why_no_fp8(question)) is not None:
         raise UserError(f"--precision fp8: {why}")
@@ -137,6 +138,7 @@ def arrangements(question: Question) -> Iterator[Parallel]:
                     data=data,
                     shard=shard,
                     tensor=tensor,
+                    sequence=question.seq % (tensor * context) == 0,
                     context=context,
                     pipeline=pipeline,
                     interleave=chunks,

@@ -31,7 +31,7 @@ def from_shape(name: str, shape: TransformerConfig) -> Model:
         name, shape.layers, shape.width, shape.heads, shape.kv_heads, shape.head_width, shape.mlp_width,
         gated=True, vocab_size=shape.vocab_size, tied_head=shape.tied_head, window=shape.window or 0,
         windowed=1 - len(shape.full_layers) / shape.layers if shape.window else 0.0,
-        head_norms=shape.head_norms,
+        head_norms=shape.head_norms, max_seq=shape.max_seq,
     ).with_vectors(shape.vectors, shape.width)  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def _llama(
 def _gpt(name: str, layers: int, width: int, heads: int, vocab_size: int = 51200) -> Model:
     return Model(
         name, layers, width, heads, heads, width // heads, 4 * width, gated=False, vocab_size=vocab_size,
-        learned_positions=2048, biases=True, norm="layer",
+        learned_positions=2048, biases=True, norm="layer", ours=False,
     )  # fmt: skip
 
 

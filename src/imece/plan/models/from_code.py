@@ -52,7 +52,12 @@ def of_module(module: nn.Module, name: str) -> Model:
     """ValueError, with what is missing, for a module that is no decoder-only transformer."""
     from torch import nn
 
+    from imece.models.transformer import Transformer
+    from imece.plan.models.by_name import from_shape
+
     has = sum(each.numel() for each in module.parameters())
+    if isinstance(module, Transformer) and (own := from_shape(name, module.config)).parameters == has:
+        return own
     if (told := _as_its_config_says(module, name)) is not None and (
         told.name != name or _is_close(told.parameters, has)  # its vision or its ears are left out
     ):
@@ -92,6 +97,7 @@ def of_module(module: nn.Module, name: str) -> Model:
         norm="layer" if any(isinstance(each, nn.LayerNorm) for each in blocks[0].modules()) else "rms",
         norms=len(over_residual) or 2,
         head_norms=any(0 < one.shape[0] < width for each in norms for one in each.parameters()),
+        ours=False,
     ).with_vectors(
         sum(each.numel() for each in blocks[0].parameters() if each.ndim == 1),
         sum(each.numel() for each in module.parameters() if each.ndim == 1 and id(each) not in in_blocks),

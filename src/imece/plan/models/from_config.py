@@ -47,6 +47,7 @@ class _Family:
     unused_positions: int = 0  # rows of them that no token has
     experts: str = ""  # the field with their number
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that are left out, as transformers'
+    ours: bool = False  # whether models/hugging_face_config.py reads them
     full_every: int = 0  # layers of which the last has no window, where the file does not say; 0: all have it
     translated: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict  # into the fields named above
 
@@ -146,13 +147,14 @@ _GEMMA_3 = _Family(
     defaults=_kv(4, vocab_size=262208, num_attention_heads=8, head_dim=256, **{_WINDOW: 4096}),
 )  # fmt: skip
 _FAMILIES = {
-    **dict.fromkeys(("llama", "granite", "helium"), _Family(**_ASKED_BIASES)),
+    "llama": _Family(**_ASKED_BIASES, ours=True),
+    **dict.fromkeys(("granite", "helium"), _Family(**_ASKED_BIASES)),
     "phi3": _Family(),
-    "qwen2": _Family(query_biases=True),
-    "qwen3": _Family(**_ATTENTION_BIASES, head_norms=True, defaults={"head_dim": 128}),
-    "mistral": _Family(defaults=_kv(8, **{_WINDOW: 4096})),
+    "qwen2": _Family(query_biases=True, ours=True),
+    "qwen3": _Family(**_ATTENTION_BIASES, head_norms=True, ours=True, defaults={"head_dim": 128}),
+    "mistral": _Family(ours=True, defaults=_kv(8, **{_WINDOW: 4096})),
     "ministral": _Family(defaults=_kv(8, **{_WINDOW: 4096})),
-    "smollm3": _Family(**_ASKED_BIASES, tied=True, defaults=_kv(4)),
+    "smollm3": _Family(**_ASKED_BIASES, tied=True, ours=True, defaults=_kv(4)),
     "ernie4_5": _Family(**_biases("use_bias"), tied=True, defaults=_kv(2, head_dim=128)),
     "seed_oss": _Family(
         query_biases="attention_bias", out_biases="attention_out_bias", mlp_biases="mlp_bias",
@@ -268,6 +270,8 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
     if missing:
         raise UserError(f"{where}: without {', '.join(missing)}, which a {kind} model needs: complete it")
     numbers = {each: _whole(content, each, where) for each in needed}
+    if family.experts and not numbers[family.experts]:
+        raise UserError(f"{where}: {family.experts} is 0, and a {kind} model has experts: at least 1")
     width, heads = numbers[family.width], numbers[family.heads]
     window = _whole(content, _WINDOW, where, 0)
     asks = _Asks(content, where)
@@ -292,6 +296,7 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
             windowed=_windowed(content, family, numbers[family.layers], where) if window else 0.0,
             norms=1 if asks(family.one_norm) else family.norms,
             head_norms=asks(family.head_norms) or asks(family.own_head_norms),
+            ours=family.ours,
         )
         return model.with_vectors(_vectors(model, family, asks), _others(model, family))
     except (ValueError, TypeError, ArithmeticError) as error:

@@ -37,6 +37,8 @@ class Model:
     head_norms: bool = False  # whether queries and keys have norms, too
     vectors: int | None = None  # numbers of a layer's norms and biases; None: as `norm` and `biases` say
     others: int | None = None  # likewise of all outside of the layers, but for tables and positions
+    max_seq: int = 0  # tokens that a sequence may have where positions are not learned; 0: nobody says
+    ours: bool = True  # whether models/transformer.py builds it, which is what imece divides and cuts
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "kv_heads", "head_width", "mlp_width", "vocab_size"):
@@ -48,6 +50,11 @@ class Model:
             )
         if self.experts and not 1 <= self.active_experts <= self.experts:
             raise ValueError(f"{self.active_experts} of {self.experts} experts work for a token")
+
+    @property
+    def positions(self) -> int:
+        """Tokens that a sequence may have; 0: nobody says."""
+        return self.learned_positions or self.max_seq
 
     @property
     def layer_parameters(self) -> int:
