@@ -277,7 +277,7 @@ _QWEN_MIXTURE = {
 
 
 def test_the_usual_sequence_is_no_longer_than_the_models_positions() -> None:
-    for model, seq in (("gpt-3-175b", 2048), ("7B", 4096)):
+    for model, seq in (("gpt-3-175b", 2048), ("7B", 4096), ("medium", 512), ("1.3b", 2048)):
         assert question_of(PlanOptions(model, gpus="8xH100")).seq == seq
 
 
@@ -501,7 +501,12 @@ def test_here_is_measured_once(
     assert found(capsys, "small", "--here", "--seq", "256", "--global-batch", "16") == first
     assert len(measured) == 1 and [each.name for each in (tmp_path / "cache").iterdir()] == ["here.toml"]
     two = found(capsys, "small", "--here", "--gpus", "2", "--seq", "256", "--global-batch", "16")
-    assert two["cluster"]["gpus_per_host"] == 2
+    memory = [
+        each["cluster"]["gpus_per_host"] * each["cluster"]["gpu"]["memory_bytes"] for each in (two, first)
+    ]
+    assert two["cluster"]["gpus_per_host"] == 2 and memory[0] == memory[1]
+    rates = [each["winner"]["tokens_per_s"] for each in (two, first)]
+    assert rates[0] == pytest.approx(rates[1], rel=0.05), "no more ranks are faster than the machine"
     assert main(["plan", "small", "--here", "--offload", "optimizer"]) == 2
     assert "and ranks compute on CPUs here: leave it out" in capsys.readouterr().err
     assert main(["plan", "small", "--here", "--again", "--seq", "256", "--global-batch", "16"]) == 0
@@ -528,6 +533,25 @@ def test_cpus_are_no_gpus(
         assert "GPU" not in text and "CUDA" not in text and "libraries" in text
     steps = [found(capsys, *argv[1:], *more)["winner"]["step_s"] for more in ([], ["--precision", "fp32"])]
     assert int(fp32) == round(100 * (1 - steps[1] / steps[0])) >= 2
+
+
+def test_what_this_machine_cannot_hold_is_told_of_ranks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And what would help is what the command takes beside --here."""
+    monkeypatch.setattr("imece.bench.here.measure_here", lambda ranks: FIGURES)
+    monkeypatch.setenv("IMECE_HERE", str(tmp_path / "here.toml"))
+    argv, page = ["1.3b", "--here", "--global-batch", "8", "--strategy", "ddp"], tmp_path / "plan.html"
+    argv += ["--tensor", "1", "--pipeline", "1"]
+    assert main(["plan", *argv, "--html", str(page)]) == 2
+    out = " ".join(capsys.readouterr().out.split())
+    assert "; 4 ranks have 24.0 GB" in out and " GB a rank, " in out
+    for text in (out, page.read_text(encoding="utf-8")):
+        assert "GPU" not in text.replace("one GPU", "")
+    changes = {each["change"]: each for each in found(capsys, *argv, status=2)["instead"]}
+    (gpus,) = [name for name in changes if name.startswith("--gpus")]
+    fewer = found(capsys, *argv, *gpus.split())
+    assert fewer["winner"]["needed_bytes"] == changes[gpus]["needed_bytes"] and gpus == "--gpus 1"
 
 
 def test_a_cpu_that_only_emulates_bf16_is_planned_for_in_fp32(
@@ -582,7 +606,13 @@ def test_where_its_figures_cannot_be_kept(
         ("7B --gpus 8xH100 --strategy hybrid", "there is one host: use zero3"),
         ("7B --gpus 8xH100 --strategy zero9", "--strategy 'zero9': one of auto,"),
         ("7B --gpus 8xH100 --scale week", "; did you mean weak?"),
-        ("7B --gpus 8xH100 --adapter-rank 0", "--adapter-rank is 0: at least 1"),
+        ("7B --gpus 8xH100 --adapters lora --adapter-rank 0", "--adapter-rank is 0: at least 1"),
+        ("7B --gpus 8xH100 --adapter-rank 8", "--adapter-rank 8 is of --adapters lora or qlora: say which"),
+        ("7B --gpus 8xH100 --again", "--again measures this machine anew, for --here"),
+        ("70B --check runs/r2 --html q.html --top 3", "of that run: leave out MODEL, --top, --html"),
+        ("7B --here --network 1Gb", "--here is one machine, measured: leave out --network"),
+        ("7B --here --scale weak", "--here is one machine, measured: leave out --scale"),
+        ("small --gpus 2xCPU --seq 512", "--seq 512: small has positions for 256 tokens, no more"),
         ("7B --gpus 8xH100 --tokens many", "a number like 300M, 1B or 15T"),
         ("7B --gpus 8xH100 --plot plan.doc", "name a file that ends in .png"),
         ("7B --gpus 8xH100 --html .", "name a file that ends in .html"),
@@ -592,7 +622,7 @@ def test_where_its_figures_cannot_be_kept(
         ("/x/mod.py --gpus 8xH100", "which function of it builds the model? Say /x/mod.py:function"),
         ("--check nowhere", "no plan.json"),
         ("7B --here --gpus 8xH100", "it is a number of ranks"),
-        ("7B --here --hosts 2", "--here is one machine"),
+        ("7B --here --hosts 2 --hardware x", "is one machine, measured: leave out --hardware, --hosts"),
         ("7B --gpus 8xH100 --hosts 100000 --global-batch 3", "cannot be divided by any arrangement"),
         ("7B --here --gpus \N{SUPERSCRIPT TWO}", "it is a number of ranks"),
         ("/nowhere/7B --gpus 8xH100", "/nowhere/7B/config.json: cannot be read (No such file or directory)"),

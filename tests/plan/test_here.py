@@ -11,7 +11,7 @@ import pytest
 
 from imece.errors import UserError
 from imece.plan.hardware import Cluster, find_cluster
-from imece.plan.here import cluster_of, keep, kept_cluster, measured_on, profile_file, to_toml
+from imece.plan.here import cluster_of, keep, kept_cluster, measured_on, profile_file, shared_out, to_toml
 from imece.plan.models.by_name import MODELS
 from imece.plan.models.model import Model
 from imece.plan.setup import Parallel, Precision, Recipe, Setup
@@ -52,14 +52,34 @@ def test_the_file_is_read_back(tmp_path: Path, dtype: str) -> None:
     cluster, path = cluster_of(FIGURES | {"dtype": dtype}), tmp_path / "new" / "here.toml"
     keep(to_toml(cluster, FIGURES, NOW), path)
     found = find_cluster(hardware=path)
-    assert replace(found, between=cluster.between) == cluster
+    assert found == cluster, "links between hosts too"
     assert found.gpu.bf16 == (dtype == "bfloat16")
     assert kept_cluster(path=path) == found
     two = kept_cluster(2, path)
-    assert two is not None and two.gpus_per_host == 2
+    assert two == shared_out(cluster, 2) and two.gpus_per_host == 2
     assert "2026-11-22 01:30" in measured_on(path) and "4 ranks" in measured_on(path)
     assert list(path.parent.iterdir()) == [path]
     assert kept_cluster(path=tmp_path / "none.toml") is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+def test_ranks_have_together_what_the_machine_has(ranks: int) -> None:
+    four = cluster_of(FIGURES)
+    shared = shared_out(four, ranks)
+    for name in ("peak", "peak_fp32", "memory_bandwidth", "memory_bytes"):
+        assert ranks * getattr(shared.gpu, name) == pytest.approx(4 * getattr(four.gpu, name)), name
+    assert shared.gpu.overhead_bytes == four.gpu.overhead_bytes, "libraries of each process"
+    assert ranks * shared.inside.bandwidth <= 4 * four.inside.bandwidth
+    setup = Setup(MODELS["small"], Parallel(), Recipe(256))
+    alone = [stage_time(setup, replace(each, gpus_per_host=1), IMECE).compute for each in (four, shared)]
+    assert alone[1] == pytest.approx(ranks / 4 * alone[0], rel=0.05)
+
+
+def test_a_rank_has_no_more_than_one_gpu() -> None:
+    four = find_cluster("A100-40", 4)
+    assert shared_out(four, 2) == find_cluster("A100-40", 2)
+    eight = shared_out(four, 8)
+    assert (eight.gpu.peak, eight.gpu.memory_bytes) == (four.gpu.peak / 2, four.gpu.memory_bytes // 2)
 
 
 def test_attention_that_is_faster_than_products_can_be_read_back(tmp_path: Path) -> None:

@@ -141,6 +141,8 @@ def test_a_machine_is_what_was_kept_of_it(monkeypatch: pytest.MonkeyPatch, tmp_p
     keep(to_toml(cluster_of(FIGURES), FIGURES, NOW), path)
     known = prediction.machine_of(ONE_HOST)
     assert known.is_measured and known.cluster.gpu.name == FIGURES["device"] and known.cluster.gpus == 2
+    memory = FIGURES["ranks"] * FIGURES["memory_bytes"] // 2
+    assert known.cluster.gpu.memory_bytes == memory, "two have what four had"
     assert not prediction.machine_of(TWO_HOSTS).is_measured, "nothing is known of the wire between hosts"
     for damaged in ("no TOML", '[gpu]\ngpus_per_host = "x"\n', "[gpu]\nlike = 5\n"):
         path.write_text(damaged)

@@ -28,6 +28,7 @@ from imece.plan.answer.text import (
 )
 from imece.plan.answer.words import is_cpu
 from imece.plan.hardware import Cluster, Gpu, describes_gpu, find_cluster, gpu_names, parse_gpus
+from imece.plan.here import kept_cluster
 from imece.plan.models.by_name import find_model
 from imece.plan.setup import Precision
 
@@ -48,6 +49,7 @@ def run(argv: Sequence[str]) -> int:
     """`imece plan ARGV`: exit status 0, or 2 if nothing fits."""
     options = parse(PlanOptions, argv, PROG, DESCRIPTION)
     _check_files(options)
+    options.check_together()
     if options.check is not None:
         from imece.cli.plan_check import check_run
 
@@ -100,7 +102,7 @@ def question_of(options: PlanOptions) -> Question:
             f"--offload {options.offload} moves to the host's memory what is in a GPU's, and ranks compute "
             "on CPUs here: leave it out"
         )
-    seq = options.seq or min(_DEFAULT_SEQ, model.learned_positions or _DEFAULT_SEQ)
+    seq = options.seq or min(_DEFAULT_SEQ, model.positions or _DEFAULT_SEQ)
     sequences = options.global_batch or default_batch(cluster, seq, options.micro_batch or 1)
     return Question(
         model, cluster, sequences, seq, options.strategy_of_ours, options.tensor,
@@ -179,7 +181,7 @@ def _nothing_fits(options: PlanOptions, answer: Answer) -> int:
     """The least that would fit, by how much it misses, and what would help."""
     question = answer.question
     find = functools.partial(_cluster_with, options, question.cluster)
-    found = ways(question, gpu_names(), find)
+    found = ways(question, gpu_names(), find, options.here)
     smallest = least(answer)
     if options.json:
         print(json.dumps(shortfall_json(question, smallest, found), indent=1))
@@ -196,7 +198,11 @@ def _nothing_fits(options: PlanOptions, answer: Answer) -> int:
 
 def _cluster_with(options: PlanOptions, asked: Cluster, gpu: str, gpus_per_host: int, hosts: int) -> Cluster:
     """What the options give with these in --gpus and --hosts: links that come with them, or are named."""
-    if gpu == asked.gpu.name and (options.here or options.hardware is not None):  # measured, or described
+    if options.here:
+        kept = kept_cluster(gpus_per_host)
+        assert kept is not None, "it was measured before anything was asked of it"
+        return kept
+    if gpu == asked.gpu.name and options.hardware is not None:  # which describes it
         return replace(asked, gpus_per_host=gpus_per_host, hosts=hosts)
     # What the file says of its GPU is said of no other.
     of_another = options.hardware is not None and describes_gpu(options.hardware)

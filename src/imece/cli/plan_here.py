@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -17,19 +16,19 @@ from imece.plan.here import cluster_of, keep, kept_cluster, measured_on, profile
 
 
 def cluster_here(options: PlanOptions) -> Cluster:
-    """This machine with the ranks it was measured with, or --gpus. UserError if it cannot be measured."""
-    if options.hardware is not None or options.hosts > 1:
-        raise UserError("--here is one machine, measured: leave out --hardware and --hosts")
+    """This machine with the ranks it was measured with, or shared out among --gpus. UserError if it cannot be
+    measured.
+    """
     if options.gpus and not re.fullmatch(r"[1-9][0-9]{0,5}", options.gpus):
         raise UserError(f"--here --gpus {options.gpus}: with --here it is a number of ranks")
-    ranks = int(options.gpus or 0)
+    ranks = int(options.gpus) if options.gpus else None
     path = profile_file()
     if options.again or not os.path.isfile(path):
         _measure(path)
-    cluster = kept_cluster(path=path)
+    cluster = kept_cluster(ranks, path)
     assert cluster is not None
     print(f"{measured_on(path)}; kept in {path}\n", file=sys.stderr)
-    return replace(cluster, gpus_per_host=ranks or cluster.gpus_per_host)
+    return cluster
 
 
 def _measure(path: Path) -> None:

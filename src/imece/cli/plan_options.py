@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -36,6 +36,7 @@ _PRECISIONS = {
     "bf16-pure": Precision(parameters=2, gradients=2, masters=0, moments=2, activations=2),
     "fp8": Precision(fp8=True),
 }
+_OF_OTHERS = ("hardware", "network", "hosts", "scale")  # of other machines than this one
 _TIMES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -56,7 +57,7 @@ class PlanOptions:
     global_batch: int = 0
     """Sequences of a step, of all GPUs together; 0: about a million tokens."""
     seq: int = 0
-    """Tokens of a sequence; 0: 4,096, or as many as the model has learned positions for."""
+    """Tokens of a sequence; 0: 4,096, or as many as the model has positions for."""
     strategy: StrategyName = "auto"
     """Only this one; auto: all are tried."""
     tensor: int | None = None
@@ -109,6 +110,20 @@ class PlanOptions:
     plot: Path | None = None
     """Also write a PNG: memory, step, and all plans by speed and memory."""
 
+    def check_together(self) -> None:
+        """UserError for options that would mean nothing beside the others."""
+        given = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
+        if self.check is not None and (others := [name for name in given if name not in ("check", "json")]):
+            names = ", ".join("MODEL" if name == "model" else _option(name) for name in others)
+            raise UserError(f"--check {self.check} shows what was predicted of that run: leave out {names}")
+        if self.again and not self.here:
+            raise UserError("--again measures this machine anew, for --here: say that too")
+        if "adapter_rank" in given and self.adapters == "none":
+            raise UserError(f"--adapter-rank {self.adapter_rank} is of --adapters lora or qlora: say which")
+        if self.here and (others := [name for name in _OF_OTHERS if name in given]):
+            names = ", ".join(_option(name) for name in others)
+            raise UserError(f"--here is one machine, measured: leave out {names}")
+
     @property
     def strategy_of_ours(self) -> Strategy | None:
         return _STRATEGIES.get(self.strategy)
@@ -128,6 +143,10 @@ class PlanOptions:
                 f"--precision {self.precision}: {gpu.name} has no {numbers}: say {' or '.join(names)}"
             )
         return self.precision
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def precision_of(name: PrecisionName) -> Precision:

@@ -41,7 +41,8 @@ def write_pictures(explained: Explained, answer: Answer, png: Path | None, page_
 def write_shortfall(question: Question, least: Candidate, found: Sequence[Way], page_file: Path) -> None:
     """A page that says what is missing, and what would fit. UserError if it cannot be written."""
     room = question.room_bytes
-    missing = f"{gb(least.needed)} of {gb(room)} GB a GPU, {gb(least.needed - room)} GB too much"
+    missing = f"{gb(least.needed)} of {gb(room)} GB a {device(question.cluster)}"
+    missing += f", {gb(least.needed - room)} GB too much"
     body = [
         "<h1>Nothing fits</h1>",
         f'<p class="under">{html.escape(subject(question))}</p>',

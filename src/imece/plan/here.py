@@ -26,6 +26,7 @@ from imece.writing import write_whole
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _SLOWEST = 0.1  # of the bytes that a copy moves
+_BETWEEN = Link(1.25e9, 50e-6, 0.9)  # hosts, which nobody measured
 
 
 def profile_file() -> Path:
@@ -46,12 +47,34 @@ def profile_file() -> Path:
 
 
 def kept_cluster(ranks: int | None = None, path: Path | None = None) -> Cluster | None:
-    """What was measured here before, with so many ranks instead of those it had then; None if nothing was.
+    """What was measured here before, shared out among so many ranks; None: as many as it had then. None if
+    nothing was measured.
 
     UserError if the file cannot be read, or is damaged. None too where its folder may not be entered.
     """
     path = path or profile_file()
-    return find_cluster(None, ranks, 1, None, path) if os.path.isfile(path) else None
+    if not os.path.isfile(path):
+        return None
+    kept = find_cluster(None, None, 1, None, path)
+    return shared_out(kept, kept.gpus_per_host if ranks is None else ranks)
+
+
+def shared_out(cluster: Cluster, ranks: int) -> Cluster:
+    """The same machine with another number of ranks: together they have what those had together.
+
+    CPU ranks are given all of its cores and memory, however few they are. A rank has no more than one GPU.
+    """
+    share = cluster.gpus_per_host / ranks
+    if not cluster.gpu.is_cpu:
+        share = min(1.0, share)
+    gpu, inside = cluster.gpu, cluster.inside
+    rates = {name: share * getattr(gpu, name) for name in ("peak", "peak_fp32", "memory_bandwidth")}
+    return replace(
+        cluster,
+        gpu=replace(gpu, memory_bytes=int(share * gpu.memory_bytes), **rates),
+        gpus_per_host=ranks,
+        inside=replace(inside, bandwidth=min(1.0, share) * inside.bandwidth),
+    )
 
 
 def measured_on(path: Path) -> str:
@@ -82,17 +105,21 @@ def cluster_of(figures: Mapping[str, Any]) -> Cluster:
     if "model_s" in figures:
         gpu = _as_slow_as_a_model(gpu, figures)
     gpu = replace(gpu, peak_fp32=gpu.peak * figures["product_fp32"] / figures["product"])
-    return Cluster(gpu, int(figures["ranks"]), 1, _link(figures), Link(1.25e9, 50e-6, 0.9))
+    return Cluster(gpu, int(figures["ranks"]), 1, _link(figures), _BETWEEN)
 
 
 def to_toml(cluster: Cluster, figures: Mapping[str, Any], now: datetime) -> str:
-    """The file, which find_cluster(hardware=...) reads back: equal but for the link between hosts."""
+    """The file, which find_cluster(hardware=...) reads back: an equal cluster."""
     gpu = {name: value for name, value in asdict(cluster.gpu).items() if value is not None}
-    tables = {"gpu": gpu | {"gpus_per_host": cluster.gpus_per_host}, "inside": asdict(cluster.inside)}
+    tables = {
+        "gpu": gpu | {"gpus_per_host": cluster.gpus_per_host},
+        "inside": asdict(cluster.inside),
+        "between": asdict(cluster.between),
+    }
     lines = [
         f"# measured {now:%Y-%m-%d %H:%M} on {socket.gethostname()}: {figures['ranks']} ranks "
         f"({figures['device']}, {figures['backend']}), {figures['dtype']}",
-        "# imece plan --here --again measures anew",
+        "# imece plan --here --again measures anew; [between] hosts is assumed: 10 Gb/s",
     ]
     for name, table in tables.items():
         lines += ["", f"[{name}]"]

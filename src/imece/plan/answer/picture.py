@@ -10,7 +10,7 @@ from imece.plan.answer.explain import parts
 from imece.plan.answer.search import Answer, Candidate, pareto
 from imece.plan.answer.spans import spans, what_is_drawn
 from imece.plan.answer.text import Explained, memory_parts, subject
-from imece.plan.answer.words import gb, seconds, strategy_name, title
+from imece.plan.answer.words import device, gb, seconds, strategy_name, title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,7 +84,7 @@ def draw_memory(axes: Axes, explained: Explained) -> None:
             )
     axes.axvline(room, color="black", linewidth=1.4)
     axes.set_xlim(0, _SHOWN * room)
-    axes.set_title(f"Memory of a GPU, GB; the line is all it has: {room:.1f}", fontsize=10)
+    axes.set_title(f"Memory of a {device(cluster)}, GB; the line is all it has: {room:.1f}", fontsize=10)
 
 
 def draw_steps(axes: Axes, explained: Explained) -> None:
@@ -151,7 +151,7 @@ def draw_all(axes: Axes, answer: Answer) -> None:
     axes.plot([winner.needed / 1e9], [_rate(winner)], marker="*", markersize=15, color="#cc4125",
               linestyle="none", markeredgecolor="white", label=name)  # fmt: skip
     axes.axvline(answer.question.cluster.gpu.memory_bytes / 1e9, color="black", linewidth=1.4)
-    axes.set_xlabel("memory of a GPU, GB")
+    axes.set_xlabel(f"memory of a {device(answer.question.cluster)}, GB")
     axes.set_ylabel("tokens/s")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)

@@ -9,7 +9,7 @@ from imece.observe.units import si
 from imece.plan.answer.explain import eight_bit
 from imece.plan.answer.search import Answer, Candidate, search, settled
 from imece.plan.answer.space import Question
-from imece.plan.answer.words import count, gb, title
+from imece.plan.answer.words import count, device, gb, title
 from imece.plan.hardware import Cluster
 from imece.plan.memory.frameworks import IMECE
 from imece.plan.memory.held import adapter_parameters, held
@@ -54,11 +54,14 @@ def least(answer: Answer) -> Candidate:
     return answer.missed[0]
 
 
-def ways(question: Question, gpus: Sequence[str], find: Find) -> list[Way]:
-    """What would help, the smallest changes first. gpus: names of those that may be had."""
+def ways(question: Question, gpus: Sequence[str], find: Find, here: bool = False) -> list[Way]:
+    """What would help, the smallest changes first. gpus: names of those that may be had. here: none may but
+    this machine, with another number of ranks.
+    """
     found = [way for name, asked in _same_machine(question) if (way := _try(name, asked)) is not None]
+    others = (_larger_gpus(question, gpus, find), _more_gpus(question, find))
     # One that needs several changes is not told where a single one is enough.
-    for candidates in (_larger_gpus(question, gpus, find), _more_gpus(question, find)):
+    for candidates in (_other_ranks(question, find),) if here else others:
         for name, asked in candidates:
             way = _try(name, asked)
             if way is not None and way.fits:
@@ -88,7 +91,7 @@ def state_arithmetic(question: Question) -> str:
         state += f"for {si(trained)} of adapters"
         whole = frozen * model.parameters + each * trained
     return (
-        f"{state} = {gb(whole)} GB; {count(cluster.gpus, 'GPU')} "
+        f"{state} = {gb(whole)} GB; {count(cluster.gpus, device(cluster))} "
         f"{'has' if cluster.gpus == 1 else 'have'} {gb(cluster.gpus * cluster.gpu.memory_bytes)} GB"
     )
 
@@ -124,6 +127,15 @@ def _more_gpus(question: Question, find: Find) -> Iterator[tuple[str, Question]]
         else:
             hosts *= 2
         yield _on(find(name, inside, hosts), question)
+
+
+def _other_ranks(question: Question, find: Find) -> Iterator[tuple[str, Question]]:
+    """Half as many, which may have more each, and so on; then twice as many, which may have a GPU each."""
+    cluster, ranks = question.cluster, question.cluster.gpus_per_host
+    for number in [ranks >> half for half in range(1, ranks.bit_length())] + [
+        ranks << double for double in range(1, _FULL_HOST) if ranks << double <= _FULL_HOST
+    ]:
+        yield f"--gpus {number}", replace(question, cluster=find(cluster.gpu.name, number, 1))
 
 
 def _on(cluster: Cluster, question: Question) -> tuple[str, Question]:

@@ -15,7 +15,7 @@ from imece.plan.answer.explain import Other, parts
 from imece.plan.answer.search import Candidate, hours_for
 from imece.plan.answer.shortfall import Way, state_arithmetic
 from imece.plan.answer.space import Question
-from imece.plan.answer.words import device, gb, kinds, meanings, seconds, share, title
+from imece.plan.answer.words import count, device, gb, kinds, meanings, seconds, share, title
 from imece.plan.hardware import Cluster
 
 _LABEL = 9  # columns
@@ -51,8 +51,9 @@ def subject(question: Question) -> str:
         else ""
     )
     return (
-        f"{model.name}, {si(model.parameters)} parameters, on {where}; {question.global_batch:,} sequences x "
-        f"{question.seq:,} = {question.global_batch * question.seq:,} tokens a step"
+        f"{model.name}, {si(model.parameters)} parameters, on {where}; "
+        f"{count(question.global_batch, 'sequence')} x {question.seq:,} = "
+        f"{question.global_batch * question.seq:,} tokens a step"
     )
 
 
@@ -203,7 +204,8 @@ def shortfall_lines(question: Question, least: Candidate, found: Sequence[Way], 
     yield ""
     yield from wrapped("state", state_arithmetic(question), width, hang=2)
     yield from wrapped(
-        "least", f"{title(least.setup)}: needs {gb(least.needed)} of {gb(room)} GB a GPU, "
+        "least", f"{title(least.setup)}: needs {gb(least.needed)} of {gb(room)} GB a "
+        f"{device(question.cluster)}, "
         f"{gb(least.needed - room)} GB too much", width, hang=2,
     )  # fmt: skip
     yield from bars(memory_parts(least, question.cluster), least.needed, gb, width, kinds(question.cluster))
