@@ -209,6 +209,8 @@ def parse_gpus(text: str) -> tuple[int | None, str]:
     if turned and _plain(turned[1]) in (*map(_plain, gpu_names()), *_OTHER_NAMES):
         raise UserError(f"--gpus {text!r}: the number comes first, {turned[2]}x{turned[1]}")
     number = found[1] or found[2]  # "3090 Ti" is a name: no host has so many
+    if re.fullmatch(r"\d{1,3}|\d*[.,]\d*\s*[xX*].*", found[3]):
+        raise UserError(f"--gpus {text!r}: a whole number of them, and which, as in 8xH100")
     count = None if number is None else int(number)
     if count == 0:
         raise UserError(f"--gpus {text!r}: at least 1")
