@@ -42,7 +42,7 @@ class Run:
     def join(self, slot: int, at: float) -> int:
         """A replacement starts and is taken in at once."""
         member = self.generations.start_one(slot, at)
-        assert self.generations.take_in([member], {}) is not None
+        assert self.generations.take_in([member], {}, self.go_on) is not None
         return member
 
 
@@ -70,8 +70,8 @@ def test_the_others_go_on_and_a_replacement_joins() -> None:
         "3 ranks go on, a replacement is starting"
     )
     assert run.generations.start_one(2, 10.0) == 4
-    assert run.generations.take_in([], {}) is None
-    assert run.generations.take_in([4], {}) == Generation(2, (0, 1, 3, 4))
+    assert run.generations.take_in([], {}, run.go_on) is None
+    assert run.generations.take_in([4], {}, run.go_on) == Generation(2, (0, 1, 3, 4))
     assert run.generations.joining == []
 
 
@@ -362,6 +362,18 @@ def test_one_that_was_just_taken_in_goes_on_alone_if_it_says_so(resilient: bool)
     assert isinstance(run.ends(0, at=20.0), GoOn if resilient else End)
 
 
+def test_nobody_is_taken_in_by_those_whose_steps_are_over() -> None:
+    """They would not come, and the one that joins would wait for them."""
+    run = Run(2)
+    run.ends(1)
+    joining = run.generations.start_one(1, 10.0)
+    run.resilient = False
+    assert run.generations.take_in([joining], {}, run.go_on) is None
+    assert run.generations.joining == [joining]
+    run.ends(0, status=0)
+    assert run.generations.left_over(20.0) == [joining]
+
+
 _EVENTS = st.lists(
     st.tuples(st.sampled_from(["kill", "join", "finish", "step"]), st.integers(0, 9)), max_size=40
 )
@@ -383,7 +395,7 @@ def test_whatever_happens_numbers_grow_and_only_the_living_are_named(
             member = generations.start_one(empty.pop(), float(at))
             assert member not in used
             used.add(member)
-            generations.take_in([member] if choice % 2 else [], {})
+            generations.take_in([member] if choice % 2 else [], {}, run.go_on)
         elif what in ("kill", "finish") and living:
             verdict = run.ends(living[choice % len(living)], at=float(at), status=-9 * (what == "kill"))
             if isinstance(verdict, End):

@@ -78,6 +78,22 @@ def test_a_rank_that_has_said_itself_why_it_ends(
     assert (ours.outcome().status, ours.outcome().line) == (status, said)
 
 
+def test_one_that_comes_when_the_steps_are_over_is_not_said_to_join(clock: Clock) -> None:
+    host = FakeHost(0)
+    ours = Job(Limits(2), 30.0, False, {0: host}, 2)
+    ours.start()
+    host.dies(1)
+    ours.ended(host.news, clock.now)
+    host.resilient = False
+    for clock.now in (0.1, 1.5, 3.0):
+        ours.on_time(clock.now)
+    assert list(host.crew.living) == [0, 2] and len(host.published) == 2
+    assert not any("joined" in line for line in host.said)
+    host.resilient = True
+    ours.on_time(4.5)
+    assert host.published[-1].members == (0, 2)
+
+
 def test_ranks_that_lost_each_other_meet_anew(clock: Clock) -> None:
     host = FakeHost(0)
     ours = Job(Limits(2), 30.0, False, {0: host}, 2)

@@ -139,10 +139,13 @@ class Generations:
             if steps.get(member, count) > count:
                 del self._newcomers[member]
 
-    def take_in(self, ready: Collection[int], steps: Mapping[int, int]) -> Generation | None:
-        """The next generation, with those who are `ready` to join; None if there is nothing to change."""
+    def take_in(
+        self, ready: Collection[int], steps: Mapping[int, int], go_on: Callable[[Sequence[int]], bool]
+    ) -> Generation | None:
+        """The next generation, with those who are `ready` to join; None if there is nothing to change, or
+        others would not come: their steps are over, or have not begun."""
         ready = [member for member in self.joining if member in ready]
-        if not ready or self._failed or self.is_ending or self.leaving:
+        if not ready or self._failed or self.is_ending or self.leaving or not self.all_go_on(go_on):
             return None
         self.joining = [member for member in self.joining if member not in ready]
         self._newcomers |= {member: steps.get(member, 0) for member in ready}

@@ -195,7 +195,7 @@ class Job:
         joining = list(self.generations.joining)
         asked = self._by_host(joining).items()
         ready = [member for host, members in asked for member in self.hands[host].ready(members)]
-        generation = self.generations.take_in(ready, steps)
+        generation = self.generations.take_in(ready, steps, self._all_resilient)
         if generation is not None:
             self._publish(generation)
             who = " and ".join(self._name(member) for member in ready)

@@ -89,7 +89,7 @@ def test_what_agents_say_of_the_most_ranks_fits() -> None:
     joined = [generations.start_one(slot, 0.0) for slot in range(MOST_RANKS // 2)]
     for member in first.members[: MOST_RANKS // 2]:
         generations.remove(member)
-    newest = generations.take_in(joined, dict.fromkeys(joined, 1_000_000))
+    newest = generations.take_in(joined, dict.fromkeys(joined, 1_000_000), bool)
     assert newest is not None and len(newest.members) == MOST_RANKS
     book = [[host, "fe80::ffff:ffff:ffff:ffff%eth0", 65_535] for host in range(MOST_HOSTS)]
     assert pack({"do": "know", "snapshot": generations.snapshot(), "book": book})
