@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import tokenizers
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -188,6 +189,23 @@ def test_tokens_that_others_would_add_are_left_out(trained_run: Path, tmp_path: 
     assert open_tokens(run / "tokens").vocab_size == 257
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     assert json.loads((tmp_path / "out" / "tokenizer.json").read_text())["post_processor"] is None
+
+
+def test_the_token_that_began_each_document_is_put_before_a_text(trained_run: Path, tmp_path: Path) -> None:
+    given = tmp_path / "tokenizer.json"
+    content = json.loads((trained_run / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 257, "content": "<s>"})
+    given.write_text(json.dumps(content))
+    given.with_name("tokenizer_config.json").write_text('{"bos_token": "<s>", "add_bos_token": true}')
+    data = DataSection(paths=(str(trained_run.parent / "texts"),), tokenizer=str(given), held_out=0.2)
+    run, out = make_run(tmp_path / "run", data), tmp_path / "out"
+    assert main(["export", str(run), str(out)]) == 0
+    assert load_tokenizer(out).begin == load_tokenizer(run).begin == 257
+    assert tokenizers.Tokenizer.from_file(str(out / "tokenizer.json")).encode("a").ids == [257, 97]
+    for name in ("config.json", "generation_config.json"):
+        found = json.loads((out / name).read_text())
+        assert (found["bos_token_id"], found["eos_token_id"]) == (257, 256)
+    assert json.loads((out / "tokenizer_config.json").read_text())["bos_token"] == "<s>"
 
 
 def test_an_empty_folder_and_a_link_are_taken(trained_run: Path, tmp_path: Path) -> None:

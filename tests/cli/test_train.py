@@ -256,6 +256,7 @@ def test_texts_are_found_from_any_folder(
     for words in ((), ("--data", "../[home]/a.jsonl", "../[[]home]/*.jsonl", "~/a.jsonl", "../[home]")):
         assert main(["train", "--run=../run", *words]) == 0
         assert run.config().data == kept and files(home) == tokens
+    run.checkpoints.mkdir()
     launched.clear()
     assert "holds a run with data.paths = " in mistake("--run=../run", "--data", *names)
     monkeypatch.chdir(home)
@@ -395,7 +396,9 @@ def test_the_next_command_may_mend_any_option(
     assert "no tokenizer" in mistake(*options(tmp_path, "run", "--data.tokenizer=none.json"))
     assert (tmp_path / "run").is_dir() and not files(tmp_path / "run")
     assert main(["train", *options(tmp_path, "run")]) == 0
-    assert len(launched) == 1
+    assert main(["train", *options(tmp_path, "run", "--model.layers=3")]) == 0, "no rank has begun yet"
+    assert RunFolder(tmp_path / "run").config().model.layers == 3
+    assert len(launched) == 2
 
 
 def test_a_mistake_that_only_ranks_see_is_taken_back_too(
@@ -449,6 +452,7 @@ def test_a_run_is_as_it_was_after_a_mistake(
     tmp_path: Path, mistake: Callable[..., str], launched: list[Launch]
 ) -> None:
     assert main(["train", *options(tmp_path, "run", "--ranks=2")]) == 0
+    (tmp_path / "run/checkpoints").mkdir()
     launched.clear()
     before = files(tmp_path / "run")
     for words, said in (

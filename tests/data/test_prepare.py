@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from imece.cli.options import parse
 from imece.data.prepare import TextSource, prepare, reopen
@@ -107,6 +109,25 @@ def test_each_kind_of_tokenizer(tmp_path: Path, texts: str, monkeypatch: pytest.
     assert not (tmp_path / "new.json").exists()
     text = TextSource((texts,), tokenizer="x" * 300)
     assert "no tokenizer 'xxx" in mistake(prepare, text, tmp_path / "new.json", tmp_path / "t")
+
+
+def test_what_stands_beside_a_tokenizer_comes_with_it(tmp_path: Path, texts: str) -> None:
+    """Or its copy would have another end, or none, and would begin no document."""
+    given = tmp_path / "given/tokenizer.json"
+    given.parent.mkdir()
+    own = tokenizers.Tokenizer.from_str(ByteTokenizer().to_json())
+    own.add_special_tokens(["<s>", "<|im_end|>"])
+    own.save(str(given))
+    says = {"eos_token": "<|im_end|>", "bos_token": {"content": "<s>"}, "add_bos_token": True}
+    given.with_name("tokenizer_config.json").write_text(json.dumps(says))
+    source = TextSource((texts,), tokenizer=str(given))
+    prepared = prepare(source, tmp_path / "run/tokenizer.json", tmp_path / "run/tokens")
+    for tokenizer in (load_tokenizer(given), load_tokenizer(tmp_path / "run"), prepared.tokenizer):
+        assert (tokenizer.begin, tokenizer.end) == (257, 258)
+    part = prepared.tokens.train
+    assert all(part.document(i)[[0, -1]].tolist() == [257, 258] for i in range(part.documents))
+    prepared.tokenizer.save(tmp_path / "tokenizer.json")
+    assert load_tokenizer(tmp_path).before == 257
 
 
 def test_what_is_wrong_leaves_no_tokenizer(tmp_path: Path, texts: str) -> None:

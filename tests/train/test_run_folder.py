@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,6 +14,7 @@ import torch
 from imece.checkpoint.save import Checkpoints
 from imece.checkpoint.weights import load_weights
 from imece.data.corpus import sources
+from imece.data.tokenizer import ByteTokenizer, load_tokenizer
 from imece.errors import UserError
 from imece.models.presets import PRESETS
 from imece.models.shape import RopeScaling
@@ -123,6 +126,38 @@ def test_a_checkpoint_of_another_model(folder: RunFolder) -> None:
         load_weights(model(0, mlp_width=32), saved)
     with pytest.raises(UserError, match=r"blocks\.2\.attention\.norm\.weight should be \[16\], .* none; "):
         load_weights(model(0, layers=3), saved)
+
+
+def test_what_was_only_prepared_for_other_options_is_discarded(tmp_path: Path) -> None:
+    """As after SIGTERM: nothing has begun, and the tokenizer would be taken as it is."""
+    run = RunFolder(tmp_path / "run")
+    config = TrainConfig(run=str(run.path))
+    run.begin(config)
+    for name in ("tokenizer.json", "tokenizer_config.json", "from/config.json", "from/merges.txt"):
+        (run.path / name).parent.mkdir(exist_ok=True)
+        (run.path / name).touch()
+    run.begin(dataclasses.replace(config, steps=3))
+    assert run.tokenizer_file.exists(), "of use still"
+    other = dataclasses.replace(config, seed=3)
+    run.begin(other)
+    assert [path.name for path in run.path.iterdir()] == ["config.toml"]
+    assert run.config().seed == 3
+    both = dataclasses.replace(other, model=dataclasses.replace(other.model, weights="a"))
+    with pytest.raises(UserError, match="a model is new or that of a folder: leave one of them out"):
+        run.begin(both)
+    run.checkpoints.mkdir()
+    with pytest.raises(UserError, match="holds a run with seed = 3, this command says 1"):
+        run.begin(config)
+
+
+def test_what_is_put_back_has_what_stands_beside_the_tokenizer(folder: RunFolder, tmp_path: Path) -> None:
+    given = json.loads(ByteTokenizer().to_json())
+    given["added_tokens"].append({**given["added_tokens"][0], "id": 257, "content": "<s>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(given))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "add_bos_token": true}')
+    shutil.rmtree(folder.path)
+    assert folder.put_back(TrainConfig(), load_tokenizer(tmp_path))
+    assert folder.tokenizer().begin == 257
 
 
 def test_where_tokens_are(folder: RunFolder) -> None:

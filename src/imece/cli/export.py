@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import tokenizers
 import torch
 import tyro
+from tokenizers.processors import TemplateProcessing
 
 from imece.checkpoint.load import Source
 from imece.cli.export_adapter import write_adapter
@@ -139,12 +140,18 @@ def write_hugging_face(
         return shape.parameter_count
     # Their post-processor would put tokens around each text that this model was not trained with.
     plain = {**json.loads(tokenizer.to_json()), "post_processor": None}
-    end = tokenizers.Tokenizer.from_str(json.dumps(plain)).id_to_token(tokenizer.end)
-    assert end is not None, tokenizer.end
-    _write_json(folder / CONFIG, config)
-    _write_json(folder / "generation_config.json", generation_config(tokenizer.end))
+    written = tokenizers.Tokenizer.from_str(json.dumps(plain))
+    end, before = (written.id_to_token(token) for token in (tokenizer.end, tokenizer.before))
+    assert end is not None and before is not None, (tokenizer.end, tokenizer.before)
+    if tokenizer.begin is not None:
+        around = TemplateProcessing([before, "$A"], special_tokens=[(before, tokenizer.begin)])
+        written.post_processor = around
+        plain = json.loads(written.to_str())
+    first = {"bos_token_id": tokenizer.before}
+    _write_json(folder / CONFIG, config | first)
+    _write_json(folder / "generation_config.json", generation_config(tokenizer.end) | first)
     _write_json(folder / "tokenizer.json", plain)
-    _write_json(folder / "tokenizer_config.json", tokenizer_config(shape, end))
+    _write_json(folder / "tokenizer_config.json", tokenizer_config(shape, end) | {"bos_token": before})
     return shape.parameter_count
 
 

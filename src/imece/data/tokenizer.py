@@ -72,10 +72,21 @@ class Tokenizer(ABC):
     def to_json(self) -> str:
         """The content of tokenizer.json."""
 
+    @property
+    def beside(self) -> str | None:
+        """The content of the tokenizer_config.json that says what begins and ends a document, if one does."""
+        return None
+
+    def write(self, path: Path) -> None:
+        """Writes tokenizer.json, and before it what belongs beside it: each a whole file or none. OSError."""
+        if self.beside is not None:
+            write_whole(path.with_name(CONFIG), self.beside.encode(), durable=True)
+        write_whole(path, self.to_json().encode(), durable=True)
+
     def save(self, path: Path | str) -> None:
-        """Writes tokenizer.json: the whole file or, if it fails, none."""
+        """`write`, with a UserError if it fails."""
         try:
-            write_whole(Path(path), self.to_json().encode(), durable=True)
+            self.write(Path(path))
         except OSError as error:
             raise UserError(
                 f"{path}: cannot be written ({error.strerror}): {other_place(error)} place"
@@ -133,8 +144,9 @@ class JsonTokenizer(Tokenizer):
         end: int,
         content: str | None = None,
         begin: int | None = None,
+        beside: str | None = None,
     ) -> None:
-        """content: that the tokenizer was read from."""
+        """content, beside: of the tokenizer.json and the tokenizer_config.json that it was read from."""
         before = tokenizer.to_str()
         # As saved, these may cut texts off, fill them up or split them at random: each is wanted as it is.
         tokenizer.no_truncation()
@@ -149,7 +161,7 @@ class JsonTokenizer(Tokenizer):
         added = (each for each in tokenizer.get_added_tokens_decoder().values() if not each.special)
         self._known = {letter for each in added for letter in each.content}  # it does not drop these
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
-        self.end, self.begin = end, begin
+        self.end, self.begin, self._beside = end, begin, beside
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         for text in texts:
@@ -171,6 +183,10 @@ class JsonTokenizer(Tokenizer):
 
     def to_json(self) -> str:
         return self._content
+
+    @property
+    def beside(self) -> str | None:
+        return self._beside
 
     def _check_known(self, text: str) -> None:
         """UserError for what the package would leave out without a word: bits a byte would be too good."""
@@ -279,11 +295,12 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         raise UserError(f"{path}: not a tokenizer.json ({reason}): name one, or train a new one") from error
     if tokenizer.to_str() == ByteTokenizer().to_json():
         return ByteTokenizer(content)
-    begin, end = _said_beside(path.with_name(CONFIG), tokenizer)
+    beside = _beside(path.with_name(CONFIG))
+    begin, end = _said(beside, path.with_name(CONFIG), tokenizer)
     for name in _ENDS if end is None else (end,):
         if tokenizer.token_to_id(name) is not None:
             token = _token_of(tokenizer, name)
-            return JsonTokenizer(tokenizer, token, content, begin if begin != token else None)
+            return JsonTokenizer(tokenizer, token, content, begin if begin != token else None, beside)
     raise UserError(f"{path}: no token that ends a document ({', '.join(_ENDS)}): add one as a special token")
 
 
@@ -294,15 +311,25 @@ def _make_byte_level(tokenizer: tokenizers.Tokenizer) -> None:
     tokenizer.decoder = decoders.ByteLevel()
 
 
-def _said_beside(path: Path, tokenizer: tokenizers.Tokenizer) -> tuple[int | None, str | None]:
-    """The id of the token that begins a text, and the name of the one that ends it, as far as it says so."""
+def _beside(path: Path) -> str | None:
+    """What stands in the file, if it is there."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}): get the file again") from error
+
+
+def _said(text: str | None, path: Path, tokenizer: tokenizers.Tokenizer) -> tuple[int | None, str | None]:
+    """The id of the token that begins a text, and the name of the one that ends it, as far as it says so."""
+    if text is None:
+        return None, None
+    try:
+        content = json.loads(text)
         if not isinstance(content, dict):
             raise ValueError(f"a JSON {type(content).__name__}, not an object")
-    except FileNotFoundError:
-        return None, None
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({error}): get the file again") from error
     begin, end = (
         each.get("content") if isinstance(each, dict) else each

@@ -17,6 +17,7 @@ from imece.checkpoint.load import Saved, all_steps, best, newest
 from imece.checkpoint.weights import check_shapes, fill
 from imece.data.build import discard
 from imece.data.files import other_place
+from imece.data.tokenizer import CONFIG as TOKENIZER_CONFIG
 from imece.data.tokenizer import Tokenizer, load_tokenizer
 from imece.errors import UserError
 from imece.models.hugging_face import CONFIG, TOKENIZER_FILES
@@ -107,7 +108,7 @@ class RunFolder:
                 lock.begin()
             before = None
             if self.config_file.exists():  # perhaps since a moment ago
-                check_same_run(self.config(), config)
+                self._check_same(config)
                 self._check_steps(config)
                 self._check_checkpoints()
                 before = self.config_file.read_bytes()
@@ -152,10 +153,18 @@ class RunFolder:
 
         there: the folder itself stays, as it was there before.
         """
+        self._discard(config)
+        for path in (self.config_file, self.path / FILE):
+            path.unlink(missing_ok=True)
+        if not there:  # else it may be a link, or have permissions that a new one would not
+            self.path.rmdir()
+
+    def _discard(self, config: TrainConfig) -> None:
+        """What was made for this config before any rank has begun. OSError."""
         tokenizer = self.path / "tokenizer.json"
         lock = tokenizer.with_name(f".{tokenizer.name}.lock")
         kept = (self.origin / name for name in (CONFIG, *TOKENIZER_FILES))
-        for path in (self.config_file, tokenizer, lock, self.path / FILE, *kept, *self._leftovers()):
+        for path in (tokenizer, tokenizer.with_name(TOKENIZER_CONFIG), lock, *kept, *self._leftovers()):
             path.unlink(missing_ok=True)
         run, tokens, checkpoints = map(os.path.abspath, (self.path, self.tokens(config), self.checkpoints))
         if Path(tokens).is_relative_to(run):
@@ -164,8 +173,6 @@ class RunFolder:
             if Path(folder).is_relative_to(run):
                 with suppress(OSError):  # it is not there, or holds something else too
                     os.rmdir(folder)
-        if not there:  # else it may be a link, or have permissions that a new one would not
-            self.path.rmdir()
 
     def put_back(self, config: TrainConfig, tokenizer: Tokenizer) -> bool:
         """What its checkpoints need beside them to be of use, if that is gone; whether it was. OSError.
@@ -175,7 +182,7 @@ class RunFolder:
         if self.config_file.exists() and self.tokenizer_file.exists():
             return False
         self.path.mkdir(parents=True, exist_ok=True)
-        write_whole(self.tokenizer_file, tokenizer.to_json().encode(), durable=True)
+        tokenizer.write(self.tokenizer_file)
         write_whole(self.config_file, to_toml(config.absolute()).encode(), durable=True)
         return True
 
@@ -184,6 +191,18 @@ class RunFolder:
         names = ("*",) if self.config_file.exists() else (self.config_file.name, "tokenizer.json")
         found = (leftovers(self.path, name) for name in names)
         return leftovers(self.origin).union(*found)
+
+    def _check_same(self, config: TrainConfig) -> None:
+        """UserError unless it goes on with what is here; but what was only prepared for another is discarded:
+        its tokenizer would be taken as it is."""
+        before = self.config()
+        try:
+            check_same_run(before, config)
+        except UserError:
+            if self.is_open:
+                raise
+            config.check_origin()  # of the options, with the values here that they change
+            self._discard(before)
 
     def _check_steps(self, config: TrainConfig) -> None:
         done = max(all_steps(self.checkpoints), default=0)  # damaged ones too: those may be mended
