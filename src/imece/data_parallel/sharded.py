@@ -197,6 +197,8 @@ class ShardedDataParallel(DistributedDataParallel):
             in_backward.refuse(self._named_parameters())
         if self._kept is None:  # else there are none, between leave() and regroup()
             self.sharding.check_parts()
+            if self.sharding.gathering is not None:
+                self.sharding.gathering.begin_forward()
 
     def _may_come_late(self) -> bool:
         """Compiled code is made for ordinary parameters, and looks at all of them before it begins."""

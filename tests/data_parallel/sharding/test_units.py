@@ -148,6 +148,25 @@ class Viewed(Small):
             self.blocks[at] = nn.Sequential(Block(), nn.Flatten(0, -2), nn.Unflatten(0, (-1, 1)))
 
 
+class Tree(Block):
+    """Runs itself on what comes in."""
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        return super().forward(self(x, depth - 1) if depth else x)
+
+
+class Trees(Small):
+    """Its blocks call themselves, and so does all of it."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__(reentrant=reentrant)
+        self.blocks = nn.ModuleList(Tree() for _ in range(LAYERS))
+
+    def forward(self, tokens: torch.Tensor, again: bool = True) -> torch.Tensor:
+        once = super().forward(tokens)
+        return once + self(tokens.roll(1), again=False) if again else once
+
+
 def made(make: Callable[[], nn.Module] = Small) -> nn.Module:
     torch.manual_seed(5)
     return make()
@@ -381,6 +400,8 @@ CHECKS: dict[str, Check] = {
     "segments, re-entrant": same_bits(lambda: Segments(reentrant=True)),
     "tied": same_bits(lambda: Small(tied=True)),
     "run twice": same_bits(Twice),
+    "calls itself": same_bits(Trees),
+    "calls itself, checkpoint": same_bits(lambda: Trees(reentrant=False)),
     "views, changed in place": same_bits(Viewed, gathers_in_flight=1),
     "checkpoint": same_bits(lambda: Small(reentrant=False)),
     "checkpoint, re-entrant": same_bits(lambda: Small(reentrant=True)),
@@ -544,6 +565,25 @@ def late_gradient(group: dist.ProcessGroup) -> None:
     words = r"parameter blocks.1.up.* got a gradient after its unit was over"
     with model.gathered(), pytest.raises(RuntimeError, match=words):
         loss_of(model, 0).backward()
+
+
+def failed_forward(group: dist.ProcessGroup) -> None:
+    """In calls within calls; or one that nothing is told of, as of a key that is pressed."""
+    model, _ = wrap(made(Trees), group)
+
+    def fail(*_: Any) -> None:
+        raise error("on purpose")
+
+    error: type[BaseException] = ValueError
+    handle = model.module.blocks[1].up.register_forward_hook(fail)
+    with torch.no_grad():
+        for error, run in ((ValueError, model.module), (KeyboardInterrupt, model)):
+            with pytest.raises(error, match="on purpose"):
+                loss_of(model, 0)
+            handle.remove()
+            loss_of(run, 0)
+            assert_freed(model)
+            handle = model.module.blocks[1].up.register_forward_hook(fail)
 
 
 def failed_backward(group: dist.ProcessGroup) -> None:
@@ -949,6 +989,7 @@ CHECKS |= {
     "units that stay": units_that_stay,
     "kept memory": kept_memory,
     "late gradient": late_gradient,
+    "failed forward": failed_forward,
     "failed backward": failed_backward,
     "gradient penalty": gradient_penalty,
     "autocast for long": autocast_for_long,

@@ -94,6 +94,7 @@ class Gathering:
             self._handles += [
                 unit.module.register_forward_pre_hook(_Hook(unit, self._enter), prepend=True),
                 unit.module.register_forward_hook(_Hook(unit, self._leave)),
+                unit.module.register_forward_hook(_Hook(unit, self._has_left), always_call=True),
             ]
 
     def let_go(self) -> None:
@@ -111,9 +112,21 @@ class Gathering:
         """Whether this is inside of `gathered`."""
         return bool(self._held)
 
-    # Forward.
+    # Forward. Of a unit that calls itself the outermost call is its forward, outside of a backward.
+
+    def begin_forward(self) -> None:
+        """Of the whole model: no unit runs, also where the one before was interrupted."""
+        for unit in self.units:
+            unit.depth = 0
+
+    def _has_left(self, unit: Unit, _inputs: Any, _output: Any) -> None:
+        """Its call is over, or has raised."""
+        unit.depth = max(0, unit.depth - 1)
 
     def _enter(self, unit: Unit, _inputs: Any) -> None:
+        unit.depth += 1
+        if unit.depth > 1 and not _in_backward():
+            return
         if _in_backward():
             unit.entered = max(unit.calls, default=0)  # a checkpoint runs this one again
             self._gather(unit, unit.earlier)
@@ -133,6 +146,8 @@ class Gathering:
         self._gather(unit, self._order[at : at + self._ahead] if expected else (), at_end=False)
 
     def _leave(self, unit: Unit, _inputs: Any, output: Any) -> None:
+        if unit.depth > 1 and not _in_backward():
+            return
         if unit.number == 0 and not _in_backward():
             unit.earlier = tuple(self._path[::-1][: self._ahead])
             self._order = self._path

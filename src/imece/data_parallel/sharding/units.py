@@ -127,6 +127,7 @@ class Unit:
     earlier: tuple[Unit, ...] = ()  # those that ran before it in the latest forward, the last one first
     calls: dict[int, int] = field(default_factory=dict)
     """Forwards that wait for their backward: {when it was entered: when it was left}; see gathering.py."""
+    depth: int = 0  # of calls under way: a module may call itself
     entered: int = 0  # its latest forward
     kept: bool = False  # it is there though its forward is over, as a backward may soon come through it
     awaited: bool = True  # a backward may come through the output of its latest forward
