@@ -91,6 +91,21 @@ def test_slower_hardware_is_not_faster(setup: Setup, manner: Manner) -> None:
         assert step_time(setup, cluster, manner).total >= 0.96 * found
 
 
+def test_a_slightly_faster_gpu_is_not_slower() -> None:
+    """What waits for gathers in backward has gradients leave meanwhile."""
+    model = find_model("7B")
+    for gpu, gpus, hosts in (("A100-80", 2, 16), ("H100", 2, 4), ("A100-80", 8, 4)):
+        cluster = find_cluster(gpu, gpus, hosts)
+        setup = Setup(model, Parallel("zero3", cluster.gpus, cluster.gpus), Recipe(2048, 1, 4))
+        last = math.inf
+        for rate in (0.98, 1.0, 1.02, 1.05, 1.1):
+            peak, moved = rate * cluster.gpu.peak, rate * cluster.gpu.memory_bandwidth
+            faster = replace(cluster.gpu, name=f"{rate}", peak=peak, memory_bandwidth=moved)
+            found = step_time(setup, replace(cluster, gpu=faster)).total
+            assert found <= last, (gpu, rate)
+            last = found
+
+
 def test_recomputation_costs_a_forward() -> None:
     parallel = Parallel("replicate", 32)
     none = step_time(Setup(MODEL, parallel, RECIPE), CLUSTER)

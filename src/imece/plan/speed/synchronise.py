@@ -251,12 +251,13 @@ def _sharded(
     def micro_batches(times: int, scattered: float) -> Synchronisation:
         scatter = collective_s(cluster, "reduce_scatter", scattered, group)
         if manner.overlap_gathers:
-            gathers = exposed_before(stage.forward_lasts, units, gather)
-            gathers += exposed_before(stage.backward_lasts, units, again, units - backward.units)
+            ahead = exposed_before(stage.forward_lasts, units, gather)
+            within = exposed_before(stage.backward_lasts, units, again, units - backward.units)
         else:
-            gathers = all_gathers
-        if manner.overlap_gradients:  # one network for both: gradients have what gathers leave
-            left = max(0.0, stage.backward_lasts - backward.units * again)
+            ahead, within = forward.units * gather, backward.units * again
+        gathers = ahead + within
+        if manner.overlap_gradients:  # one network for both: gradients have what gathers leave of backward
+            left = max(0.0, stage.backward_lasts + within - backward.units * again)
             reducing = exposed_after(left, units, scatter)
         else:
             reducing = units * scatter
