@@ -148,6 +148,8 @@ def test_the_tokens_of_another_run(
     ("argv", "message"),
     [
         (["--data", "/nowhere.txt"], "/nowhere.txt: no such file"),
+        (["--data", "--json"], "--data is empty: give it a name, or leave it out"),
+        (["--data"], "--data is empty: give it a name, or leave it out"),
         (["--field", ""], "--field"),
         (["--wich", "best"], "did you mean --which?"),
     ],

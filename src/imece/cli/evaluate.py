@@ -17,7 +17,7 @@ import tyro
 
 from imece.checkpoint.commit import METRIC_ON
 from imece.checkpoint.load import Saved
-from imece.cli.options import parse
+from imece.cli.options import check_named, parse
 from imece.cli.trained import best_device, open_run, tokenizer_of
 from imece.data.baselines import baselines, counted_in
 from imece.data.build import build
@@ -64,6 +64,7 @@ class EvalOptions:
 
 def run(argv: Sequence[str]) -> int:
     """`imece eval ARGV`: exit status 0."""
+    check_named(argv, ("--data",))
     options = parse(EvalOptions, argv, PROG, DESCRIPTION)
     folder, device = open_run(options.run), best_device()
     config = folder.config()

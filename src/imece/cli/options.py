@@ -58,6 +58,17 @@ def parse(
     raise UserError(_with_hint(one_line(message), argv, config_class, prog)) from None
 
 
+def check_named(argv: Sequence[str], options: Sequence[str]) -> None:
+    """UserError for one of these options, which name files or folders, that names nothing, as with a shell's
+    variable that is not set: what is done would be done with something else.
+    """
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):
+        option, given, value = word.partition("=")
+        named = value if given else following
+        if option in options and (not named or named.startswith("--")):
+            raise UserError(f"{option} is empty: give it a name, or leave it out")
+
+
 class _Page(io.StringIO):
     """What --help prints, with colours and boxes as `stdout` shows them; tyro knows nothing of NO_COLOR."""
 

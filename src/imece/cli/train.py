@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from rich.table import Column
 
 from imece.checkpoint.load import all_steps
-from imece.cli.options import parse
+from imece.cli.options import check_named, parse
 from imece.errors import UserError
 from imece.launch.local import launch
 from imece.observe.display import Display
@@ -37,7 +37,8 @@ DESCRIPTION = (
     "are the values of the file: --print-config shows a whole one."
 )
 _GRACE_S = 120.0  # for a step's end and a save; a second Ctrl-C does not wait
-_OF_FOLDERS = ("--run", "--from", "--model.weights")  # which say where a run lies and what it begins with
+# Which say where a run lies, what it begins with and what it reads.
+_NAMING = ("--run", "--from", "--model.weights", "--data", "--data.paths")
 _LONG_BYTES = 1_000_000  # of text: less becomes tokens before anybody wonders
 
 
@@ -84,7 +85,7 @@ def read_config(words: list[str]) -> TrainConfig:
     file = Path(words.pop(0)) if words and not words[0].startswith("-") else None
     if file is not None and os.path.isdir(file):
         raise UserError(f"{file} is a folder: to go on with a run say {PROG} --run {as_argument(file)}")
-    _check_named(words)
+    check_named(words, _NAMING)
     try:
         config = parse(TrainConfig, words, PROG, DESCRIPTION, _start(file))
     except UserError as mistake:
@@ -122,16 +123,6 @@ def _check_schedule(words: Sequence[str], config: TrainConfig) -> None:
             f"--mesh.schedule {config.mesh.schedule} is for ranks to which layers are dealt: give "
             "--mesh.pipeline, 2 or more"
         )
-
-
-def _check_named(words: Sequence[str]) -> None:
-    """UserError for a folder without a name, as of a shell's variable that is not set: what is trained where
-    would be something else.
-    """
-    for word, following in zip(words, [*words[1:], ""], strict=False):
-        option, given, value = word.partition("=")
-        if option in _OF_FOLDERS and not (value if given else following):
-            raise UserError(f"{option} is empty: name a folder, or leave it out")
 
 
 def _start(file: Path | None, weights: str = "", rank: int | None = None) -> TrainConfig:
