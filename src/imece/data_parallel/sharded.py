@@ -29,7 +29,7 @@ from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.same import check_same_optimizers, check_same_shapes, sync_from
 from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharding import torch_calls
-from imece.data_parallel.sharding.cast import MixedPrecision, cast_buffers, cast_frozen
+from imece.data_parallel.sharding.cast import MixedPrecision, cast_buffers, cast_frozen, refuse_batch_norms
 from imece.data_parallel.sharding.gathered import fill_state, gathered, loading
 from imece.data_parallel.sharding.gathering import Gathering, GatherOptions
 from imece.data_parallel.sharding.meta import Filling, Init
@@ -97,7 +97,10 @@ class ShardedDataParallel(DistributedDataParallel):
             in_backward.refuse(named)
             refuse_subclasses(named)
             refuse_tied_by_data(named, [each for each in self._frozen if can_lie_flat(each[1])])
-            self._options.precision.check(named)
+            precision, home = self._options.precision, self._options.home or self.device
+            precision.check(named)
+            if precision.param is not None:
+                refuse_batch_norms(self.module, precision.param, home, self.parameters_to_ignore)
         units, gathering, fill = self._divide()
         trained = Trained.of(named, self._optimizers, self.module, units, self._dtypes)
         check_same_optimizers(who_steps(named, self._optimizers), self.process_group, self.device)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from imece import parallelize
+from imece import MixedPrecision, parallelize
 from tests.data_parallel.checks import Check, Job, jobs, passed
 
 STRATEGIES = ("zero1", "zero2", "zero3")
@@ -156,6 +156,22 @@ def refused(group: dist.ProcessGroup) -> None:
             parallelize(model, make(model), "zero3", group, gather=True, **options)
         assert str(caught.value) == message
         assert all(type(each) is nn.Parameter and each.norm() for each in model.parameters()), "they are lost"
+
+    normed = nn.ModuleDict({"norm": nn.BatchNorm1d(4), "whole": nn.BatchNorm1d(4, affine=False)})
+    halved = MixedPrecision(param=torch.bfloat16)
+    with pytest.raises(ValueError) as caught:
+        parallelize(normed, torch.optim.SGD(normed.parameters(), 0.1), "zero1", group, precision=halved)
+    assert str(caught.value) == (
+        "norm is a BatchNorm1d, and on CPUs torch does not run one whose parameters are torch.bfloat16 and whose "
+        "statistics are torch.float32: leave param out of MixedPrecision and run forward inside of "
+        "torch.autocast"
+    )
+    summed = MixedPrecision(reduce=torch.bfloat16)
+    model, _ = parallelize(
+        normed, torch.optim.SGD(normed.parameters(), 0.1), "zero1", group, precision=summed
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        model.module["norm"](torch.ones(2, 4)).sum().backward()
 
     def lists(scales: Any) -> Callable[[nn.Module], Any]:
         return lambda model: Other([{"params": list(model.parameters()), "scales": scales}], 0.1)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import swap_tensors
 
+from imece.data_parallel.batch_norm import SyncBatchNorm
 from imece.data_parallel.same import is_made_of_others
 
 
@@ -42,6 +43,26 @@ class MixedPrecision:
                         f"parameter {name} is {each.dtype}, and MixedPrecision({what}={dtype}) would keep "
                         f"its real part alone: leave {what} out, or make two real parameters of it"
                     )
+
+
+def refuse_batch_norms(
+    model: nn.Module, param: torch.dtype, home: torch.device, ignored: Collection[str]
+) -> None:
+    """ValueError that names a batch norm which would fail in each forward with its parameters in `param`.
+
+    On CPUs torch takes parameters of fewer bits than their statistics' for no input.
+    """
+    for name, module in model.named_modules() if home.type == "cpu" else ():
+        if not isinstance(module, _BatchNorm) or isinstance(module, SyncBatchNorm):
+            continue
+        weight, statistics = module.weight, module.running_mean
+        is_cast = weight is not None and f"{name}.weight".removeprefix(".") not in ignored
+        if is_cast and statistics is not None and statistics.dtype != param:
+            raise ValueError(
+                f"{name or 'the model'} is a {type(module).__name__}, and on CPUs torch does not run one whose "
+                f"parameters are {param} and whose statistics are {statistics.dtype}: leave param out of "
+                f"MixedPrecision and run forward inside of torch.autocast"
+            )
 
 
 def can_be_cast(parameter: Tensor) -> bool:
