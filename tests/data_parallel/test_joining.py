@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 
-from imece import DistributedDataParallel
+from imece import DistributedDataParallel, convert_sync_batchnorm
 from imece.errors import MismatchError
 from tests.data_parallel.checks import Check, Job, jobs, passed
 
@@ -287,6 +287,20 @@ def with_a_static_graph(group: dist.ProcessGroup) -> None:
     plain_steps(model, group)
 
 
+def with_a_synchronised_batch_norm(group: dist.ProcessGroup) -> None:
+    """Refused before training, on whatever group it is; not where it talks to nobody."""
+    norm, linear = nn.BatchNorm1d(3, dtype=torch.float64), nn.Linear(3, 1, dtype=torch.float64)
+    model = DistributedDataParallel(convert_sync_batchnorm(nn.Sequential(norm, linear), group))
+    with pytest.raises(ValueError, match=r"join\(\) with a synchronised batch norm, 0: .*eval\(\)"):
+        model.join()
+    with model.join(enable=False):
+        model(own(0).repeat(2, 1)).sum().backward()
+    model.module.eval()
+    with model.join():
+        for step in range(lengths(group.size())[dist.get_rank()]):
+            model(own(step)).sum().backward()
+
+
 def drift_is_noticed_after_it(group: dist.ProcessGroup) -> None:
     """The comparison every so many steps goes on once join is over."""
     model = wrap(group, drift_check_every=2)
@@ -316,6 +330,7 @@ CHECKS: dict[str, Check] = {
     "two models": two_models,
     "with a hook": with_a_hook,
     "with a static graph": with_a_static_graph,
+    "with a synchronised batch norm": with_a_synchronised_batch_norm,
     "drift after it": drift_is_noticed_after_it,
 }
 

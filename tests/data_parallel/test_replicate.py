@@ -1280,6 +1280,10 @@ def without_shape() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
 
 
+def without_memory() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+
+
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     ranks = torch.arange(dist.get_world_size()).view(shape)
     return DeviceMesh("cpu", ranks, mesh_dim_names=tuple("abc"[: len(shape)]))
@@ -1289,6 +1293,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
     "nothing to train": (frozen, {}, RuntimeError, "doesn't have any parameter that requires a gradient"),
     "sparse": (sparse, {}, ValueError, "1 has sparse gradients.*sparse=False"),
     "no shape": (without_shape, {}, RuntimeError, r"parameter 1\.weight has no shape yet"),
+    "no memory": (without_memory, {}, ValueError, r"1\.weight is on the meta device.*to_empty\(\)"),
     "mixed_precision": (Branches, {"mixed_precision": object()}, ValueError, "mixed_precision.*autocast"),
     "two devices": (Branches, {"device_ids": [0, 1]}, ValueError, r"one device of this rank, not \[0, 1\]"),
     "a device on CPU": (Branches, {"device_ids": [0]}, ValueError, "on one GPU; this one is on cpu"),

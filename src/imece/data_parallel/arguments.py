@@ -76,6 +76,16 @@ def trained(module: nn.Module, ignored: Collection[str]) -> list[tuple[str, torc
     return named
 
 
+def refuse_meta(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """ValueError that names a parameter or buffer on the meta device."""
+    for name, each in named:
+        if each.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device, without memory: call the module's to_empty() and initialise "
+                f"it before wrapping; a sharded strategy of imece.parallelize takes it as it is"
+            )
+
+
 def device_indices(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,

@@ -15,7 +15,7 @@ reducing them is left to whoever reduces all the others.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -135,11 +135,29 @@ class SyncBatchNorm(_BatchNorm):
 
 def meet_in(module: torch.nn.Module, group: dist.ProcessGroup) -> bool:
     """Whether synchronised batch norms in `module`, ours or torch's, make their calls on `group`."""
-    return any(
-        isinstance(each, SyncBatchNorm | torch.nn.SyncBatchNorm)
-        and (each.process_group if each.process_group is not None else dist.group.WORLD) is group
-        for each in module.modules()
-    )
+    return any(_group_of(each) is group for _, each in _synchronised(module))
+
+
+def refuse_uneven(module: torch.nn.Module) -> None:
+    """ValueError for a synchronised batch norm in training mode: some ranks are to have fewer forwards."""
+    for name, each in _synchronised(module):
+        group = _group_of(each)
+        if each.training and group is not None and group.size() > 1:
+            raise ValueError(
+                f"join() with a synchronised batch norm, {name or 'the module'}: in each forward it waits "
+                f"for all ranks, also for those that have run out of inputs: give all equally many, or call "
+                f"its eval()"
+            )
+
+
+def _synchronised(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, each in module.named_modules():
+        if isinstance(each, SyncBatchNorm | torch.nn.SyncBatchNorm):
+            yield name, each
+
+
+def _group_of(norm: Any) -> dist.ProcessGroup | None:
+    return norm.process_group if norm.process_group is not None else dist.group.WORLD
 
 
 def convert_sync_batchnorm(

@@ -23,7 +23,7 @@ from imece.data_parallel import arguments, other_models
 from imece.data_parallel.across import AcrossModel
 from imece.data_parallel.arguments import MIB
 from imece.data_parallel.average import Average, Over
-from imece.data_parallel.batch_norm import meet_in
+from imece.data_parallel.batch_norm import meet_in, refuse_uneven
 from imece.data_parallel.buffers import BufferSync
 from imece.data_parallel.joining import DDPJoinHook, agree, common_rank
 from imece.data_parallel.norm import norm_of, rounded
@@ -196,8 +196,11 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         Ranks that have left the loop take part in the others' collectives with nothing to give.
         divide_by_initial_world_size: gradients are divided by all ranks; otherwise by those still there. With
         average="samples" or "tokens" neither matters. throw_on_early_termination: all ranks raise
-        RuntimeError as soon as the first one has ended.
+        RuntimeError as soon as the first one has ended. ValueError with a synchronised batch norm that is in
+        training mode.
         """
+        if enable:
+            refuse_uneven(self.module)
         return Join(
             [self], enable, throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
@@ -511,7 +514,8 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         return [(name, each) for name, each in everything if name not in self.parameters_to_ignore]
 
     def _refuse_shared(self, named: list[tuple[str, torch.Tensor]]) -> None:
-        """ValueError that names a parameter which another model shares out."""
+        """ValueError that names a parameter which another model shares out, or which has no memory yet."""
+        arguments.refuse_meta(self._alike())
         other_models.refuse_shared(self.module, (), shards_parameters=False)
 
     def _make_reducer(self, named: list[tuple[str, torch.Tensor]]) -> None:
