@@ -162,16 +162,14 @@ def refused(group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError) as caught:
         parallelize(normed, torch.optim.SGD(normed.parameters(), 0.1), "zero1", group, precision=halved)
     assert str(caught.value) == (
-        "norm is a BatchNorm1d, and on CPUs torch does not run one whose parameters are torch.bfloat16 and whose "
+        "norm is a BatchNorm1d, and torch has none for CPUs whose parameters are torch.bfloat16 and whose "
         "statistics are torch.float32: leave param out of MixedPrecision and run forward inside of "
         "torch.autocast"
     )
     summed = MixedPrecision(reduce=torch.bfloat16)
-    model, _ = parallelize(
-        normed, torch.optim.SGD(normed.parameters(), 0.1), "zero1", group, precision=summed
-    )
+    parallelize(normed, torch.optim.SGD(normed.parameters(), 0.1), "zero1", group, precision=summed)
     with torch.autocast("cpu", torch.bfloat16):
-        model.module["norm"](torch.ones(2, 4)).sum().backward()
+        normed["norm"](torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
 
     def lists(scales: Any) -> Callable[[nn.Module], Any]:
         return lambda model: Other([{"params": list(model.parameters()), "scales": scales}], 0.1)

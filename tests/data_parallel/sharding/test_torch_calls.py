@@ -229,6 +229,27 @@ def refuse(strategy: str) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type, error_if_nonfinite=True)
 
 
+def ignored(strategy: str) -> None:
+    """What the model ignores is clipped apart, as each rank has its own gradient of it."""
+    whole: Any = made()
+    whole._ddp_params_and_buffers_to_ignore = ["2.bias"]
+    model, _ = imece.parallelize(
+        whole,
+        torch.optim.SGD([each for name, each in whole.named_parameters() if name != "2.bias"]),
+        strategy,
+    )
+    loss(model).backward()
+    with pytest.raises(ValueError) as caught:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert str(caught.value) == (
+        "parameter 2.bias is among those that the model ignores, so its gradient is this rank's own and no "
+        "part of the model's norm: clip it in a call of its own"
+    )
+    others = [each for name, each in whole.named_parameters() if name != "2.bias"]
+    assert float(nn.utils.clip_grad_norm_(others, 1.0)) > 0
+    assert float(nn.utils.clip_grad_norm_(whole.get_parameter("2.bias"), 1.0)) > 0
+
+
 def adversaries(strategy: str) -> None:
     """A half that is frozen while the other one learns gets no gradient, and nobody says that it did."""
     both = nn.ModuleDict({"maker": nn.Linear(2, 2), "judge": nn.Linear(2, 1)})
@@ -514,7 +535,7 @@ def judged(strategy: str) -> None:
 def go() -> None:
     imece.init()
     for strategy in ("zero1", "zero2", "zero3"):
-        for check in (clip, refuse, adversaries, shared, of_whole, lookups, judged, hooked):
+        for check in (clip, refuse, ignored, adversaries, shared, of_whole, lookups, judged, hooked):
             check(strategy)
         for following in ("zero1", "zero2", "zero3", "replicate", ""):
             again(strategy, following)

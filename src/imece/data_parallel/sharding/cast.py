@@ -59,7 +59,7 @@ def refuse_batch_norms(
         is_cast = weight is not None and f"{name}.weight".removeprefix(".") not in ignored
         if is_cast and statistics is not None and statistics.dtype != param:
             raise ValueError(
-                f"{name or 'the model'} is a {type(module).__name__}, and on CPUs torch does not run one whose "
+                f"{name or 'the model'} is a {type(module).__name__}, and torch has none for CPUs whose "
                 f"parameters are {param} and whose statistics are {statistics.dtype}: leave param out of "
                 f"MixedPrecision and run forward inside of torch.autocast"
             )

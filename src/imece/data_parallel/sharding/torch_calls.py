@@ -205,11 +205,28 @@ def _the_model(given: list[torch.Tensor]) -> tuple[DistributedDataParallel | Non
         return _the_divided(given) or (_of_others(given), set())
     model, slots, parts = found[0]
     known = {id(slot.parameter) for slot in slots} | {id(part.parameter) for part in parts}
-    if len(found) > 1 or any(each.grad is not None for each in given if id(each) not in known):
-        raise ValueError(_SEVERAL)
+    others = {id(each) for each in given if each.grad is not None} - known
+    if len(found) > 1 or others:
+        raise _several(model, others)
     if len(slots) == len(_slots_of(model)):
         return model, None
     return model, {slot.index for slot in slots} | {part.index for part in parts}
+
+
+def _several(model: DistributedDataParallel, others: set[int]) -> ValueError:
+    """others: ids of what was given with parameters of this model."""
+    for name, each in model.module.named_parameters():
+        if id(each) in others and _ignores(model, name):
+            return ValueError(
+                f"parameter {name} is among those that the model ignores, so its gradient is this rank's own "
+                f"and no part of the model's norm: clip it in a call of its own"
+            )
+    return ValueError(_SEVERAL)
+
+
+def _ignores(model: DistributedDataParallel, name: str) -> bool:
+    """Whether each rank has a gradient of its own of this parameter."""
+    return name in model.parameters_to_ignore
 
 
 def _the_divided(given: list[torch.Tensor]) -> tuple[DistributedDataParallel, set[int]] | None:
@@ -219,7 +236,7 @@ def _the_divided(given: list[torch.Tensor]) -> tuple[DistributedDataParallel, se
         numbers = {id(slot.parameter): slot.index for slot in _whole_slots_of(model)}
         if ids & numbers.keys():
             if ids - numbers.keys():
-                raise ValueError(_SEVERAL)
+                raise _several(model, ids - numbers.keys())
             return model, {numbers[each] for each in ids}
     return None
 
@@ -234,7 +251,7 @@ def _of_others(given: list[torch.Tensor]) -> ShardedDataParallel | None:
         model
         for model in _models
         if _slots_of(model) and model.sharding.size > 1
-        if ids <= {id(each) for each in model.module.parameters()}
+        if ids <= {id(each) for name, each in model.module.named_parameters() if not _ignores(model, name)}
     ]
     if len(models) > 1:
         raise ValueError(
