@@ -19,7 +19,7 @@ import pytest
 from imece.observe.chart import Axis, Chart, tick_text
 from imece.observe.curves import Curve, curve, frame, piecewise_mean, smoothed, thinned
 from imece.observe.report import catch_up, write_loss_plot, write_report
-from imece.observe.run_files import ENDED
+from imece.observe.run_files import CHECKPOINT, ENDED
 
 EVIL = "<script>alert(1)</script>&\"'"
 
@@ -202,6 +202,38 @@ def test_a_run_that_ended_early_says_why(tmp_path: Path) -> None:
     text = Page(write_report(tmp_path)).text
     assert "Ended after step 10 of 10: " + EVIL in "".join(text.splitlines())
     assert f"imece train --run {tmp_path}\n" in text and "--steps 20" not in text
+
+
+@pytest.mark.parametrize(
+    ("kept", "ended", "said", "commands"),
+    [
+        (
+            None,
+            {},
+            "Made 10 of 10 steps, but the last checkpoint could not be saved: none is on",
+            ["Begin anew"],
+        ),
+        (
+            5,
+            {},
+            "Made 10 of 10 steps, but the last checkpoint could not be saved: the newest is of step 5.",
+            [],
+        ),
+        (None, {ENDED: "NaN"}, "Ended after step 10 of 10: NaN.", ["Begin anew"]),
+        (10, {}, "Finished: 10 of 10 steps.", ["Train for longer"]),
+    ],
+)
+def test_what_is_on_the_disk_decides_how_to_go_on(
+    tmp_path: Path, kept: int | None, ended: dict[str, str], said: str, commands: list[str]
+) -> None:
+    summary = {"steps": 10, CHECKPOINT: kept, **ended}
+    write(tmp_path, [record(step) for step in range(1, 11)], summary, config_toml="steps = 10")
+    text = Page(write_report(tmp_path)).text
+    assert said in text
+    for command in ("imece sample", "imece eval", "imece export"):
+        assert (command in text) == (kept is not None)
+    for name in ("Begin anew", "Train for longer", "Train on"):
+        assert (f"{name}" in text.split("\n")) == (name in (commands or ["Train on"]))
 
 
 def test_the_summary_of_an_end_after_which_the_run_went_on_is_old(tmp_path: Path) -> None:

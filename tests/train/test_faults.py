@@ -287,7 +287,7 @@ def whole_folder(folder: str) -> None:
         state = last(run).state
         assert (state["world_size"], state["seed"], state["strategy"]) == (ranks, 1, "zero1")
         assert state["counters"]["tokens"] == 9 * 192 == summary(run)["tokens"]
-        assert len(last(run).rank_states) == ranks
+        assert len(last(run).rank_states) == ranks and summary(run)["checkpoint"] == 9
         assert state["best_val_loss"] == min(r["val_loss"] for r in records(run) if "val_loss" in r)
         check_summary(run)
 

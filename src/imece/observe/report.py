@@ -81,6 +81,9 @@ def _head(files: RunFiles) -> str:
         state = "No step is recorded yet."
     elif files.ended:
         state = f"Ended after step {done:,} of {total:,}: {_text(files.ended.rstrip('.'))}."
+    elif done >= total and files.kept != done:
+        newest = "none is on the disk" if files.kept is None else f"the newest is of step {files.kept:,}"
+        state = f"Made {done:,} of {total:,} steps, but the last checkpoint could not be saved: {newest}."
     elif done >= total:
         state = f"Finished: {done:,} of {total:,} steps."
     else:
@@ -292,16 +295,19 @@ def _sample(files: RunFiles) -> str:
 
 
 def _commands(files: RunFiles) -> str:
-    run = files.argument
-    whole = files.steps_done >= files.total_steps and not files.ended
+    run, kept = files.argument, files.kept
+    whole = kept == files.steps_done >= files.total_steps and not files.ended
     longer = f"imece train --run {run} --steps {max(2 * files.total_steps, 1)}"
+    on = ("Train on" if kept is not None else "Begin anew", f"imece train --run {run}")
     commands = [
         ("More text from this model", f'imece sample {run} --prompt "Once"'),
         ("Its loss on other text", f"imece eval {run} --data FILES"),
-        ("Train for longer", longer) if whole else ("Train on", f"imece train --run {run}"),
+        ("Train for longer", longer) if whole else on,
         ("Weights for transformers and others", f"imece export {run} --to hf FOLDER"),
         ("All curves in TensorBoard", f"tensorboard --logdir {run}/tensorboard"),
     ]
+    if kept is None:  # what reads the model needs a checkpoint
+        commands = [on, commands[-1]]
     rows = "".join(f"{what}<pre>{_text(command)}</pre>" for what, command in commands)
     return f'<h2>To go on</h2>\n<div class="commands">{rows}</div>'
 

@@ -15,6 +15,8 @@ from imece.observe.metrics import read_metrics
 Json = dict[str, Any]
 ENDED = "ended"
 """The key of summary.json that says why a run ended before it was finished."""
+CHECKPOINT = "checkpoint"
+"""And the one with the step of the newest checkpoint that is on the disk then; null: there is none."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,12 @@ class RunFiles:
     def ended(self) -> str:
         """Why, where that was before the run was finished; "" if nothing says so."""
         return str(self.summary.get(ENDED, ""))
+
+    @property
+    def kept(self) -> int | None:
+        """The step of the newest checkpoint, as the end says; the last one's where it does not."""
+        found = self.summary.get(CHECKPOINT, self.steps_done)
+        return found if isinstance(found, int) else None
 
     @property
     def baselines(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ from imece.data_parallel.footprint import counted
 from imece.footprint import Footprint
 from imece.models.generate import LogitsError, generate
 from imece.observe.report import write_loss_plot, write_report
-from imece.observe.run_files import ENDED, as_argument
+from imece.observe.run_files import CHECKPOINT, ENDED, as_argument
 from imece.observe.units import si
 from imece.train.loop import Loop
 from imece.train.prediction import compared, keep, measured
@@ -115,6 +115,7 @@ def _figures(session: Session) -> dict[str, Any]:
         "parameters": session.model.config.parameter_count,
         "best_val_loss": session.best_val_loss,
         "memory": asdict(counted(session.wrapped, session.optimizers)),
+        CHECKPOINT: newest_kept(session),
     }
 
 
