@@ -188,7 +188,7 @@ def test_every_word_of_the_title_is_explained(answer: Answer) -> None:
         words = [word for word, _ in meanings(each.setup, cluster)]
         for word in title(each.setup).split(", "):
             known = any(word.startswith(known) or known in word for known in words)
-            assert known or word.endswith(" accumulated") or "chunks" in word or word == "one GPU", (
+            assert known or word.endswith(" accumulated") or "chunks" in word or word == "one device", (
                 word,
                 words,
             )

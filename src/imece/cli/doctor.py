@@ -272,6 +272,7 @@ def rank_findings(ranks: int, environ: Mapping[str, str], links: dict[str, Any])
     if any(f.status == "fail" for f in own_variables(environ)):
         instead |= {BACKEND: "", SCHEDULE: ""}
     extra = [instead] * ranks if instead else None
+    all_of_them = f"{ranks} ranks" if ranks > 1 else "1 rank"
     good: list[str] = []
     lines: list[str] = []
     crew: Crew | None = None
@@ -285,21 +286,20 @@ def rank_findings(ranks: int, environ: Mapping[str, str], links: dict[str, Any])
                     lines.append(str(answer.pop("line")))
                     links[backend] = answer
             except CrewError as error:
-                yield Finding("fail", f"{ranks} ranks on {backend}: {error.brief()}")
+                yield Finding("fail", f"{all_of_them} on {backend}: {error.brief()}")
                 if crew is not None:
                     crew.close()
                 crew = None
                 continue
             if bad:
-                yield Finding("fail", f"{ranks} ranks on {backend}: wrong results of {', '.join(bad)}")
+                yield Finding("fail", f"{all_of_them} on {backend}: wrong results of {', '.join(bad)}")
             else:
                 good.append(backend)
     finally:
         if crew is not None:
             crew.close()
     if good:
-        said = f"{ranks} ranks: " if ranks > 1 else "1 rank: "
-        yield Finding("ok", f"{said}{', '.join(COLLECTIVES)} agree on {' and '.join(good)}")
+        yield Finding("ok", f"{all_of_them}: {', '.join(COLLECTIVES)} agree on {' and '.join(good)}")
     if lines:
         told = "    ".join(line.removeprefix("link").strip() for line in lines)
         busy = f"; {load}" if "busy" in load else ""

@@ -16,6 +16,7 @@ from typing import Any
 
 from imece.errors import UserError
 from imece.models.presets import preset
+from imece.plan.answer.words import count
 from imece.plan.hardware import Cluster, Gpu, Link, find_cluster, find_gpu
 from imece.plan.models.by_name import from_shape
 from imece.plan.setup import Parallel, Precision, Recipe, Setup
@@ -117,7 +118,8 @@ def to_toml(cluster: Cluster, figures: Mapping[str, Any], now: datetime) -> str:
         "between": asdict(cluster.between),
     }
     lines = [
-        f"# measured {now:%Y-%m-%d %H:%M} on {socket.gethostname()}: {figures['ranks']} ranks "
+        f"# measured {now:%Y-%m-%d %H:%M} on {socket.gethostname()}: "
+        f"{count(int(figures['ranks']), 'rank')} "
         f"({figures['device']}, {figures['backend']}), {figures['dtype']}",
         "# imece plan --here --again measures anew; [between] hosts is assumed: 10 Gb/s",
     ]

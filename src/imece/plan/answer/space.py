@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from imece.errors import UserError
 from imece.footprint import DIVIDED, Offload
+from imece.plan.answer.words import count, device
 from imece.plan.hardware import Cluster, gpus_with_fp8
 from imece.plan.models.model import Model
 from imece.plan.setup import (
@@ -69,7 +70,7 @@ class Question:
 
 def check(question: Question) -> None:
     """UserError, with the nearest numbers that would do, for what cannot be divided."""
-    ranks = question.cluster.gpus
+    ranks, each = question.cluster.gpus, device(question.cluster)
     for name in _NUMBERS:
         value = getattr(question, name)
         if value is not None and not 1 <= value <= _MOST:
@@ -98,7 +99,7 @@ def check(question: Question) -> None:
         raise UserError(
             f"tensor {question.tensor or 1} x pipeline {question.pipeline or 1} x context "
             f"{question.context or 1} "
-            f"= {together} does not divide {ranks} GPUs; the nearest numbers of GPUs are "
+            f"= {together} does not divide {count(ranks, each)}; the nearest numbers of {each}s are "
             f"{_nearest(ranks, together)}"
         )
     data = ranks // together
@@ -198,8 +199,8 @@ def why_none(question: Question) -> str:
     if question.strategy is not None and _has_ways(replace(question, strategy=None)):
         return (  # all others take any arrangement
             f"--strategy {question.strategy} shards inside hosts and replicates between them, and here no "
-            f"host has several GPUs with a part of the model that other hosts have too: use "
-            f"{_plain(question.strategy)}"
+            f"host has several {device(question.cluster)}s with a part of the model that other hosts have "
+            f"too: use {_plain(question.strategy)}"
         )
     if question.interleave is not None and _has_ways(replace(question, interleave=None)):
         return (
@@ -208,13 +209,14 @@ def why_none(question: Question) -> str:
             f"none: say a multiple of {question.cluster.gpus * (question.micro_batch or 1)}, or leave it out"
         )
     micro, batch = question.micro_batch or 1, question.global_batch
+    all_of_them = count(question.cluster.gpus, device(question.cluster))
     groups = sorted({data for *_, data in _axes(question)})
     if not groups:
         return (
-            f"no arrangement of {question.cluster.gpus} GPUs is all that is asked for: leave out --tensor, "
+            f"no arrangement of {all_of_them} is all that is asked for: leave out --tensor, "
             "--pipeline or --context"
         )
-    by = f"{groups[0]} ranks" if len(groups) == 1 else f"any arrangement of {question.cluster.gpus} GPUs"
+    by = count(groups[0], "rank") if len(groups) == 1 else f"any arrangement of {all_of_them}"
     by += f" x micro-batch {micro}" if question.micro_batch else ""
     step = max((data for data in groups if data * micro <= batch), default=groups[0]) * micro
     return f"--global-batch {batch} cannot be divided by {by}; the nearest are {_nearest(batch, step)}"

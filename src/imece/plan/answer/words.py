@@ -105,7 +105,7 @@ def count(number: int, noun: str) -> str:
 
 
 def strategy_name(parallel: Parallel) -> str:
-    """ "TP 2 x PP 4 x ZeRO-1"; "one GPU" where nothing is parallel."""
+    """ "TP 2 x PP 4 x ZeRO-1"; "one device" where nothing is parallel."""
     axes = [
         *([f"TP {parallel.tensor}"] if parallel.tensor > 1 else []),
         *([f"CP {parallel.context}"] if parallel.context > 1 else []),
@@ -113,7 +113,7 @@ def strategy_name(parallel: Parallel) -> str:
     ]
     if parallel.data * parallel.context > 1:
         axes.append(NAMES[parallel.strategy])
-    return " x ".join(axes) or "one GPU"
+    return " x ".join(axes) or "one device"
 
 
 def title(setup: Setup) -> str:
