@@ -9,6 +9,7 @@ import io
 import os
 import re
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.nn.functional import all_gather
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.nn.parameter import UninitializedParameter
@@ -1510,7 +1512,36 @@ def beside_a_synchronised_batch_norm(group: dist.ProcessGroup) -> None:
     assert static.module not in static.reducer._line.crossing, "all ranks use the same"
 
 
+class Contrastive(nn.Module):
+    """Features of all ranks, with their gradient, and heads of which each rank uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.middle = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.heads = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, group: dist.ProcessGroup, head: int) -> torch.Tensor:
+        x = self.body(x)
+        everywhere = torch.cat(all_gather(x, group=group)).mean(0)
+        return self.heads[head](self.middle(x * everywhere))  # type: ignore[no-any-return]
+
+
+def beside_collectives_in_its_graph(group: dist.ProcessGroup) -> None:
+    """Nobody sees them: the flag, or no overlap, says that ranks come to them and to buckets as they like."""
+    for options in ({"find_unused_parameters": True, "overlap": True}, {"overlap": False}):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            model = wrap(double(Contrastive()), group, bucket_cap_mb=SMALL_MB, **options)
+        told = [each for each in said if "leave when backward is over" in str(each.message)]
+        assert len(told) == options["overlap"] and all(each.filename == __file__ for each in told)
+        for step in range(4):
+            loss_step(model, group, total, own_input(step), group, (step + group.rank()) % 2)
+    static = wrap(Contrastive(), group, find_unused_parameters=True, static_graph=True)
+    assert static.module not in static.reducer._line.crossing, "all ranks use the same"
+
+
 CHECKS: dict[str, Check] = {
+    "beside collectives in its graph": beside_collectives_in_its_graph,
     "beside a synchronised batch norm": beside_a_synchronised_batch_norm,
     "overlapped or not": overlapped_or_not,
     "optimizers in backward": optimizers_in_backward,
@@ -1572,7 +1603,7 @@ CHECKS: dict[str, Check] = {
 
 # Where the order of collectives matters.
 ON_GLOO = [
-    "beside a synchronised batch norm", "overlapped or not",
+    "beside collectives in its graph", "beside a synchronised batch norm", "overlapped or not",
     "gradients are views", "rebuilt once", "order after two backwards", "no_sync stays local",
     "a failed backward", "no_sync after a failed backward", "unused everywhere", "used by some rank",
     "hooks' answers", "a rank that uses nothing",

@@ -101,7 +101,8 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         wire, schedule: as for imece.all_reduce; by default "hierarchical" between the CPUs of several hosts.
         overlap: whether a bucket leaves while backward goes on. By default it does, but not between ranks of
         one host whose threads fill its cores: there it would take from backward more than it hides. Never
-        with synchronised batch norms that meet in the same group, but on GPUs; docs/ddp.md says why.
+        with find_unused_parameters, nor with synchronised batch norms that meet in the same group, but on
+        GPUs; docs/ddp.md says why.
         drift_check_every: compare all ranks' parameters, bit for bit, every so many synchronised forwards.
         check_finite: after each backward `nonfinite` says which ranks brought NaN or Inf in which parameters.
 
@@ -145,6 +146,8 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         self._asked_way = schedule, wire, overlap
         self._asked_caps = bucket_cap_mb, bucket_cap_mb_list
         self._choose_way()
+        if self._may_cross() and find_unused_parameters and self._way.overlap:
+            arguments.warn_of_no_overlap()
         self._over: Over = average
         self._check_finite = check_finite
         self._kept: Kept | None = None  # between leaving one group and joining another
@@ -487,9 +490,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             wire,
             has_spare_core(self.process_group, self.device) if overlap is None else overlap,
         )
-        # A GPU's buckets are worth more early, where nobody has said that ranks use other parameters.
-        may_cross = self.device_type == "cpu" or self.find_unused_parameters
-        if may_cross and not self.static_graph and meet_in(self.module, self.process_group):
+        if self._may_cross():
             Line.of(self.process_group).crossing.add(self.module)
         caps, single, self._choose_cap = arguments.bucket_caps(*self._asked_caps)
         together = leave_together(self._way, self.process_group, self.device)
@@ -497,6 +498,17 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         self.bucket_bytes_cap = max(caps, default=default)
         self.bucket_bytes_cap_list = [] if single else caps
         self.bucket_bytes_cap_default = not caps
+
+    def _may_cross(self) -> bool:
+        """Whether collectives of the module in backward, and buckets, may come in another order elsewhere.
+
+        Nobody sees what a module sends, but for batch norms: the flag says that ranks use other parameters. A
+        GPU's buckets are worth more early where it does not.
+        """
+        if self.static_graph:
+            return False
+        on_cpu = self.device_type == "cpu"
+        return self.find_unused_parameters or (on_cpu and meet_in(self.module, self.process_group))
 
     def _let_go(self) -> None:
         """Of what belongs to the ranks until now."""
