@@ -37,6 +37,21 @@ def test_a_rank_that_never_comes(tmp_path: Path, absent: int) -> None:
         assert_whole(newest_whole(tmp_path), 3, 2)
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_that_save_different_steps(tmp_path: Path, late: int) -> None:
+    with crew(tmp_path, 3) as ranks:
+        assert ranks.save(1, state_of(1))
+        for rank in (1, 0, 2) if late == 0 else (0, 2, 1):
+            ranks.ranks[rank].save(2 + (rank == 1), state_of(2), {}, None)
+            time.sleep(0.1)
+        assert not any(each.finish() for each in ranks.ranks)
+        why = "ranks save step-00000002, step-00000003: call save on all with the same step"
+        for rank, alarms in enumerate(ranks.alarms):
+            assert alarms == [f"the checkpoint of step {2 + (rank == 1)} was not saved: {why}"]
+        assert not partials(tmp_path)
+        assert ranks.save(4, state_of(4))
+
+
 @pytest.mark.parametrize("first", ["rank 0", "rank 1"])
 def test_they_agree_when_one_gives_up_while_the_other_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str

@@ -29,6 +29,11 @@ def partial_folder(folder: Path, step: int, attempt: str) -> Path:
     return folder / f"{step_folder(folder, step).name}.{attempt}{PARTIAL}"
 
 
+def folders_of(folder: Path, attempt: str) -> list[Path]:
+    """In which ranks write: one, unless they save different steps. OSError."""
+    return sorted(path for path in folder.iterdir() if path.name.endswith(f".{attempt}{PARTIAL}"))
+
+
 def step_of(path: Path) -> int | None:
     """The step that a folder's name promises; None if it is not one of ours."""
     match = _FOLDER.fullmatch(path.name)
@@ -148,14 +153,15 @@ def withdraw(partial: Path) -> bool:
     return True
 
 
-def clean(folder: Path, but: Path | None = None) -> None:
+def clean(folder: Path, but: str) -> None:
     """Removes what killed processes left in the middle of writing, replacing and removing.
 
-    Rank 0 calls it, and only while no other rank can write into a folder except `but`. What cannot be removed
-    is passed over: it does no harm, and the next save tries again. OSError if `folder` cannot be read.
+    Rank 0 calls it, and only while no other rank can write into a folder, except those of the attempt `but`.
+    What cannot be removed is passed over: it does no harm, and the next save tries again. OSError if `folder`
+    cannot be read.
     """
     for path in folder.iterdir():
-        if _LEFTOVER.fullmatch(path.name) and path != but:
+        if _LEFTOVER.fullmatch(path.name) and not path.name.endswith(f".{but}{PARTIAL}"):
             shutil.rmtree(path, ignore_errors=True)
     for _, path in step_folders(folder):
         if path.name.endswith(OLD):

@@ -240,10 +240,10 @@ class Checkpoints:
             content = job.written()
             self._folder.mkdir(parents=True, exist_ok=True)
             self._meeting.arrive()  # or another job has the folder, and nothing in it is ours to clean
-            files.clean(self._folder, but=partial)
+            files.clean(self._folder, but=attempt)
             if not job.keep_all:
                 self._room.make(partial)
-            parts = [self._write(content, partial), *self._await_parts(partial)]
+            parts = [self._write(content, partial), *self._await_parts(partial, attempt)]
             self._meeting.all_met = True
             manifest = commit.put_together(job.step, attempt, job.metric, content.state, parts)
             self._meeting.arrive()
@@ -346,8 +346,8 @@ class Checkpoints:
             patience.wait(None, "the other ranks")
             self._meeting.arrive()
 
-    def _await_parts(self, partial: Path) -> list[Part]:
-        """Of ranks 1, 2, ...: as soon as all have come, or one cannot."""
+    def _await_parts(self, partial: Path, attempt: str) -> list[Part]:
+        """Of ranks 1, 2, ...: as soon as all have come, or one cannot, or saves another step."""
         patience = Patience(self._limit_s, self._stop)
         parts: dict[int, Part] = {}
         while missing := [rank for rank in range(1, self._world_size) if rank not in parts]:
@@ -360,6 +360,9 @@ class Checkpoints:
             if len(parts) + 1 < self._world_size:
                 if not (partial / file_name(0)).exists():
                     raise NotSavedError(f"{partial} was removed while it was written")
+                steps = [path.name.partition(".")[0] for path in files.folders_of(self._folder, attempt)]
+                if len(steps) > 1:
+                    raise NotSavedError(f"ranks save {', '.join(steps)}: call save on all with the same step")
                 self._meeting.arrive()
                 missing = [rank for rank in missing if rank not in parts]
                 patience.wait(_sizes(partial), f"rank {', '.join(map(str, missing[:8]))}")
