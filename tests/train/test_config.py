@@ -326,6 +326,15 @@ def test_several_values_that_may_not_change() -> None:
         )
 
 
+def test_what_is_none_is_named_as_an_option_takes_it() -> None:
+    with pytest.raises(
+        UserError, match=r"holds a run with model\.layers = None, this command says 3"
+    ) as mistake:
+        check_same_run(TrainConfig(), parse(TrainConfig, ["--model.layers=3"], "imece train", ""))
+    said = str(mistake.value).partition(" = ")[2].partition(",")[0]
+    assert parse(TrainConfig, [f"--model.layers={said}"], "imece train", "") == TrainConfig()
+
+
 def test_a_number_of_steps_that_nothing_can_count() -> None:
     with pytest.raises(UserError, match=r"^steps is 10{17}\.\.\.0{19}: at least 1, at most 92\d*7$"):
         parse(TrainConfig, ["--steps", str(10**310)], "imece train", "")

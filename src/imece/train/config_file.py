@@ -118,6 +118,6 @@ def as_toml(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(as_toml, value)) + "]"
     if value is None:
-        return "none"  # in messages only: a file leaves it out
+        return "None"  # in messages only, as an option has it: a file leaves it out
     # JSON's strings, numbers and booleans are TOML's too; DEL alone must be escaped in the one only.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
