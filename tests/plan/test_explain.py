@@ -208,6 +208,11 @@ def test_ranks_that_share_a_sequence_do_not_work_on_other_ones() -> None:
         assert told["ZeRO-3"].startswith(said), told["ZeRO-3"]
 
 
+def test_one_sequence_is_one() -> None:
+    told = dict(meanings(Setup(LLAMA_70B, Parallel(), Recipe(4096)), find_cluster("H100", 1)))
+    assert told["micro-batch 1"].endswith(", once before each update: 1 x 1 = 1 sequence")
+
+
 def test_every_strategy_has_a_name() -> None:
     assert len(set(NAMES.values())) == 6
 

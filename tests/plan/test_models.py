@@ -331,6 +331,10 @@ def test_what_imece_builds_is_known_without_torch() -> None:
     for kind, family in from_config._FAMILIES.items():
         assert family.ours == (kind in hugging_face_config._FAMILIES), kind
     assert from_content(LLAMA, "x", "x").ours and not from_content(LLAMA | MIXTURE, "x", "x").ours
+    for change in ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, {"hidden_act": "gelu"}):
+        with pytest.raises(ValueError, match=r"not 'default' or 'llama3'|only 'silu' is possible"):
+            hugging_face_config.shape_from(LLAMA | change)
+        assert not from_content(LLAMA | change, "x", "x").ours
     assert find_model("7B").ours and find_model("20B").ours and not find_model("gpt-3-175b").ours
 
 

@@ -171,7 +171,7 @@ def meanings(setup: Setup, cluster: Cluster) -> Iterator[tuple[str, str]]:
     yield (
         f"micro-batch {recipe.micro_batch}",
         f"{once}, {_times(recipe.accumulation)} before each update: {recipe.micro_batch} x "
-        f"{recipe.accumulation}{groups} = {setup.global_batch:,} sequences",
+        f"{recipe.accumulation}{groups} = {count(setup.global_batch, 'sequence')}",
     )
     if recipe.recompute == "full":
         yield (

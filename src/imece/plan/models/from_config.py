@@ -47,7 +47,7 @@ class _Family:
     unused_positions: int = 0  # rows of them that no token has
     experts: str = ""  # the field with their number
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that are left out, as transformers'
-    ours: bool = False  # whether models/hugging_face_config.py reads them
+    ours: bool = False  # whether models/hugging_face_config.py reads them, if they are plain
     full_every: int = 0  # layers of which the last has no window, where the file does not say; 0: all have it
     translated: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict  # into the fields named above
 
@@ -296,7 +296,7 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
             windowed=_windowed(content, family, numbers[family.layers], where) if window else 0.0,
             norms=1 if asks(family.one_norm) else family.norms,
             head_norms=asks(family.head_norms) or asks(family.own_head_norms),
-            ours=family.ours,
+            ours=family.ours and _is_plain(content),
         )
         return model.with_vectors(_vectors(model, family, asks), _others(model, family))
     except (ValueError, TypeError, ArithmeticError) as error:
@@ -360,6 +360,13 @@ def unplanned(content: Mapping[str, Any]) -> str | None:
     if isinstance(built, list) and any(_OTHER_HEAD.fullmatch(str(each)) for each in built):
         return f"{built[0]}, which gives out something else than the next token"
     return None
+
+
+def _is_plain(content: Mapping[str, Any]) -> bool:
+    """Whether its activation and its rotary positions are of the kinds that models/transformer.py has."""
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else None
+    return kind in ("default", "llama3") and content.get("hidden_act", "silu") == "silu"
 
 
 def _windowed(content: Mapping[str, Any], family: _Family, layers: int, where: str) -> float:
