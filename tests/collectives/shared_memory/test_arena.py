@@ -260,10 +260,13 @@ def test_a_forked_child_takes_memory_of_its_own() -> None:
         child = os.fork()
     if child == 0:
         shared_empty(PAGE, torch.uint8).fill_(2)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+        known = bool((held == 1).all())
+        held.fill_(3)
+        os._exit(0 if known and bool((held == 3).all()) else 1)
+    assert os.waitpid(child, 0)[1] == 0, "the child does not have what it knew"
     tensor = shared_empty(PAGE, torch.uint8)
-    assert tensor.data_ptr() == place and held.sum() == PAGE
+    assert tensor.data_ptr() == place
+    assert held.sum() == PAGE, "the child wrote into what this process holds"
     assert tensor.sum() == 0, "the child wrote into what this process hands out"
 
 

@@ -10,7 +10,9 @@ given back to the system beyond 128 MiB.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
+import mmap
 import os
 import threading
 import weakref
@@ -28,6 +30,10 @@ from imece.errors import UserError
 _ALIGN_BYTES = 4096  # a page: blocks of different tensors never share a cache line or a page
 _ARENA_BYTES = 16 * 2**20
 _SPARE_BYTES = 128 * 2**20
+_MAP_NORESERVE = 0x4000  # the module mmap has neither of these, nor mremap
+_MREMAP_MAYMOVE_FIXED = 1 | 2
+_FAILED = ctypes.c_void_p(-1).value
+_LIBC = ctypes.CDLL(None)  # before any fork: not in a child whose parent had threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +117,10 @@ class Arenas:
         return next(each.memory for each in owners if each.serial == serial)
 
     def forget(self) -> None:
-        """Start anew, as a forked child must: its parent goes on handing out the same memory."""
+        """Start anew, as a forked child must: its parent goes on handing out the same memory, and is not to
+        see what the child writes into tensors on it."""
+        for arena in (*self._in_use, *self._spares):
+            _make_private(arena.segment)
         self._lock = threading.Lock()
         self._in_use, self._spares, self._by_address = [], [], ([], [])
         self._returned.clear()
@@ -176,6 +185,20 @@ class Arenas:
     def _index(self) -> None:
         arenas = sorted((*self._in_use, *self._spares), key=lambda each: each.segment.address)
         self._by_address = [each.segment.address for each in arenas], [each.segment for each in arenas]
+
+
+def _make_private(held: Segment) -> None:
+    """Copy what this process writes into from now on, page by page. Where the kernel has no room to promise,
+    as it may under strict overcommit, nothing changes: a fork never fails for this."""
+    map_new, move = _LIBC.mmap, _LIBC.mremap
+    map_new.restype = move.restype = ctypes.c_void_p
+    address, nbytes = ctypes.c_void_p(held.address), ctypes.c_size_t(held.nbytes)
+    first = ctypes.c_long(len(held.map) - held.nbytes)  # of the payload in the file
+    rights, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE
+    # Not at once in the old one's place: that would be gone, even if this then failed.
+    new = map_new(None, nbytes, rights, flags, held.fd, first)
+    if new != _FAILED:
+        move(ctypes.c_void_p(new), nbytes, nbytes, _MREMAP_MAYMOVE_FIXED, address)
 
 
 ARENAS = Arenas()
