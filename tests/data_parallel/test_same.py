@@ -130,6 +130,21 @@ def unsynchronised_on_request(group: dist.ProcessGroup) -> None:
         model.check_parameters()
 
 
+def sparse(group: dist.ProcessGroup) -> None:
+    """What does not travel is the user's own to make alike."""
+    module: Any = net()
+    module.register_buffer("mask", torch.eye(4).to_sparse())
+    with pytest.raises(ValueError) as caught:
+        DistributedDataParallel(module, process_group=group)
+    assert str(caught.value) == (
+        "the model has a sparse_coo tensor of shape [4, 4], and ranks send each other dense ones: name it in "
+        "the module's _ddp_params_and_buffers_to_ignore, and make it alike on all ranks"
+    )
+    DistributedDataParallel(module, process_group=group, broadcast_buffers=False)
+    module._ddp_params_and_buffers_to_ignore = ["mask"]
+    DistributedDataParallel(module, process_group=group)(torch.ones(2, 3)).sum().backward()
+
+
 def synchronised_from_rank_0(group: dist.ProcessGroup) -> None:
     """Parameters, frozen ones and buffers, of all dtypes and sizes, those of 64 MiB and of none too."""
     torch.manual_seed(dist.get_rank())
@@ -355,6 +370,7 @@ CHECKS: dict[str, Check] = (
         "many parameters": many_parameters,
         "unsynchronised": unsynchronised_on_request,
         "synchronised": synchronised_from_rank_0,
+        "sparse": sparse,
         "drift": names_the_drifted,
         "two that drifted": names_all_that_drifted,
         "at odd places": at_odd_places,

@@ -61,10 +61,18 @@ def sync_from(
     backends do not know all dtypes.
 
     device: on which they travel, if some lie in a memory that the group does not reach.
+
+    ValueError for one that is not dense.
     """
     flats: list[list[torch.Tensor]] = []
     open_flat: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
     for tensor in (inner for each in tensors for inner in tensors_inside(each)):
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"the model has a {str(tensor.layout).removeprefix('torch.')} tensor of shape "
+                f"{list(tensor.shape)}, and ranks send each other dense ones: name it in the module's "
+                f"_ddp_params_and_buffers_to_ignore, and make it alike on all ranks"
+            )
         key = (tensor.dtype, tensor.device)
         members, nbytes = open_flat.get(key, ([], 0))
         if not members or nbytes + tensor.nbytes > _FLAT_BYTES:
