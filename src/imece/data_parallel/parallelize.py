@@ -101,12 +101,16 @@ def parallelize(
 
     ValueError: an unknown strategy, one that cannot be on this mesh, an optimizer that cannot be sharded or
     offloaded, offload of a model that is on the CPU, a model that another wrapped one gathers by unit; "auto"
-    where nothing fits, with what would.
+    where nothing fits, with what would. TypeError: arguments of other types.
     """
     refuse_gathered(model)
     arranged = mesh if mesh is not None else meshes.current()
+    if not isinstance(strategy, str):
+        raise TypeError(f"strategy={strategy!r}: a name, such as 'zero2'")
     named = find_strategy(strategy) if strategy.lower() != "auto" else None
-    made = optimizer if isinstance(optimizer, Optimizer | Sequence) else optimizer(model.parameters())
+    if precision is not None and not isinstance(precision, MixedPrecision):
+        raise TypeError(f"precision={precision!r}: imece.MixedPrecision(param=..., reduce=...) of dtypes")
+    made = _made(optimizer, model)
     optimizers = [made] if isinstance(made, Optimizer) else list(made)
     if not optimizers:
         raise ValueError("there is no optimizer: give one, a list of them, or a function that makes one")
@@ -147,6 +151,19 @@ def parallelize(
         overlap=overlap,
     )
     return _known(wrapped, arranged, optimizers), made
+
+
+def _made(given: Any, model: nn.Module) -> Optimizer | Sequence[Optimizer]:
+    """What is given, or makes one. TypeError for what is none."""
+    makes_one = callable(given) and not isinstance(given, Optimizer | Sequence)
+    made: Optimizer | Sequence[Optimizer] = given(model.parameters()) if makes_one else given
+    for each in made if isinstance(made, Sequence) else [made]:
+        if not isinstance(each, Optimizer):
+            raise TypeError(
+                f"a {type(each).__name__} is no optimizer: give one of torch's, a list of them, or a "
+                f"function that makes one of parameters"
+            )
+    return made
 
 
 def _check_part(strategy: Strategy, average: Over) -> None:

@@ -150,10 +150,15 @@ def says_nothing_of_what_is_to_stay(group: dist.ProcessGroup) -> None:
 
 
 def refused(group: dist.ProcessGroup) -> None:
-    def attempt(message: str, make: Callable[[nn.Module], Any], **options: Any) -> None:
+    def attempt(
+        message: str,
+        make: Callable[[nn.Module], Any] = lambda model: torch.optim.SGD(model.parameters(), 0.1),
+        strategy: Any = "zero3",
+        **options: Any,
+    ) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        with pytest.raises(ValueError) as caught:
-            parallelize(model, make(model), "zero3", group, gather=True, **options)
+        with pytest.raises((ValueError, TypeError)) as caught:
+            parallelize(model, make(model), strategy, group, gather=True, **options)
         assert str(caught.value) == message
         assert all(type(each) is nn.Parameter and each.norm() for each in model.parameters()), "they are lost"
 
@@ -190,11 +195,25 @@ def refused(group: dist.ProcessGroup) -> None:
         "strategy='replicate' or another optimizer",
         lambda model: Mine(model.parameters()),
     )
-    attempt(
-        "average='sample': one of ranks, samples, tokens",
-        lambda model: torch.optim.SGD(model.parameters(), 0.1),
-        average="sample",
-    )
+    attempt("average='sample': one of ranks, samples, tokens", average="sample")
+    attempt("units=Linear: a tuple of classes, (Linear,)", units=nn.Linear)
+    attempt("strategy=2: a name, such as 'zero2'", strategy=2)
+    precision = "precision=torch.bfloat16: imece.MixedPrecision(param=..., reduce=...) of dtypes"
+    attempt(precision, precision=torch.bfloat16)
+    for make, kind in (
+        (nn.Module.parameters, "generator"),
+        (lambda model: [*model.parameters()], "Parameter"),
+    ):
+        attempt(
+            f"a {kind} is no optimizer: give one of torch's, a list of them, or a function that makes one of "
+            f"parameters",
+            make,
+        )
+    bf16: Any = "bf16"
+    with pytest.raises(
+        TypeError, match=r"^MixedPrecision\(reduce='bf16'\): a dtype, such as torch.bfloat16$"
+    ):
+        MixedPrecision(reduce=bf16)
     attempt(
         "this SGD was given to parallelize before, and steps parts of that model: make a new optimizer of "
         "the parameters of this one",

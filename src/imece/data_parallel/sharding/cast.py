@@ -34,6 +34,12 @@ class MixedPrecision:
     reduce: torch.dtype | None = None
     buffer: torch.dtype | None = None
 
+    def __post_init__(self) -> None:
+        """TypeError for what is no dtype."""
+        for what, dtype in vars(self).items():
+            if dtype is not None and not isinstance(dtype, torch.dtype):
+                raise TypeError(f"MixedPrecision({what}={dtype!r}): a dtype, such as torch.bfloat16")
+
     def check(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """ValueError that names a complex parameter, of which param or reduce would keep the real part."""
         for what, dtype in (("param", self.param), ("reduce", self.reduce)):

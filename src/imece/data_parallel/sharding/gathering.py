@@ -53,6 +53,8 @@ class GatherOptions:
     """Also where the ranks have memory in common, in which nothing needs to be gathered."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.units, type):
+            raise TypeError(f"units={self.units.__name__}: a tuple of classes, ({self.units.__name__},)")
         if self.in_flight is not None and self.in_flight < 1:
             raise ValueError(f"gathers_in_flight is {self.in_flight}; it must be at least 1")
 
