@@ -32,13 +32,21 @@ _MOST_BYTES = 2**20  # of one tensor or array: each rank's states are in the one
 _DEEPEST = 100  # levels; whoever reads it may stand deep in calls already
 
 
-def as_json(value: Any, name: str) -> Any:
+class _TooLargeError(Exception):
+    """A tensor or an array."""
+
+
+def as_json(value: Any, name: str, instead: str = "save it with the tensors") -> Any:
     """A copy of which JSON can say all; the value may change afterwards.
 
-    name: of the value, for messages. TypeError, with its place, for what is neither number, text, None, list,
-    tuple, dict, dense tensor nor array of numbers; ValueError for what is nested too deeply or too large.
+    name: of the value, for messages; instead: what to do with a tensor that is too large. TypeError, with its
+    place, for what is neither number, text, None, list, tuple, dict, dense tensor nor array of numbers;
+    ValueError for what is nested too deeply or too large.
     """
-    return _as_json(value, name, _DEEPEST)
+    try:
+        return _as_json(value, name, _DEEPEST)
+    except _TooLargeError as error:
+        raise ValueError(f"{error}: {instead}") from None
 
 
 def _as_json(value: Any, name: str, deepest: int) -> Any:
@@ -75,7 +83,7 @@ def _as_json(value: Any, name: str, deepest: int) -> Any:
 
 def _of_bytes(kind: str, dtype: str, shape: Sequence[int], raw: Any, name: str) -> Any:
     if raw.nbytes > _MOST_BYTES:
-        raise ValueError(f"{name}: {raw.nbytes} bytes, and {_MOST_BYTES} at most: save it with the tensors")
+        raise _TooLargeError(f"{name}: {raw.nbytes} bytes, and {_MOST_BYTES} at most")
     return {_KIND: kind, "of": [dtype, [*shape], base64.b64encode(raw.tobytes()).decode()]}
 
 

@@ -9,8 +9,9 @@ from imece.checkpoint.states import as_json, from_json
 
 
 def packed(state: dict[str, Any]) -> str:
-    """As text, and so as it is now: the state may change afterwards. TypeError for what is no JSON."""
-    return json.dumps(as_json(state, "state"))
+    """As text, and so as it is now: the state may change afterwards. TypeError for what is no JSON,
+    ValueError for what is too large."""
+    return json.dumps(as_json(state, "state", instead="keep it in the model, as a buffer"))
 
 
 def unpacked(text: str) -> dict[str, Any]:
