@@ -15,10 +15,13 @@ from tests.train.command import in_fork, launched
 
 
 def test_a_step_of_two_updates_made_again(tmp_path: Path) -> None:
-    """Deaths before the first update, between both, and after them beside a collective of the script's."""
+    """Deaths before the first update, between both, where a part is frozen, and after them in an evaluation,
+    beside a collective of the script's."""
     status, _, err = in_fork(launched, str(tmp_path), "--ranks", "4", two_updates.__file__, str(tmp_path))
     assert status == 0, err
     assert err.count("was killed by signal 9") == len(two_updates.DEATHS), err
+
+    assert (tmp_path / "begun").read_text() == "by 4\n", "by no replacement"
 
     alone = two_updates.Networks()
     steppers = two_updates.optimizers(alone)

@@ -15,6 +15,7 @@ from imece import mesh as meshes
 from imece.membership import recovery
 from imece.membership import steps as loops_of
 from imece.membership.borders import Borders
+from imece.membership.modes import Modes
 from imece.membership.states import packed, unpacked
 from tests.launch.launcher import run_launch
 from tests.ranks import run_ranks
@@ -162,6 +163,13 @@ def test_without_init() -> None:
         list(imece.steps(1, None, None))  # type: ignore[arg-type]
 
 
+class Played:
+    """A mesh, which takes any model."""
+
+    can_change = False
+    rank, device = 0, torch.device("cpu")
+
+
 def carried(
     monkeypatch: pytest.MonkeyPatch, optimizer: torch.optim.Optimizer, also: list[Any]
 ) -> tuple[Any, Any]:
@@ -173,10 +181,10 @@ def carried(
         return mock.Mock(member=mock.Mock(is_joining=False))
 
     monkeypatch.setattr(loops_of, "keeps_roster", lambda _: True)
-    monkeypatch.setattr(meshes, "current", mock.Mock())
+    monkeypatch.setattr(meshes, "current", Played)
     monkeypatch.setattr(loops_of, "Member", mock.Mock())
     monkeypatch.setattr(loops_of, "Recovery", recovery)
-    next(iter(imece.steps(9, mock.Mock(), optimizer, also=also)))
+    next(iter(imece.steps(9, nn.Linear(1, 1), optimizer, also=also)))  # type: ignore[arg-type]
     return kept["state"], kept["take"]
 
 
@@ -207,7 +215,7 @@ def test_where_a_scheduler_may_go_on(place: str, monkeypatch: pytest.MonkeyPatch
     model.module, model.device = nn.Linear(1, 1), torch.device("cpu")  # type: ignore[assignment]
     member = mock.Mock(is_joining=False, steps=0, newest=1, generation=1)
     monkeypatch.setattr(loops_of, "keeps_roster", lambda _: True)
-    monkeypatch.setattr(meshes, "current", mock.Mock())
+    monkeypatch.setattr(meshes, "current", Played)
     monkeypatch.setattr(loops_of, "begin_draws", mock.Mock())
     monkeypatch.setattr(loops_of, "Member", lambda _: member)
     monkeypatch.setattr(recovery, "TrainingState", mock.Mock())
@@ -240,10 +248,10 @@ def test_where_a_scheduler_may_go_on(place: str, monkeypatch: pytest.MonkeyPatch
 def test_whether_a_rank_has_made_a_step(fails: str, made: bool) -> None:
     """Not if its sums turn out to have been aborted; but if others wait to join after it."""
     played = mock.Mock(member=mock.Mock(is_joining=False))
-    played.recover.return_value = mock.Mock(step=1)
+    played.recover.return_value.step, played.recover.return_value.generation.lost = 1, ()
     if fails in ("finished", "meet"):
         getattr(played, fails).side_effect = RuntimeError("a rank is gone")
-    loop = loops_of._Loop(played, 0, 9, lambda _: None)
+    loop = loops_of._Loop(played, Modes(nn.Linear(1, 1)), mock.Mock(), 0, 9, lambda _: None)
     assert loop.finish(RuntimeError("a rank is gone") if fails == "block" else None) == made
     assert loop.done == 1 and played.recover.called == (fails != "nothing")
 

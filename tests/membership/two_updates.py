@@ -1,5 +1,6 @@
-"""A script that makes two updates in a step, as a GAN's does, and whose ranks kill themselves: `imece launch
-two_updates.py FOLDER`. All ranks see the same samples, so however many there are the result is the same."""
+"""A script that makes two updates in a step, as a GAN's does, and then evaluates; its ranks kill themselves:
+`imece launch two_updates.py FOLDER`. All ranks see the same samples, so however many there are the result is
+the same."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from torch import nn
 import imece
 
 STEPS = 8
-DEATHS = {("forward", 2): 1, ("after one", 4): 2, ("after both", 6): 3}  # (place, step): member
+DEATHS = {("forward", 2): 1, ("after one", 4): 2, ("evaluating", 6): 3}  # (place, step): member
 
 
 class Networks(nn.Module):
@@ -42,7 +43,8 @@ def optimizers(networks: Networks) -> list[torch.optim.Optimizer]:
 def step(
     model: nn.Module, steppers: list[torch.optim.Optimizer], number: int, at: Callable[[str], object]
 ) -> None:
-    """Two updates. at: called at each place with its name."""
+    """Two updates, for the second of which a part is frozen. at: called at each place with its name."""
+    assert model.training and all(each.requires_grad for each in model.parameters()), "also if it comes again"
     for optimizer, sign, place in zip(steppers, (1.0, -1.0), ("after one", "after both"), strict=True):
         generator = torch.Generator().manual_seed(number)
         inputs = torch.rand(4, 3, generator=generator, dtype=torch.float64)
@@ -51,22 +53,32 @@ def step(
         model.zero_grad()
         loss.backward()
         optimizer.step()
+        for each in steppers[0].param_groups[0]["params"]:
+            each.requires_grad_(place == "after both")
         at(place)
+    model.eval()
+    at("evaluating")
+    model.train()
 
 
 def main(folder: Path) -> None:
-    imece.init()
+    mesh = imece.init()
+    if mesh.rank == 0 and not mesh.world.joining:
+        with (folder / "begun").open("a") as file:
+            print("by", mesh.world_size, file=file)
     member, networks = int(os.environ["IMECE_MEMBER"]), Networks()
     model, steppers = imece.DistributedDataParallel(networks), optimizers(networks)
     for each in imece.steps(STEPS, model, steppers):
         with each as number:
 
             def dies(place: str, number: int = number) -> None:
+                assert not mesh.world.joining
                 if DEATHS.get((place, number)) == member:
                     os.kill(os.getpid(), signal.SIGKILL)
+                if place == "evaluating":
+                    imece.all_reduce(torch.zeros(1), "avg")  # of the script's own
 
             step(model, steppers, number, dies)
-            imece.all_reduce(torch.zeros(1), "avg")  # of the script's own
     state = {name: each.double().flatten().tolist() for name, each in networks.state_dict().items()}
     (folder / f"member-{member}.json").write_text(json.dumps(state))
 

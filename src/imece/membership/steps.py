@@ -5,17 +5,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from imece import mesh as meshes
-from imece.data_parallel.grad_scaler import forget_stage
-from imece.data_parallel.optimizer import numbers_of, set_numbers
 from imece.data_parallel.replicate import DistributedDataParallel
+from imece.membership.arguments import check_also, check_model, check_range, optimizers_of
+from imece.membership.carried import Carried, Stateful
 from imece.membership.draws import begin_draws
+from imece.membership.kept_gradients import KeptGradients
 from imece.membership.member import Member, keeps_roster
+from imece.membership.modes import Modes
 from imece.membership.recovery import Recovered, Recovery
 from imece.membership.states import packed
 from imece.membership.unwatched import say_unwatched
@@ -25,24 +26,15 @@ _NOTHING = -1
 _looped: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
-class Stateful(Protocol):
-    """A learning-rate scheduler, say: what has a state of JSON, whose keys may be numbers too."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
-
-
 class Step:
     """One step: a context that another rank's death leaves, to be entered again by the loop's next turn."""
 
-    def __init__(
-        self, index: int, begin: Callable[[int], None], finish: Callable[[BaseException | None], bool]
-    ) -> None:
-        self.index = index
+    def __init__(self, loop: _Plain | _Loop, begin: Callable[[int], None]) -> None:
+        self.index = loop.done
         """From 0: how many steps were made before."""
         self.made = False
         """Whether this rank has made it. False: another's death has left the block before its end."""
-        self._begin, self._finish = begin, finish
+        self._loop, self._begin = loop, begin
         self.entered = False
 
     def __enter__(self) -> int:
@@ -55,8 +47,9 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         if error is not None and not isinstance(error, RuntimeError):
+            self._loop.explain(error)
             return False
-        self.made = self._finish(error)
+        self.made = self._loop.finish(error)
         return True
 
 
@@ -82,8 +75,9 @@ def steps(
     When another rank dies inside of the block, the block is left, the ranks that are there take the state of
     the one that is furthest, and the same step comes again (or the next one, if somebody had finished it).
     What is in the block must therefore depend on the step's number and on this rank and world alone. It may
-    make several updates: those that were made are passed over. `step.made` says after the block whether this
-    rank has made the step.
+    make several updates: those that were made are passed over. Buffers begin as they were, and so does which
+    modules are in training and which parameters want gradients; gradients are not kept from one step to the
+    next. `step.made` says after the block whether this rank has made the step.
 
     model, optimizer: as `imece.DistributedDataParallel` or `imece.parallelize` gave them; several optimizers
     as a list. recovered: called on every rank that has come into a generation. also: learning-rate
@@ -99,9 +93,17 @@ def steps(
     stay the same objects; of the mesh rank, world_size and groups change. A program has one such loop.
 
     RuntimeError if the block was not entered, `with step:`, for a second loop, and for a state that is
-    changed after the block. TypeError for a state that is no JSON.
+    changed after the block. TypeError and ValueError for arguments that are none of these, and for a state
+    that is no JSON, or too large.
     """
     mesh = meshes.current()
+    check_range(total, start)
+    model = getattr(model, "_orig_mod", model)  # torch.compile's is around it
+    check_model(model, mesh.can_change)
+    optimizers = optimizers_of(optimizer)
+    check_also(also)
+    carried = Carried(model, optimizers, also)
+    packed(carried.state())  # TypeError now, and not when a rank has died
     first = torch.initial_seed() if seed is None else seed
 
     def begin(index: int) -> None:
@@ -117,33 +119,18 @@ def steps(
             "make one of both"
         )
     _looped.add(mesh)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-
-    def state() -> dict[str, Any]:
-        return {
-            "numbers": [numbers_of(each) for each in optimizers],
-            "also": [each.state_dict() for each in also],
-        }
-
-    def take(said: dict[str, Any]) -> None:
-        for each, numbers in zip(optimizers, said["numbers"], strict=True):
-            set_numbers(each, numbers)
-        for thing, found in zip(also, said["also"], strict=True):
-            thing.load_state_dict(found)
-            if isinstance(thing, torch.amp.GradScaler):
-                forget_stage(thing)
-
-    packed(state())  # TypeError now, and not when a rank has died
-    recovery = Recovery(Member(mesh), model, optimizers, state=state, take=take)
+    recovery = Recovery(Member(mesh), model, optimizers, state=carried.state, take=carried.take)
+    kept = KeptGradients(model, optimizers)
     try:
-        yield from _until(total, _Loop(recovery, start, total, recovered or (lambda _: None)), begin)
+        loop = _Loop(recovery, carried.modes, kept, start, total, recovered or (lambda _: None))
+        yield from _until(total, loop, begin)
     finally:  # also where the loop was left with `break`
         recovery.end()
 
 
 def _until(total: int, loop: _Plain | _Loop, begin: Callable[[int], None]) -> Iterator[Step]:
     while loop.done < total:
-        step = Step(loop.done, begin, loop.finish)
+        step = Step(loop, begin)
         yield step
         if not step.entered:
             raise RuntimeError("imece.steps: enter each step, `with step:`, and make its update inside")
@@ -163,6 +150,9 @@ class _Plain:
         self.done += 1
         return True
 
+    def explain(self, error: BaseException) -> None:
+        """What left the block goes on to whoever called."""
+
     def look(self) -> None:
         """The loop's body is over."""
 
@@ -171,11 +161,19 @@ class _Loop:
     """How far this rank is, through the deaths of others."""
 
     def __init__(
-        self, recovery: Recovery, start: int, total: int, recovered: Callable[[Recovered], None]
+        self,
+        recovery: Recovery,
+        modes: Modes,
+        kept: KeptGradients,
+        start: int,
+        total: int,
+        recovered: Callable[[Recovered], None],
     ) -> None:
         self._recovery, self._recovered = recovery, recovered
+        self._modes, self._kept = modes, kept
         self.done, self._total = start, total
         self._noted = False  # by this rank, since the turn began
+        self._left = ""  # why, in words, until a step was made since
         if recovery.member.is_joining:
             self.done = _NOTHING
             self._recover(None)
@@ -192,26 +190,48 @@ class _Loop:
         try:
             if error is not None:
                 raise error
+            self._kept.look(self.done, self._recovery.member.mesh.rank)
             self.done += 1
+            self._modes.note()
             self._recovery.finished(self.done)
             made = self._noted = True
+            self._left = ""
             self._recovery.meet(self.done, self.done == self._total)
         except RuntimeError as failed:
             self._recover(failed)
         return made
 
+    def explain(self, error: BaseException) -> None:
+        """Say, along with an error of the block's own, what came before it."""
+        if self._left:
+            error.add_note(
+                f"(imece: in the first step after {self._left}. A block that is left for that is entered "
+                "again, and what it has changed beside the model, optimizers and `also` is not taken back)"
+            )
+
     def look(self) -> None:
         """The loop's body is over. RuntimeError if it changed after the block what ranks that join get from
         there: they would begin with the next block, without the change."""
-        if self._noted and not self._recovery.is_as_noted(self.done):
+        if not self._noted:
+            return
+        self._noted = False
+        if not self._recovery.is_as_noted(self.done):
             raise RuntimeError(
                 "imece.steps: a state in `also`, or an option of an optimizer (its learning rate?), was "
                 "changed after the block, where a rank that joins has not been: change it inside of "
                 "`with step:`"
             )
-        self._noted = False
+        if self._modes.note():  # after the block these may change: for a validation without collectives
+            self._recovery.note_state(self.done)
 
     def _recover(self, error: BaseException | None) -> None:
-        found = self._recovery.recover(error, self.done)
+        self._modes.restore(self._modes.noted)  # before the model is shared out anew, as it was at first
+        try:
+            found = self._recovery.recover(error, self.done)
+        except RuntimeError as failed:
+            if failed is error:
+                self.explain(failed)
+            raise
         self.done, self._noted = found.step, False
+        self._left = " and ".join(found.generation.lost)
         self._recovered(found)

@@ -1,0 +1,60 @@
+"""What `imece.steps` was called with, checked before anything is done: a rank may die much later."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from imece.data_parallel.replicate import DistributedDataParallel
+
+
+def check_range(total: int, start: int) -> None:
+    """TypeError for what is no whole number, ValueError for a negative one."""
+    for name, value in (("total", total), ("start", start)):
+        try:
+            operator.index(value)
+        except TypeError:
+            raise TypeError(f"imece.steps: {name}={value!r}: give a whole number") from None
+        if value < 0:
+            raise ValueError(f"imece.steps: {name}={value}: steps are counted from 0 on")
+
+
+def check_model(model: Any, can_change: bool) -> None:
+    """TypeError for what is no model, or was not wrapped though ranks can change."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"imece.steps: a {_kind(model)} is no model: imece.steps(total, model, optimizer)")
+    if can_change and not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"imece.steps: a {_kind(model)} is not wrapped: model, optimizer = imece.parallelize(model, "
+            "optimizer)"
+        )
+
+
+def optimizers_of(optimizer: Any) -> list[Optimizer]:
+    """One, or all of a list. TypeError for what is neither, ValueError if there is none."""
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise TypeError(f"imece.steps: a {_kind(each)} is no optimizer: give one, or a list of them")
+    if not optimizers:
+        raise ValueError("imece.steps: there is no optimizer: give all that step the model")
+    return optimizers
+
+
+def check_also(also: Sequence[Any]) -> None:
+    """TypeError for what is no list, or has no state to carry."""
+    if not isinstance(also, list | tuple):
+        raise TypeError(f"imece.steps: also={_kind(also)}: give a list, also=[scheduler]")
+    for at, each in enumerate(also):
+        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+            raise TypeError(
+                f"imece.steps: also[{at}], a {_kind(each)}, has no state_dict and load_state_dict"
+            )
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__

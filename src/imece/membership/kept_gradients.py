@@ -1,0 +1,43 @@
+"""Gradients that a step keeps for the next one: they go when ranks change, and rank 0 says so before."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from imece.data_parallel.optimizer import parameters_of
+
+
+class KeptGradients:
+    """Looks at each step's end whether it has kept its gradients for another one's update."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model, self._optimizers = model, optimizers
+        self._updates = 0
+        self._said = False
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(self._count)
+
+    def look(self, step: int, rank: int) -> None:
+        """The block of `step` is over. One line on rank 0, once."""
+        updates, self._updates = self._updates, 0
+        if updates or self._said or rank != 0:
+            return
+        # Those of a sharded model are in the optimizers' groups, and the parameters' own after `no_sync`.
+        held = chain(self._model.parameters(), *map(parameters_of, self._optimizers))
+        if any(each.grad is not None for each in held):
+            self._said = True
+            print(
+                f"imece: step {step} has kept its gradients and made no update: they are lost when a rank "
+                "dies or joins; to accumulate them, do all of it inside of one `with step:`",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _count(self, *_: Any) -> None:
+        self._updates += 1

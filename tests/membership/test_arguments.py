@@ -1,0 +1,71 @@
+"""What `imece.steps` refuses at once, under every launcher."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import imece
+from imece import mesh as meshes
+from imece.membership import steps as loops_of
+
+NETWORK = nn.Linear(2, 1)
+SGD = torch.optim.SGD(NETWORK.parameters(), lr=0.1)
+SCHEDULER = torch.optim.lr_scheduler.StepLR(SGD, 1)
+LARGE = nn.Linear(1024, 1024)
+
+
+class Mesh:
+    """One that takes any model, or wrapped ones only."""
+
+    rank, world_size, device, world = 0, 1, torch.device("cpu"), mock.Mock(member=None)
+
+    def __init__(self, can_change: bool = False) -> None:
+        self.can_change = can_change
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more", "kind", "said"),
+    [
+        ((2.5, NETWORK, SGD), {}, TypeError, "total=2.5: give a whole number"),
+        ((5, NETWORK, SGD), {"start": -2}, ValueError, "start=-2: steps are counted from 0 on"),
+        ((5, SGD, NETWORK), {}, TypeError, r"a SGD is no model: imece.steps\(total, model, optimizer\)"),
+        ((5, NETWORK, SCHEDULER), {}, TypeError, "a StepLR is no optimizer"),
+        ((5, NETWORK, [SGD, None]), {}, TypeError, "a NoneType is no optimizer"),
+        ((5, NETWORK, []), {}, ValueError, "there is no optimizer: give all that step the model"),
+        ((5, NETWORK, SGD), {"also": SCHEDULER}, TypeError, r"also=StepLR: give a list, also=\[scheduler\]"),
+        ((5, NETWORK, SGD), {"also": [SCHEDULER, 7]}, TypeError, r"also\[1\], a int, has no state_dict"),
+        (
+            (5, NETWORK, SGD),
+            {"also": [LARGE]},
+            ValueError,
+            r"\['weight'\]: 4194304 bytes, and 1048576 at most: keep it in the model, as a buffer",
+        ),
+    ],
+)
+def test_what_is_refused(
+    arguments: Any, more: dict[str, Any], kind: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meshes, "current", Mesh)
+    with pytest.raises(kind, match=said):
+        list(imece.steps(*arguments, **more))
+
+
+def test_a_model_that_was_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by one rank that nobody replaces: the script is tried there first."""
+    monkeypatch.setattr(meshes, "current", lambda: Mesh(can_change=True))
+    with pytest.raises(TypeError, match=r"a Linear is not wrapped: .* imece.parallelize\(model, opt"):
+        list(imece.steps(5, NETWORK, SGD))  # type: ignore[arg-type]
+
+
+def test_of_a_compiled_model_the_one_inside_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose ranks change, and which knows whether it is sharded."""
+    taken: list[nn.Module] = []
+    monkeypatch.setattr(meshes, "current", Mesh)
+    monkeypatch.setattr(loops_of, "check_model", lambda model, _: taken.append(model))
+    list(imece.steps(0, torch.compile(NETWORK), SGD))  # type: ignore[arg-type]
+    assert taken == [NETWORK]
