@@ -64,7 +64,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": _ENGINE,
     "membership": _ENGINE | {"checkpoint"},
     "train": _TRAIN | {"plan"},
-    "foreign": _BASE | {"data_parallel.sharding.cast", "train.config", "train.config_file"},
+    # What becomes of another system's settings, and so what of them is refused here.
+    "foreign": _BASE
+    | {"data_parallel.sharding.cast", "data_parallel.sharding.offload", "data_parallel.strategy"}
+    | {"observe.visible", "train.config", "train.config_file"},
     # Outside the ranks: never the engine.
     "launch": _BASE | {"world", "cores", "store", "status", "membership.roster", "membership.where"},
     "plan": _BASE | {"layout", "footprint", "models", "observe.units"},  # before the ranks: never the engine
