@@ -523,7 +523,15 @@ def test_a_process_that_goes_on_writing_keeps_nobody(monkeypatch: pytest.MonkeyP
 def test_a_real_process(script: Script) -> None:
     """Not a copy of pytest: the command as a person types it."""
     command = [sys.executable, "-m", "imece", "launch", "--ranks", "2"]
-    command.append(str(script("print('hi'); sys.exit(rank)")))
+    text = """
+from pathlib import Path
+print("hi", flush=True)
+said = Path(__file__).with_name("said")  # or rank 0 might be ended before it has
+if rank == 0: said.touch()
+while not said.exists(): time.sleep(0.01)
+sys.exit(rank)
+"""
+    command.append(str(script(text)))
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 1
     assert "[rank 0] hi" in done.stdout and "[rank 1] hi" in done.stdout
