@@ -560,8 +560,13 @@ def with_messages_in_another_group() -> tuple[float, list[bool]]:
             mock.patch.object(SharedMemoryGroup, "send", refused),
             mock.patch.object(SharedMemoryGroup, "recv", refused),
             connect as connected,
+            mock.patch.object(pipeline_module, "Shared", side_effect=Shared) as made,
         ):
+            order = mock.Mock()
+            order.attach_mock(connected, "connect")
+            order.attach_mock(made, "shared")  # its messages are between some ranks
             far = differs(Case(TWO, "1f1b", transformer))
+        assert [name for name, *_ in order.mock_calls] == ["connect", "connect", "shared"]
         return far, [call.args[0] is messages for call in connected.mock_calls]
 
 
