@@ -55,6 +55,18 @@ def in_shared_memory(group: dist.ProcessGroup, tensor: torch.Tensor) -> bool:
     return isinstance(group, SharedMemoryGroup) and tensor.device.type == "cpu"
 
 
+def collectives_made(group: dist.ProcessGroup, device: torch.device) -> int | None:
+    """How many this rank has called for in a group with tensors of a device, by torch's functions or imece's,
+    and a few more: what matters is whether it changes. None if the backend does not count torch's."""
+    try:
+        backend: Any = group._get_backend(device)
+        number = int(backend._get_sequence_number_for_group())
+    except RuntimeError:
+        return None
+    ours = isinstance(group, SharedMemoryGroup) and device.type == "cpu"
+    return number if ours else number + recorder.count(group.group_name)
+
+
 def host_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Where a number that the host knows travels in this group: on the CPU if it moves such tensors.
 

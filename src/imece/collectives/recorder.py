@@ -102,6 +102,10 @@ class Recorder:
         if self._words[word] == token and self._words[word + 2] * sign < 0:
             self._words[word + 2] = sign * _now()
 
+    def count(self, group_name: str) -> int:
+        row = self._rows.get(group_name)
+        return 0 if row is None else self._words[(ring.GROUPS_AT + row * ring.GROUP_BYTES) // 8]
+
     def recording(self) -> Recording:
         recording = ring.read(self._map, "R")
         assert recording is not None, "the recorder's own header is damaged"
@@ -176,6 +180,11 @@ def hand_out(token: int) -> None:
 def wait(token: int) -> None:
     """Notes that this rank waits from now on for a call, if that was handed out."""
     (_recorder or _create()).turn(token, 1)
+
+
+def count(group_name: str) -> int:
+    """How many collectives of the group this rank has noted."""
+    return 0 if _recorder is None else _recorder.count(group_name)
 
 
 def of_this_job() -> list[Recording]:

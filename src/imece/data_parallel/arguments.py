@@ -29,17 +29,6 @@ def refuse(delayed: object, delayed_by: object, mixed_precision: object, check_r
         warnings.warn("check_reduction does nothing, as in torch", FutureWarning, stacklevel=3)
 
 
-def warn_of_no_overlap() -> None:
-    """Those who pass a flag out of habit lose by it what they would have without."""
-    warnings.warn(
-        "with find_unused_parameters=True buckets leave when backward is over: leave it out, as unused "
-        "parameters do not need it here, unless backward makes collectives of its own on this group; then "
-        "overlap=False says the same without this warning",
-        UserWarning,
-        stacklevel=3,
-    )
-
-
 def check_way(schedule: str | None, wire: str | None) -> None:
     """ValueError for a name that no collective knows: not in the first backward, where ranks would wait."""
     check_wire(wire)

@@ -37,7 +37,7 @@ from imece.data_parallel.reducing.arrivals import Arrivals
 from imece.data_parallel.reducing.buckets import Bucket, Gradients, Slot
 from imece.data_parallel.reducing.finite import Finite
 from imece.data_parallel.reducing.leaving import Leaving
-from imece.data_parallel.reducing.line import Line
+from imece.data_parallel.reducing.line import Line, Suspicion
 from imece.data_parallel.reducing.sharing import Sharing
 from imece.data_parallel.reducing.used import Used
 
@@ -54,8 +54,10 @@ class Reducer:
         overlap: bool,
         static_graph: bool = False,
         finite: Finite | None = None,
+        suspicion: Suspicion | None = None,
     ) -> None:
-        """overlap: whether a bucket leaves as soon as it is full; otherwise when backward is over."""
+        """overlap: whether a bucket leaves as soon as it is full; otherwise when backward is over.
+        suspicion: what the first backward is to settle."""
         self.gradients, self.group, self.average = gradients, group, average
         self.leaving = Leaving(gradients, group, overlap, finite)
         self.static_graph = static_graph
@@ -63,6 +65,7 @@ class Reducer:
         self.stepping: list[torch.Tensor] = []  # parameters with optimizers that step in backward
         self.awaited: list[torch.futures.Future[Any]] = []  # of a hook on buffers: done when backward is
         self._line = Line.of(group)
+        self._suspicion = suspicion
         self._used = Used(group, self.slots[0].parameter.device)
         self._zeros = array("i", [0] * len(self.slots))
         self._fired = self._zeros[:]  # by parameter: gradients in this backward
@@ -227,6 +230,9 @@ class Reducer:
         for index in left:
             self._leave(self.slots[index])
         self.average.begin(present=present)
+        if self._suspicion is not None:
+            self.average.factor()  # what the ranks agree on for it is not the module's
+            self._suspicion.begin()
         if self.leaving.watch is not None:
             self.leaving.watch.backward()
 
@@ -386,6 +392,9 @@ class Reducer:
         watch = self.leaving.watch
         if watch is not None:
             watch.backward_ended()
+        if self._suspicion is not None:
+            self._suspicion.end()
+            self._suspicion = None
         left = self.leaving.gone
         absent = self._absent + self._fill_in(
             [slot for slot in self.slots if slot.bucket.index not in left] if left else self.slots
@@ -519,6 +528,7 @@ class Reducer:
         self.average.give_up()
         # The graph of a failed forward may know this reducer for long: it is not to know the group.
         del self.group, self.average
+        self._suspicion = None
         self._used.give_up()
         self.awaited, self.stepping = [], []
         self.leaving.give_up()

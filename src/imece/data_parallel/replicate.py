@@ -32,7 +32,7 @@ from imece.data_parallel.reducer import Reducer
 from imece.data_parallel.reducing import in_backward, refusals, task
 from imece.data_parallel.reducing.comm_hook import CommHook, Hook
 from imece.data_parallel.reducing.finite import Finite
-from imece.data_parallel.reducing.line import Line
+from imece.data_parallel.reducing.line import Line, Suspicion
 from imece.data_parallel.reducing.trace import StepTrace
 from imece.data_parallel.reducing.watch import Watch
 from imece.data_parallel.reducing.way import (
@@ -101,8 +101,8 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         wire, schedule: as for imece.all_reduce; by default "hierarchical" between the CPUs of several hosts.
         overlap: whether a bucket leaves while backward goes on. By default it does, but not between ranks of
         one host whose threads fill its cores: there it would take from backward more than it hides. Never
-        with find_unused_parameters, nor with synchronised batch norms that meet in the same group, but on
-        GPUs; docs/ddp.md says why.
+        on CPUs with synchronised batch norms that meet in the same group, nor with find_unused_parameters
+        where backward makes collectives of its own there; docs/ddp.md says why.
         drift_check_every: compare all ranks' parameters, bit for bit, every so many synchronised forwards.
         check_finite: after each backward `nonfinite` says which ranks brought NaN or Inf in which parameters.
 
@@ -146,8 +146,6 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         self._asked_way = schedule, wire, overlap
         self._asked_caps = bucket_cap_mb, bucket_cap_mb_list
         self._choose_way()
-        if self._may_cross() and find_unused_parameters and self._way.overlap:
-            arguments.warn_of_no_overlap()
         self._over: Over = average
         self._check_finite = check_finite
         self._kept: Kept | None = None  # between leaving one group and joining another
@@ -490,7 +488,9 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             wire,
             has_spare_core(self.process_group, self.device) if overlap is None else overlap,
         )
-        if self._may_cross():
+        meets = meet_in(self.module, self.process_group)
+        on_cpu = self.device_type == "cpu"  # a GPU's buckets are worth more early
+        if meets and not self.static_graph and (on_cpu or self.find_unused_parameters):
             Line.of(self.process_group).crossing.add(self.module)
         caps, single, self._choose_cap = arguments.bucket_caps(*self._asked_caps)
         together = leave_together(self._way, self.process_group, self.device)
@@ -498,17 +498,6 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         self.bucket_bytes_cap = max(caps, default=default)
         self.bucket_bytes_cap_list = [] if single else caps
         self.bucket_bytes_cap_default = not caps
-
-    def _may_cross(self) -> bool:
-        """Whether collectives of the module in backward, and buckets, may come in another order elsewhere.
-
-        Nobody sees what a module sends, but for batch norms: the flag says that ranks use other parameters. A
-        GPU's buckets are worth more early where it does not.
-        """
-        if self.static_graph:
-            return False
-        on_cpu = self.device_type == "cpu"
-        return self.find_unused_parameters or (on_cpu and meet_in(self.module, self.process_group))
 
     def _let_go(self) -> None:
         """Of what belongs to the ranks until now."""
@@ -544,7 +533,14 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             overlap=way.overlap,
             static_graph=self.static_graph,
             finite=Finite(self.process_group) if self._check_finite else None,
+            suspicion=self._suspicion() if way.overlap else None,
         )
+
+    def _suspicion(self) -> Suspicion | None:
+        """The flag says that ranks use other parameters; nobody sees what else a module sends in backward."""
+        if self.static_graph or not self.find_unused_parameters or meet_in(self.module, self.process_group):
+            return None
+        return Suspicion(self.module, self.process_group, self.device)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: not the group, which must be the default one, nor what belongs to it."""

@@ -179,6 +179,7 @@ class DirectCalls(GroupBase):
         token = recorder.enter(
             small.op, self._name, small.dtype, small.shape, small.reduce_op, small.root, label
         )
+        self._calls += 1
         began = time.perf_counter()
         try:
             self._runner.run_small(small, source, target, label)

@@ -52,6 +52,7 @@ class GroupBase(dist.ProcessGroup):
         self._smalls: dict[Hashable, Small | None] = {}
         self._inline = threading.local()
         self._members = list(range(size))
+        self._calls = 0
         self._close = weakref.finalize(self, _close, os.getpid(), self._runner, self._board)
 
     def sleep_at_once(self) -> None:
@@ -118,6 +119,10 @@ class GroupBase(dist.ProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         """Nothing to set: collectives are counted from the beginning."""
 
+    def _get_sequence_number_for_group(self) -> int:
+        """How many calls with tensors of the CPU this rank has made, begun or not."""
+        return self._calls
+
     def shutdown(self) -> None:
         """Leave the group; torch's destroy_process_group calls this."""
         self._others.shutdown()
@@ -167,6 +172,7 @@ class GroupBase(dist.ProcessGroup):
         """Run the collective here, or hand it to the worker; `back` runs at its end."""
         shape = tuple(tensor.shape) if tensor is not None else ()
         dtype = tensor.dtype if tensor is not None else None
+        self._calls += 1
         operation = self._engine.operation(fingerprint, self._noted(fingerprint, dtype, shape, steps, back))
         if getattr(opts, "asyncOp", True) and getattr(self._inline, "messages", None) is None:
             work = ShmWork(result, done=False)

@@ -1,7 +1,8 @@
-"""Whose buckets leave first, where one backward reaches several models of a group.
+"""What leaves first, where one backward brings more to a group than one model's buckets.
 
-Those of the first that it reached, on every rank: whether a rank has unused parameters, which are known only
-at the end, must not decide whose come first.
+Of several models those of the first that it reached, on every rank: whether a rank has unused parameters,
+which are known only at the end, must not decide whose come first. Nor may it decide whether a bucket comes
+before a collective of the module's own: where there are such, all buckets leave when backward is over.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+
+from imece.collectives.calls import collectives_made
 
 if TYPE_CHECKING:
     from imece.data_parallel.reducer import Reducer
@@ -68,6 +71,26 @@ class Line:
                 hook(parameter)
 
         return in_turn
+
+
+class Suspicion:
+    """That a module makes collectives of its own on a group in backward: its buckets leave at the end of the
+    first one, and if that made none they leave early from then on."""
+
+    def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._module, self._group, self._device = weakref.ref(module), group, device
+        self._made: int | None = None
+        Line.of(group).crossing.add(module)
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self._made = collectives_made(self._group, self._device)
+
+    def end(self) -> None:
+        """It is over, and no bucket has left."""
+        module, made = self._module(), collectives_made(self._group, self._device)
+        if module is not None and made is not None and made == self._made:
+            Line.of(self._group).crossing.discard(module)
 
 
 _lines: weakref.WeakKeyDictionary[dist.ProcessGroup, Line] = weakref.WeakKeyDictionary()
