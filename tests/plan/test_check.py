@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from imece.errors import UserError
-from imece.plan.check import PLAN_FILE, check_json, check_lines, median, read_plan, rows
+from imece.plan.check import PLAN_FILE, check_json, check_lines, read_plan, rows
 
 CONTENT: dict[str, Any] = {
     "version": 1,
@@ -101,7 +101,3 @@ def test_no_plan_is_one_line(tmp_path: Path, text: str | None, said: str) -> Non
 def test_reading_back(tmp_path: Path) -> None:
     (tmp_path / PLAN_FILE).write_text(json.dumps(CONTENT))
     assert read_plan(tmp_path) == CONTENT
-
-
-def test_median() -> None:
-    assert [median([]), median([3.0]), median([4.0, 1.0]), median([9.0, 1.0, 2.0])] == [None, 3.0, 2.5, 2.0]

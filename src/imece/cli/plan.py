@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from imece.bench import report
 from imece.cli.options import parse
-from imece.cli.plan_options import PlanOptions, precision_of, read_amount
+from imece.cli.plan_options import PlanOptions, precision_of, read_tokens
 from imece.errors import UserError
 from imece.plan.answer.call import next_of
 from imece.plan.answer.explain import gains, others
@@ -64,7 +64,7 @@ def run(argv: Sequence[str]) -> int:
     if answer.winner is None:
         return _nothing_fits(options, answer)
     precision = options.precision_on(question.cluster.gpu)
-    explained = explain(answer, read_amount("--tokens", options.tokens), precision)
+    explained = explain(answer, read_tokens(options.tokens), precision)
     if options.json:
         print(json.dumps(explained_json(explained, answer.ranked[: max(_LISTED, options.top)]), indent=1))
     else:
@@ -92,7 +92,7 @@ def question_of(options: PlanOptions) -> Question:
         raise UserError(
             f"no model is named: {PROG} MODEL --gpus 8xH100, and MODEL like llama-8b, 7B or config.json"
         )
-    read_amount("--tokens", options.tokens)
+    read_tokens(options.tokens)
     if options.top < 0:
         raise UserError(f"--top is {options.top}: how many of the ranking to list, 0 for none")
     model = find_model(options.model)
@@ -146,8 +146,7 @@ def default_batch(cluster: Cluster, seq: int, micro_batch: int = 1) -> int:
 
 def explain(answer: Answer, tokens: float, precision: str) -> Explained:
     """All that is said of the winner. precision: as --precision names it."""
-    winner = answer.winner
-    assert winner is not None
+    winner = answer.best
     notes, gpu = tuple(winner.memory.notes), answer.question.cluster.gpu
     if not gpu.bf16 and answer.question.precision.activations == 2:
         notes = (*notes, f"{gpu.name} has no bf16: parameters and activations are in fp16")

@@ -154,10 +154,10 @@ def precision_of(name: PrecisionName) -> Precision:
     return _PRECISIONS[name]
 
 
-def read_amount(option: str, text: str) -> float:
-    """ "1B" -> 1e9, "300M" -> 3e8. UserError for what is no amount."""
+def read_tokens(text: str) -> float:
+    """ "1B" -> 1e9, "300M" -> 3e8. UserError for what is no number of them."""
     found = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kKmMbBtT]?)", text.strip())
     amount = float(found[1]) * _TIMES[found[2].lower()] if found else 0.0
     if not 0 < amount < math.inf:
-        raise UserError(f"{option} {text}: a number like 300M, 1B or 15T")
+        raise UserError(f"--tokens {text}: a number like 300M, 1B or 15T")
     return amount

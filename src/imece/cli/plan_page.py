@@ -75,7 +75,6 @@ def page_of(explained: Explained, answer: Answer) -> str:
     """The whole page: everything inside, nothing fetched, no script."""
     question, winner = explained.question, explained.winner
     cluster = question.cluster
-    assert winner.time is not None
     picture = io.BytesIO()
     whole(explained, answer).savefig(picture, format="png", dpi=120)
     encoded = base64.b64encode(picture.getvalue()).decode()
@@ -89,7 +88,7 @@ def page_of(explained: Explained, answer: Answer) -> str:
         _memory(winner, question),
         f'<p class="note">{gb(winner.needed)} of {gb(cluster.gpu.memory_bytes)} GB (10<sup>9</sup>).</p>',
         "<h2>A step</h2>",
-        _bars((name, spent, seconds(spent)) for name, spent in parts(winner.time).items()),
+        _bars((name, spent, seconds(spent)) for name, spent in parts(winner.timed).items()),
         f'<p class="note">{html.escape(speed(winner, explained.tokens, cluster))}.{_messages(explained)}</p>',
         *(
             ["<h2>What lost, and why</h2>", _table((each.name, each.sentence) for each in explained.others)]
@@ -132,8 +131,7 @@ def _on_lane(name: str, found: Sequence[Span]) -> str:
 
 
 def _messages(explained: Explained) -> str:
-    time = explained.winner.time
-    assert time is not None
+    time = explained.winner.timed
     if not sum(time.exposed.values()) + time.hidden:  # one GPU sends none
         return ""
     waiting = f"{device(explained.question.cluster)}s wait for messages"
@@ -142,11 +140,10 @@ def _messages(explained: Explained) -> str:
 
 def _tiles(explained: Explained) -> str:
     winner, cluster = explained.winner, explained.question.cluster
-    assert winner.time is not None
     tiles = [
-        (f"{winner.time.tokens_per_s:,.0f}", "tokens/s"),
+        (f"{winner.timed.tokens_per_s:,.0f}", "tokens/s"),
         (seconds(winner.seconds), "a step"),
-        (f"{100 * winner.time.mfu:.0f} %", "MFU, the part of the peak that the model's own products use"),
+        (f"{100 * winner.timed.mfu:.0f} %", "MFU, the part of the peak that the model's own products use"),
         (f"{gb(winner.needed)} GB", f"of {gb(cluster.gpu.memory_bytes)} a {device(cluster)}"),
     ]
     if winner.setup.parallel.strategy not in ("zero3", "hybrid") and winner.setup.parallel.data > 1:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import reprlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,26 +113,8 @@ def check_json(content: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "predicted": content["predicted"],
         "measured": content.get("measured"),
-        "rows": [
-            {
-                "what": row.what,
-                "unit": row.unit,
-                "predicted": row.predicted,
-                "measured": row.measured,
-                "off": row.off,
-            }
-            for row in rows(content)
-        ],
+        "rows": [asdict(row) | {"off": row.off} for row in rows(content)],
     }
-
-
-def median(values: Sequence[float]) -> float | None:
-    """None of nothing."""
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    if not ordered:
-        return None
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def _total(table: Mapping[str, Any]) -> float | None:

@@ -300,27 +300,28 @@ def _known(kind: type[Gpu] | type[Link], table: Mapping[str, Any], where: str) -
         for number in value if isinstance(value, list | tuple) else [value]:
             if name in ("name", "bf16") or (name == "price_per_hour" and number is None):
                 continue
-            is_number = isinstance(number, int | float) and not isinstance(number, bool)
-            if not is_number or not abs(number) <= sys.float_info.max:  # an int may be more, and NaN is none
-                raise ValueError(f"[{where}] {name} is {number!r}; a number is needed")
-            if name in _PARTS and not 0 < number <= 1:
-                raise ValueError(f"[{where}] {name} is {number}; it is a part: more than 0, and at most 1")
-            if number < 0 or (number == 0 and name in _POSITIVE):
-                least = "more than 0" if name in _POSITIVE else "0 or more"
-                raise ValueError(f"[{where}] {name} is {number}; it must be {least}")
-            if name == "fp8" and number > _MOST_FP8:
-                raise ValueError(
-                    f"[{where}] fp8 is {number}: how many times as fast as products in bf16, at most "
-                    f"{_MOST_FP8}"
-                )
-            if name in _LEAST and number < _LEAST[name]:
-                raise ValueError(
-                    f"[{where}] {name} is {number} {_UNIT[name]}; at least {_LEAST[name]:.0e} is needed"
-                )
-            if name in ("latency", "hop_s") and number >= 1:
-                raise ValueError(f"[{where}] {name} is {number} s; less than 1 is needed")
+            if (why := _why_not(name, number)) is not None:
+                raise ValueError(f"[{where}] {name} is {why}")
         found[name] = tuple(value) if several else value
     return found
+
+
+def _why_not(name: str, number: Any) -> str | None:
+    """The number, and why it cannot be; None: it can."""
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or not abs(number) <= sys.float_info.max:  # an int may be more, and NaN is none
+        return f"{number!r}; a number is needed"
+    if name in _PARTS and not 0 < number <= 1:
+        return f"{number}; it is a part: more than 0, and at most 1"
+    if number < 0 or (number == 0 and name in _POSITIVE):
+        return f"{number}; it must be {'more than 0' if name in _POSITIVE else '0 or more'}"
+    if name == "fp8" and number > _MOST_FP8:
+        return f"{number}: how many times as fast as products in bf16, at most {_MOST_FP8}"
+    if name in _LEAST and number < _LEAST[name]:
+        return f"{number} {_UNIT[name]}; at least {_LEAST[name]:.0e} is needed"
+    if name in ("latency", "hop_s") and number >= 1:
+        return f"{number} s; less than 1 is needed"
+    return None
 
 
 _PARTS = ("efficiency", "lanes", "reachable", "sustained", "flash")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import statistics
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +29,7 @@ from imece.plan.answer.explain import parts
 from imece.plan.answer.search import Candidate, framework_on, judge
 from imece.plan.answer.space import RESERVE
 from imece.plan.answer.words import title
-from imece.plan.check import PLAN_FILE, VERSION, median
+from imece.plan.check import PLAN_FILE, VERSION
 from imece.plan.hardware import Cluster, find_cluster
 from imece.plan.here import kept_cluster
 from imece.plan.memory.held import adapter_parameters, held
@@ -266,7 +267,8 @@ def keep(folder: Path, prediction: Prediction, measured: dict[str, Any] | None =
 def measured(folder: Path, counted: Footprint, since: int) -> dict[str, Any]:
     """From the records of the steps after `since`."""
     records = [record for record in read_metrics(folder) if record["step"] > since + _WARM]
-    step_s = median([float(record["step_s"]) for record in records if "step_s" in record])
+    steps_s = [float(record["step_s"]) for record in records if "step_s" in record]
+    step_s = statistics.median(steps_s) if steps_s else None
     peaks = [int(record["memory_bytes"]) for record in records if "memory_bytes" in record]
     return {"memory_bytes": asdict(counted), "rank_bytes": max(peaks, default=None), "step_s": step_s}
 

@@ -189,8 +189,7 @@ def next_of(answer: Answer, precision: str) -> Next:
     """The plan as imece does it, or else the fastest that it does, which may have none of the arrangement
     that was asked for. precision: as --precision names it.
     """
-    winner, question = answer.winner, answer.question
-    assert winner is not None
+    winner, question = answer.best, answer.question
     call, says = _call_of(answer, precision), "what imece does by itself"
     if (call is None or not _is_same(call, winner)) and (found := unpinned(question)) is not None:
         pins, free = found

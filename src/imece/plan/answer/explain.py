@@ -41,8 +41,7 @@ class Other:
 
 def others(answer: Answer) -> list[Other]:
     """What people would ask about: each strategy by itself, and the best of each other kind."""
-    winner = answer.winner
-    assert winner is not None
+    winner = answer.best
     shown: list[Candidate] = []
     for wanted in _families():
         fits = [each for each in answer.ranked if wanted(each.setup.parallel)]
@@ -60,8 +59,7 @@ def verdict(other: Candidate, answer: Answer) -> str:
     """
     if other.time is None:
         return why_not(other, answer.question)
-    winner = answer.winner
-    assert winner is not None
+    winner = answer.best
     ratio = other.seconds / winner.seconds - 1
     assert ratio >= -SAME, f"{title(other.setup)} is {-ratio:.1%} faster than the winner"
     fits = f"fits in {gb(other.needed)} GB"
@@ -94,7 +92,6 @@ def why_not(candidate: Candidate, question: Question) -> str:
 
 def gains(answer: Answer) -> list[str]:
     """What would change the answer, each with what it brings; nothing that brings less than 2 % of a step."""
-    assert answer.winner is not None
     found = [
         *_recompute(answer),
         *_micro_batch(answer),
@@ -140,8 +137,7 @@ def _families() -> list[Callable[[Parallel], bool]]:
 def grown(candidate: Candidate, than: Candidate, cluster: Cluster) -> str:
     """The part of the step that grew most, in words. AssertionError if one of them does not fit."""
     cause, more = _grown(candidate, than)
-    own, parallel, recipe = candidate.time, candidate.setup.parallel, candidate.setup.recipe
-    assert own is not None
+    own, parallel, recipe = candidate.timed, candidate.setup.parallel, candidate.setup.recipe
     if cause == "compute":
         if recipe.micro_batch < than.setup.recipe.micro_batch:
             why = f"with {recipe.micro_batch} at once instead of {than.setup.recipe.micro_batch}"
@@ -166,18 +162,15 @@ def grown(candidate: Candidate, than: Candidate, cluster: Cluster) -> str:
 
 def _where(other: Candidate, answer: Answer) -> str:
     """The same of one that lost."""
-    winner = answer.winner
-    assert winner is not None
-    cause, more = _grown(other, winner)
+    cause, more = _grown(other, answer.best)
     if cause == "recompute":
         return f"{_recomputed(other, answer)}, {seconds(more)} more work"
-    return grown(other, winner, answer.question.cluster)
+    return grown(other, answer.best, answer.question.cluster)
 
 
 def _grown(candidate: Candidate, than: Candidate) -> tuple[str, float]:
     """Which part grew most, and by how many seconds."""
-    own, best = candidate.time, than.time
-    assert own is not None and best is not None
+    own, best = candidate.timed, than.timed
     more = {
         "compute": own.compute - own.recompute - best.compute + best.recompute,
         "recompute": own.recompute - best.recompute,
@@ -193,8 +186,7 @@ def _grown(candidate: Candidate, than: Candidate) -> tuple[str, float]:
 def _recomputed(other: Candidate, answer: Answer) -> str:
     """Why it computes more again than the winner."""
     kind = other.setup.recipe.recompute
-    assert answer.winner is not None
-    if kind == answer.winner.setup.recipe.recompute:
+    if kind == answer.best.setup.recipe.recompute:
         return f"its {kind} recomputation takes longer"
     alike = (each for each in answer.ranked if _arranged(each) == _arranged(other))
     only = all(each.setup.recipe.recompute == kind for each in alike)
@@ -236,8 +228,7 @@ def _owned(setup: Setup) -> str:
 
 
 def _recompute(answer: Answer) -> Iterator[str]:
-    winner, cluster = answer.winner, answer.question.cluster
-    assert winner is not None
+    winner, cluster = answer.best, answer.question.cluster
     if winner.setup.recipe.recompute == "none":
         return
     without = judge(replace(winner.setup, recipe=replace(winner.setup.recipe, recompute="none")), cluster)
@@ -251,8 +242,7 @@ def _recompute(answer: Answer) -> Iterator[str]:
 
 def _micro_batch(answer: Answer) -> Iterator[str]:
     """The next larger micro-batch: why it is not taken."""
-    winner, question = answer.winner, answer.question
-    assert winner is not None
+    winner, question = answer.best, answer.question
     recipe = winner.setup.recipe
     factor = next((n for n in range(2, recipe.accumulation + 1) if recipe.accumulation % n == 0), None)
     if factor is None:
@@ -285,19 +275,16 @@ def _unpinned(answer: Answer) -> Iterator[str]:
     if found is None or found[1].winner is None:
         return
     pins, winner = found[0], found[1].winner
-    assert answer.winner is not None
-    if (gain := 1 - winner.seconds / answer.winner.seconds) >= _WORTH:
+    if (gain := 1 - winner.seconds / answer.best.seconds) >= _WORTH:
         fits = f"{title(winner.setup)} fits in {gb(winner.needed)} GB"
         yield f"without {pins}: {_percent(gain)} faster, for {fits}"
 
 
 def _optimizer(answer: Answer) -> Iterator[str]:
-    question, winner = answer.question, answer.winner
-    assert winner is not None
+    question = answer.question
     if question.optimizer != "adamw" or question.adapters != "none":
         return
-    found = settled(search(eight_bit(question))).winner
-    if found is not None and (gain := 1 - found.seconds / winner.seconds) >= _WORTH:
+    for gain, found in _faster(eight_bit(question), answer):
         yield (
             f"--optimizer adamw-8bit: {_percent(gain)} faster, for {title(found.setup)} fits in "
             f"{gb(found.needed)} GB"
@@ -306,29 +293,24 @@ def _optimizer(answer: Answer) -> Iterator[str]:
 
 def _precision(answer: Answer) -> Iterator[str]:
     """Where no unit multiplies half as many bits faster, as on many CPUs."""
-    question, winner = answer.question, answer.winner
-    assert winner is not None
-    gpu = question.cluster.gpu
+    question, gpu = answer.question, answer.question.cluster.gpu
     if question.precision.activations == 4 or question.adapters == "qlora" or gpu.peak_fp32 <= gpu.peak:
         return
     precision = replace(FP32, moments=1) if question.optimizer == "adamw-8bit" else FP32
-    found = settled(search(replace(question, precision=precision))).winner
-    if found is not None and (gain := 1 - found.seconds / winner.seconds) >= _WORTH:
+    for gain, _ in _faster(replace(question, precision=precision), answer):
         yield f"--precision fp32: {_percent(gain)} faster, its products are faster here than in fewer bits"
 
 
 def _fp8(answer: Answer) -> Iterator[str]:
     """Faster products, which casting in kernels of its own makes slower than those that are not."""
-    question, winner = answer.question, answer.winner
-    assert winner is not None
+    question, winner = answer.question, answer.best
     precision, compiled = question.precision, replace(question, compiled=True)
     if precision.fp8:
         for option, asked in (
             ("--compile", compiled),
             ("--precision bf16", replace(question, precision=replace(precision, fp8=False))),
         ):
-            found = settled(search(asked)).winner
-            if found is not None and (gain := 1 - found.seconds / winner.seconds) >= _WORTH:
+            for gain, _ in _faster(asked, answer):
                 yield f"{option}: {_percent(gain)} faster, as casting to FP8 takes long here"
         return
     in_bf16 = (precision.parameters, precision.masters, precision.activations) == (2, 4, 2)
@@ -348,37 +330,36 @@ def _fp8(answer: Answer) -> Iterator[str]:
 
 
 def _batch(answer: Answer) -> Iterator[str]:
-    question, winner = answer.question, answer.winner
-    assert winner is not None and winner.time is not None
+    question, rate = answer.question, answer.best.timed.tokens_per_s
     batch, gpus = question.global_batch, question.cluster.gpus
     even = -(-batch // gpus) * gpus  # which GPUs can share, each with sequences of its own
     for size in sorted({even, 2 * batch} - {batch}):
         found = settled(search(replace(question, global_batch=size))).winner
-        if found is None or found.time is None:
-            continue
-        gain = found.time.tokens_per_s / winner.time.tokens_per_s - 1
-        if gain >= _WORTH:
+        if found is not None and (gain := found.timed.tokens_per_s / rate - 1) >= _WORTH:
             yield f"a global batch of {size:,}: {_percent(gain)} more tokens a second"
 
 
 def _network(answer: Answer) -> Iterator[str]:
-    question, winner = answer.question, answer.winner
-    assert winner is not None
-    cluster = question.cluster
-    exposed = sum(winner.time.exposed.values()) if winner.time is not None else 0.0
-    if exposed < _WORTH * winner.seconds:
+    question, winner, cluster = answer.question, answer.best, answer.question.cluster
+    if sum(winner.timed.exposed.values()) < _WORTH * winner.seconds:
         return
     several = cluster.hosts > 1
     link = cluster.between if several else cluster.inside
     faster = replace(link, bandwidth=2 * link.bandwidth)
     cluster = replace(cluster, between=faster) if several else replace(cluster, inside=faster)
-    found = settled(search(replace(question, cluster=cluster))).winner
-    if found is not None and (gain := 1 - found.seconds / winner.seconds) >= _WORTH:
+    for gain, _ in _faster(replace(question, cluster=cluster), answer):
         where = "between hosts" if several else f"between the {device(cluster)}s of a host"
         yield (
             f"links of {gb(2 * link.bandwidth)} instead of {gb(link.bandwidth)} GB/s {where}: "
             f"{_percent(gain)} faster"
         )
+
+
+def _faster(question: Question, than: Answer) -> Iterator[tuple[float, Candidate]]:
+    """(by which part of a step it is faster, the best for another question), if that is worth a word."""
+    found = settled(search(question)).winner
+    if found is not None and (gain := 1 - found.seconds / than.best.seconds) >= _WORTH:
+        yield gain, found
 
 
 @functools.lru_cache(maxsize=1)

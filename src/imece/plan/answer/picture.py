@@ -94,12 +94,8 @@ def draw_steps(axes: Axes, explained: Explained) -> None:
         *(each.candidate for each in explained.others if each.candidate.time is not None),
     ]
 
-    def parts_of(each: Candidate) -> Mapping[str, float]:
-        assert each.time is not None
-        return parts(each.time)
-
     longest = _SHOWN * 2 * explained.winner.seconds
-    _stacked(axes, rows, parts_of, _STEP, 1.0, longest)
+    _stacked(axes, rows, lambda each: parts(each.timed), _STEP, 1.0, longest)
     axes.set_xlim(0, 1.1 * min(longest, max(each.seconds for each in rows)))
     for place, each in enumerate(rows):
         axes.text(min(each.seconds, longest), place, f" {seconds(each.seconds)}", va="center", fontsize=8)
@@ -134,8 +130,7 @@ def draw_timeline(axes: Axes, explained: Explained) -> None:
 
 def draw_all(axes: Axes, answer: Answer) -> None:
     """Every way that fits: tokens/s against memory, with the best of each size joined by a line."""
-    winner = answer.winner
-    assert winner is not None
+    winner = answer.best
     shown = answer.ranked[:: max(1, len(answer.ranked) // _MOST_POINTS)]
     for axis, colour, label in _KINDS:
         points = [each for each in shown if _kind(each) == axis]
@@ -190,5 +185,4 @@ def _kind(candidate: Candidate) -> str:
 
 
 def _rate(candidate: Candidate) -> float:
-    assert candidate.time is not None
-    return candidate.time.tokens_per_s
+    return candidate.timed.tokens_per_s

@@ -33,10 +33,15 @@ class Candidate:
     time: StepTime | None = None
 
     @property
+    def timed(self) -> StepTime:
+        """Its time. AssertionError if it does not fit."""
+        assert self.time is not None, f"{self.setup} does not fit"
+        return self.time
+
+    @property
     def seconds(self) -> float:
         """Of a step. AssertionError if it does not fit."""
-        assert self.time is not None, f"{self.setup} does not fit"
-        return self.time.total
+        return self.timed.total
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,12 @@ class Answer:
     def winner(self) -> Candidate | None:
         """What to take; None if nothing fits."""
         return self.ranked[0] if self.ranked else None
+
+    @property
+    def best(self) -> Candidate:
+        """The winner. AssertionError if nothing fits."""
+        assert self.ranked, "nothing fits"
+        return self.ranked[0]
 
 
 def search(question: Question) -> Answer:
@@ -126,8 +137,7 @@ def tune(candidates: Iterable[Candidate], question: Question) -> tuple[list[Cand
 
 def _at_best(candidate: Candidate) -> float:
     """Seconds of a step if summing gradients took none: it is all that buckets change."""
-    assert candidate.time is not None
-    return candidate.seconds - candidate.time.exposed["gradients"]
+    return candidate.seconds - candidate.timed.exposed["gradients"]
 
 
 def with_best_bucket(candidate: Candidate, question: Question) -> Candidate:
@@ -156,8 +166,7 @@ def pareto(candidates: tuple[Candidate, ...]) -> list[Candidate]:
 
 def hours_for(tokens: float, candidate: Candidate) -> float:
     """To train on so many tokens, in hours."""
-    assert candidate.time is not None
-    return tokens / candidate.time.tokens_per_s / _PER_HOUR
+    return tokens / candidate.timed.tokens_per_s / _PER_HOUR
 
 
 def complexity(setup: Setup) -> tuple[int, int]:

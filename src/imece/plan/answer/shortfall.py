@@ -37,12 +37,11 @@ class Way:
     def sentence(self) -> str:
         """What comes of it."""
         if self.fits:
-            assert self.least.time is not None
             on_host = self.least.memory.host * self.question.cluster.gpus_per_host
             also = f" and {gb(on_host)} GB of memory in each host" if on_host else ""
             return (
                 f"fits in {gb(self.least.needed)} GB{also}: {title(self.least.setup)}, "
-                f"{self.least.time.tokens_per_s:,.0f} tokens/s"
+                f"{self.least.timed.tokens_per_s:,.0f} tokens/s"
             )
         missing = self.least.needed - self.question.room_bytes
         return f"still {gb(missing)} GB short with {title(self.least.setup)}"

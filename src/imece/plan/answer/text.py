@@ -77,11 +77,10 @@ def lines(explained: Explained, width: int) -> Iterator[str]:
     )
     yield ""
     yield from wrapped("speed", speed(winner, explained.tokens, cluster), width)
-    assert winner.time is not None
-    waits = sum(winner.time.exposed.values()) > 0
+    waits = sum(winner.timed.exposed.values()) > 0
     exposed = f"; exposed: {device(cluster)}s wait for messages" if waits else ""
     yield from wrapped("step", f"{seconds(winner.seconds)}{exposed}", width)
-    yield from bars(_without_trifles(parts(winner.time)), winner.seconds, seconds, width)
+    yield from bars(_without_trifles(parts(winner.timed)), winner.seconds, seconds, width)
     yield ""
     if explained.others:
         longest = max(len(other.name) for other in explained.others)
@@ -120,15 +119,16 @@ def messages(explained: Explained) -> str | None:
 
 def speed(winner: Candidate, tokens: float, cluster: Cluster) -> str:
     """Tokens a second, MFU, time and price."""
-    assert winner.time is not None
     hours = hours_for(tokens, winner)
     price = ""
     if cluster.gpu.price_per_hour is not None:
         price = f", about ${_round(hours * cluster.gpus * cluster.gpu.price_per_hour)}"
         price += f" at ${cluster.gpu.price_per_hour:.2f} a GPU-hour"
-    each = f", {winner.time.tokens_per_s / cluster.gpus:,.0f} a {device(cluster)}" if cluster.gpus > 1 else ""
+    each = (
+        f", {winner.timed.tokens_per_s / cluster.gpus:,.0f} a {device(cluster)}" if cluster.gpus > 1 else ""
+    )
     return (
-        f"{winner.time.tokens_per_s:,.0f} tokens/s{each}, {_percent(winner.time.mfu)} MFU; "
+        f"{winner.timed.tokens_per_s:,.0f} tokens/s{each}, {_percent(winner.timed.mfu)} MFU; "
         f"{_amount(tokens)} tokens in {_time(hours)}, {_round(hours * cluster.gpus)} "
         f"{device(cluster)}-hours{price}"
     )
@@ -184,10 +184,9 @@ def table(ranked: Sequence[Candidate], most: int, width: int) -> Iterator[str]:
     indent = " " * (len(head) if beside else 5)
     yield f"{head}plan" if beside else head.rstrip()
     for place, each in enumerate(ranked[:most], start=1):
-        assert each.time is not None
         figures = (
-            f"{place:>4} {each.time.tokens_per_s:>12,.0f} {seconds(each.seconds):>9} "
-            f"{_percent(each.time.mfu):>5} {gb(each.needed):>6}  "
+            f"{place:>4} {each.timed.tokens_per_s:>12,.0f} {seconds(each.seconds):>9} "
+            f"{_percent(each.timed.mfu):>5} {gb(each.needed):>6}  "
         )
         if not beside:
             yield figures.rstrip()
