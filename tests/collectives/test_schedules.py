@@ -20,12 +20,15 @@ from imece.collectives.schedules import (
     bounds,
     build,
     cost,
-    sent_elements,
 )
 
 Array = npt.NDArray[np.int64]
 Combine = Callable[[Array, Array], Array]
 PAIRS = [(op, name) for op, names in SCHEDULES.items() for name in names if name != "hierarchical"]
+
+
+def sent_elements(plan: Schedule) -> int:
+    return sum(send.stop - send.start for step in plan for send in step.sends)
 
 
 class StuckError(Exception):

@@ -53,7 +53,7 @@ def check(ranks: int, hosts: int, host_rank: int | None, rendezvous: str | None)
     if hosts > 1 and rendezvous is None:
         raise ValueError(f"where do the {hosts} hosts meet? --rendezvous HOST:PORT, an address of host 0")
     if hosts > 1 and rendezvous is not None:
-        parse_endpoint(rendezvous, 0)
+        parse_endpoint(rendezvous)
 
 
 def refuse(own: Sequence[str]) -> None:
@@ -116,7 +116,7 @@ def start(
     plan = Plan(
         options.hosts,
         options.host_rank,
-        parse_endpoint(options.rendezvous, 0),
+        parse_endpoint(options.rendezvous),
         limits,
         options.grace_s,
         options.silent_s or _SILENT_S,

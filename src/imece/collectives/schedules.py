@@ -108,11 +108,6 @@ def bounds(numel: int, parts: int) -> list[tuple[int, int]]:
     return [(i * numel // parts, (i + 1) * numel // parts) for i in range(parts)]
 
 
-def sent_elements(schedule: Schedule) -> int:
-    """Elements that this rank sends; times the bytes of an element it is what the executor counts."""
-    return sum(send.stop - send.start for step in schedule for send in step.sends)
-
-
 # --- ring: the two halves of all_reduce, which ZeRO also uses alone
 
 

@@ -17,23 +17,17 @@ class UnknownHostError(UserError):
 
 
 _ENDPOINT = re.compile(
-    r"\[(?P<v6>[^][\s]+)\](:(?P<v6_port>\d+))?"
-    r"|(?P<name>[^][:\s]+)(:(?P<port>\d+))?"
-    r"|(?P<bare>[^][:\s]*:[^][\s]*:[^][\s]*)",
+    r"(\[(?P<v6>[^][\s]+)\]|(?P<name>[^][:\s]+)):(?P<port>\d{1,5})",
     re.ASCII,
 )
 
 
-def parse_endpoint(text: str, default_port: int) -> Address:
-    """HOST, HOST:PORT or [IPV6]:PORT; UserError if it is none of them."""
-    match = _ENDPOINT.fullmatch(text)
-    host = port = None
-    if match is not None and text.isprintable():
-        host, port = match["v6"] or match["name"] or match["bare"], match["v6_port"] or match["port"]
-    number = int(port) if port and len(port) <= 5 else default_port if not port else 0
-    if not host or not 1 <= number <= 65535:
+def parse_endpoint(text: str) -> Address:
+    """HOST:PORT or [IPV6]:PORT; UserError if it is neither."""
+    match = _ENDPOINT.fullmatch(text) if text.isprintable() else None
+    if match is None or not 1 <= int(match["port"]) <= 65535:
         raise UserError(f"{text!r} is no HOST:PORT with a port from 1 to 65535")
-    return host, number
+    return match["v6"] or match["name"], int(match["port"])
 
 
 def describe(address: Address) -> str:
