@@ -33,7 +33,6 @@ _SOURCES = str(Path(__file__).resolve().parents[2])
 
 Start = Callable[[Sequence[str], Mapping[str, str], BinaryIO], "subprocess.Popen[bytes]"]
 _RAISED = "failed in order"  # and its traceback follows
-Handlers = Mapping[str, Callable[..., dict[str, Any]]]
 
 
 class CrewError(RuntimeError):
@@ -221,18 +220,20 @@ class Crew:
         return CrewError("\n".join([f"{self.name}: {what}", *tail]))
 
 
-def end_with_crew() -> None:
-    """First of all in a rank: it ends with whoever started it, also if that one has gone already."""
-    die_with_parent(int(os.environ.get(_PARENT, os.getppid())))
+def slowest(answers: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds of the rank that took longest."""
+    return max(float(answer["seconds"]) for answer in answers)
 
 
-def serve(handlers: Handlers, rank: int | None = None, leave: Callable[[], None] | None = None) -> None:
-    """In a rank: carry out orders with `handlers[order]` until the crew closes the connection, then end.
+def serve(make: Callable[[], Any]) -> None:
+    """In a rank: carry out orders, each a method of what `make` gives, until the crew closes the connection.
 
-    `rank` is given where another launcher numbers the ranks (MPI). `leave` is called at the end.
+    Then the rank ends; it also ends with whoever started it, even in the middle of an order. What `make`
+    gives may have a `rank`, where another launcher numbers them (MPI), and a `leave`, called at the end.
     """
-    end_with_crew()  # also in the middle of an order
-    number = int(os.environ[_RANK]) if rank is None else rank
+    die_with_parent(int(os.environ.get(_PARENT, os.getppid())))
+    rank = make()
+    number = int(os.environ[_RANK]) if _RANK in os.environ else rank.rank
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[_SOCKET])
         connection.sendall(json.dumps({"rank": number, "pid": os.getpid()}).encode() + b"\n")
@@ -240,12 +241,12 @@ def serve(handlers: Handlers, rank: int | None = None, leave: Callable[[], None]
             while line := orders.readline(_LINE_BYTES):
                 order = json.loads(line)
                 try:
-                    answer = handlers[order.pop("do")](**order)
+                    answer = getattr(rank, order.pop("do"))(**order)
                 except Exception:  # noqa: BLE001 - told to the crew, which raises it there
                     answer = {"error": traceback.format_exc()}
                 connection.sendall(json.dumps(answer).encode() + b"\n")
-    if leave is not None:
-        leave()
+    if hasattr(rank, "leave"):
+        rank.leave()
     # Not through the interpreter's end: groups with a dead peer may wait there.
     sys.stdout.flush()
     sys.stderr.flush()

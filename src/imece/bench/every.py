@@ -107,11 +107,5 @@ class Rank:
         return torch.equal(received, self._values(left))
 
 
-def main() -> None:
-    """Entry of `python -m imece.bench.every`, which only a crew starts."""
-    rank = Rank()
-    crew.serve({"open": rank.open, "run": rank.run, "links": rank.links})
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # a crew has started it
+    crew.serve(Rank)

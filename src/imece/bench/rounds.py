@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -46,9 +48,8 @@ def alternate(
     made: list[tuple[float, dict[str, T]]] = []
     quiet = 0
     while quiet < rounds and len(made) < rounds * _MOST:
-        first = len(made) % len(ways)
         taken, whole = _processor_s()
-        found = {way: measure(way) for way in (*ways[first:], *ways[:first])}
+        found = {way: measure(way) for way in turned(ways, len(made))}
         taken, whole = (after - before for after, before in zip(_processor_s(), (taken, whole), strict=True))
         share = taken / whole if whole > 0 else 0.0
         quiet += share <= _QUIET
@@ -58,6 +59,24 @@ def alternate(
     dropped = [share for at, (share, _) in enumerate(made) if at not in best]
     found_by_way = {way: [found[way] for _, found in kept] for way in ways}
     return found_by_way, Taken(tuple(share for share, _ in kept), tuple(dropped))
+
+
+def turned(ways: Sequence[T], turn: int) -> list[T]:
+    """Another one first in each turn."""
+    first = turn % len(ways)
+    return [*ways[first:], *ways[:first]]
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Median of the rounds' ratios."""
+    return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
+
+
+def odd_losses(losses: Mapping[str, float], near: float) -> list[str]:
+    """The ways that did not train the same model as most: `near` is how far apart rounding makes losses."""
+    numbers = [loss for loss in losses.values() if not math.isnan(loss)]  # no order has nan in it
+    middle = statistics.median_low(numbers) if numbers else 0.0
+    return [way for way, loss in losses.items() if not abs(loss - middle) <= near * abs(middle)]
 
 
 def _processor_s() -> tuple[float, float]:

@@ -7,8 +7,8 @@ rough prototype on two idle cores. A target compares two times of one program: t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from dataclasses import Field, asdict, dataclass
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from imece.bench.report import size_text
 
@@ -148,7 +148,9 @@ PARAMETER_GROWTH = 1.25  # of that cost from 1,000 to 10,000 parameters: linear,
 
 
 class Promise(Protocol):
-    """A target that knows how its figure reads."""
+    """A target, which is a dataclass, that knows how its figure reads."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def text(self) -> str: ...
@@ -171,6 +173,13 @@ def lines(targets: Sequence[AnyPromise], found: Callable[[AnyPromise], float | N
         else:
             shown.append(verdict(target.met(figure), target.text, target.figure(figure)))
     return shown
+
+
+def as_json(
+    targets: Sequence[AnyPromise], found: Callable[[AnyPromise], float | None]
+) -> list[dict[str, Any]]:
+    """The same for a program; not measured is None."""
+    return [asdict(target) | {"text": target.text, "measured": found(target)} for target in targets]
 
 
 def verdict(met: bool | None, text: str, figure: str = "not measured in this run") -> str:

@@ -9,6 +9,7 @@ from typing import Literal
 from imece.bench import report
 from imece.bench.gpu import gpu
 from imece.bench.gpu.gpu import PARTS
+from imece.cli.bench_options import at_least_one
 from imece.errors import UserError
 
 
@@ -33,11 +34,9 @@ class GpuOptions:
 
     def plan(self) -> gpu.Plan:
         """What to measure; UserError for what cannot be."""
-        for option, number in (
-            ("--sequences", self.sequences), ("--rounds", self.rounds), ("--steps", self.steps)
-        ):  # fmt: skip
-            if number < 1:
-                raise UserError(f"{option} {number}: at least 1 is needed")
+        at_least_one(self.sequences, "--sequences")
+        at_least_one(self.rounds, "--rounds")
+        at_least_one(self.steps, "--steps")
         parts = tuple(report.read_choices(self.parts, PARTS, "--parts"))
         if self.device == "cpu" and self.model != "tiny":
             raise UserError(f"--device cpu --model {self.model}: on a CPU only --model tiny is measured")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -52,8 +53,7 @@ class CollectivesOptions:
     def plan(self) -> collectives.Plan:
         """What to measure; UserError for what cannot be."""
         ranks = tuple(_whole(word, "--ranks") for word in self.ranks.split(","))
-        if any(not 2 <= count <= 64 for count in ranks):
-            raise UserError(f"--ranks {self.ranks}: from 2 to 64 ranks can be measured")
+        check_ranks(ranks)
         at_least_one(self.rounds, "--rounds")
         against = report.read_choices(self.against, LIBRARIES[2:], "--against", or_none=True)
         ours = [name for name, wanted in zip(LIBRARIES, (self.shared, self.ordinary), strict=False) if wanted]
@@ -202,9 +202,7 @@ class MemoryOptions:
         strategies = tuple(report.read_choices(self.strategies, STRATEGIES, "--strategies"))
         models = tuple(report.read_choices(self.models, tuple(MODELS), "--models"))
         ranks = counts(self.ranks, "--ranks")
-        for count in ranks:
-            if not 2 <= count <= 64:
-                raise UserError(f"--ranks {count}: from 2 to 64 ranks can be measured")
+        check_ranks(ranks)
         if self.quick:
             models, ranks = models[:1], ranks[:1]
         plan = memory.Plan(strategies, models, ranks, self.bf16, self.offload)
@@ -246,10 +244,15 @@ class TrainOptions:
 
 
 def _check_counts(options: DdpOptions | StepOptions | TrainOptions) -> None:
-    if not 2 <= options.ranks <= 64:
-        raise UserError(f"--ranks {options.ranks}: from 2 to 64 ranks can be measured")
+    check_ranks([options.ranks])
     at_least_one(options.rounds, "--rounds")
     at_least_one(options.steps, "--steps")
+
+
+def check_ranks(ranks: Iterable[int]) -> None:
+    for count in ranks:
+        if not 2 <= count <= 64:
+            raise UserError(f"--ranks {count}: from 2 to 64 ranks can be measured")
 
 
 def counts(text: str, option: str) -> tuple[int, ...]:

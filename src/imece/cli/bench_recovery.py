@@ -8,6 +8,7 @@ from pathlib import Path
 from imece.bench import report
 from imece.bench.recovery.rank import SEQUENCES
 from imece.bench.recovery.record import PARTS, STRATEGIES, Plan
+from imece.cli.bench_options import at_least_one
 from imece.errors import UserError
 
 
@@ -44,12 +45,9 @@ class RecoveryOptions:
         parts = tuple(report.read_choices(self.parts, PARTS, "--parts"))
         if not 2 <= self.ranks <= SEQUENCES:
             raise UserError(f"--ranks {self.ranks}: from 2 to {SEQUENCES}, the sequences of a step")
-        for name, count in (
-            ("--kills", self.kills), ("--torchrun-runs", self.torchrun_runs),
-            ("--checkpoint-every", self.checkpoint_every),
-        ):  # fmt: skip
-            if count < 1:
-                raise UserError(f"{name} {count}: at least 1 is needed")
+        at_least_one(self.kills, "--kills")
+        at_least_one(self.torchrun_runs, "--torchrun-runs")
+        at_least_one(self.checkpoint_every, "--checkpoint-every")
         if self.steps < 2:
             raise UserError(f"--steps {self.steps}: at least 2 are needed")
         if not 0 < self.every_s <= 3600:

@@ -10,6 +10,7 @@ from typing import Literal
 from imece.bench import report
 from imece.bench.save import save
 from imece.bench.save.save import STRATEGIES
+from imece.cli.bench_options import at_least_one
 from imece.errors import UserError
 
 
@@ -37,8 +38,7 @@ class SaveOptions:
         strategies = tuple(report.read_choices(self.strategies, STRATEGIES, "--strategies"))
         if not 2 <= self.ranks <= 64 or self.ranks % 2:
             raise UserError(f"--ranks {self.ranks}: an even number from 2 to 64 can be measured")
-        if self.rounds < 1:
-            raise UserError(f"--rounds {self.rounds}: at least 1 is needed")
+        at_least_one(self.rounds, "--rounds")
         if self.folder is not None and not (os.path.isdir(self.folder) and os.access(self.folder, os.W_OK)):
             raise UserError(
                 f"--folder {self.folder}: no folder that can be written to: make it, or name another"

@@ -17,11 +17,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from imece.bench import machine
+from imece.bench import machine, targets
 from imece.bench.collectives.contenders import LIBRARIES, numel_of
 from imece.bench.collectives.limit import CHUNKS_BYTES
-from imece.bench.crew import Crew, CrewError
+from imece.bench.crew import Crew, CrewError, slowest
 from imece.bench.report import size_text
+from imece.bench.rounds import turned
 from imece.bench.targets import Target
 from imece.errors import UserError
 
@@ -163,15 +164,14 @@ def ratio_in(results: Sequence[Result]) -> Callable[[Target], float | None]:
     return ratio
 
 
-def as_json(plan: Plan, results: Sequence[Result], targets: Sequence[Target]) -> dict[str, Any]:
+def as_json(plan: Plan, results: Sequence[Result]) -> dict[str, Any]:
     """Everything, with the machine."""
-    ratio = ratio_in(results)
     return {
         "benchmark": "collectives",
         "machine": machine.facts(),
         "plan": asdict(plan),
         "results": [result.as_json() for result in results],
-        "targets": [asdict(target) | {"text": target.text, "measured": ratio(target)} for target in targets],
+        "targets": targets.as_json(targets.COLLECTIVES, ratio_in(results)),
     }
 
 
@@ -235,14 +235,13 @@ def _measure(plan: Plan, crews: dict[str, Crew], ranks: int, op: str, size_bytes
         repeat = max(1, min(100_000, round(plan.least_s / once + 0.5)))
         results.append(Result(ranks, op, nbytes, library, right, repeat))
     for turn in range(plan.rounds):
-        start = turn % len(results)
-        for result in results[start:] + results[:start]:
+        for result in turned(results, turn):
             crew = crews[result.library]
             if result.library == LIMIT:
                 answers = crew.ask("measure_limit", chunk=chunk, repeat=result.repeat)
             else:
                 answers = crew.ask("measure", library=result.library, repeat=result.repeat)
-            result.seconds.append(max(answer["seconds"] for answer in answers))
+            result.seconds.append(slowest(answers))
     for result in results:
         if result.library == LIMIT:
             crews[LIMIT].ask("release_limit")
@@ -255,6 +254,6 @@ def _prepare_limit(crew: Crew, op: str, size_bytes: int, calls: int) -> tuple[fl
     """Seconds of one pass with the fastest chunk size, and that size's number."""
     offers = [answer["offer"] for answer in crew.ask("offer_limit", op=op, size_bytes=size_bytes)]
     answers = crew.ask("prepare_limit", offers=offers, calls=calls)
-    slowest = [max(answer["once_s"][at] for answer in answers) for at in range(len(CHUNKS_BYTES))]
-    best = min(range(len(slowest)), key=slowest.__getitem__)
-    return slowest[best], best
+    seconds = [max(answer["once_s"][at] for answer in answers) for at in range(len(CHUNKS_BYTES))]
+    best = min(range(len(seconds)), key=seconds.__getitem__)
+    return seconds[best], best

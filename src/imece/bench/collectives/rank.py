@@ -21,14 +21,13 @@ KIND = "IMECE_BENCH_RANK"  # which libraries this rank holds: "torch", "mpich" o
 class Rank:
     """The orders of a rank. Every answer is a dict that JSON can carry."""
 
-    def __init__(self, contenders: dict[str, Contender]) -> None:
-        self._contenders = contenders
-        first = next(iter(contenders.values()))
+    def __init__(self) -> None:
+        self._contenders = _contenders(os.environ.get(KIND, "mpich"))
+        first = next(iter(self._contenders.values()))
         self._fence = first.barrier
         self.rank = first.rank
         self._limit = Limit(first.rank, first.world_size)
         self._work: dict[int, Callable[[], None]] = {}  # the limit's, by chunk size
-        self._chunk_bytes = CHUNKS_BYTES[0]
 
     def prepare(self, library: str, op: str, size_bytes: int, calls: int) -> dict[str, Any]:
         """Check the result once and find out from `calls` calls how long one takes, warmed up."""
@@ -73,6 +72,11 @@ class Rank:
         self._limit.release()
         return {}
 
+    def leave(self) -> None:
+        """No more orders will come."""
+        for contender in self._contenders.values():
+            contender.close()
+
 
 def _time(call: Callable[[], Any], repeat: int) -> float:
     begin = time.perf_counter()
@@ -106,24 +110,5 @@ def _contenders(kind: str) -> dict[str, Contender]:
     }
 
 
-def main() -> None:
-    """Entry of `python -m imece.bench.collectives.rank`, which only a crew starts."""
-    crew.end_with_crew()
-    contenders = _contenders(os.environ.get(KIND, "mpich"))
-    rank = Rank(contenders)
-    handlers = {
-        name: getattr(rank, name)
-        for name in (
-            "prepare", "measure", "release", "offer_limit", "prepare_limit", "measure_limit", "release_limit"
-        )
-    }  # fmt: skip
-
-    def leave() -> None:
-        for contender in contenders.values():
-            contender.close()
-
-    crew.serve(handlers, rank.rank, leave)
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # a crew has started it
+    crew.serve(Rank)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from imece.bench import machine
-from imece.bench.crew import Crew
+from imece.bench.crew import Crew, slowest
 from imece.bench.ddp.rank import BACKENDS, WRAP
 from imece.bench.rounds import Taken, alternate
 
@@ -69,7 +69,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
             BACKENDS, plan.rounds, lambda backend: crew.ask("measure", backend=backend, steps=plan.steps)
         )
         for backend in BACKENDS:
-            results.seconds[backend] = [max(answer["seconds"] for answer in each) for each in rounds[backend]]
+            results.seconds[backend] = [slowest(each) for each in rounds[backend]]
             results.losses[backend] = [each[0]["loss"] for each in rounds[backend]]
     for line in lines(results):
         say(line)

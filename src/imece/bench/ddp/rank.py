@@ -67,12 +67,5 @@ def _wrapped(wrap: str, group: dist.ProcessGroup) -> nn.Module:
     return model
 
 
-def main() -> None:
-    """Entry of `python -m imece.bench.ddp.rank`, which only a crew starts."""
-    crew.end_with_crew()
-    rank = Rank(os.environ[WRAP])
-    crew.serve({"describe": rank.describe, "measure": rank.measure})
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # a crew has started it
+    crew.serve(lambda: Rank(os.environ[WRAP]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -10,10 +9,11 @@ from typing import Any
 
 import torch
 
-from imece.bench import machine
+from imece.bench import machine, targets
 from imece.bench.gpu.loop import loops_own
 from imece.bench.gpu.targets import COMPILED, GPU, OPTIMIZERS, OURS, WAYS, GpuTarget
 from imece.bench.gpu.ways import Rank, Timed
+from imece.bench.rounds import odd_losses, ratio, turned
 from imece.launch.spawn import spawn
 from imece.models.presets import preset
 from imece.train.peak import flops_per_token, measured_peak
@@ -59,8 +59,8 @@ class Results:
 
     def time(self, way: str, than: str) -> float:
         """How many times the time of `than`: median of the rounds' ratios."""
-        pairs = zip(self.ways[way], self.ways[than], strict=True)
-        return statistics.median(ours.seconds / theirs.seconds for ours, theirs in pairs)
+        ours, theirs = ([each.seconds for each in self.ways[name]] for name in (way, than))
+        return ratio(ours, theirs)
 
     def rate(self, way: str) -> float:
         """The share of the matrix rate that its median step reaches."""
@@ -74,8 +74,7 @@ class Results:
         if target.what == "optimizer":
             if way not in self.optimizers:
                 return None
-            pairs = zip(self.optimizers[way], self.optimizers[against], strict=True)
-            return statistics.median(ours / theirs for ours, theirs in pairs)
+            return ratio(self.optimizers[way], self.optimizers[against])
         if way not in self.ways:
             return None
         if target.what == "rate":
@@ -90,18 +89,15 @@ class Results:
 
     @property
     def odd_ones(self) -> list[str]:
-        """The ways that did not train the same model as most: equal losses up to rounding."""
-        losses = {way: timed[-1].loss for way, timed in self.ways.items()}
-        numbers = [loss for loss in losses.values() if not math.isnan(loss)]  # no order has nan in it
-        middle = statistics.median_low(numbers) if numbers else 0.0
-        return [way for way, loss in losses.items() if not abs(loss - middle) <= 1e-2 * abs(middle)]
+        """The ways that did not train the same model as most."""
+        return odd_losses({way: timed[-1].loss for way, timed in self.ways.items()}, 1e-2)
 
     def as_json(self) -> dict[str, Any]:
         """Everything, with the machine."""
         return asdict(self) | {
             "benchmark": "gpu",
             "machine": machine.facts(),
-            "targets": [asdict(t) | {"text": t.text, "measured": self.found(t)} for t in GPU],
+            "targets": targets.as_json(GPU, self.found),
         }
 
 
@@ -129,13 +125,13 @@ def _measure(asked: dict[str, Any]) -> dict[str, Any]:
     for turn in range(plan.rounds):
         print(f"round {turn + 1} of {plan.rounds}", flush=True)
         if "wrapper" in plan.parts:
-            for way in _turned(WAYS, turn):
+            for way in turned(WAYS, turn):
                 timed = rank.train(way, plan.steps, count_syncs=way == OURS)
                 ways.setdefault(way, []).append(timed)
         if "compile" in plan.parts:
             ways.setdefault(COMPILED, []).append(rank.train(COMPILED, plan.steps))
         if "optimizer" in plan.parts:
-            for way in _turned(OPTIMIZERS, turn):
+            for way in turned(OPTIMIZERS, turn):
                 optimizers.setdefault(way, []).append(rank.step_alone(way, plan.steps))
     loop = None
     if "loop" in plan.parts:
@@ -151,12 +147,6 @@ def _measure(asked: dict[str, Any]) -> dict[str, Any]:
         "optimizers": optimizers,
         "loop": loop,
     }
-
-
-def _turned(ways: tuple[str, ...], turn: int) -> list[str]:
-    """Another one first in each round."""
-    first = turn % len(ways)
-    return [*ways[first:], *ways[:first]]
 
 
 def _peak(timed: list[Timed]) -> int | None:

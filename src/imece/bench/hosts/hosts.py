@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from imece.bench import machine
-from imece.bench.crew import Crew
+from imece.bench import machine, targets
+from imece.bench.crew import Crew, slowest
 from imece.bench.hosts import namespaces, tcp
 from imece.bench.hosts import step as hosts_step
 from imece.bench.hosts.namespaces import ADDRESSES, Hosts, two_hosts
@@ -78,7 +78,7 @@ class Results:
             "benchmark": "hosts",
             "machine": machine.facts(),
             "broadcast_model_s": {parts: self.model_s(parts) for parts in self.broadcast_s},
-            "targets": [asdict(t) | {"text": t.text, "measured": self.ratio(t)} for t in HOSTS],
+            "targets": targets.as_json(HOSTS, self.ratio),
         }
 
 
@@ -180,9 +180,9 @@ def _all_reduce(crew: Crew, results: Results) -> None:
     answers = crew.ask("prepare", size_bytes=results.plan.size_bytes)
     results.right = {way: all(answer["right"][way] for answer in answers) for way in WAYS}
     results.seconds, results.taken = alternate(
-        WAYS, results.plan.rounds, lambda way: _slowest(crew.ask("measure", way=way))
+        WAYS, results.plan.rounds, lambda way: slowest(crew.ask("measure", way=way))
     )
-    results.check_s = [_slowest(crew.ask("check")) for _ in range(results.plan.rounds)]
+    results.check_s = [slowest(crew.ask("check")) for _ in range(results.plan.rounds)]
 
 
 def _broadcast(crew: Crew, results: Results) -> None:
@@ -190,12 +190,8 @@ def _broadcast(crew: Crew, results: Results) -> None:
     results.broadcast_s = {parts: [] for parts in results.plan.parts}
     results.right["broadcast"] = True
     for _ in range(results.plan.rounds):
-        results.link_s.append(_slowest(crew.ask("link")))
+        results.link_s.append(slowest(crew.ask("link")))
         for parts in results.plan.parts:
             answers = crew.ask("broadcast", parts=parts)
-            results.broadcast_s[parts].append(_slowest(answers))
+            results.broadcast_s[parts].append(slowest(answers))
             results.right["broadcast"] &= all(answer["right"] for answer in answers)
-
-
-def _slowest(answers: list[dict[str, Any]]) -> float:
-    return max(float(answer["seconds"]) for answer in answers)

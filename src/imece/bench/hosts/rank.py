@@ -18,7 +18,6 @@ from imece.collectives.fingerprint import Announced
 
 WAYS = ("gloo", "ring", "hierarchical fp32", "hierarchical bf16")
 _PATTERN = 251
-_ORDERS = ("prepare", "measure", "broadcast", "check", "link", "train")
 
 
 class Rank:
@@ -114,12 +113,5 @@ class Rank:
         return {"seconds": time.perf_counter() - begin}
 
 
-def main() -> None:
-    """Entry of `python -m imece.bench.hosts.rank`, which only a crew starts."""
-    crew.end_with_crew()
-    rank = Rank()
-    crew.serve({name: getattr(rank, name) for name in _ORDERS})
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # a crew has started it
+    crew.serve(Rank)

@@ -6,14 +6,13 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import imece
-from imece.bench.crew import Crew
+from imece.bench.crew import Crew, slowest
 from imece.bench.reference_model import REFERENCE, batch, new_decoder, optimizer_of
 from imece.bench.rounds import Taken, alternate
 from imece.bench.targets import times, verdict
@@ -99,10 +98,10 @@ def measure(crew: Crew, rounds: int) -> StepResults:
     for tokens in TOKENS:
 
         def seconds(way: str, tokens: int = tokens) -> float:
-            answers: list[dict[str, Any]] = crew.ask("train", way=way, tokens=tokens, steps=STEPS)
+            answers = crew.ask("train", way=way, tokens=tokens, steps=STEPS)
             results.losses[way] = float(answers[0]["loss"])
             results.sent_bytes[way] = max(float(answer["sent_bytes"]) for answer in answers)
-            return max(float(answer["seconds"]) for answer in answers)
+            return slowest(answers)
 
         for way in every:
             seconds(way)

@@ -117,12 +117,5 @@ class Rank:
         self._pipeline.part.zero_grad()
 
 
-def main() -> None:
-    """Entry of `python -m imece.bench.pipeline.rank`, which only a crew starts."""
-    crew.end_with_crew()
-    rank = Rank()
-    crew.serve({"build": rank.build, "step": rank.step})
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # a crew has started it
+    crew.serve(Rank)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import sysconfig
 import time
@@ -21,6 +20,7 @@ from safetensors.torch import save_file
 
 import imece
 from imece.bench.reference_model import Shape, new_decoder, optimizer_of
+from imece.bench.rounds import ratio
 from imece.collectives import ops
 from imece.data.batches import rows
 from imece.membership.recovery import Recovered
@@ -140,8 +140,7 @@ def _measure_cost(task: Task, mesh: imece.Mesh) -> None:
         for protected in (True, False) if turn % 2 else (False, True):
             seconds[protected].append(go(protected))
     if mesh.rank == 0:
-        pairs = zip(seconds[True], seconds[False], strict=True)
-        cost = statistics.median(ours / plain for ours, plain in pairs) - 1
+        cost = ratio(seconds[True], seconds[False]) - 1
         _write(
             Path(task.folder) / COST, {"cost": cost, "resilient_s": seconds[True], "plain_s": seconds[False]}
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from imece.bench import machine
 from imece.bench.recovery.runs import TorchKill
+from imece.bench.rounds import ratio
 
 STRATEGIES = ("replicate", "zero1", "zero2", "zero3")
 PARTS = ("kills", "cost", "torchrun", "start")
@@ -83,7 +83,7 @@ class Results:
         if not self.start:
             return None
         ours, others = self.start.values()
-        return statistics.median(mine / other for mine, other in zip(ours, others, strict=True))
+        return ratio(ours, others)
 
     def as_json(self) -> dict[str, Any]:
         """Everything, with the machine."""

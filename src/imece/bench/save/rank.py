@@ -81,12 +81,5 @@ class Rank:
         self._checkpoints.save(self._saves, self._state.tensors(), {}, None)
 
 
-def main() -> None:
-    """Entry of `python -m imece.bench.save.rank`, which only a crew starts."""
-    crew.end_with_crew()
-    rank = Rank()
-    crew.serve({name: getattr(rank, name) for name in ("build", "step", "save", "finish", "memory")})
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # a crew has started it
+    crew.serve(Rank)

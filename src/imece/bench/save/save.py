@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from imece.bench import machine
-from imece.bench.crew import Crew
+from imece.bench.crew import Crew, slowest
 from imece.bench.targets import verdict
 from imece.data_parallel.strategy import STRATEGIES as BY_NAME
 
@@ -133,13 +133,13 @@ def _measure(crew: Crew, strategy: str, plan: Plan, folder: str) -> Row:
         None if None in grown else max(grown),
     )  # fmt: skip
     for _ in range(plan.rounds):
-        typical = statistics.median(_slowest(crew.ask("step")) for _ in range(plan.steps))
-        copying = _slowest(crew.ask("save"))
+        typical = statistics.median(slowest(crew.ask("step")) for _ in range(plan.steps))
+        copying = slowest(crew.ask("save"))
         beside: list[float] = []
         saving = True
         while saving and len(beside) < _LONGEST:
             answers = crew.ask("step")
-            beside.append(_slowest(answers))
+            beside.append(slowest(answers))
             saving = any(answer["saving"] for answer in answers)
         crew.ask("finish")
         row.step_s.append(typical)
@@ -161,10 +161,6 @@ def _hosts(strategy: str, ranks: int) -> list[dict[str, str]] | None:
         }
         for rank in range(ranks)
     ]  # fmt: skip
-
-
-def _slowest(answers: Sequence[dict[str, Any]]) -> float:
-    return max(float(answer["seconds"]) for answer in answers)
 
 
 def _heads(results: Results) -> list[str]:

@@ -158,13 +158,5 @@ def _bytes(file: str, name: str) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def main() -> None:
-    """Entry of `python -m imece.bench.step.rank`, which only a crew starts."""
-    crew.end_with_crew()
-    rank = Rank()
-    orders = ("build", "measure", "trace", "memory", "footprint", "chain", "backward")
-    crew.serve({name: getattr(rank, name) for name in orders})
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # a crew has started it
+    crew.serve(Rank)

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from imece.bench import machine, report
-from imece.bench.crew import Crew
-from imece.bench.rounds import Taken, alternate
+from imece.bench import machine, report, targets
+from imece.bench.crew import Crew, slowest
+from imece.bench.rounds import Taken, alternate, odd_losses, ratio
 from imece.bench.step.ways import ALONE, OURS, OVERLAPPED, PACKAGES, missing
 from imece.bench.targets import STEP, STRATEGY, StepTarget
 from imece.data_parallel.reducing.trace import BucketTrace, StepTrace
@@ -84,8 +84,7 @@ class Results:
 
     def speed(self, tokens: int, way: str, than: str) -> float:
         """How many times as fast as `than`: median of the rounds' ratios."""
-        rounds = self.seconds[tokens]
-        return statistics.median(other / ours for ours, other in zip(rounds[way], rounds[than], strict=True))
+        return ratio(self.seconds[tokens][than], self.seconds[tokens][way])
 
     def share(self, tokens: int, way: str, of: str) -> float:
         """What `way` adds to a step, as a part of what `of` adds."""
@@ -115,17 +114,15 @@ class Results:
 
     @property
     def odd_ones(self) -> list[str]:
-        """The synchronising ways that did not train the same model as most: equal losses up to rounding."""
-        losses = {way: loss for way, loss in self.losses.items() if way != ALONE}
-        middle = statistics.median_low(losses.values()) if losses else 0.0
-        return [way for way, loss in losses.items() if not abs(loss - middle) <= 1e-3 * abs(middle)]
+        """The synchronising ways that did not train the same model as most."""
+        return odd_losses({way: loss for way, loss in self.losses.items() if way != ALONE}, 1e-3)
 
     def as_json(self) -> dict[str, Any]:
         """Everything, with the machine."""
         return asdict(self) | {
             "benchmark": "step",
             "machine": machine.facts() | {name: machine.version(name) for name in PACKAGES.values()},
-            "targets": [asdict(t) | {"text": t.text, "measured": self.found(t)} for t in self.plan.targets],
+            "targets": targets.as_json(self.plan.targets, self.found),
         }
 
 
@@ -269,7 +266,7 @@ def _measure(crew: Crew, results: Results, tokens: int) -> None:
     def seconds(way: str) -> float:
         answers = crew.ask("measure", way=way, tokens=tokens, steps=plan.steps)
         results.losses[way] = answers[0]["loss"]
-        return max(float(answer["seconds"]) for answer in answers)
+        return slowest(answers)
 
     results.seconds[tokens], results.taken[tokens] = alternate(ways, plan.rounds, seconds)
 

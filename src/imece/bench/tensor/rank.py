@@ -80,12 +80,5 @@ def most_bytes(run: Callable[[], object]) -> int:
     return most
 
 
-def main() -> None:
-    """Entry of `python -m imece.bench.tensor.rank`, which only a crew starts."""
-    crew.end_with_crew()
-    rank = Rank()
-    crew.serve({"build": rank.build, "measure": rank.measure, "memory": rank.memory})
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # a crew has started it
+    crew.serve(Rank)

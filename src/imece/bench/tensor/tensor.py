@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from imece.bench import machine
-from imece.bench.crew import Crew
+from imece.bench.crew import Crew, slowest
 from imece.bench.report import size_text
 from imece.bench.rounds import Taken, alternate
 from imece.bench.tensor.ways import ALONE, WAYS
@@ -97,8 +97,7 @@ def _measure(crew: Crew, plan: Plan, vocabulary: int, tokens: int) -> tuple[list
     losses: dict[str, float] = {}
 
     def measure(way: str) -> float:
-        told = crew.ask("measure", way=way, tokens=tokens, steps=plan.steps)
-        return max(float(each["seconds"]) for each in told)
+        return slowest(crew.ask("measure", way=way, tokens=tokens, steps=plan.steps))
 
     for way in WAYS:
         # New ones, of which the first steps prepare what all others use. Later losses tell nothing: roundings

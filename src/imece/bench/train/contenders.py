@@ -31,7 +31,7 @@ from imece.train.precision import choose_precision
 from imece.train.run_folder import RunFolder
 
 _OURS_MODULE, _PLAIN_MODULE = "imece.bench.train.rank", "imece.bench.train.plain"
-_NEVER_DONE = 10**6  # steps of a run: its last one would validate and save
+NEVER_DONE = 10**6  # steps of a run: its last one would validate and save
 
 # A tiny model on a few bytes of text: to see that everything works. It learns fast from the first step on, so
 # that a loop which does something else is seen soon.
@@ -141,7 +141,7 @@ def _config_of(way: str, plan: Plan, config: TrainConfig, run_folder: Path) -> T
     return dataclasses.replace(
         config,
         run=str(run_folder),
-        steps=_NEVER_DONE,
+        steps=NEVER_DONE,
         batch=batch,
         compute=dataclasses.replace(config.compute, dtype=dtype, compile=way in COMPILED.values()),
         validate=ValidateSection(every=0),

@@ -102,11 +102,5 @@ class Rank:
         return {"seconds": seconds, "loss": float(loss)}
 
 
-def main() -> None:
-    """Entry of `python -m imece.bench.train.plain`, which only a crew starts."""
-    rank = Rank()
-    crew.serve({"open": rank.open, "measure": rank.measure})
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # a crew has started it
+    crew.serve(Rank)

@@ -16,37 +16,14 @@ import torch
 from imece import mesh as meshes
 from imece.bench import crew
 from imece.bench.resident import peak_bytes, peak_from_now_on
+from imece.bench.train.pausing import PausingLoop
 from imece.checkpoint.files import step_folder
 from imece.checkpoint.load import all_steps
 from imece.checkpoint.manifest import file_name
 from imece.collectives import ops
 from imece.train.config import CheckpointSection
-from imece.train.loop import Loop
 from imece.train.run_folder import RunFolder
 from imece.train.session import Session
-from imece.train.stopping import Stop
-from imece.train.watching import Watching
-
-
-class _EnoughError(Exception):
-    """As many steps as were ordered."""
-
-
-class _Pausing(Watching):
-    """What a run always has, live line and files; and after the ordered steps the loop is left."""
-
-    def __init__(self, session: Session) -> None:
-        super().__init__(
-            session.folder.path, session.mesh.rank, session.config.steps, session.done, session.alarms
-        )
-        self.ordered = 0
-        self.records: list[dict[str, Any]] = []
-
-    def step(self, record: Mapping[str, Any]) -> None:
-        super().step(record)
-        self.records.append(dict(record))
-        if len(self.records) == self.ordered:
-            raise _EnoughError
 
 
 class Rank:
@@ -57,13 +34,12 @@ class Rank:
         sys.stdout = _Screen(open(os.devnull, "wb"))  # noqa: SIM115 - as long as the process
         os.environ["TERM"] = "xterm"  # the live line is drawn, as for a person at a terminal
         self._mesh = meshes.init(device="cpu")
-        self._runs: dict[str, tuple[Session, _Pausing, Loop]] = {}
+        self._runs: dict[str, PausingLoop] = {}
 
     def open(self, way: str, folder: str) -> dict[str, Any]:
         """Begin the run of a run folder's config; its size, its batch in words, how long it compiled."""
         session = Session.open(RunFolder(Path(folder)).config(), self._mesh)
-        watching = _Pausing(session)
-        self._runs[way] = session, watching, Loop(session, watching, Stop())
+        self._runs[way] = PausingLoop(session)
         return {
             "parameters": session.model.config.parameter_count,
             "batch": session.plan.describe(),
@@ -74,7 +50,7 @@ class Rank:
         """Seconds of one of `steps` steps after a barrier, the last loss, and every step's phases."""
         ops.barrier(group=self._mesh.world_group)
         begin = time.perf_counter()
-        records = self._go_on(way, steps)
+        records = self._runs[way].go_on(steps)
         seconds = (time.perf_counter() - begin) / steps
         return {
             "seconds": seconds,
@@ -87,11 +63,11 @@ class Rank:
 
         whole: whether it was on the disk when they were over, so that none of its cost is missing.
         """
-        session, _, _ = self._runs[way]
+        session = self._runs[way].session
         usual, at = session.config, session.done + 1
         session.config = dataclasses.replace(usual, checkpoint=CheckpointSection(every=at))
         ops.barrier(group=self._mesh.world_group)
-        seconds = [each["step_s"] + each.get("save_s", 0.0) for each in self._go_on(way, steps)]
+        seconds = [each["step_s"] + each.get("save_s", 0.0) for each in self._runs[way].go_on(steps)]
         session.config = usual
         whole = at in all_steps(session.folder.checkpoints)
         _finish(session)
@@ -103,7 +79,7 @@ class Rank:
         No step is made meanwhile: what a step takes and gives back would hide it. grown_bytes is None where
         the kernel does not tell.
         """
-        session, _, _ = self._runs[way]
+        session = self._runs[way].session
         before = peak_from_now_on()
         session.save()
         _finish(session)
@@ -111,16 +87,6 @@ class Rank:
         folder = step_folder(session.folder.checkpoints, session.done)
         written = (folder / file_name(self._mesh.rank)).stat().st_size
         return {"grown_bytes": None if before is None else after - before, "written_bytes": written}
-
-    def _go_on(self, way: str, steps: int) -> list[dict[str, Any]]:
-        """So many steps of a run; their records."""
-        _, watching, loop = self._runs[way]
-        watching.ordered, watching.records = steps, []
-        try:
-            loop.run()
-        except _EnoughError:
-            return watching.records
-        raise RuntimeError(f"{way} came to its end: its config has too few steps")
 
 
 class _Screen(io.TextIOWrapper):
@@ -139,12 +105,5 @@ def _phases(record: Mapping[str, Any]) -> dict[str, float]:
     return {name: record[name] for name in record if name.endswith("_s") and name != "tokens_per_s"}
 
 
-def main() -> None:
-    """Entry of `python -m imece.bench.train.rank`, which only a crew starts."""
-    crew.end_with_crew()
-    rank = Rank()
-    crew.serve({name: getattr(rank, name) for name in ("open", "measure", "measure_save", "save")})
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # a crew has started it
+    crew.serve(Rank)

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from imece.bench import machine
-from imece.bench.rounds import Taken, alternate
+from imece.bench import machine, targets
+from imece.bench.crew import slowest
+from imece.bench.rounds import Taken, alternate, odd_losses, ratio
 from imece.bench.train.contenders import Contender, Plan, batch_of, start_all, with_text
 from imece.bench.train.targets import ALONE, DEFAULT, ONE_RANK, PLAIN, TRAIN, TrainTarget
 
@@ -56,8 +57,7 @@ class Results:
 
     def speed(self, way: str, than: str) -> float:
         """How many times the tokens/s of `than`: median of the rounds' ratios."""
-        pairs = zip(self.seconds[way], self.seconds[than], strict=True)
-        return statistics.median(theirs / ours for ours, theirs in pairs)
+        return ratio(self.seconds[than], self.seconds[way])
 
     def tokens_per_s(self, way: str) -> float:
         """Median of the rounds."""
@@ -83,10 +83,8 @@ class Results:
 
     @property
     def odd_ones(self) -> list[str]:
-        """The ways that did not train the same model as most: equal losses up to rounding."""
-        losses = {way: loss for way, loss in self.losses.items() if way != ALONE}
-        middle = statistics.median_low(losses.values()) if losses else 0.0
-        return [way for way, loss in losses.items() if not abs(loss - middle) <= 5e-3 * abs(middle)]
+        """The ways that did not train the same model as most."""
+        return odd_losses({way: loss for way, loss in self.losses.items() if way != ALONE}, 5e-3)
 
     def as_json(self) -> dict[str, Any]:
         """Everything, with the machine."""
@@ -95,7 +93,7 @@ class Results:
             "default": self.plan.default,
             "machine": machine.facts(),
             "tokens_per_s": {way: self.tokens_per_s(way) for way in self.seconds},
-            "targets": [asdict(t) | {"text": t.text, "measured": self.found(t)} for t in TRAIN],
+            "targets": targets.as_json(TRAIN, self.found),
         }
 
 
@@ -113,13 +111,13 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
             if way == plan.default:
                 results.parameters, results.batch = opened["parameters"], opened["batch"]
             contender.ask("measure", steps=_WARM_UP)
-        rounds, results.taken = alternate(
+        made, results.taken = alternate(
             list(contenders), plan.rounds, lambda way: contenders[way].ask("measure", steps=plan.steps)
         )
-        for way, made in rounds.items():
-            results.seconds[way] = [max(answer["seconds"] for answer in answers) for answers in made]
-            results.losses[way] = statistics.fmean(answer["loss"] for answer in made[-1])
-        results.phases = [phases for answers in rounds[plan.default] for phases in answers[0]["phases"]]
+        for way, each in made.items():
+            results.seconds[way] = [slowest(answers) for answers in each]
+            results.losses[way] = statistics.fmean(answer["loss"] for answer in each[-1])
+        results.phases = [phases for answers in made[plan.default] for phases in answers[0]["phases"]]
         _measure_saves(contenders[plan.default], results)
     for line in lines(results):
         say(line)

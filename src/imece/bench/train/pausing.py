@@ -1,0 +1,55 @@
+"""A loop of `imece train` that is left after some steps, and can go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from imece.train.loop import Loop
+from imece.train.session import Session
+from imece.train.stopping import Stop
+from imece.train.watching import Watching
+
+
+class _EnoughError(Exception):
+    """As many steps as were ordered."""
+
+
+class _Watching(Watching):
+    """What a run always has, live line and files; and after the ordered steps the loop is left."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(
+            session.folder.path, session.mesh.rank, session.config.steps, session.done, session.alarms
+        )
+        self.ordered = 0
+        self.records: list[dict[str, Any]] = []
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        super().step(record)
+        self.records.append(dict(record))
+        if len(self.records) == self.ordered:
+            raise _EnoughError
+
+
+class PausingLoop:
+    """The loop of a session that is open."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._watching = _Watching(session)
+        self._loop = Loop(session, self._watching, Stop())
+
+    def go_on(self, steps: int) -> list[dict[str, Any]]:
+        """So many steps; their records."""
+        self._watching.ordered, self._watching.records = steps, []
+        try:
+            self._loop.run()
+        except _EnoughError:
+            return self._watching.records
+        raise RuntimeError("the run came to its end: its config has too few steps")
+
+    def close(self) -> None:
+        """What is shown and written of it is whole."""
+        self.session.checkpoints.close()
+        self._watching.close()
