@@ -20,7 +20,8 @@ import pytest
 from imece.cli.main import main
 from imece.launch.crew import Crew
 from imece.store import serve
-from tests.launch.launcher import Launcher, run_launch
+from tests.launch.launcher import Launcher, Outcome, run_launch
+from tests.train.command import in_fork, launched
 
 Script = Callable[[str], Path]
 
@@ -60,6 +61,11 @@ print(json.dumps([dict(os.environ), sys.argv[1:], sys.stdin.read(), listens]))
         assert listens == ["127.0.0.1"], "the store must not be reachable from elsewhere"
 
 
+def forked(path: Path, *options: str) -> Outcome:
+    """`imece launch OPTIONS path`, whose ranks need not import torch."""
+    return Outcome(*in_fork(launched, str(path.parent), *options, str(path)))
+
+
 def test_torch_programs_find_each_other(script: Script) -> None:
     """torch's own init_process_group, without imece, by the variables that it reads."""
     text = """
@@ -72,7 +78,7 @@ listens = {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.stat
 print(tensor.item(), listens - {"127.0.0.1", "::1"} or "loopback")
 dist.destroy_process_group()
 """
-    outcome = run_launch("--nproc-per-node", "2", "--standalone", script(text))
+    outcome = forked(script(text), "--nproc-per-node", "2", "--standalone")
     assert outcome.status == 0, outcome.err
     assert sorted(outcome.out.splitlines()) == ["[rank 0] 3 loopback", "[rank 1] 3 loopback"]
 
@@ -164,23 +170,21 @@ dist.all_reduce(torch.ones(1))
 def test_the_survivor_of_a_collective_is_not_blamed(
     script: Script, fault: str, status: int, said: str
 ) -> None:
-    outcome = run_launch("--ranks", "2", script(WITH_IMECE.format(fault=fault)))
+    outcome = forked(script(WITH_IMECE.format(fault=fault)), "--ranks", "2")
     last = outcome.err.splitlines()[-1]
     assert outcome.status == status and last.startswith("imece: rank 1 (pid ") and said in last, outcome.err
 
 
 def test_one_that_finishes_while_another_needs_it_is_no_success(script: Script) -> None:
     """Rank 0 has lost its peer as its last act, and nobody else is left whose end could be the cause."""
-    outcome = run_launch("--ranks", "2", script(WITH_IMECE.format(fault="sys.exit(0)")))
+    outcome = forked(script(WITH_IMECE.format(fault="sys.exit(0)")), "--ranks", "2")
     last = outcome.err.splitlines()[-1]
     assert outcome.status == 1 and "imece: rank 0 (pid " in last and "failed with PeerLostError" in last
     assert last.endswith("; rank 1 had finished before")
 
 
 def test_leaving_in_order_is_no_failure(script: Script) -> None:
-    outcome = run_launch(
-        "--ranks", "2", script(WITH_IMECE.format(fault="pass") + "mesh.close(); os._exit(0)")
-    )
+    outcome = forked(script(WITH_IMECE.format(fault="pass") + "mesh.close(); os._exit(0)"), "--ranks", "2")
     assert outcome.status == 0, outcome.err
 
 
