@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -44,7 +44,6 @@ from tests.data_parallel.sharding.test_units import (
 )
 
 SHARDED = ("zero1", "zero2", "zero3")
-Wire = Literal["bf16"] | None
 
 
 @dataclass(frozen=True)

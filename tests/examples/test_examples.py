@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from imece import mesh
-from tests.launch.launcher import Launcher, run_launch
+from tests.launch.launcher import Launcher
 from tests.train.command import in_fork, launched
 
 ROOT = Path(__file__).parents[2]
@@ -70,9 +70,11 @@ def torchrun(script: Path, out: Path) -> str:
 
 
 def imece_launch(script: Path, out: Path) -> str:
-    outcome = run_launch("--ranks", "2", script, *TWO_RANKS, out, timeout_s=200)
-    assert outcome.status == 0, outcome.err
-    return outcome.out
+    status, said, err = in_fork(
+        launched, str(script.parent), "--ranks", "2", *map(str, (script, *TWO_RANKS, out))
+    )
+    assert status == 0, err
+    return str(said)
 
 
 def slurm(script: Path, out: Path) -> str:

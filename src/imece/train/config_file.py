@@ -18,15 +18,12 @@ Section = TypeVar("Section")
 
 def to_toml(config: TrainConfig) -> str:
     """The whole file, which `read_toml` reads back to an equal config. What is none is left out."""
-    lines: list[str] = []
-    sections = [each.name for each in dataclasses.fields(config) if _is_section(getattr(config, each.name))]
-    for each in dataclasses.fields(config):
-        if each.name not in sections:
-            lines.append(f"{each.name} = {as_toml(getattr(config, each.name))}")
-    for name in sections:
+    values = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    sections = {name: value for name, value in values.items() if dataclasses.is_dataclass(value)}
+    lines = [f"{name} = {as_toml(value)}" for name, value in values.items() if name not in sections]
+    for name, section in sections.items():
         lines += ["", f"[{name}]"]
-        values = flat(getattr(config, name))
-        lines += [f"{key} = {as_toml(value)}" for key, value in values.items() if value is not None]
+        lines += [f"{key} = {as_toml(value)}" for key, value in flat(section).items() if value is not None]
     return "\n".join(lines) + "\n"
 
 
@@ -107,10 +104,6 @@ def _value(kind: Any, value: Any, name: str) -> Any:
 def _check_text(value: str, name: str) -> None:
     if "\0" in value:  # which an option cannot have, nor a file's name
         raise ValueError(f"{name} is {value!r}: take the NUL out")
-
-
-def _is_section(value: object) -> bool:
-    return dataclasses.is_dataclass(value)
 
 
 def as_toml(value: Any) -> str:

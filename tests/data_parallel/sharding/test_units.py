@@ -26,7 +26,6 @@ from imece.errors import CollectiveError, MismatchError
 from tests.data_parallel.checks import Check, Job, jobs, passed, slow
 
 WIDTH, VOCAB, LAYERS = 12, 17, 4
-Losses = list[torch.Tensor]
 
 
 class Block(nn.Module):

@@ -20,8 +20,6 @@ from imece.launch.hosts.frames import FRAME_LIMIT_BYTES
 from imece.launch.hosts.handshake import MAGIC
 from tests.launch.hosts.agents import TOKEN, Agent, agents, all_that_comes, exactly, is_open, knock
 
-Stranger = Callable[[Agent], bytes]
-
 
 @pytest.fixture
 def pair() -> Iterator[list[Agent]]:
