@@ -180,6 +180,8 @@ class Case:
     no_sync: bool = True
     """Whether all micro-batches but the last are in no_sync."""
     zero: Zero = by_optimizer
+    zero_late: bool = False
+    """Between forward and backward, as many loops do it."""
     schedule: bool = False
     factory: bool = False
     """Give parallelize `make` for parameters, not what it made."""
@@ -267,13 +269,16 @@ class Case:
         rank = group.rank()
 
         def one_step(step: int) -> State:
-            self.zero(model, optimizers, step)
+            if not self.zero_late:
+                self.zero(model, optimizers, step)
             losses = []
             for micro in range(self.micros):
                 quiet = self.no_sync and micro < self.micros - 1
                 with model.no_sync() if quiet else contextlib.nullcontext():
                     turn = step * self.micros + micro
                     loss = self.loss(model, turn, rank)
+                    if self.zero_late and micro == 0:
+                        self.zero(model, optimizers, step)
                     losses.append(loss.detach())
                     if self.average == "tokens":
                         loss = model.weigh(loss, count_of(turn, rank))
@@ -385,6 +390,7 @@ CASES |= {
     "uneven": UNEVEN,
     "uneven, by those present": replace(UNEVEN, divide=False, make=momentum),
     "uneven, zeroed in place, schedule": replace(UNEVEN, zero=by_optimizer_in_place, schedule=True),
+    "uneven, zeroed after forward": replace(UNEVEN, zero_late=True, make=momentum),
     "uneven, muon and adamw, clipped": replace(UNEVEN, make=muon_and_adamw, clip=0.05),
     "uneven, unused": replace(UNEVEN, build=Routed, loss=routed, micros=2),
     "uneven, unused, zeroed in place": replace(UNEVEN, build=Routed, loss=routed, zero=by_model_in_place),

@@ -29,6 +29,11 @@ class DDPJoinHook(JoinHook):
 
     def main_hook(self) -> None:
         """One step of the others."""
+        if self._forward():
+            self._model.reducer.shadow()
+
+    def _forward(self) -> bool:
+        """One of theirs; whether its backward is to be synchronised."""
         model = self._model
         if model.will_sync_module_buffers():
             model._sync_buffers(joining=True, present=False)
@@ -37,7 +42,7 @@ class DDPJoinHook(JoinHook):
         if synchronises:
             model._synchronised += 1
             model.reducer.prepare()
-            model.reducer.shadow()
+        return synchronises
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have ended: the model of those who trained longest is everybody's."""
@@ -57,6 +62,7 @@ class Turn(IntEnum):
     STEP = 3  # an optimizer
     NORM = 4  # of the gradient, of this type
     SCALE = 5  # the gradient, by a factor
+    BACKWARD = 6  # apart from FORWARD: many loops zero gradients between the two
 
 
 class ShardedJoinHook(DDPJoinHook):
@@ -70,7 +76,9 @@ class ShardedJoinHook(DDPJoinHook):
         model.has_joined = True
         try:
             if turn == Turn.FORWARD:
-                super().main_hook()
+                self._forward()
+            elif turn == Turn.BACKWARD:
+                model.reducer.shadow()
             elif turn == Turn.ZERO:
                 model.zero_gradients(int(number) // 2, set_to_none=bool(number % 2))
             elif turn == Turn.STEP:

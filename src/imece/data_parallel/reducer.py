@@ -85,6 +85,8 @@ class Reducer:
         self.when_newly_unused: Callable[[], Callable[[], None] | None] | None = None
         """A weak reference to what is called after a backward in which no rank used some parameter, or any,
         for the first time: others may be there in their place."""
+        self.when_beginning: Callable[[], Callable[[], None] | None] | None = None
+        """A weak reference to what is called when a backward begins that is to be synchronised."""
         gradients.when_over(self._over)
         hooks = [self._on_gradient(slot.index) for slot in self.slots]
         if self.leaving.home.is_needed:
@@ -186,6 +188,8 @@ class Reducer:
             self._recover()  # that backward has raised
         if not self._handles:
             return False
+        if self.when_beginning is not None and (tell := self.when_beginning()):
+            tell()
         left = self.sharing.taken()
         self._syncing = True
         self._come_last()

@@ -141,6 +141,7 @@ class ShardedDataParallel(DistributedDataParallel):
             Average(self._over, self.process_group, self.device),
             overlap=self._way.overlap,
         )
+        self.reducer.when_beginning = weakref.WeakMethod(self._tell_backward)
 
     def _frozen_to_share(self) -> list[tuple[str, torch.Tensor]]:
         """The same when the ranks change: those that were, whatever their class is while they are freed."""
@@ -357,6 +358,9 @@ class ShardedDataParallel(DistributedDataParallel):
         if self._join_config.enable and not self.has_joined:
             super()._tell_joined()
             next_turn(self, turn, number)
+
+    def _tell_backward(self) -> None:
+        self._tell_joined(Turn.BACKWARD)
 
     def before_step(self, number: int) -> None:
         """One of the optimizers steps next."""
