@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +20,9 @@ from imece.bench.every import COLLECTIVES
 from imece.cli import doctor
 from imece.cli.doctor import Finding
 from imece.cli.main import main
+from imece.collectives import ops
 from imece.errors import UserError
+from tests.ranks import start_ranks
 
 INTERFACES = ["eth0", "lo"]
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
@@ -251,13 +256,21 @@ def test_links_are_measured_between_no_more_ranks_than_cores(
     assert capsys.readouterr().out.splitlines()[-1] == f"link  {both}"
 
 
-def test_attach_tells_who_is_in_what(capsys: pytest.CaptureFixture[str]) -> None:
-    with Crew.of_ranks("ranks", "imece.bench.every", 2) as crew:
-        crew.ask("open", backend="gloo")
-        crew.ask("run", collective="all_reduce")
-        assert main(["doctor", "--attach", str(crew.pids[0]), "--json"]) == 0
+def reduced(folder: str) -> None:
+    """One all_reduce, told by a file; then it waits for its end."""
+    ops.all_reduce(torch.ones(1))
+    Path(folder, os.environ["RANK"]).touch()
+    time.sleep(1000)
+
+
+def test_attach_tells_who_is_in_what(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with start_ranks(reduced, 2, args=[str(tmp_path)], backend="gloo") as ranks:
+        while len(os.listdir(tmp_path)) < 2:
+            assert ranks.alive() == [0, 1]
+            time.sleep(0.01)
+        assert main(["doctor", "--attach", str(ranks.pids[0]), "--json"]) == 0
         content = json.loads(capsys.readouterr().out)
-        assert sorted(content["ranks"]) == sorted(crew.pids)
+        assert sorted(content["ranks"]) == sorted(ranks.pids)
         assert any("all_reduce" in line for line in content["lines"])
         assert main(["doctor", "--attach"]) == 0
         assert "all_reduce" in capsys.readouterr().out

@@ -245,9 +245,10 @@ def divided(calls: Sequence[str]) -> list[str]:
 def test_what_divides_a_model_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     calls = []
     for argv, (axes, said) in DIVIDED.items():
-        call, left = next_of(capsys, argv)
-        assert call.startswith(f"mesh = imece.init({axes})") and said in left, (call, left)
-        calls.append(found(capsys, *argv.split())["next"]["call"])
+        told = found(capsys, *argv.split())["next"]
+        left = "; ".join(f"{what}: {how}" for what, how in told["left"].items())
+        assert told["call"].startswith(f"mesh = imece.init({axes})") and said in left, told
+        calls.append(told["call"])
     for wrapped in run_ranks(divided, 4, args=(calls,), backend=None):
         assert wrapped == ["ShardedDataParallel", "DistributedDataParallel", "ShardedDataParallel"]
 
@@ -372,9 +373,9 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{content['missing_bytes'] / 1e9:.1f} GB too" in text
 
 
-def test_many_gpus_are_hosts_of_eight(capsys: pytest.CaptureFixture[str]) -> None:
-    content = found(capsys, "7B", "--gpus", "64xH100")
-    assert (content["cluster"]["gpus_per_host"], content["cluster"]["hosts"]) == (8, 8)
+def test_many_gpus_are_hosts_of_eight() -> None:
+    cluster = cluster_of(PlanOptions(gpus="64xH100"))
+    assert (cluster.gpus_per_host, cluster.hosts) == (8, 8)
 
 
 def test_the_default_batch_is_a_million_tokens() -> None:
