@@ -124,7 +124,7 @@ class Call:
                     one = cast(Callable[[], Waitable], launch)
                     works = _Checked(checker.call(one, self._announced(), self._device))
                 else:
-                    with waiting, self._here(async_op):
+                    with waiting, self._labelled(), self._here(async_op):
                         if checker is not None:
                             checker.begin(self._announced()).wait()
                         works = launch()
@@ -226,6 +226,12 @@ class Call:
         """Whether its messages are of the CPU's tensors, and not in shared memory."""
         on_cpu = self.tensor is None or self.tensor.device.type == "cpu"
         return on_cpu and not isinstance(self.group, SharedMemoryGroup)
+
+    def _labelled(self) -> contextlib.AbstractContextManager[None]:
+        """Shared memory notes a call by itself, when its turn comes."""
+        if self.label and isinstance(self.group, SharedMemoryGroup):
+            return self.group.labelled(self.label)
+        return contextlib.nullcontext()
 
     def _here(self, async_op: bool) -> contextlib.AbstractContextManager[None]:
         """In shared memory a call that waits runs on the thread that makes it."""

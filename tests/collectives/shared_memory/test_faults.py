@@ -386,6 +386,11 @@ DISAGREEMENTS: dict[str, tuple[Call, Call, str]] = {
         broadcast_from(0), reduce_of((4,)),
         "ranks 0, 2 called all_reduce(sum) of float32[4], rank 1 broadcast from 0 of float32[4]",
     ),
+    "beside torch's": (
+        lambda _, group: imece.all_reduce(torch.ones(6), group=group, async_op=True, label="0.bias").wait(),
+        gather_of(4),
+        "ranks 0, 2 called all_gather_list of float32[4], rank 1 all_reduce(sum) of float32[6] (0.bias)",
+    ),
     "barrier": (barrier(), reduce_of((4,)), "0, 2 called all_reduce(sum) of float32[4], rank 1 barrier"),
     "root": (
         broadcast_from(1), broadcast_from(2),

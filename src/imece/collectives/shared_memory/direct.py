@@ -196,7 +196,7 @@ class DirectCalls(GroupBase):
         """(fingerprint, steps) of a collective. tensor: what must be alike on all ranks; source: it, flat."""
         small = self._small(op, tensor.dtype, tensor.shape, reduce_op, root)
         if small is not None:
-            return small.fingerprint, small.steps(source, target)
+            return small.fingerprint, small.steps(source, target, self._label)
         fingerprint = pack(op, reduce_op, tensor.dtype, tensor.numel(), root)
         if reduce_op:
             how = reduction(reduce_op, tensor.dtype)

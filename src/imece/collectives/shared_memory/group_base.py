@@ -136,6 +136,19 @@ class GroupBase(dist.ProcessGroup):
     # Inside.
 
     @contextlib.contextmanager
+    def labelled(self, label: str) -> Iterator[None]:
+        """Whatever this thread starts inside is this, for errors and the recorder."""
+        self._inline.label = label
+        try:
+            yield
+        finally:
+            self._inline.label = ""
+
+    @property
+    def _label(self) -> str:
+        return getattr(self._inline, "label", "")
+
+    @contextlib.contextmanager
     def inline(self) -> Iterator[None]:
         """Whatever this thread starts inside runs on this thread, and is over at the end of the block.
 
@@ -173,7 +186,8 @@ class GroupBase(dist.ProcessGroup):
         shape = tuple(tensor.shape) if tensor is not None else ()
         dtype = tensor.dtype if tensor is not None else None
         self._calls += 1
-        operation = self._engine.operation(fingerprint, self._noted(fingerprint, dtype, shape, steps, back))
+        noted = self._noted(fingerprint, dtype, shape, steps, back, self._label)
+        operation = self._engine.operation(fingerprint, noted)
         if getattr(opts, "asyncOp", True) and getattr(self._inline, "messages", None) is None:
             work = ShmWork(result, done=False)
             self._runner.submit(operation, work.finish)
