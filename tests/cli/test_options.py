@@ -30,6 +30,7 @@ class Options:
     salt: bool = True
     heat: float = 200.0
     glaze: Literal["milk"] | None = None
+    crumbs: int | None = None
 
     def __post_init__(self) -> None:
         if self.oven_count < 1:
@@ -46,6 +47,12 @@ def test_values() -> None:
         "cake", 3, "round", (4, 5), Path("x"), False
     )
     assert read("--oven_count=4").oven_count == 4
+    some = read("--glaze", "milk", "--crumbs", "3")
+    assert (some.glaze, some.crumbs) == ("milk", 3)
+    none = parse(
+        Options, ["--glaze", "None", "--crumbs=None", "--json", "None"], "imece bake", "Bakes.", some
+    )
+    assert (none.glaze, none.crumbs, none.json) == (None, None, None)
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,25 +61,27 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert leaving.value.code == 0
     out = capsys.readouterr().out
     assert "imece bake" in out and "Bakes." in out and "How many ovens." in out
+    assert "--crumbs INT" in out and "--glaze {milk}" in out and "--json PATH" in out and "{None" not in out
 
 
-@pytest.mark.parametrize("columns", ["30", "80", "500"])
+@pytest.mark.parametrize("columns", ["30", "80", "85", "500"])
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--oven-coun", "3"], "Unrecognized options: --oven-coun, 3; did you mean --oven-count?"),
+        (["--oven-coun", "3"], "there is no option --oven-coun; did you mean --oven-count?"),
         (["--oven-count", "x"], "--oven-count: not a whole number: 'x' (see imece bake --help)"),
         (["--oven-count", "0"], "--oven-count 0: at least one is needed"),
-        (["a", "b"], "Unrecognized options: b (see imece bake --help)"),
-        (["--no-sald"], "Unrecognized options: --no-sald; did you mean --salt?"),
-        (["--zzz"], "Unrecognized options: --zzz (see imece bake --help)"),
-        (["--jam", "1"], "Unrecognized options: --jam, 1 (see imece bake --help)"),
-        (["--ovens-count", "1"], "Unrecognized options: --ovens-count, 1; did you mean --oven-count?"),
-        (["--oven", "1"], "Unrecognized options: --oven, 1; did you mean --oven-count?"),
+        (["a", "b"], "not expected here: b (see imece bake --help)"),
+        (["--no-sald"], "there is no option --no-sald; did you mean --salt?"),
+        (["--zzz"], "there is no option --zzz (see imece bake --help)"),
+        (["--jam", "1"], "there is no option --jam (see imece bake --help)"),
+        (["--ovens-count", "1"], "there is no option --ovens-count; did you mean --oven-count?"),
+        (["--oven", "1"], "there is no option --oven; did you mean --oven-count?"),
         (["--heat", "hot"], "--heat: not a number: 'hot' (see imece bake --help)"),
         (["--heat"], "--heat has no value: say one after it"),
         (["--shape", "rond"], "--shape 'rond': one of round, long; did you mean round?"),
         (["--glaze", "egg"], "--glaze 'egg': one of milk"),
+        (["--crumbs", "x"], "--crumbs: not a whole number: 'x' (see imece bake --help)"),
     ],
 )
 def test_mistakes(argv: list[str], message: str, columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,5 +179,7 @@ def test_help_has_colours_unless_nobody_wants_them(monkeypatch: pytest.MonkeyPat
 
 
 def test_nearest() -> None:
+    with pytest.raises(UserError, match=r"^there is no option --slise; did you mean --slice\?"):
+        parse(Options, ["--slise"], "imece bake", "Bakes.", others=["--slice"])
     assert nearest("--rank", ["--ranks", "--json"]) == "--ranks"
     assert nearest("zzz", ["--ranks"]) is None

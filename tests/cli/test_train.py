@@ -281,14 +281,15 @@ def test_ranks_by_default(tmp_path: Path, launched: list[Launch], monkeypatch: p
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--stepz=5"], "Unrecognized options: --stepz=5; did you mean --steps?"),
-        (["--optimizer.lrr", "1"], "Unrecognized options: --optimizer.lrr, 1; did you mean --optimizer.lr?"),
-        (["--lr", "1"], r"--lr, 1; did you mean --optimizer\.lr\?"),
-        (["--model.warmup=1"], r"--model\.warmup=1; did you mean --optimizer\.warmup\?"),
-        (["--every=1"], r"--every=1; did you mean --validate\.every or --checkpoint\.every\?"),
+        (["--stepz=5"], "there is no option --stepz; did you mean --steps?"),
+        (["--print-confg"], r"there is no option --print-confg; did you mean --print-config\?"),
+        (["--optimizer.lrr", "1"], "there is no option --optimizer.lrr; did you mean --optimizer.lr?"),
+        (["--lr", "1"], r"--lr; did you mean --optimizer\.lr\?"),
+        (["--model.warmup=1"], r"--model\.warmup; did you mean --optimizer\.warmup\?"),
+        (["--every=1"], r"--every; did you mean --validate\.every or --checkpoint\.every\?"),
         (["--steps=many"], r"'many'.*--steps|--steps.*'many'"),
         (["--strategy=zero9"], r"^--strategy 'zero9': one of auto, replicate, zero1.*did you mean zero"),
-        (["--nproc", "4"], r"^Unrecognized options: --nproc, 4 \(see"),
+        (["--nproc", "4"], r"^there is no option --nproc \(see"),
         (["--strategy=hybrid"], "--strategy hybrid: it shards inside hosts.*use zero3"),
         (["--offload=optimizer"], "--offload optimizer moves .* and there is no GPU here: leave it out"),
         (["--offload=disk"], r"'disk': one of none, optimizer, parameters"),
@@ -349,10 +350,10 @@ def test_mistakes_leave_nothing(
     (tmp_path / "empty.txt").touch()
     (tmp_path / "binary.txt").write_bytes(b"abc\0")
     (tmp_path / "latin.txt").write_bytes(b"f\xfcr")
-    usual = options(tmp_path, "run")
+    usual = options(tmp_path, "runs/run")
     before = files(tmp_path)
     assert re.search(said, mistake(*usual, *(word.format(tmp=tmp_path) for word in words)))
-    assert files(tmp_path) == before and not (tmp_path / "run").exists()
+    assert files(tmp_path) == before and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

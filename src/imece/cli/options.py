@@ -14,9 +14,11 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Annotated, TextIO, TypeVar, cast, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, TextIO, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from imece.errors import UserError
 
@@ -24,7 +26,10 @@ Config = TypeVar("Config")
 
 _BOX = "│╭╮╰╯─ "  # with these taken away a rule is an empty line
 _ASCII_RULE = re.compile(r"^\s*-{8,}\s*$", re.MULTILINE)
-_CHOICE = re.compile(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)\.")
+_CHOICE = re.compile(
+    r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\) ?\."
+)  # as it is wrapped
+_UNKNOWN = "Unrecognized options: "
 _NO_VALUE = re.compile(r"Missing value for argument '(.*)'\. Expected .*")
 
 
@@ -35,11 +40,13 @@ def parse(
     description: str,
     default: Config | None = None,
     operands: str = "",
+    others: Sequence[str] = (),
 ) -> Config:
     """The `config_class` (a dataclass) that `argv` describes; `default` has the values it does not name.
 
     `prog` is the command as typed ("imece bench"), `description` the text above the options in --help,
-    `operands` what follows the options and is not parsed here.
+    `operands` what follows the options and is not parsed here, `others` the options that the caller has taken
+    out of `argv`, to be named when one is mistyped.
     --help prints and raises SystemExit(0). Raises UserError, in one line, for anything that cannot be
     parsed and for a ValueError that the dataclass' own __post_init__ raises.
     """
@@ -47,7 +54,14 @@ def parse(
     try:
         with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(page):
             start = tyro.MISSING_NONPROP if default is None else default
-            return tyro.cli(config_class, args=list(argv), prog=prog, description=description, default=start)
+            return tyro.cli(
+                config_class,
+                args=list(argv),
+                prog=prog,
+                description=description,
+                default=start,
+                registry=_RULES,
+            )
     except SystemExit as leaving:
         if leaving.code in (0, None):
             print(page.getvalue().replace("[OPTIONS]", f"[OPTIONS] {operands}".rstrip(), 1), end="")
@@ -55,7 +69,8 @@ def parse(
         message = _box_body(_ASCII_RULE.sub("─", complaint.getvalue()))
     except (ValueError, TypeError, OverflowError) as error:
         message = str(error)
-    raise UserError(_with_hint(one_line(message), argv, config_class, prog)) from None
+    names = [*option_names(config_class), *others, "--help"]
+    raise UserError(_with_hint(one_line(message), argv, config_class, names, prog)) from None
 
 
 def check_named(argv: Sequence[str], options: Sequence[str]) -> None:
@@ -67,6 +82,29 @@ def check_named(argv: Sequence[str], options: Sequence[str]) -> None:
         named = value if given else following
         if option in options and (not named or named.startswith("--")):
             raise UserError(f"{option} is empty: give it a name, or leave it out")
+
+
+def _optional(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """`X | None` is asked for and told of as X is; "None" is taken too, to overrule a file. tyro's own union
+    shows {None}|INT, and of a mistake its list of types.
+    """
+    inner = [each for each in get_args(kind.type) if each is not NoneType]
+    if NoneType not in get_args(kind.type) or len(inner) != 1:
+        return None
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(inner[0], kind.markers))
+    if not isinstance(spec, PrimitiveConstructorSpec) or spec.nargs != 1:
+        return None
+    return dataclasses.replace(
+        spec,
+        instance_from_str=lambda words: None if words == ["None"] else spec.instance_from_str(words),
+        is_instance=lambda value: value is None or spec.is_instance(value),
+        str_from_instance=lambda value: ["None"] if value is None else spec.str_from_instance(value),
+        choices=spec.choices and (*spec.choices, "None"),
+    )
+
+
+_RULES = ConstructorRegistry()
+_RULES.primitive_rule(_optional)
 
 
 class _Page(io.StringIO):
@@ -153,7 +191,9 @@ def _box_body(box: str) -> str:
     return " ".join(body) or title
 
 
-def _with_hint(message: str, argv: Sequence[str], config_class: type[object], prog: str) -> str:
+def _with_hint(
+    message: str, argv: Sequence[str], config_class: type[object], names: Sequence[str], prog: str
+) -> str:
     """`message` with the nearest option to one that does not exist, or where to find the options."""
     own_check = f"Error parsing {config_class.__name__}: "
     if message.startswith(own_check):
@@ -161,8 +201,8 @@ def _with_hint(message: str, argv: Sequence[str], config_class: type[object], pr
     missing = message.startswith(f"Missing from {prog}: ")
     if missing:
         named = message.partition(": ")[2].split("(required)")
-        names = [what.split()[0] for what in named if what.strip()]
-        message = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing"
+        lacking = [what.split()[0] for what in named if what.strip()]
+        message = f"{' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} missing"
     message = message.removeprefix("Error parsing ")
     section, _, said = message.partition(": ")
     if said.startswith(f"{section}."):  # a section's own check, which names itself
@@ -171,12 +211,15 @@ def _with_hint(message: str, argv: Sequence[str], config_class: type[object], pr
         return told
     message = message.replace("invalid literal for int() with base 10:", "not a whole number:")
     message = message.replace("could not convert string to float:", "not a number:")
-    names = [*option_names(config_class), "--help"]
+    unknown = message.startswith(_UNKNOWN)
     for word in argv:
         typed = word.split("=", 1)[0].replace("_", "-")
         if typed.startswith("--") and typed.replace("--no-", "--", 1) not in names:
+            if unknown or missing:
+                message = f"there is no option {word.split('=', 1)[0]}"
             meant = _elsewhere(typed, names) or _nearest_option(typed, names)
             if meant is not None:
-                message = f"there is no option {word.split('=', 1)[0]}" if missing else message
                 return f"{message}; did you mean {meant}?"
+    if message.startswith(_UNKNOWN):
+        message = f"not expected here: {message.removeprefix(_UNKNOWN)}"
     return f"{message} (see {prog} --help)"

@@ -36,6 +36,7 @@ DESCRIPTION = (
     "one on the Python standard library here. The same command goes on with a run that was stopped. Options "
     "are the values of the file: --print-config shows a whole one."
 )
+_PRINT = "--print-config"
 _GRACE_S = 120.0  # for a step's end and a save; a second Ctrl-C does not wait
 # Which say where a run lies, what it begins with and what it reads.
 _NAMING = ("--run", "--from", "--model.weights", "--data", "--data.paths")
@@ -45,15 +46,15 @@ _LONG_BYTES = 1_000_000  # of text: less becomes tokens before anybody wonders
 def run(argv: Sequence[str]) -> int:
     """`imece train ARGV`: 0 when all is done, 128 + the signal that stopped it, 1 if it cannot go on."""
     words = list(argv)
-    printing = "--print-config" in words
+    printing = _PRINT in words
     if printing:
-        words.remove("--print-config")
+        words.remove(_PRINT)
     config = read_config(words)
     if printing:
         print(to_toml(config), end="")
         return 0
     folder, display = RunFolder(config.folder), Display(config.steps)
-    there, new = os.path.isdir(folder.path), not os.path.lexists(folder.config_file)
+    made, new = folder.to_make(), not os.path.lexists(folder.config_file)
     with RunLock(folder.path) as lock:
         with _progress(display) as report:
             ranks = make_ready(config, report, lock)
@@ -67,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
             catch_up(folder.path)
         if status == 2 and new and not folder.is_open:  # else a person could not mend any option
             with suppress(OSError):
-                folder.take_back(config, there)
+                folder.take_back(config, made)
         if (
             status - 128 in SIGNALS and all_steps(folder.checkpoints)[-1:] == before
         ):  # no rank says what is kept
@@ -87,7 +88,7 @@ def read_config(words: list[str]) -> TrainConfig:
         raise UserError(f"{file} is a folder: to go on with a run say {PROG} --run {as_argument(file)}")
     check_named(words, _NAMING)
     try:
-        config = parse(TrainConfig, words, PROG, DESCRIPTION, _start(file))
+        config = parse(TrainConfig, words, PROG, DESCRIPTION, _start(file), others=[_PRINT])
     except UserError as mistake:
         late = [word for word in words if word.endswith(".toml") and word in str(mistake).split()]
         if late and file is None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,7 +94,7 @@ class RunFolder:
         another run, or one of more steps, or one whose checkpoints are gone, or files that are no run, or if
         it cannot be written to.
         """
-        new = not os.path.isdir(self.path)
+        made = self.to_make()
         try:
             content = to_toml(config.absolute()).encode()
             if not self.config_file.exists():
@@ -119,9 +120,10 @@ class RunFolder:
             return before
         except OSError as error:
             with suppress(OSError):  # if it is not empty, above all
-                if new:
+                if made:
                     (self.path / FILE).unlink(missing_ok=True)
-                    self.path.rmdir()
+                for folder in made:
+                    folder.rmdir()
             raise UserError(
                 f"{self.path}: the run folder cannot be written ({error.strerror}): {other_place(error)}"
             ) from error
@@ -136,7 +138,7 @@ class RunFolder:
         """`begin`, which is taken back if what follows ends the command, by a mistake, Ctrl-C or whatever
         else: with another one, a person can then mend any option. UserError as `begin`.
         """
-        there = os.path.isdir(self.path)
+        made = self.to_make()
         before = self.begin(config, lock)
         try:
             yield
@@ -145,19 +147,24 @@ class RunFolder:
                 if before is not None:
                     write_whole(self.config_file, before, durable=True)
                 else:
-                    self.take_back(config, there)
+                    self.take_back(config, made)
             raise
 
-    def take_back(self, config: TrainConfig, there: bool) -> None:
+    def to_make(self) -> list[Path]:
+        """The folders that are not there yet, the run's own first, then those around it."""
+        return list(takewhile(lambda folder: not os.path.lexists(folder), (self.path, *self.path.parents)))
+
+    def take_back(self, config: TrainConfig, made: Sequence[Path]) -> None:
         """What a run has before its first step, and no file that others have put there meanwhile. OSError.
 
-        there: the folder itself stays, as it was there before.
+        made: the folders that go too, as `to_make` named them before; one that was there may be a link, or
+        have permissions that a new one would not.
         """
         self._discard(config)
         for path in (self.config_file, self.path / FILE):
             path.unlink(missing_ok=True)
-        if not there:  # else it may be a link, or have permissions that a new one would not
-            self.path.rmdir()
+        for folder in made:
+            folder.rmdir()
 
     def _discard(self, config: TrainConfig) -> None:
         """What was made for this config before any rank has begun. OSError."""
