@@ -25,6 +25,11 @@ class Backends:
     """The one that moves tensors of this mesh's device: shm, gloo or nccl."""
 
 
+def has_streams(tensor: torch.Tensor) -> bool:
+    """Whether what is done with it goes into a stream, and may be over later than the call."""
+    return tensor.is_cuda
+
+
 def choose_device(asked: str | torch.device | None, world: World, backend: str | None = None) -> torch.device:
     """This rank's device, made torch's current one if it is a GPU. Ranks share GPUs on the `backend` Gloo.
 

@@ -46,3 +46,9 @@ def megabytes(nbytes: float) -> str:
 def milliseconds(seconds: float) -> str:
     """0.1234 -> "123 ms", 0.00123 -> "1.23 ms", 12.3 -> "12.3 s"."""
     return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
+
+
+def multiples_near(number: int, step: int) -> str:
+    """(10, 4) -> "8 and 12"; (3, 4) -> "4 and 8"."""
+    below = number // step * step
+    return f"{below} and {below + step}" if below else f"{step} and {2 * step}"

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from imece.errors import UserError
 from imece.model_parallel.schedules import check_schedule
+from imece.observe.units import multiples_near
 from imece.train.config import BatchSection, MeshSection
 
 _MOST_AT_ONCE = 8  # sequences: beyond that the products of a CPU rank gain nothing more
@@ -72,7 +73,7 @@ def plan_batch(section: BatchSection, seq: int, ranks: int, mesh: MeshSection = 
         if section.tokens % seq:
             raise UserError(
                 f"--batch.tokens {section.tokens} is not a multiple of sequences of {seq} tokens; "
-                f"the nearest are {_nearest(section.tokens, seq)}"
+                f"the nearest are {multiples_near(section.tokens, seq)}"
             )
         sequences = section.tokens // seq
     if sequences < ranks:
@@ -94,7 +95,7 @@ def plan_batch(section: BatchSection, seq: int, ranks: int, mesh: MeshSection = 
         unit = seq if section.tokens else 1
         raise UserError(
             f"{_option(section, seq, sequences)}{also} cannot be divided by {by}; the nearest are "
-            f"{_nearest(sequences * unit, step * unit)}"
+            f"{multiples_near(sequences * unit, step * unit)}"
             f"{_other_ranks(sequences, section.micro or 1, ranks, size)}"
         )
     micro = section.micro or _most_at_once(share, mesh)
@@ -155,8 +156,3 @@ def _other_ranks(sequences: int, micro: int, ranks: int, size: int) -> str:
     near = [*[each for each in fit if each < ranks][-1:], *[each for each in fit if each > ranks][:1]]
     near = [each * size for each in near]
     return f", or {' or '.join(map(str, near))} rank{'s' * (near != [1])}" if near else ""
-
-
-def _nearest(number: int, step: int) -> str:
-    below = number // step * step
-    return f"{below} and {below + step}" if below else f"{step} and {2 * step}"

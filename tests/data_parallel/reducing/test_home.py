@@ -67,7 +67,7 @@ class Gpu:
 def cpu_as_gpu() -> Iterator[Gpu]:
     gpu = Gpu()
     with (
-        mock.patch.object(home, "_has_streams", lambda _: True),
+        mock.patch.object(home, "has_streams", lambda _: True),
         mock.patch.object(torch.cuda, "current_stream", lambda _: gpu.current),
         mock.patch.object(torch.cuda, "stream", gpu.on),
     ):

@@ -312,7 +312,7 @@ def test_each_stream_that_uses_a_parameter_waits_for_it() -> None:
     both = [*one.parameters(), *other.parameters()]
     with (
         mock.patch.object(torch.cuda, "current_stream", gpu.stream),
-        mock.patch.object(sharding_coming, "_has_streams", lambda _: True),
+        mock.patch.object(sharding_coming, "has_streams", lambda _: True),
     ):
         expected = [one(x), other(x)]
         Coming(both, [one, other], Pending("all_gather", None, [gpu.gather()]))

@@ -360,7 +360,7 @@ def test_streams_that_use_a_unit_wait_for_it_and_keep_its_memory(monkeypatch: py
 
     streams = {name: stream(name) for name in ("main", "side", "third")}
     work = SimpleNamespace(wait=lambda: told.append(f"{current} waits for the gather"))
-    monkeypatch.setattr(units, "_has_streams", lambda _: True)
+    monkeypatch.setattr(units, "has_streams", lambda _: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: streams[current])
     monkeypatch.setattr(torch.Tensor, "record_stream", record)
     monkeypatch.setattr(ops, "all_gather", lambda *_, **__: work)

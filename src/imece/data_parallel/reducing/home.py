@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 
+from imece.device import has_streams
+
 
 class Home:
     """Of the parameters of one model. Those on the CPU, where all has one order, have none."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        there = [each for each in parameters if _has_streams(each)]
+        there = [each for each in parameters if has_streams(each)]
         self._nodes = [_node(each) for each in there]
         self._streams = {each.device: torch.cuda.current_stream(each.device) for each in there}
 
@@ -51,10 +53,6 @@ def _on(home: torch.cuda.Stream) -> Iterator[None]:
         yield
     if here != home:
         here.wait_stream(home)
-
-
-def _has_streams(parameter: torch.Tensor) -> bool:
-    return parameter.is_cuda
 
 
 def _node(parameter: torch.Tensor) -> Any:

@@ -27,6 +27,7 @@ from torch.utils import _pytree
 
 from imece.collectives.pending import Pending
 from imece.data_parallel.sharding import freed
+from imece.device import has_streams
 
 # Their answers do not depend on values. What is asked of a tensor before its memory is taken, without torch
 # being told (strides, whether it is contiguous or complex), is not among them.
@@ -47,7 +48,7 @@ class Coming:
         self._came: torch.cuda.Event | None = None  # of the first stream that has waited
         self._handles = [each.register_forward_pre_hook(self._before, prepend=True) for each in modules]
         self._kinds = {each: type(each) for each in parameters}
-        self._device = next((each.device for each in self._kinds if _has_streams(each)), None)
+        self._device = next((each.device for each in self._kinds if has_streams(each)), None)
         for each in self._kinds:
             each._imece_coming = self  # type: ignore[attr-defined]
             each.__class__ = ComingParameter
@@ -161,7 +162,3 @@ def _finished(parameter: torch.Tensor) -> torch.Tensor:
     """It, of its own class again."""
     _of(parameter).finish()
     return parameter
-
-
-def _has_streams(parameter: torch.Tensor) -> bool:
-    return parameter.is_cuda

@@ -29,6 +29,7 @@ from imece.collectives import ops
 from imece.collectives.pending import Pending
 from imece.data_parallel.sharding import freed
 from imece.data_parallel.sharding.offload import Lane
+from imece.device import has_streams
 
 Wanted = Sequence[type[nn.Module]] | int | None
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # nobody calls them
@@ -59,7 +60,7 @@ class Flat:
     def take(self) -> None:
         """It has memory again, whatever is in it."""
         self.full.untyped_storage().resize_(self.full.nbytes)
-        if _has_streams(self.full):
+        if has_streams(self.full):
             self._taken_on, self._came = torch.cuda.current_stream(self.full.device), None
 
     def come(self) -> None:
@@ -267,10 +268,6 @@ def owners_of(model: nn.Module) -> dict[int, list[nn.Module]]:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(module)
     return owners
-
-
-def _has_streams(memory: torch.Tensor) -> bool:
-    return memory.is_cuda
 
 
 def _has_parameters(module: nn.Module) -> bool:

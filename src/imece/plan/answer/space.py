@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from imece.errors import UserError
 from imece.footprint import DIVIDED, Offload
+from imece.observe.units import multiples_near
 from imece.plan.answer.words import count, device
 from imece.plan.hardware import Cluster, gpus_with_fp8
 from imece.plan.models.model import Model
@@ -100,7 +101,7 @@ def check(question: Question) -> None:
             f"tensor {question.tensor or 1} x pipeline {question.pipeline or 1} x context "
             f"{question.context or 1} "
             f"= {together} does not divide {count(ranks, each)}; the nearest numbers of {each}s are "
-            f"{_nearest(ranks, together)}"
+            f"{multiples_near(ranks, together)}"
         )
     data = ranks // together
     if (strategy := question.strategy) is not None and not _can_offload(question, strategy, data):
@@ -187,10 +188,11 @@ def _check_axes(question: Question) -> None:
         )
     if (question.interleave or 1) > 1 and question.pipeline == 1:
         raise UserError(f"--interleave {question.interleave} is for a pipeline, and --pipeline is 1")
-    if question.seq % (2 * (question.context or 1)) and (question.context or 1) > 1:
+    context = question.context or 1
+    if question.seq % (2 * context) and context > 1:
         raise UserError(
-            f"--seq {question.seq} cannot be divided by 2 x --context {question.context}: each rank takes a "
-            f"part from both ends; the nearest are {_nearest(question.seq, 2 * (question.context or 1))}"
+            f"--seq {question.seq} cannot be divided by 2 x --context {context}: each rank takes a part from "
+            f"both ends; the nearest are {multiples_near(question.seq, 2 * context)}"
         )
 
 
@@ -219,7 +221,7 @@ def why_none(question: Question) -> str:
     by = count(groups[0], "rank") if len(groups) == 1 else f"any arrangement of {all_of_them}"
     by += f" x micro-batch {micro}" if question.micro_batch else ""
     step = max((data for data in groups if data * micro <= batch), default=groups[0]) * micro
-    return f"--global-batch {batch} cannot be divided by {by}; the nearest are {_nearest(batch, step)}"
+    return f"--global-batch {batch} cannot be divided by {by}; the nearest are {multiples_near(batch, step)}"
 
 
 def _has_ways(question: Question) -> bool:
@@ -308,8 +310,3 @@ def _can_split(model: Model, tensor: int) -> bool:
 def _divisors(number: int) -> list[int]:
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
-
-
-def _nearest(number: int, step: int) -> str:
-    below = number // step * step
-    return f"{below} and {below + step}" if below else f"{step} and {2 * step}"
