@@ -4,7 +4,8 @@
         learnt = agents.watch()
 
 Each host has a store of its own; ranks meet in another one, to which a tunnel leads. When a member dies, the
-others are named as the next generation in the stores of all hosts.
+others are named as the next generation in the stores of all hosts. In the middle of step `pause` ranks wait
+for `go_on`: so what a test does after some steps comes before the last one, however busy the machine is.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 from unittest import mock
@@ -35,7 +38,9 @@ from tests.membership.tunnel import Tunnel
 from tests.ranks import RankResult, Ranks, start_ranks
 
 STEPS, SAMPLES, WIDTH = 14, 12, 8
+NEVER = 999
 _POLL_S = 0.002
+_PAUSE = "IMECE_TEST_PAUSE"
 _PASSED_ON = (
     "IMECE_TEST_AS_"  # a prefix: the name without it could be read at an import, for all that tests know
 )
@@ -45,10 +50,18 @@ class Agents:
     """Ranks on emulated hosts, and their launchers. Leaving the block ends all."""
 
     def __init__(
-        self, fn: Callable[..., Any], ranks: int, *, ranks_per_host: int, args: Sequence[Any] = ()
+        self,
+        fn: Callable[..., Any],
+        ranks: int,
+        *,
+        ranks_per_host: int,
+        args: Sequence[Any] = (),
+        pause: int = NEVER,
     ) -> None:
         """fn: calls `as_member` first."""
         self._fn, self._args, self._per_host = fn, list(args), ranks_per_host
+        self._pause = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115  (closed on leaving the block)
+        self.go_on(pause)
         listeners = [listen() for _ in range(ranks // ranks_per_host)]
         self._ports = [listener.getsockname()[1] for listener in listeners]
         self._stores = [serve(listener) for listener in listeners]
@@ -68,6 +81,10 @@ class Agents:
         self.generation = Generation(self.generation.number + 1, tuple(members), (), tuple(leaving))
         for roster in self.rosters:
             roster.publish(self.generation)
+
+    def go_on(self, pause: int = NEVER) -> None:
+        """Ranks go on to the middle of step `pause`, or to the end."""
+        os.pwrite(self._pause.fileno(), b"%3d" % pause, 0)
 
     def join(self, host: int) -> int:
         """Start one more member on a host; its number. It is taken in once it is ready."""
@@ -131,7 +148,7 @@ class Agents:
     def _environ(self, rank: int) -> dict[str, str]:
         passed_on = {"MEMBER": rank, "AGENT_PORT": self._ports[rank // self._per_host]}
         environ = {_PASSED_ON + name: str(value) for name, value in passed_on.items()}
-        return environ | {"MASTER_PORT": str(self.tunnel.port)}
+        return environ | {"MASTER_PORT": str(self.tunnel.port), _PAUSE: self._pause.name}
 
     def _reports(self) -> str:
         return "\n".join(self.result(member).report() for member in range(self._members))
@@ -144,6 +161,7 @@ class Agents:
     ) -> None:
         for _, ranks in self._ranks:
             ranks.close()
+        self._pause.close()
 
 
 def _served() -> tuple[dist.Store, int]:
@@ -208,15 +226,14 @@ def learn_dying_again(dying: int, place: str, *args: Any) -> dict[str, Any]:
 def learn_all(
     strategy: str,
     deaths: dict[str, list[Any]],
-    slow_s: float = 0.0,
     gather: bool = False,
     frozen: bool = False,
 ) -> dict[str, Any]:
     """STEPS steps; what this rank has seen, and the parameters at the end.
 
     deaths: {member: [step, place]}, where it kills itself: "backward", "gather" (of what was stepped, which
-    the others are in or have gone on from) or "step" (after it). slow_s: a step takes so much longer. frozen:
-    some parameters are, of which a member that joins has other values.
+    the others are in or have gone on from) or "step" (after it). frozen: some parameters are, of which a
+    member that joins has other values.
     """
     member = as_member()
     step_of, place_of = deaths.get(str(member), [-1, ""])
@@ -249,7 +266,8 @@ def learn_all(
             optimizer.step()
             optimizer.zero_grad()
             here(number, "step")
-            time.sleep(slow_s)
+            while number >= int(Path(os.environ[_PAUSE]).read_text()):
+                time.sleep(_POLL_S)
     parameters = torch.cat([each.flatten() for each in model.state_dict().values()])
     return {"told": told, "parameters": parameters.tolist()}
 

@@ -82,9 +82,10 @@ def test_a_part_that_is_gone_with_its_host() -> None:
 @pytest.mark.parametrize("strategy", ["replicate", "zero1", "zero2", "zero3", "hybrid"])
 @pytest.mark.parametrize("leaving", [[2, 3], [1]])
 def test_members_leave_in_order(strategy: str, leaving: list[int]) -> None:
-    with Agents(learn, 4, ranks_per_host=2, args=[strategy, {}, 0.05]) as agents:
+    with Agents(learn, 4, ranks_per_host=2, args=[strategy, {}], pause=3) as agents:
         agents.watch(until=lambda: agents.steps() >= 3)
         agents.publish(range(4), leaving)
+        agents.go_on()
         results = agents.watch()
     assert agents.dead == [] and [each.returncode for each in results.values()] == [0] * 4
     assert all(results[member].value == {"left": 0} for member in leaving)
@@ -99,11 +100,12 @@ def test_members_leave_in_order(strategy: str, leaving: list[int]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["replicate", "zero1", "zero3", "hybrid"])
 def test_a_member_joins(strategy: str) -> None:
-    with Agents(learn, 4, ranks_per_host=2, args=[strategy, {"3": [2, "backward"]}, 0.3]) as agents:
+    with Agents(learn, 4, ranks_per_host=2, args=[strategy, {"3": [2, "backward"]}], pause=4) as agents:
         agents.watch(until=lambda: agents.dead == [3] and agents.steps() >= 4)
         joins = agents.join(host=1)
         agents.watch(until=lambda: agents.is_ready(joins))
         agents.publish([*agents.generation.members, joins])
+        agents.go_on()
         results = agents.watch()
     expected = learnt_alone()
     assert [member for member, each in results.items() if not each.ok] == [3]
@@ -124,12 +126,13 @@ def test_a_member_joins(strategy: str) -> None:
 )
 def test_frozen_parameters_come_back(strategy: str, per_host: int, gather: bool) -> None:
     """Rank 0 dies, and a member joins that has other values."""
-    ranks, args = 3 if per_host == 3 else 4, [strategy, {"0": [2, "step"]}, 0.3, gather, True]
-    with Agents(learn, ranks, ranks_per_host=per_host, args=args) as agents:
+    ranks, args = 3 if per_host == 3 else 4, [strategy, {"0": [2, "step"]}, gather, True]
+    with Agents(learn, ranks, ranks_per_host=per_host, args=args, pause=4) as agents:
         agents.watch(until=lambda: agents.dead == [0] and agents.steps() >= 4)
         joins = agents.join(host=0)
         agents.watch(until=lambda: agents.is_ready(joins))
         agents.publish([joins, *agents.generation.members])
+        agents.go_on()
         results = agents.watch()
     expected = learnt_alone(frozen=True)
     for member in (*range(1, ranks), joins):
@@ -140,7 +143,7 @@ def test_frozen_parameters_come_back(strategy: str, per_host: int, gather: bool)
 
 def test_frozen_parameters_that_are_on_their_way() -> None:
     """A second rank dies while it gives the others of its host what it has in memory common with them."""
-    args = [0, "moving", "zero3", {"2": [2, "backward"]}, 0.0, False, True]
+    args = [0, "moving", "zero3", {"2": [2, "backward"]}, False, True]
     with Agents(learn_dying_again, 3, ranks_per_host=3, args=args) as agents:
         results = agents.watch()
     assert sorted(agents.dead) == [0, 2]
@@ -150,14 +153,16 @@ def test_frozen_parameters_that_are_on_their_way() -> None:
 
 def test_frozen_parameters_that_are_lost() -> None:
     """What a host had in common is in parts when another one joins, and that dies before there are copies."""
-    args = [4, "moved", "zero3", {}, 0.3, False, True]
-    with Agents(learn_dying_again, 4, ranks_per_host=2, args=args) as agents:
+    args = [4, "moved", "zero3", {}, False, True]
+    with Agents(learn_dying_again, 4, ranks_per_host=2, args=args, pause=2) as agents:
         agents.watch(until=lambda: agents.steps() >= 2)
         agents.publish(range(4), leaving=[2, 3])
+        agents.go_on(pause=4)
         agents.watch(until=lambda: agents.generation.members == (0, 1) and agents.steps() >= 4)
         joins = agents.join(host=1)
         agents.watch(until=lambda: agents.is_ready(joins))
         agents.publish([0, 1, joins])
+        agents.go_on()
         results = agents.watch()
     assert results[joins].returncode == -signal.SIGKILL
     for member in (0, 1):
@@ -168,11 +173,12 @@ def test_frozen_parameters_that_are_lost() -> None:
 @pytest.mark.parametrize("first", ["store", "generation"])
 def test_the_store_to_meet_in_moves(first: str) -> None:
     """For two seconds nobody serves it: before a new generation is named, or after it."""
-    with Agents(learn, 4, ranks_per_host=2, args=["zero1", {}, 0.05]) as agents:
+    with Agents(learn, 4, ranks_per_host=2, args=["zero1", {}], pause=3) as agents:
         agents.watch(until=lambda: agents.steps() >= 3)
         agents.tunnel.lead_to(None)
         port = agents.serve_elsewhere()
         agents.signal(3, signal.SIGKILL)
+        agents.go_on()
         if first == "generation":
             agents.watch(until=lambda: agents.dead == [3])
         time.sleep(2)
@@ -188,10 +194,11 @@ def test_the_store_to_meet_in_moves(first: str) -> None:
 @pytest.mark.parametrize("strategy", ["replicate", "hybrid"])
 def test_a_host_falls_silent(strategy: str) -> None:
     """Its connections stay as they are, and nothing comes over them any more."""
-    with Agents(learn, 4, ranks_per_host=2, args=[strategy, {}, 0.05]) as agents:
+    with Agents(learn, 4, ranks_per_host=2, args=[strategy, {}], pause=3) as agents:
         agents.watch(until=lambda: agents.steps() >= 3)
         for member in (2, 3):
             agents.signal(member, signal.SIGSTOP)
+        agents.go_on()
         time.sleep(0.5)  # the others wait for them now
         agents.publish([0, 1])
         began = time.monotonic()
