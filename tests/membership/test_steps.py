@@ -79,6 +79,20 @@ def forgets() -> int:
     return sum(1 for _ in imece.steps(5, model, optimizer))
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_an_error_of_the_block_s_own_has_its_own_traceback(watched: bool) -> None:
+    played = mock.Mock(member=mock.Mock(is_joining=False), recover=mock.Mock(side_effect=_raises))
+    watches = loops_of._Loop(played, Modes(nn.Linear(1, 1)), mock.Mock(), 0, 9, mock.Mock())
+    loop = watches if watched else loops_of._Plain(0)
+    with pytest.raises(RuntimeError, match="of the user's own") as caught, loops_of.Step(loop, mock.Mock()):
+        raise RuntimeError("of the user's own")
+    assert {Path(str(entry.path)).name for entry in caught.traceback} == {"test_steps.py"}
+
+
+def _raises(error: RuntimeError, *_: Any) -> None:
+    raise error
+
+
 def test_what_is_refused() -> None:
     assert run_ranks(raises, 1, backend=None, expect="of the user's own")
     assert run_ranks(forgets, 1, backend=None, expect="enter each step, `with step:`")
@@ -143,6 +157,52 @@ def test_ranks_ask_each_other_at_the_same_borders(tmp_path: Path, strategy: str)
     outcome = run_launch("--ranks", "2", tmp_path / "borders.py", strategy, timeout_s=200)
     assert outcome.status == 0, outcome.err
     assert sorted(outcome.out.splitlines()) == [f"[rank {rank}] {expected}" for rank in range(2)]
+
+
+READS_AHEAD = """
+import os, sys, time, torch, imece
+from pathlib import Path
+from torch.utils.data import DataLoader, TensorDataset
+TOTAL, TOGETHER, SAMPLES = 60, 12, 48
+mesh, batches = imece.init(), None
+sgd = lambda each: torch.optim.SGD(each, lr=0.1)
+model, optimizer = imece.parallelize(torch.nn.Linear(2, 1), sgd, "zero1")
+data = TensorDataset(torch.arange(SAMPLES), torch.ones(SAMPLES, 2))
+def drop(_):
+    global batches
+    batches = None
+def share(number):
+    sampler = imece.DistributedSampler(data)
+    epoch, at = divmod(number, SAMPLES // TOGETHER)
+    sampler.load_state_dict({**sampler.state_dict(), "epoch": epoch, "consumed": at * TOGETHER})
+    return [i for _, i in zip(range(sampler.rank, TOGETHER, sampler.num_replicas), sampler)]
+for step in imece.steps(TOTAL, model, optimizer, recovered=drop):
+    with step as number:
+        batches = batches or iter(DataLoader(
+            data, batch_sampler=[share(each) for each in range(number, TOTAL)], num_workers=1))
+        numbers, inputs = next(batches)
+        model(inputs).sum().backward()
+        if number == 5 and os.environ["IMECE_MEMBER"] == "1":
+            os.kill(os.getpid(), 9)
+        optimizer.step()
+        optimizer.zero_grad()
+    if step.made:
+        with open(Path(sys.argv[1]) / f"read-{number}", "a") as file:
+            print(*numbers.tolist(), file=file)
+        time.sleep(0.2 if mesh.world_size == 2 else 0)
+"""
+
+
+@pytest.mark.slow
+def test_batches_that_are_read_ahead(tmp_path: Path) -> None:
+    """By a DataLoader's workers; begun anew with the ranks there are, each sample is read once an epoch."""
+    (tmp_path / "ahead.py").write_text(READS_AHEAD)
+    outcome = run_launch("--ranks", "3", tmp_path / "ahead.py", tmp_path)
+    assert outcome.status == 0, outcome.err
+    assert "2 ranks go on, a replacement is starting" in outcome.err
+    read = [list(map(int, (tmp_path / f"read-{number}").read_text().split())) for number in range(60)]
+    for epoch in range(15):
+        assert sorted(each for step in read[4 * epoch :][:4] for each in step) == list(range(48)), read
 
 
 @pytest.mark.parametrize(("step_s", "count"), [(0.0, 8), (1e-3, 8), (0.09, 5), (0.26, 1), (3.0, 1)])
@@ -254,6 +314,20 @@ def test_whether_a_rank_has_made_a_step(fails: str, made: bool) -> None:
     loop = loops_of._Loop(played, Modes(nn.Linear(1, 1)), mock.Mock(), 0, 9, lambda _: None)
     assert loop.finish(RuntimeError("a rank is gone") if fails == "block" else None) == made
     assert loop.done == 1 and played.recover.called == (fails != "nothing")
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_death_while_ranks_tell_each_other_of_the_one_before(joins: bool) -> None:
+    """`recovered` may have collectives, for all call it: they are left as a block is, and all come again."""
+    played = mock.Mock(member=mock.Mock(is_joining=joins))
+    played.recover.return_value.step, played.recover.return_value.generation.lost = 4, ("a rank",)
+    gone, called = RuntimeError("a rank is gone"), mock.Mock(side_effect=[RuntimeError("another is"), None])
+    loop = loops_of._Loop(played, Modes(nn.Linear(1, 1)), mock.Mock(), 0, 9, called)
+    if not joins:
+        assert not loop.finish(gone)
+    first, second = (call.args for call in played.recover.call_args_list)
+    assert first == ((None, loops_of._NOTHING) if joins else (gone, 0))
+    assert str(second[0]) == "another is" and second[1] == loop.done == 4 and called.call_count == 2
 
 
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, imece.GradScaler])

@@ -49,7 +49,13 @@ class Step:
         if error is not None and not isinstance(error, RuntimeError):
             self._loop.explain(error)
             return False
-        self.made = self._loop.finish(error)
+        try:
+            self.made = self._loop.finish(error)
+        except RuntimeError as failed:
+            if failed is not error:
+                raise
+            error.__traceback__ = trace  # the block's own: its way through here is nothing to who reads it
+            return False
         return True
 
 
@@ -80,7 +86,8 @@ def steps(
     next. `step.made` says after the block whether this rank has made the step.
 
     model, optimizer: as `imece.DistributedDataParallel` or `imece.parallelize` gave them; several optimizers
-    as a list. recovered: called on every rank that has come into a generation. also: learning-rate
+    as a list. recovered: called on every rank that has come into a generation, where collectives are as
+    well protected as in the block: it is called again when another rank dies meanwhile. also: learning-rate
     schedulers, a GradScaler and the like, whose state_dict is JSON, and small, for each step notes it anew:
     a rank that was behind gets that of the rank that was furthest.
 
@@ -234,4 +241,7 @@ class _Loop:
             raise
         self.done, self._noted = found.step, False
         self._left = " and ".join(found.generation.lost)
-        self._recovered(found)
+        try:
+            self._recovered(found)
+        except RuntimeError as another:  # all call it together: it may well have collectives
+            self._recover(another)
