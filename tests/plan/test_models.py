@@ -345,6 +345,7 @@ def test_what_imece_builds_is_known_without_torch() -> None:
         ({"hidden_size": None}, "without hidden_size"),
         ({"intermediate_size": None, "vocab_size": None}, "without vocab_size, intermediate_size"),
         ({"model_type": "x"}, "model_type is 'x'; there are llama, .* does for other decoders"),
+        ({"model_type": None}, "no model_type: it is not the config.json of a language model; name another"),
         ({"model_type": "bert"}, "model_type is 'bert': an encoder; such models are not planned for"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "'t5': an encoder and a decoder"),
         ({"model_type": "gpt2", "add_cross_attention": True}, "an encoder and a decoder"),

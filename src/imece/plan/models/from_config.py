@@ -253,6 +253,10 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
     if (reason := unplanned(content)) is not None:
         raise UserError(f"{where}: model_type is {kind!r}: {reason}; such models are not planned for")
     family = _FAMILIES.get(str(kind))
+    if kind is None:
+        raise UserError(
+            f"{where}: no model_type: it is not the {CONFIG} of a language model; name another file"
+        )
     if family is None:
         raise UserError(
             f"{where}: model_type is {kind!r}; there are {', '.join(_FAMILIES)}. "
