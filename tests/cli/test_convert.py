@@ -13,6 +13,7 @@ import imece
 from imece.cli import convert
 from imece.errors import UserError
 from imece.foreign.training import train_toml
+from imece.train.config import TrainConfig
 from imece.train.config_file import read_toml
 from tests.foreign.test_deepspeed import WHOLE
 
@@ -132,6 +133,27 @@ def test_an_optimizer_that_imece_train_lacks(
 def test_adam_without_decay_is_adamw() -> None:
     optimizer = {"type": "Adam", "params": {"adam_w_mode": False}}
     assert 'kind = "adamw"' in train_toml(imece.read_settings({"bf16": {}, "optimizer": optimizer}))
+
+
+def test_what_a_trainer_says_is_not_made_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As usual then; and so is clipping by a file of Accelerate's, which says nothing of it."""
+    auto = {"enabled": "auto"}
+    content = {
+        "bf16": auto, "fp16": auto, "gradient_clipping": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-6}},
+    }  # fmt: skip
+    file, into = write(tmp_path / "a.json", content), tmp_path / "b.toml"
+    assert convert.run([str(file), "--to", str(into)]) == 0
+    assert "lr=" not in (said := capsys.readouterr().out) and "eps=1e-06" in said
+    assert ")  # lr: as its Trainer says\n" in said
+    config, usual = read_toml(into), TrainConfig()
+    assert config.compute.dtype == usual.compute.dtype and config.optimizer.clip == usual.optimizer.clip
+    text = into.read_text()
+    assert (
+        "# as its Trainer says, so as usual here: bf16.enabled, fp16.enabled, gradient_clipping, opt" in text
+    )
+    assert "clip" not in train_toml(imece.read_settings({"distributed_type": "FSDP"}))
+    assert "clip = 0.0\n" in train_toml(imece.read_settings({"train_batch_size": 8}))
 
 
 def test_what_deepspeed_takes_is_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 import imece
 from imece.errors import UserError
 from imece.foreign.deepspeed import _USUAL
-from imece.foreign.settings import OptimizerSettings, ScheduleSettings, Settings
+from imece.foreign.settings import OptimizerSettings, ScalerSettings, ScheduleSettings, Settings
 
 # As the documentation of Hugging Face's Trainer has them, of each kind of value one at least.
 WHOLE: dict[str, Any] = {
@@ -236,6 +236,47 @@ def test_schedules(kind: str, params: dict[str, Any], settings: ScheduleSettings
     assert "left out" not in fates(found).values()
     other = read(scheduler={"type": kind, "params": {**params, "warmup_type": "log"}})
     assert fates(other)["scheduler.params.warmup_type"] == "left out"
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "lr"),
+    [
+        ("WarmupLR", {"warmup_max_lr": 3e-4}, 3e-4),
+        ("WarmupLR", {}, 1e-5),
+        ("WarmupLR", {"warmup_max_lr": "auto"}, 1e-5),
+        ("WarmupDecayLR", {"warmup_max_lr": 3e-4}, 3e-4),
+        ("WarmupDecayLR", {}, 1e-3),
+        ("WarmupCosineLR", {"warmup_max_lr": 3e-4}, 1e-5),
+    ],
+)
+def test_a_scheduler_that_says_the_rate_is_followed(kind: str, params: dict[str, Any], lr: float) -> None:
+    """As in DeepSpeed, where these write over that of the optimizer."""
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-5}}
+    found = read(optimizer=optimizer, scheduler={"type": kind, "params": {"total_num_steps": 9, **params}})
+    assert found.optimizer is not None and found.optimizer.lr == lr
+    assert fates(found)["optimizer.params.lr"] == ("taken" if lr == 1e-5 else "needless")
+    without = read(scheduler={"type": kind, "params": params})
+    assert without.optimizer is None and fates(without).get("scheduler.params.warmup_max_lr") != "taken"
+
+
+def test_the_scale_of_fp16() -> None:
+    said = {"loss_scale": 0, "initial_scale_power": 8, "loss_scale_window": 500, "hysteresis": 2}
+    found = read(fp16={"enabled": True, **said})
+    assert found.scaler == ScalerSettings(256.0, 500)
+    torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=500)
+    assert [each.name for each in found.values if each.fate == "left out"] == ["fp16.hysteresis"]
+    assert read(fp16={"enabled": True}).scaler == ScalerSettings(65536.0, 1000)
+    fixed = read(fp16={"enabled": True, "loss_scale": 128, "auto_cast": True})
+    assert fixed.scaler == ScalerSettings(128.0, 1000)
+    assert fates(fixed)["fp16.loss_scale"] == fates(fixed)["fp16.auto_cast"] == "left out"
+    off = read(fp16={"enabled": False, **said})
+    assert off.scaler is None and set(fates(off).values()) == {"needless"}
+
+
+def test_offload_of_a_share_is_told() -> None:
+    for ratio, fate in ((1.0, "needless"), (0.3, "left out")):
+        zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
+        assert fates(read(zero_optimization=zero))["zero_optimization.offload_optimizer.ratio"] == fate
 
 
 def test_each_argument_is_one_of_torchs() -> None:

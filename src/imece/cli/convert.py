@@ -22,6 +22,7 @@ DESCRIPTION = (
     "Read a configuration of DeepSpeed's (.json) or Accelerate's (.yaml, .json): what becomes of each value, "
     "the lines for your own script, the command that starts it, and a file for imece train."
 )
+_PARAMS = "optimizer.params."
 _WIDE = 100  # of a line of code
 _FATES = {"taken": "taken", "needless": "so already, or of no account here", "left out": "LEFT OUT"}
 
@@ -101,7 +102,9 @@ def script(settings: Settings) -> list[str]:
     if settings.optimizer is not None:
         said = {name: getattr(settings.optimizer, name) for name in ("lr", "betas", "eps", "weight_decay")}
         given = "".join(f", {name}={value!r}" for name, value in said.items() if value is not None)
-        shown.append(f"optimizer = torch.optim.{settings.optimizer.name}(model.parameters(){given})")
+        autos = [each.removeprefix(_PARAMS) for each in settings.autos if each.startswith(_PARAMS)]
+        note = f"  # {', '.join(autos)}: as its Trainer says" if autos else ""
+        shown.append(f"optimizer = torch.optim.{settings.optimizer.name}(model.parameters(){given}){note}")
     call = f"model, optimizer = imece.parallelize(model, optimizer, {', '.join(arguments)})"
     if len(call) <= _WIDE:
         shown.append(call)
@@ -112,7 +115,9 @@ def script(settings: Settings) -> list[str]:
     if settings.dtype != "fp32" and not settings.is_sharded:
         shown.append(f"# forward and loss in torch.autocast(mesh.device.type, torch.{TORCH[settings.dtype]})")
     if settings.dtype == "fp16":
-        shown.append("# backward and step through imece.GradScaler(mesh.device.type)")
+        scaler = dataclasses.asdict(settings.scaler) if settings.scaler is not None else {}
+        given = "".join(f", {name}={value!r}" for name, value in scaler.items() if value is not None)
+        shown.append(f"# backward and step through imece.GradScaler(mesh.device.type{given})")
     if (settings.accumulation or 1) > 1:
         parts = settings.accumulation
         step = f"{parts} backwards, each of loss / {parts}"

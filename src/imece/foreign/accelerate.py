@@ -112,6 +112,7 @@ def read(content: Mapping[str, Any], file: str, ranks: int | None = None) -> Set
             "accumulation",
             "global_batch",
             "clip",
+            "scaler",
         )
         found |= {name: getattr(by_deepspeed, name) for name in (*names, "optimizer", "schedule")}
     elif kind not in _PLAIN:
@@ -213,8 +214,9 @@ def _deepspeed(values: Reading, file: str, ranks: int | None, hosts: int, dtype:
         if word is not None:
             own["zero_optimization"][theirs] = {"device": word}
             values.take(f"{section}{device}", f"as zero_optimization.{theirs}.device, below")
-    for key in ("gradient_accumulation_steps", "gradient_clipping"):
-        number = values.number(f"{section}{key}")
+    steps = values.whole(f"{section}gradient_accumulation_steps", 1)
+    clip = values.number(f"{section}gradient_clipping")
+    for key, number in (("gradient_accumulation_steps", steps), ("gradient_clipping", clip)):
         if number is not None:
             own[key] = number
             values.take(f"{section}{key}", f"as {key}, below")

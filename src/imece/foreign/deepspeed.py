@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from imece.errors import UserError
 from imece.foreign.reading import Reading
-from imece.foreign.settings import Dtype, OptimizerSettings, ScheduleSettings, Settings
+from imece.foreign.settings import Dtype, OptimizerSettings, ScalerSettings, ScheduleSettings, Settings
 
 _STAGES = ("replicate", "zero1", "zero2", "zero3")
 _DTYPES: dict[str, Dtype] = {
@@ -25,13 +25,24 @@ _USUAL: Mapping[str, Mapping[str, Any]] = {
 """What DeepSpeed takes where a file says nothing, which is not what torch does: by torch's names for them."""
 _TORCH_DECAY = 0.01  # of torch's own AdamW
 _WARMUP, _LEAST = 1000, 1e-4  # steps, and where a cosine ends: likewise
+_PEAK, _DECAYS_FROM = "scheduler.params.warmup_max_lr", 1e-3  # the latter where WarmupDecayLR does not say it
 _ZERO = "zero_optimization"
 _MARKS = (_ZERO, "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "bfloat16", "fp16")
 """Of which a file of DeepSpeed's has one at least."""
 
 _OWN_SIZES = "imece sizes its buckets itself; bucket_cap_mb= of imece.parallelize changes it"
 _BY_UNIT = "units of the model are gathered, used and freed in turn; units= and gathers_in_flight= change it"
-_LOSS_SCALE = "imece.GradScaler takes these as arguments of its own"
+_POWER, _GROWS_AFTER = 16, 1000  # of 2, where the scale of fp16's loss begins, and steps: likewise
+_SCALER = (
+    "initial_scale_power", "loss_scale_window", "loss_scale", "hysteresis", "consecutive_hysteresis",
+    "min_loss_scale",
+)  # fmt: skip
+_OWN_DTYPES = {
+    "bf16.bf16_master_weights_and_grads": "masters are in fp32",
+    "bf16.bf16_optimizer_states": "what optimizers keep of masters is in fp32",
+    "fp16.fp16_master_weights_and_grads": "masters are in fp32",
+    "fp16.auto_cast": "inputs are yours to cast",
+}
 _NEEDLESS = {
     "contiguous_gradients": "gradients always lie in flat buckets",
     "reduce_scatter": "sharded gradients are always reduce-scattered",
@@ -138,10 +149,13 @@ def read(
     """
     values = Reading(content, file)
     strategy, hosts = _strategy(values, ranks, hosts)
+    scaler = _scaler(values)
     dtype, reduce = _dtypes(values)
     offload = _offload(values, strategy)
     micro, accumulation, batch = _batch(values, ranks)
     clip = values.number("gradient_clipping")
+    if not values.has("gradient_clipping"):
+        clip = 0.0
     if clip is not None:
         values.take("gradient_clipping", f"model.clip_grad_norm_({clip:g})" if clip else "no clipping")
     optimizer = _optimizer(values)
@@ -152,7 +166,7 @@ def read(
         values.leave(key, text)
     return Settings(
         file, "DeepSpeed", values.finish(_MARKS), strategy, dtype, reduce, offload,
-        micro_batch=micro, accumulation=accumulation, global_batch=batch, clip=clip or None,
+        micro_batch=micro, accumulation=accumulation, global_batch=batch, clip=clip, scaler=scaler,
         optimizer=optimizer, schedule=schedule, ranks=ranks, hosts=hosts, host_rank=0 if hosts > 1 else None,
     )  # fmt: skip
 
@@ -198,7 +212,9 @@ def _dtypes(values: Reading) -> tuple[Dtype, Dtype | None]:
             loop = "; in your loop imece.GradScaler" if dtype == "fp16" else ""
             values.take(f"{section}.enabled", f"parameters in {dtype}, their masters in fp32{loop}")
         values.needless(f"{section}.enabled", "not asked for")
-        values.needless(section, _LOSS_SCALE if dtype == "fp16" else "masters and their sums are in fp32")
+    for key, text in _OWN_DTYPES.items():
+        values.leave(key, text)
+    values.needless(("bf16", "bfloat16", "fp16"), "masters and their sums are in fp32")
     name = "torch_autocast.dtype"
     word = values.word(name)
     cast = _DTYPES.get((word or "bfloat16").removeprefix("torch."))
@@ -220,6 +236,35 @@ def _dtypes(values: Reading) -> tuple[Dtype, Dtype | None]:
     return (on[0] if on else "fp32"), reduce
 
 
+def _scaler(values: Reading) -> ScalerSettings | None:
+    """Of fp16's loss; None where that is not on, or its Trainer says whether it is."""
+    on, section = values.flag("fp16.enabled"), "fp16."
+    if not on and not values.is_auto("fp16.enabled"):
+        values.needless([f"{section}{key}" for key in _SCALER], "not asked for")
+        return None
+    power, window = (
+        values.number(f"{section}initial_scale_power"),
+        values.whole(f"{section}loss_scale_window", 1),
+    )
+    first = (
+        None
+        if values.is_auto(f"{section}initial_scale_power")
+        else 2.0 ** (_POWER if power is None else power)
+    )
+    after = None if values.is_auto(f"{section}loss_scale_window") else window or _GROWS_AFTER
+    fixed = values.number(f"{section}loss_scale")
+    if fixed:
+        first = fixed
+        values.leave(
+            f"{section}loss_scale", f"imece.GradScaler begins with {fixed:g}, and then finds its own"
+        )
+    values.take(f"{section}initial_scale_power", f"imece.GradScaler(init_scale={first})")
+    values.take(f"{section}loss_scale_window", f"imece.GradScaler(growth_interval={after})")
+    values.needless(f"{section}loss_scale", "imece.GradScaler finds it")
+    values.leave([f"{section}{key}" for key in _SCALER], "imece.GradScaler halves its scale at each overflow")
+    return ScalerSettings(first, after) if on else None
+
+
 def _offload(values: Reading, strategy: str) -> Literal["optimizer", "parameters"] | None:
     found: Literal["optimizer", "parameters"] | None = None
     for section, what in (("offload_optimizer", "optimizer"), ("offload_param", "parameters")):
@@ -232,6 +277,9 @@ def _offload(values: Reading, strategy: str) -> Literal["optimizer", "parameters
             where = "" if device == "cpu" else ": the host's memory, there is no NVMe here"
             values.take(name, f'offload "{what}"{where}')
         values.needless(name, "not asked for")
+        if values.number(f"{_ZERO}.{section}.ratio") not in (None, 1.0):
+            values.leave(f"{_ZERO}.{section}.ratio", "all of what is stepped is offloaded")
+        values.leave(f"{_ZERO}.{section}.super_offload", "there is none here")
         values.needless(f"{_ZERO}.{section}", "the host's memory is pinned, and moved bucket by bucket")
     old = f"{_ZERO}.cpu_offload"
     if values.flag(old):
@@ -286,16 +334,29 @@ def _optimizer(values: Reading) -> OptimizerSettings | None:
     if name == "AdamW" and values.flag("optimizer.params.torch_adam"):
         usual["weight_decay"] = _TORCH_DECAY
     found: dict[str, Any] = {}
+    peak = _peak(values)
+    if peak is not None:
+        values.take(_PEAK, f"torch.optim.{name}(lr=...): that of the scheduler counts, as DeepSpeed has it")
+        values.needless("optimizer.params.lr", "that of the scheduler counts, as DeepSpeed has it")
     for key, default in usual.items():
         full = f"optimizer.params.{key}"
         said = values.numbers(full, 2) if key == "betas" else values.number(full)
         found[key] = said if values.has(full) else default
         values.take(full, f"torch.optim.{name}({key}=...)")
+    if peak is not None:
+        found["lr"] = peak
     unsaid = ", ".join(key for key in usual if not values.has(f"optimizer.params.{key}"))
     values.take("optimizer.type", f"torch.optim.{name}" + (unsaid and f"; {unsaid} as DeepSpeed's"))
     values.needless("optimizer.params.torch_adam", "optimizers are torch's own")
     values.leave("optimizer", f"an argument of torch.optim.{name}, if it has it")
     return OptimizerSettings(name, **found)
+
+
+def _peak(values: Reading) -> float | None:
+    """The learning rate after the warm-up, where the scheduler says it: it counts, not the optimizer's."""
+    kind = values.word("scheduler.type")
+    said = values.number(_PEAK) if kind in ("WarmupLR", "WarmupDecayLR") else None
+    return _DECAYS_FROM if kind == "WarmupDecayLR" and not values.has(_PEAK) else said
 
 
 def _schedule(values: Reading) -> ScheduleSettings | None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from imece.errors import UserError
 
-_AUTO = "auto"  # of Hugging Face's Trainer, which fills it in
+AUTO = "auto"  # of Hugging Face's Trainer, which fills it in
 _OFF: tuple[Any, ...] = (False, 0, "", "none", "None", "no", "NO", "false", [])
 _WORDS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 
@@ -42,13 +42,17 @@ class Reading:
         self._open = _flat(content)
         self._order = list(self._open)
         self._known: list[str] = []
-        for name, value in list(self._open.items()):
-            if value == _AUTO:
-                self._tell(name, "needless", "what its Trainer says counts")
+        self._autos = {name for name, value in self._open.items() if value == AUTO}
+        for name in self._autos:
+            self._tell(name, "needless", "what its Trainer says counts")
 
     def has(self, name: str) -> bool:
         """Whether the file says anything of it, if only "auto"; if not, its program's usual value counts."""
         return name in self._order
+
+    def is_auto(self, name: str) -> bool:
+        """Whether its Trainer fills it in."""
+        return name in self._autos
 
     def flag(self, name: str) -> bool | None:
         """True or false, also in words or as 1 and 0."""

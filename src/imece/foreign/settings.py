@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from imece.errors import UserError
-from imece.foreign.reading import Value
+from imece.foreign.reading import AUTO, Value
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,6 +42,14 @@ class ScheduleSettings:
 
 
 @dataclass(frozen=True)
+class ScalerSettings:
+    """Arguments of `imece.GradScaler`; None: as they are by default."""
+
+    init_scale: float | None = None
+    growth_interval: int | None = None
+
+
+@dataclass(frozen=True)
 class Settings:
     """The values of a file of DeepSpeed's or Accelerate's, in the words of imece.
 
@@ -69,7 +77,9 @@ class Settings:
     global_batch: int | None = None
     """micro_batch * accumulation * ranks, as far as these are known."""
     clip: float | None = None
-    """The longest gradient, as the norm over all parameters."""
+    """The longest gradient, as the norm over all parameters; 0 for any, None where the file does not say."""
+    scaler: ScalerSettings | None = None
+    """Of the loss in fp16, where the file says what it is."""
     optimizer: OptimizerSettings | None = None
     schedule: ScheduleSettings | None = None
     recompute: bool = False
@@ -80,6 +90,11 @@ class Settings:
     host_rank: int | None = None
     rendezvous: str | None = None
     """HOST:PORT."""
+
+    @property
+    def autos(self) -> tuple[str, ...]:
+        """Names of the values that its Trainer fills in."""
+        return tuple(each.name for each in self.values if each.value == AUTO)
 
     @property
     def is_sharded(self) -> bool:

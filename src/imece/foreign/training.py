@@ -14,6 +14,7 @@ from imece.train.config import OptimizerSection, TrainConfig, flat
 from imece.train.config_file import as_toml
 
 _TYPE = "optimizer.type"
+_DTYPES = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")
 
 
 def lacking(settings: Settings) -> str | None:
@@ -45,6 +46,8 @@ def train_toml(settings: Settings) -> str:
         for each in settings.values
         if each.fate == "left out"
     ]
+    if settings.autos:
+        said.append(_comment(f"as its Trainer says, so as usual here: {', '.join(settings.autos)}"))
     said += [f"{name} = {as_toml(value)}" for name, value in values.items() if "." not in name]
     for section in dict.fromkeys(name.split(".")[0] for name in values if "." in name):
         said += ["", f"[{section}]"]
@@ -57,7 +60,9 @@ def train_toml(settings: Settings) -> str:
 
 def _values(settings: Settings) -> dict[str, Any]:
     """Dotted names of TrainConfig's."""
-    values: dict[str, Any] = {"strategy": settings.strategy, "compute.dtype": settings.dtype}
+    values: dict[str, Any] = {"strategy": settings.strategy}
+    if settings.dtype != "fp32" or not {*_DTYPES} & {*settings.autos}:
+        values["compute.dtype"] = settings.dtype
     if settings.ranks is not None and settings.hosts == 1:
         values["ranks"] = settings.ranks
     if settings.global_batch is not None:
@@ -79,7 +84,8 @@ def _values(settings: Settings) -> dict[str, Any]:
             values["optimizer.min_lr"] = schedule.least
         if schedule.kind == "cosine" and schedule.steps is not None:
             values["steps"] = schedule.steps
-    values["optimizer.clip"] = settings.clip or 0.0
+    if settings.clip is not None:
+        values["optimizer.clip"] = settings.clip
     for name, wanted in (("recompute", settings.recompute), ("compile", settings.compile)):
         if wanted:
             values[f"compute.{name}"] = True
