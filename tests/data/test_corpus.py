@@ -220,6 +220,7 @@ def test_the_texts_of_a_jsonl(tmp_path: Path) -> None:
         "",
         "  ",
         '{"text": ""}',
+        '{"text": null}',
         '{"text": "a\\nb\\u0000\\ud83d\\ude00"}',
     ]
     file = write(tmp_path / "a.jsonl", "\r\n".join(lines))
@@ -258,6 +259,7 @@ def test_what_is_not_text_in_a_folder_is_left_out_and_told(tmp_path: Path) -> No
         ("a.txt", b"x" * ((1 << 20) - 1) + b"\xe2x", ["not UTF-8 at byte 1048575"]),
         ("a.jsonl", b"\n \n", ["a.jsonl", "nothing", "'text'"]),
         ("a.jsonl", b'{"text": ""}', ["a.jsonl", "nothing", "'text'"]),
+        ("a.jsonl", b'{"text": null}', ["a.jsonl", "nothing", "'text'"]),
         ("a.jsonl", b'\n{"text": ', ["a.jsonl:2", "not JSON"]),
         ("a.jsonl", b"[" * 100_000, ["a.jsonl:1", "not JSON"]),
         ("a.jsonl", b"[1]", ["a.jsonl:1", "list", "'text'"]),

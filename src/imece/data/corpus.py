@@ -113,8 +113,8 @@ def documents(
     where it is the text in `field`.
 
     A text file of more than 256 KiB is cut at line ends into documents of some 64 KiB: so memory stays
-    small, and a part of a large file can be held out. Empty files, blank lines, empty texts and empty cells
-    are passed over.
+    small, and a part of a large file can be held out. Empty files, blank lines, empty texts, nulls and empty
+    cells are passed over.
 
     to_hold_out: a part of the documents is to be held out. Where all files together are less than 4 MiB,
     those of more than a sixteenth of it are then cut too, so finely that no document is much more than that.
@@ -389,7 +389,7 @@ def _text_of(line: str, where: str, field: str) -> str:
     if field not in record:
         fields = tables.few(record)
         raise UserError(f"{where}: no field {field!r}; its fields are {fields}: name the one with the text")
-    text = record[field]
+    text = "" if record[field] is None else record[field]  # as an empty cell of a table
     if not isinstance(text, str):
         raise UserError(f"{where}: field {field!r} holds a {type(text).__name__}, not a string: name another")
     try:
