@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -278,9 +279,10 @@ def test_shapes_and_dtypes(dtype: torch.dtype) -> None:
         tensor.fill_(1)
         assert tensor.clone().flatten().tolist() == [1] * tensor.numel()
     assert shared_empty(7).shape == (7,) and shared_empty(7).dtype == torch.float32
+    assert shared_empty(np.prod([2, 3])).shape == (6,)
 
 
-@pytest.mark.parametrize("shape", [-1, (3, -2), (2**40, 2**40), (-(2**40), 2**40)])
+@pytest.mark.parametrize("shape", [-1, (3, -2), (2**40, 2**40), (-(2**40), 2**40), (np.int64(2**40),) * 2])
 def test_impossible_shapes_are_refused(shape: int | tuple[int, ...]) -> None:
     """Never memory that belongs to somebody else, nor an empty tensor for a size that wraps around."""
     with pytest.raises(Exception, match=r"negative|shared memory"):

@@ -21,6 +21,7 @@ from imece.collectives.shared_memory import board, reducing, shared_empty
 from imece.collectives.shared_memory.board import RING_PIECE_BYTES, RING_SLOTS
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.shared_memory.small import EXCHANGED_BYTES, REDUCED_BYTES
+from imece.errors import CollectiveTimeoutError
 from tests.ranks import run_ranks
 
 WORLD_SIZES = (1, 2, 3, 4, 7)
@@ -234,6 +235,10 @@ def check_uneven() -> None:
             dist.reduce_scatter(output, parts)
             held = [holds(10 * other + rank, lengths[rank]) for other in range(world_size)]
             same(output, reduced("sum", held), "reduce_scatter of uneven parts", scale, place)
+            outputs = [put(torch.zeros(length), place) for length in lengths]
+            dist.all_gather(outputs, put(holds(rank, lengths[rank]), place))
+            for other, each in enumerate(outputs):
+                same(each, holds(other, lengths[other]), "all_gather of uneven parts", scale, place, other)
 
 
 def check_shapes() -> None:
@@ -368,7 +373,18 @@ def check_mistakes() -> None:
             (lambda: imece.all_reduce(few), summed),  # noqa: B023
         ]
         sparse = torch.eye(2).to_sparse()
+        back, forth = [numel + 1, -1] + [0] * (world_size - 2), [numel] + [0] * (world_size - 1)
+        whole = dist._make_nccl_premul_sum(2.0)
         mistakes += [
+            (
+                lambda: dist.all_to_all_single(torch.empty(numel), tensor, back, forth),  # noqa: B023
+                r"splits \[\d+, -1",
+            ),
+            (lambda: dist.all_gather(ones, tensor[1:]), r"all_gather: tensor 0 of the list"),  # noqa: B023
+            (
+                lambda: dist.all_reduce(torch.ones(4, dtype=torch.int32), whole),  # noqa: B023
+                "premul_sum multiplies by a fraction, which torch.int32",
+            ),
             (lambda: dist.all_reduce(sparse), "is sparse, .* pass its to_dense"),  # noqa: B023
             (lambda: dist.broadcast(sparse, 0), "is sparse"),  # noqa: B023
         ]
@@ -637,6 +653,25 @@ def check_bits() -> None:
     assert world_size < 3 or different > 100, "these numbers would not show another order"
 
 
+def check_premultiplied() -> None:
+    """PREMUL_SUM, with which fully_shard sums under a divide factor: each rank multiplies by its own."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    op = dist._make_nccl_premul_sum(rank + 0.5)  # for any backend
+    for numel, dtype, place in itertools.product((8, 30_000), (torch.float32, torch.bfloat16), PLACES):
+        held = everybody(numel * world_size, dtype)
+        wanted = reduced("sum", [each * (other + 0.5) for other, each in enumerate(held)])
+        tensor = put(held[rank], place)
+        dist.all_reduce(tensor, op)
+        same(tensor, wanted, "all_reduce", numel, dtype, place)
+        tensor = put(held[rank], place)
+        dist.reduce(tensor, 0, op)
+        same(tensor, wanted if rank == 0 else held[rank], "reduce", numel, dtype, place)
+        source, output = put(held[rank], place), put(torch.zeros(numel, dtype=dtype), place)
+        REDUCE_SCATTER(output, source, op)
+        same(output, wanted.chunk(world_size)[rank], "reduce_scatter", numel, dtype, place)
+        same(source, held[rank], "what was scattered", numel, dtype, place)
+
+
 def check_integer_average() -> None:
     """Exact in int64, also where the sum does not fit the dtype; truncated toward zero."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -670,6 +705,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     check_functional,
     check_groups,
     check_bits,
+    check_premultiplied,
     check_integer_average,
 )
 
@@ -698,6 +734,15 @@ def test_nothing_with_a_stride_is_sent_and_a_message_is_known_by_its_tag() -> No
     receiving, _ = alone._receiving([0], torch.ones(3), 516816897)
     assert str(receiving) == "recv from 0 of float32[3], tag 516816897"
     assert str(alone._sending(0, torch.ones(3), 7)).endswith("float32[3], tag 7")
+    alone.shutdown()
+
+
+def test_a_group_has_another_timeout_from_then_on() -> None:
+    alone = SharedMemoryGroup(dist.HashStore(), 0, 1, timedelta(seconds=600))
+    alone.set_timeout(timedelta(seconds=0.1))
+    assert alone.timeout == timedelta(seconds=0.1)
+    with pytest.raises(CollectiveTimeoutError, match="rank 0 waited 0 s"), alone.inline():
+        alone.recv([torch.empty(3)], 0, 7)
     alone.shutdown()
 
 

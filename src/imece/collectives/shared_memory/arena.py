@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import math
 import mmap
+import operator
 import os
 import threading
 import weakref
@@ -20,7 +21,9 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from imece.collectives.shared_memory import segment
@@ -205,7 +208,9 @@ ARENAS = Arenas()
 os.register_at_fork(after_in_child=ARENAS.forget)
 
 
-def shared_empty(shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def shared_empty(
+    shape: int | np.integer[Any] | Sequence[int], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Uninitialised CPU tensor that lives in memory shared with the other ranks of this host.
 
     Args:
@@ -220,4 +225,6 @@ def shared_empty(shape: int | Sequence[int], dtype: torch.dtype = torch.float32)
         ValueError: a dimension is negative.
         UserError: the host or the container has too little memory; the message names both sizes.
     """
-    return ARENAS.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)
+    # Ints of Python's: the product of numpy's may wrap around.
+    sizes = (shape,) if isinstance(shape, int | np.integer) else shape
+    return ARENAS.empty(tuple(map(operator.index, sizes)), dtype)

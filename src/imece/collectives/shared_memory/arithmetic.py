@@ -15,6 +15,7 @@ import torch
 
 _BINARY: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
+    "premul_sum": torch.add,  # of what was multiplied before it came here
     "avg": torch.add,
     "product": torch.mul,
     "min": torch.minimum,
@@ -23,7 +24,7 @@ _BINARY: dict[str, Callable[..., torch.Tensor]] = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
-_ROUNDS = ("sum", "avg", "product")
+_ROUNDS = ("sum", "premul_sum", "avg", "product")
 _HALVES = (torch.float16, torch.bfloat16)
 Scratch = Callable[[int, torch.dtype], torch.Tensor]
 """(n, dtype) -> memory of this process, [n], which the next call may give again."""
@@ -71,7 +72,7 @@ class Reduction:
 
 @functools.cache
 def reduction(op: str, dtype: torch.dtype) -> Reduction:
-    """The reduction `op` (sum, avg, product, min, max, band, bor, bxor) over `dtype`.
+    """The reduction `op` (sum, premul_sum, avg, product, min, max, band, bor, bxor) over `dtype`.
 
     Raises ValueError where torch itself has no such operation on that dtype, before anything is sent. Which
     those are (a sum of uint16, of float8) changes with torch, so it is tried.
@@ -81,6 +82,8 @@ def reduction(op: str, dtype: torch.dtype) -> Reduction:
     floating = dtype.is_floating_point or dtype.is_complex
     if op.startswith("b") and floating:
         raise ValueError(f"{op} works on integers, not on {dtype}")
+    if op == "premul_sum" and not floating:
+        raise ValueError(f"{op} multiplies by a fraction, which {dtype} does not hold")
     if op in ("min", "max") and dtype.is_complex:
         raise ValueError(f"complex numbers have no order: {op} of {dtype} does not exist")
     within = dtype

@@ -33,6 +33,7 @@ Tensor = torch.Tensor
 
 _OP_NAMES = {
     dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.PREMUL_SUM: "premul_sum",
     dist.ReduceOp.AVG: "avg",
     dist.ReduceOp.PRODUCT: "product",
     dist.ReduceOp.MIN: "min",
@@ -46,10 +47,26 @@ _OP_NAMES = {
 def _op_name(opts: Any) -> str:
     """Our name of torch's reduction. ValueError for one that the backend does not know."""
     op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
-    name = _OP_NAMES.get(getattr(op, "op", op))
+    op = getattr(op, "op", op)
+    name = _OP_NAMES.get(op)
     if name is None:
         raise ValueError(f"the shm backend does not know the reduction {op}")
     return name
+
+
+def _addend(tensor: Tensor, opts: Any) -> tuple[Tensor, Callable[[], None]]:
+    """`flattened`: what this rank gives to a reduction. For PREMUL_SUM a copy, times its own factor."""
+    flat, back = flattened(tensor)
+    if _op_name(opts) != "premul_sum":
+        return flat, back
+    _, factor = opts.reduceOp.__getstate__()  # torch before 2.13 has no other way to it
+    product = flat * float(factor)
+
+    def multiplied_back() -> None:
+        flat.copy_(product)
+        back()
+
+    return product, multiplied_back
 
 
 def on_device(group: dist.ProcessGroup, tensor: Tensor) -> dist.ProcessGroup:
@@ -82,7 +99,7 @@ class SharedMemoryGroup(DirectCalls):
         if other := self._others.group(tensors[0], self):
             return other.allreduce(tensors, opts or dist.AllreduceOptions())
         (tensor,) = tensors
-        flat, back = flattened(tensor)
+        flat, back = _addend(tensor, opts)
         fingerprint, steps = self._steps("all_reduce", tensor, flat, flat, _op_name(opts))
         return self._collective(fingerprint, steps, tensor, opts, [tensor], back)
 
@@ -96,7 +113,8 @@ class SharedMemoryGroup(DirectCalls):
             return other.reduce(tensors, opts)
         check_rank("reduce to", opts.rootRank, self)
         (tensor,) = tensors
-        flat, back = flattened(tensor)
+        flat, back = _addend(tensor, opts)
+        back = back if opts.rootRank == self.rank() else nothing
         fingerprint, steps = self._steps("reduce", tensor, flat, flat, _op_name(opts), opts.rootRank)
         return self._collective(fingerprint, steps, tensor, opts, [tensor], back)
 
@@ -110,7 +128,7 @@ class SharedMemoryGroup(DirectCalls):
                 f"{text(input)} against {text(output)}"
             )
         flat, back = flattened(output)
-        source = plain(input).view(-1)
+        source, _ = _addend(plain(input), opts)
         fingerprint, steps = self._steps("reduce_scatter", input, source, flat, _op_name(opts))
         return self._collective(fingerprint, steps, input, opts, [output], back)
 
@@ -182,7 +200,23 @@ class SharedMemoryGroup(DirectCalls):
         if other := self._others.group(inputs[0], self):
             return other.allgather(outputs, inputs, opts)
         ((targets,), (input,)) = outputs, inputs
+        if any(target.numel() != targets[0].numel() for target in targets):
+            return self._gather_each(targets, input, opts)
         return self._gather_list(targets, input, "all_gather_list", -1, opts, [targets])
+
+    def _gather_each(self, targets: list[Tensor], input: Tensor, opts: Any) -> dist.Work:
+        """Tensors of different lengths, as NCCL gathers them too: one broadcast from each rank."""
+        mine = targets[self.rank()]
+        same_size([mine], input, "all_gather")
+        for target in targets:
+            check_written(target)
+        mine.detach().copy_(input.detach().reshape(mine.shape))
+        works = []
+        for root, target in enumerate(targets):
+            one = dist.BroadcastOptions()
+            one.rootRank, one.asyncOp = root, getattr(opts, "asyncOp", True)
+            works.append(self.broadcast([target], one))
+        return self._all_of(works, [targets])
 
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
@@ -343,7 +377,7 @@ class SharedMemoryGroup(DirectCalls):
     def _gather_list(
         self, targets: list[Tensor], input: Tensor, op: str, root: int, opts: Any, result: Any
     ) -> dist.Work:
-        same_size(targets, input, op)
+        same_size(targets, input, op.removesuffix("_list"))
         flats = [flattened(target) for target in targets]
 
         def back() -> None:

@@ -92,6 +92,12 @@ class GroupBase(dist.ProcessGroup):
         """For each call that does not name its own."""
         return self._timeout
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Another one for the calls that come."""
+        self._timeout = timeout
+        self._runner.timeout_s = timeout.total_seconds()
+        self._others.set_timeout(timeout)
+
     @property
     def other_backends(self) -> list[Any]:
         """torch's backends for tensors on other devices, as far as any have come."""

@@ -69,6 +69,12 @@ class OtherDevices:
         group._set_group_name(options.group_name)
         return group
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Another one for the groups that were made and those that will be."""
+        self._timeout = timeout
+        for backend in self.backends:
+            backend._set_default_timeout(timeout)
+
     def shutdown(self) -> None:
         """End the groups that were made, when what is under way in them is over."""
         for group in self._groups.values():

@@ -108,7 +108,7 @@ def split_bytes(tensor: Tensor, splits: list[int], world_size: int) -> list[int]
             raise ValueError(f"all_to_all: {tensor.shape[0]} rows cannot be divided among {world_size} ranks")
         return [tensor.numel() * tensor.itemsize // world_size] * world_size
     rows = tensor.shape[0] if tensor.dim() else 1
-    if len(splits) != world_size or sum(splits) != rows:
+    if len(splits) != world_size or sum(splits) != rows or min(splits) < 0:
         raise ValueError(f"all_to_all: splits {splits} for {world_size} ranks and {rows} rows")
     row_bytes = tensor.numel() * tensor.itemsize // rows if rows else 0
     return [each * row_bytes for each in splits]
