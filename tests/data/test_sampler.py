@@ -402,6 +402,32 @@ def test_copies_go_on_by_themselves() -> None:
 
 # --- under a DataLoader ---
 
+
+def test_a_state_that_counts_what_workers_have_ahead_warns() -> None:
+    for workers in (0, 1):
+        sampler = DistributedSampler(Numbers(60), 2, 0)
+        batches = iter(loader_of(sampler, batch_size=2, num_workers=workers))
+        next(batches)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert sampler.state_dict(samples=2)["consumed"] == 4
+            copy.deepcopy(sampler).load_state_dict(sampler.state_dict(samples=2))
+            next(batches)
+            state = sampler.state_dict()
+            for _ in batches:
+                pass
+            assert sampler.state_dict()["consumed"] == 60
+        assert state["consumed"] == (16 if workers else 8)
+        said = [str(each.message) for each in caught]
+        assert len(said) == workers, said
+        for text in said:
+            assert text == (
+                "a DataLoader with workers draws samples ahead of the loop, and state_dict() counts those "
+                "too: to resume from it would leave them out. Say how many samples this rank's loop has had "
+                "in this iteration: state_dict(samples=...)"
+            )
+
+
 LOADERS: dict[str, dict[str, Any]] = {
     "no workers": {"batch_size": 4},
     "no batches": {"batch_size": None},

@@ -16,6 +16,7 @@ import hashlib
 import math
 import operator
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, dataloader
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 from imece import mesh as meshes
@@ -36,6 +37,7 @@ UNEVEN: tuple[Uneven, ...] = ("pad", "drop", "keep")
 _FORMAT = 1  # of state_dict; it also stands for the order: a position means nothing in another one
 _BLOCK = 8192  # indices that are computed at once
 _ROUNDS = 10  # with fewer, some permutations of 5 to 9 samples come too often
+_GIVES_TO_WORKER = dataloader._MultiProcessingDataLoaderIter._try_put_index.__code__
 _STARTED_AS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 _Indices = npt.NDArray[np.uint64]
@@ -154,9 +156,19 @@ class DistributedSampler(TorchDistributedSampler[int]):
                 seen += len(inputs)
                 state = sampler.state_dict(samples=seen)
 
-        With num_workers=0, and after an iteration that ran to its end, `state_dict()` alone is right.
-        ValueError if the iteration has not drawn so many.
+        With num_workers=0, and after an iteration that ran to its end, `state_dict()` alone is right; with
+        workers it warns. ValueError if the iteration has not drawn so many.
         """
+        if samples is None and self._start is None and self._latest.is_ahead:
+            warnings.warn(
+                "a DataLoader with workers draws samples ahead of the loop, and state_dict() counts those "
+                "too: to resume from it would leave them out. Say how many samples this rank's loop has had "
+                "in this iteration: state_dict(samples=...)",
+                stacklevel=2,
+            )
+        return self._state(samples)
+
+    def _state(self, samples: int | None = None) -> dict[str, Any]:
         start, latest = self._start, self._latest
         if start is not None and start.again:
             start = None
@@ -182,7 +194,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         If nothing is left, it is the next epoch, unless `set_epoch` names the finished one: then it is empty.
         ValueError for the state of another dataset, seed or order.
         """
-        own = self.state_dict()
+        own = self._state()
         missing = [key for key in own if key not in state]
         if missing:
             raise ValueError(f"not a sampler's state: it has no {', '.join(missing)}")
@@ -200,6 +212,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         # A generator on purpose: the epoch begins with the first index that is asked for. A DataLoader also
         # makes iterators from which it asks nothing, and those must not count as epochs.
         now = self._latest = self._begin()
+        now.for_workers = _asked_for_workers()
         order = _Order(self.length, f"{self.seed} {now.epoch}" if self.shuffle else None)
         turns = range(now.first + self.rank, now.end, self.num_replicas)
         for block in range(0, len(turns), _BLOCK):
@@ -256,6 +269,21 @@ class _Iteration:
     end: int  # position; beyond the order's length if it pads
     drawn: int = 0  # samples of this rank
     over: bool = False
+    for_workers: bool = False
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the loop has had fewer samples than were drawn, as far as that can be told."""
+        return self.for_workers and not self.over
+
+
+def _asked_for_workers() -> bool:
+    """Whether it is a DataLoader that asks for an index which it gives to a worker, perhaps for a sampler of
+    batches."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code is not _GIVES_TO_WORKER:
+        frame = frame.f_back
+    return frame.f_code is _GIVES_TO_WORKER
 
 
 class _Order:
