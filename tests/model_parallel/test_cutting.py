@@ -72,9 +72,18 @@ def test_a_model_that_nobody_knows_how_to_cut() -> None:
         def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             return super().forward(*args, **kwargs) * 2
 
-    for model in (nn.Linear(2, 2), Own(config())):
-        with pytest.raises(ValueError, match=f"a {type(model).__name__} cannot be cut by itself"):
+    class Adding(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.as_tensor(x + self[0](x))
+
+    class Named(nn.Sequential):
+        """Only a name."""
+
+    for model in (nn.Linear(2, 2), Own(config()), Adding(nn.Linear(2, 2), nn.Linear(2, 2))):
+        own = "" if isinstance(model, nn.Linear) else " whose forward is its own"
+        with pytest.raises(ValueError, match=f"a {type(model).__name__}{own} cannot be cut by itself"):
             pieces_of(model)
+    pieces_of(Named(nn.Linear(2, 2), nn.Linear(2, 2)))
     shared = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"parameter 2\.weight is that of 0 too"):
         pieces_of([shared, nn.ReLU(), shared])

@@ -332,6 +332,15 @@ def batches_of_other_sizes(group: dist.ProcessGroup) -> None:
             assert abs(pipeline.step(inputs, targets).item() - expected) < EXACT
         with pytest.raises(ValueError, match="a batch of 3 cannot be split into micro_batches=2"):
             pipeline.step(*tokens_of(0, 3))
+        with pytest.raises(ValueError, match="inputs of a batch of 2, and targets of one of 4"):
+            pipeline.step([inputs[:2]], targets)
+        pipeline.part.requires_grad_(False)
+        with pytest.raises(
+            ValueError, match=r"stage . \(.*\) had parameters to train when .* and is frozen now"
+        ):
+            pipeline.step(inputs, targets)
+        pipeline.part.requires_grad_(True)
+        assert abs(pipeline.step([inputs], targets).item() - expected) < EXACT
 
 
 def autocast_is_foreseen(group: dist.ProcessGroup) -> None:
@@ -413,6 +422,8 @@ def what_cannot_be_is_refused(group: dist.ProcessGroup) -> None:
                 ValueError, match="'zero3' would gather the parts of a pipeline anew for each"
             ):
                 parallelize(pipeline.part, optimizer_of, strategy, mesh)
+        with pytest.raises(ValueError, match="divided along the axis pipeline, and ranks of the group have"):
+            imece.DistributedDataParallel(pipeline.part)
         with pytest.raises(ValueError, match="average='tokens': a pipeline's gradient is the mean"):
             parallelize(pipeline.part, optimizer_of, "zero1", mesh, average="tokens")
 

@@ -239,6 +239,14 @@ def test_what_is_left_out_is_seen() -> None:
     run_ranks(broken, 2)
 
 
+def penalty(model: nn.Module) -> tuple[Tensor, ...]:
+    """The gradients, in what is whole on each rank, of the square of a gradient."""
+    of, norm = model.get_parameter("places.weight"), model.get_parameter("norm.weight")
+    loss = model(batch(0)[0]).square().mean()
+    (gradient,) = torch.autograd.grad(loss, [of], create_graph=True)
+    return torch.autograd.grad(gradient.square().sum(), [of, norm])
+
+
 def used() -> None:
     """A divided model in other uses than training."""
     mesh = imece.init({"tensor": 2})
@@ -247,6 +255,8 @@ def used() -> None:
     model = imece.tensor_parallel(copy.deepcopy(whole), mesh)
     tokens, targets = batch(0)
     copied = copy.deepcopy(model)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(tokens), whole(tokens), rtol=0, atol=EXACT)
     with torch.no_grad():
         expected = whole(tokens)
         for each in (model, copied):
@@ -265,6 +275,10 @@ def used() -> None:
     model(tokens)
     Boundary._move = move  # type: ignore[method-assign]
     assert len(moves) == TIED.layers * 4 + 3
+    net = made(CASES["a plan"], seed=0)
+    once = penalty(net)
+    again = penalty(imece.tensor_parallel(net, mesh, plan=NET_PLAN))
+    torch.testing.assert_close(again, once, rtol=1e-9, atol=EXACT)
     half, exact = copy.deepcopy(model).float(), copy.deepcopy(whole).float()
     with torch.autocast("cpu", torch.bfloat16):
         got, want = (imece.cross_entropy(each(tokens), targets) for each in (half, exact))
@@ -312,11 +326,23 @@ def refused() -> list[str]:
     refuse(lambda: next(iter(generate(model, [1, 2], 2))), ValueError)
     wrapped = DistributedDataParallel(Transformer(PLAIN), process_group=mesh.data_group)
     refuse(lambda: imece.tensor_parallel(wrapped, mesh))
+    refuse(lambda: DistributedDataParallel(model), ValueError)  # over all ranks
     with torch.device("meta"):
         bare = Transformer(PLAIN)
     refuse(lambda: imece.tensor_parallel(bare, mesh))
     apart = imece.tensor_parallel(Transformer(PLAIN), mesh)
     refuse(lambda: apart(batch(mesh.rank)[0]))
+    linear = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))  # without an embedding
+    imece.tensor_parallel(linear, mesh, plan={"0": "column", "1": "row"})
+    numbers = torch.full((2, 4), 1.0 + mesh.rank)
+    refuse(lambda: linear(numbers))
+    adapted = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    imece.tensor_parallel(adapted, mesh, plan={"0": "column", "1": "row"})
+    adapted[0] = nn.Sequential(adapted[0])  # what peft does
+    refuse(lambda: adapted(torch.ones(2, 4)))
+    parts = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))  # of positions, from outside
+    imece.tensor_parallel(parts, mesh, plan={"0": "column", "1": "row"}, sequence=True)
+    assert parts(numbers[None]).shape == (1, 2, 4)
     drops = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
     torch.manual_seed(mesh.rank)
     refuse(lambda: imece.tensor_parallel(drops, mesh, plan={"0": "column"}))
@@ -336,8 +362,11 @@ def test_what_is_refused_is_refused_on_all_ranks() -> None:
             "last_only: tensor_parallel(sequence=True) goes through whole sequences alone",
             "goes through whole sequences alone",
             "is wrapped already",
+            "divided along the axis tensor, and ranks of the group have other parts of it",
             "embed.weight is on the meta device",
-            "different tokens, and need the same: take share mesh.batch_rank of mesh.batch_ranks",
+            "different inputs, and need the same: take share mesh.batch_rank of mesh.batch_ranks",
+            "different inputs, and need the same",
+            "0 was divided along the axis tensor, and now is in a Sequential",
             "would not drop the same: call torch.manual_seed(number)",
         ),
         strict=True,

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from imece import mesh as meshes
 from imece.collectives import ops
 from imece.collectives.texts import gather_json
 from imece.data_parallel.norm import norm_of
 from imece.data_parallel.optimizer import may_be_cut, parameters_of
 from imece.mesh import Mesh
+from imece.model_parallel.cutting import Part
 from imece.model_parallel.divided import divided_parameters
 
 if TYPE_CHECKING:
@@ -62,6 +64,25 @@ class AcrossModel:
     def ask_all(self, flag: torch.Tensor) -> None:
         """flag: whether gradients of this rank are not finite; then whether any rank's are."""
         ops.all_reduce(flag, "max", group=self._group, label="overflow in parts of the model")
+
+
+def refuse_other_parts(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """ValueError for a group some of whose ranks have another part of this model: it would be made the same
+    as theirs, and its gradients their mean."""
+    axes = []
+    if divided_parameters(model):
+        axes.append("tensor")
+    if isinstance(model, Part):
+        axes.append("pipeline")
+    if not axes:
+        return
+    of_model = set(dist.get_process_group_ranks(meshes.current().group(*axes)))
+    if len(of_model.intersection(dist.get_process_group_ranks(group))) > 1:
+        raise ValueError(
+            f"this model is divided along the axis {' and '.join(axes)}, and ranks of the group have other "
+            "parts of it: wrap it by imece.parallelize(model, optimizer, strategy, mesh), or among those "
+            "that have the same, process_group=mesh.data_group"
+        )
 
 
 def refuse_whole_matrices(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from imece.collectives.calls import group_or_default
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel import arguments, other_models
-from imece.data_parallel.across import AcrossModel
+from imece.data_parallel.across import AcrossModel, refuse_other_parts
 from imece.data_parallel.arguments import MIB
 from imece.data_parallel.average import Average, Over
 from imece.data_parallel.batch_norm import meet_in, refuse_uneven
@@ -115,6 +115,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision, check_reduction
         )
         self.process_group = arguments.group_of(process_group, device_mesh)
+        refuse_other_parts(module, self.process_group)
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self.module = module

@@ -21,12 +21,14 @@ compiles what is between.
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_leaves
 
 from imece.collectives.texts import gather_texts
 from imece.errors import UserError
@@ -50,18 +52,19 @@ class Boundary:
         self._entered: tuple[Tensor, tuple[int, bool], Tensor] | None = None
 
     @torch._disable_dynamo(recursive=True)
-    def check_same(self, tokens: Tensor) -> None:
-        """UserError, on all ranks, unless they look up the same in the first forward. Others on each, as
-        data parallelism has them, would make no sense together, and nobody would see that."""
-        if self._compared or type(tokens) is not Tensor:  # else it has no elements: somebody asks for shapes
+    def check_same(self, given: Any) -> None:
+        """UserError, on all ranks, unless the tensors in it, of the first forward, are the same. Others on
+        each, as data parallelism has them, would make no sense together, and nobody would see that."""
+        tensors = [each for each in tree_leaves(given) if type(each) is Tensor and not each.is_meta]
+        if self._compared or not tensors:  # those of other types: somebody asks for shapes
             return
         self._compared = True
-        shape, content = list(tokens.shape), tokens.detach().cpu().contiguous().numpy().tobytes()
-        mine = f"{shape} {hashlib.sha256(content).hexdigest()}"
-        said = gather_texts([mine], self._group, tokens.device, "tokens of a tensor group")
+        mine = " ".join(map(_content, tensors))
+        device = torch.device(self._ranks.device_type)
+        said = gather_texts([mine], self._group, device, "inputs of a tensor group")
         if len({text for (text,) in said}) > 1:
             raise UserError(
-                "the ranks of a tensor group have different tokens, and need the same: take share "
+                "the ranks of a tensor group have different inputs, and need the same: take share "
                 "mesh.batch_rank of mesh.batch_ranks of the data, as imece.DistributedSampler does"
             )
 
@@ -69,6 +72,8 @@ class Boundary:
     def enter(self, x: Tensor) -> Tensor:
         """What layers that share one input, as queries, keys and values do, get once: so their gradients are
         summed before they travel."""
+        if x.is_inference():  # it has no version, by which to see that it still is what entered
+            return self._move(x, self._between, Replicate())
         now = x._version, torch.is_grad_enabled()
         if self._entered is None or self._entered[0] is not x or self._entered[1] != now:
             self._entered = x, now, self._move(x, self._between, Replicate(), gradient=Partial())
@@ -116,3 +121,10 @@ class Boundary:
                 f"{self.size} ranks, and this has the shape {list(x.shape)}: take a multiple of {self.size} "
                 "positions"
             )
+
+
+def _content(tensor: Tensor) -> str:
+    """Shape, dtype, and a sum of what is in it."""
+    flat = tensor.detach().cpu().resolve_conj().contiguous().reshape(-1)
+    content = flat.view(torch.uint8).numpy().tobytes()
+    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(content).hexdigest()}"

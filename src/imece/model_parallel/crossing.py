@@ -53,8 +53,8 @@ class _Cross(torch.autograd.Function):
         after: Placement,
         gradient: Placement,
     ) -> Tensor:
-        # Each addend has the gradient of the sum.
-        ctx.back = group, gradient, Replicate() if before.is_partial() else before
+        # Each addend has the gradient of the sum; whose own gradient, in turn, is one of each rank's addend.
+        ctx.back = group, gradient, Replicate() if before.is_partial() else before, before
         return _moved(x, group, before, after)
 
     @staticmethod

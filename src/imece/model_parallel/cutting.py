@@ -40,12 +40,15 @@ def pieces_of(model: nn.Module | Sequence[nn.Module]) -> Pieces:
     """ValueError for a model that nobody knows how to cut, with what to do."""
     if isinstance(model, Transformer) and type(model).forward is Transformer.forward:
         return _OfTransformer(model)
-    if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential):
-        raise ValueError(
-            f"a {type(model).__name__} cannot be cut by itself: give an imece Transformer, an nn.Sequential, "
-            "or a list of modules, each of which takes what the one before returns"
-        )
-    return _OfSequential(model if isinstance(model, nn.Sequential) else nn.Sequential(*model))
+    if not isinstance(model, nn.Module):
+        return _OfSequential(nn.Sequential(*model))
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        return _OfSequential(model)
+    own = " whose forward is its own" if isinstance(model, nn.Sequential | Transformer) else ""
+    raise ValueError(
+        f"a {type(model).__name__}{own} cannot be cut by itself: give an imece Transformer, an "
+        "nn.Sequential, or a list of modules, each of which takes what the one before returns"
+    )
 
 
 def deal(costs: Sequence[float], stages: int) -> list[range]:

@@ -78,6 +78,11 @@ def mark(module: nn.Module, name: str, divided: Divided) -> None:
     vars(module).setdefault(_MARK, {})[name] = divided
 
 
+def is_divided(module: nn.Module) -> bool:
+    """Whether it has such a part itself."""
+    return _MARK in vars(module)
+
+
 def divided_parameters(model: nn.Module) -> dict[str, Divided]:
     """Those of a model, by all of their names; empty for one that is whole."""
     return {

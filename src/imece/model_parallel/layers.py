@@ -64,6 +64,11 @@ def is_head(module: nn.Module, kind: Kind) -> bool:
     return kind == "vocab" and (not isinstance(module, nn.Embedding) or hasattr(type(module), "as_head"))
 
 
+def begins_parts(module: nn.Module, kind: Kind) -> bool:
+    """Whether, with sequence=True, each rank holds its positions from this module on, and all before it."""
+    return kind == "scatter" or (kind == "vocab" and isinstance(module, nn.Embedding))
+
+
 def divide(module: nn.Module, kind: Kind, boundary: Boundary, done: dict[int, Divided]) -> None:
     """Cut the parameters of a module in place, which are whole, and change its forward.
 

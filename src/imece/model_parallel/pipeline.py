@@ -93,9 +93,10 @@ class Pipeline:
             connect(group, mesh.device)
         self._shared = Shared([self._named[at::size] for at in range(size)], self._group)
         self._free_others()
+        self._began_trained = self._trained()
         self._schedule_for = functools.lru_cache(_KEPT)(self._make_schedule)
 
-    def step(self, inputs: Tensor | Values, targets: Tensor) -> Tensor:
+    def step(self, inputs: Tensor | Sequence[Tensor], targets: Tensor) -> Tensor:
         """Forward and backward of a batch, and the sum of the gradients over the data axes.
 
         All ranks of the pipeline call it, with inputs of the same shapes; the first stage reads inputs, the
@@ -103,10 +104,12 @@ class Pipeline:
 
         Inside of `part.no_sync()` gradients stay on their rank, to be added to by the next step outside.
 
-        ValueError: the micro-batches do not divide the batch. RuntimeError: an error in a stage, by its name;
-        nobody has called `parallelize`, though other ranks have this part too.
+        ValueError: the micro-batches do not divide the batch; all of a stage was frozen, or no longer is,
+        since the beginning. RuntimeError: an error in a stage, by its name; nobody has called `parallelize`,
+        though other ranks have this part too.
         """
         self._check_wrapped()
+        self._check_frozen()
         values = self._values(inputs, targets)
         wrapper = self._wrapper
         reduces = wrapper is None or wrapper.require_backward_grad_sync
@@ -122,7 +125,7 @@ class Pipeline:
                 wrapper.reducer.finish()
         return self._told(loss)
 
-    def evaluate(self, inputs: Tensor | Values, targets: Tensor) -> Tensor:
+    def evaluate(self, inputs: Tensor | Sequence[Tensor], targets: Tensor) -> Tensor:
         """As `step`, without gradients."""
         values = self._values(inputs, targets)
         with torch.no_grad():
@@ -163,15 +166,31 @@ class Pipeline:
     def _parameters_of(self, stage: int) -> list[nn.Parameter]:
         return [each for module in self._named[stage].values() for each in module.parameters()]
 
-    def _values(self, inputs: Tensor | Values, targets: Tensor) -> Values:
-        """The inputs. ValueError unless all can be split."""
-        values = inputs if isinstance(inputs, tuple) else (inputs,)
-        for each in (*values, targets):
-            if each.shape[0] % self.micro_batches:
-                raise ValueError(
-                    f"a batch of {each.shape[0]} cannot be split into micro_batches={self.micro_batches}"
-                )
+    def _values(self, inputs: Tensor | Sequence[Tensor], targets: Tensor) -> Values:
+        """The inputs. ValueError unless all can be split, and alike."""
+        values = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        size = targets.shape[0]
+        if size % self.micro_batches:
+            raise ValueError(f"a batch of {size} cannot be split into micro_batches={self.micro_batches}")
+        if others := [each.shape[0] for each in values if each.shape[0] != size]:
+            raise ValueError(f"inputs of a batch of {others[0]}, and targets of one of {size}")
         return values
+
+    def _trained(self) -> list[bool]:
+        """Whether anything in it is, of each stage of this rank."""
+        return [any(each.requires_grad for each in self._parameters_of(at)) for at in self._mine]
+
+    def _check_frozen(self) -> None:
+        """Whether gradients travel between two stages, both go by what was frozen at the beginning, and one
+        would wait for the other if that changed."""
+        for at, was, now in zip(self._mine, self._began_trained, self._trained(), strict=True):
+            if was != now:
+                raise ValueError(
+                    f"stage {at} ({_names(self._named[at])}) "
+                    + ("was frozen" if now else "had parameters to train")
+                    + f" when imece.Pipeline was made, and {'has some' if now else 'is frozen'} now, which "
+                    "other ranks do not know: freeze before that, or leave some of it unfrozen"
+                )
 
     def _run(self, values: Values, targets: Tensor, *, train: bool) -> Tensor | None:
         """The mean loss, where it is known."""

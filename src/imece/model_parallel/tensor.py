@@ -23,8 +23,8 @@ from imece.collectives.texts import gather_texts
 from imece.errors import UserError
 from imece.mesh import Mesh
 from imece.model_parallel.boundary import Boundary
-from imece.model_parallel.divided import Divided, divided_parameters
-from imece.model_parallel.layers import divide, is_head
+from imece.model_parallel.divided import Divided, divided_parameters, is_divided
+from imece.model_parallel.layers import begins_parts, dims_of, divide, is_head
 from imece.model_parallel.plan import planned
 from imece.models.transformer import Transformer
 
@@ -93,6 +93,9 @@ def tensor_parallel(
     done: dict[int, Divided] = {}
     for module, kind in chosen.values():
         divide(module, kind, boundary, done)
+    divided = [name for name, (_, kind) in chosen.items() if dims_of(kind)]
+    whole = not sequence or any(begins_parts(*each) for each in chosen.values())  # else it is given positions
+    _watch_first(model, divided, boundary if whole else None)
     if isinstance(model, Transformer):
         if sequence:
             model.register_forward_pre_hook(_refuse_parts, with_kwargs=True)
@@ -131,6 +134,29 @@ def _check_dropout(model: nn.Module, group: dist.ProcessGroup, device: torch.dev
             "same: call torch.manual_seed(number) with one number for all of them, such as "
             "seed + mesh.batch_rank"
         )
+
+
+def _watch_first(model: nn.Module, divided: list[str], boundary: Boundary | None) -> None:
+    """In the first forward: whether layers are where they were divided, and with a boundary whether inputs
+    are the same. What a pipeline makes of the model has no such forward, but an embedding's."""
+    first = True
+
+    @torch._disable_dynamo(recursive=True)
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal first
+        if first:
+            first = False
+            for name in divided:
+                if not is_divided(inside := module.get_submodule(name)):
+                    raise UserError(
+                        f"{name} was divided along the axis tensor, and now is in a {type(inside).__name__}, "
+                        "which would add to a part of a layer what belongs to the whole: adapters (LoRA) do "
+                        "not go with tensor_parallel; merge them before it, or train them without"
+                    )
+        if boundary is not None:
+            boundary.check_same((args, kwargs))
+
+    model.register_forward_pre_hook(check, with_kwargs=True)
 
 
 def _refuse_parts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
