@@ -310,7 +310,7 @@ def test_as_a_module() -> None:
 
 @pytest.mark.parametrize(
     ("argv", "unbuffered"),
-    [(["--help"], ""), (["launch", "--help"], ""), (["bench"], "1"), (["lunch"], "")],
+    [(["--help"], ""), (["launch", "--help"], ""), (["launch", "--help"], "1"), (["lunch"], "")],
 )
 def test_a_reader_that_has_gone_is_no_failure(argv: list[str], unbuffered: str) -> None:
     """As after `imece ... | head -1`: nothing more is said, and the status is that of a death by SIGPIPE."""
