@@ -277,9 +277,15 @@ _QWEN_MIXTURE = {
 }  # fmt: skip
 
 
-def test_the_usual_sequence_is_no_longer_than_the_models_positions() -> None:
-    for model, seq in (("gpt-3-175b", 2048), ("7B", 4096), ("medium", 512), ("1.3b", 2048)):
+def test_the_usual_sequence_is_no_longer_than_the_models_positions(tmp_path: Path) -> None:
+    for positions in (2048, 32768):
+        (tmp_path / f"{positions}.json").write_text(
+            json.dumps(_QWEN_MIXTURE | {"max_position_embeddings": positions})
+        )
+    files = [(f"{tmp_path}/2048.json", 2048), (f"{tmp_path}/32768.json", 4096)]
+    for model, seq in (("gpt-3-175b", 2048), ("7B", 4096), ("medium", 512), ("1.3b", 2048), *files):
         assert question_of(PlanOptions(model, gpus="8xH100")).seq == seq
+    assert question_of(PlanOptions(files[0][0], gpus="8xH100", seq=8192)).seq == 8192  # scaled positions
 
 
 def test_what_is_next_is_the_whole_plan_and_parallelize_takes_it(capsys: pytest.CaptureFixture[str]) -> None:

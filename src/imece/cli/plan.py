@@ -102,7 +102,7 @@ def question_of(options: PlanOptions) -> Question:
             f"--offload {options.offload} moves to the host's memory what is in a GPU's, and ranks compute "
             "on CPUs here: leave it out"
         )
-    seq = options.seq or min(_DEFAULT_SEQ, model.positions or _DEFAULT_SEQ)
+    seq = options.seq or min(_DEFAULT_SEQ, model.positions or model.made_for or _DEFAULT_SEQ)
     sequences = options.global_batch or default_batch(cluster, seq, options.micro_batch or 1)
     return Question(
         model, cluster, sequences, seq, options.strategy_of_ours, options.tensor,

@@ -57,7 +57,7 @@ class PlanOptions:
     global_batch: int = 0
     """Sequences of a step, of all GPUs together; 0: about a million tokens."""
     seq: int = 0
-    """Tokens of a sequence; 0: 4,096, or as many as the model has positions for."""
+    """Tokens of a sequence; 0: 4,096, or as many as the model has positions for, where those are fewer."""
     strategy: StrategyName = "auto"
     """Only this one; auto: all are tried."""
     tensor: int | None = None

@@ -18,6 +18,7 @@ from imece.plan.models.model import Model, Norm
 
 CONFIG = "config.json"
 _WINDOW = "sliding_window"
+_POSITIONS = "max_position_embeddings"
 _MOST = 10**12  # of layers, channels, heads ...
 _Switch = bool | str  # a str: the field that says whether
 
@@ -192,14 +193,14 @@ _FAMILIES = {
     **dict.fromkeys(("gptj", "codegen"), _gpt(mlp_biases=True, norms=1, head_biases=True)),
     "gpt_neo": _Family(
         "num_layers", heads="num_heads", **_PLAIN, out_biases=True, mlp_biases=True, tied=True,
-        positions="max_position_embeddings", translated=_windows_of_gpt_neo,
+        positions=_POSITIONS, translated=_windows_of_gpt_neo,
     ),
     "gpt_neox": _Family(
         **_PLAIN, **_ATTENTION_BIASES, mlp_biases=True, defaults={"attention_bias": True},
     ),
     "opt": _Family(
         mlp_width="ffn_dim", **_PLAIN, **_biases("enable_bias"),
-        tied=True, positions="max_position_embeddings", unused_positions=2, defaults={"enable_bias": True},
+        tied=True, positions=_POSITIONS, unused_positions=2, defaults={"enable_bias": True},
         translated=_opt,
     ),
     "bloom": _Family(**_PLAIN, **_biases(True), table_norm=True, tied=True, translated=_bloom),
@@ -300,6 +301,7 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
             windowed=_windowed(content, family, numbers[family.layers], where) if window else 0.0,
             norms=1 if asks(family.one_norm) else family.norms,
             head_norms=asks(family.head_norms) or asks(family.own_head_norms),
+            made_for=_whole(content, _POSITIONS, where, 0),
             ours=family.ours and _is_plain(content),
         )
         return model.with_vectors(_vectors(model, family, asks), _others(model, family))

@@ -38,6 +38,7 @@ class Model:
     vectors: int | None = None  # numbers of a layer's norms and biases; None: as `norm` and `biases` say
     others: int | None = None  # likewise of all outside of the layers, but for tables and positions
     max_seq: int = 0  # tokens that a sequence may have where positions are not learned; 0: nobody says
+    made_for: int = 0  # tokens that its file names where scaled rotary ones may allow more; 0: nobody says
     ours: bool = True  # whether models/transformer.py builds it, which is what imece divides and cuts
 
     def __post_init__(self) -> None:
