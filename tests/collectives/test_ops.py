@@ -444,6 +444,7 @@ def make_mistakes() -> None:
     one, sparse = torch.ones(1).expand(6), torch.eye(2).to_sparse()  # the former may be sent
     alone = [dist.new_group([rank]) for rank in range(2)]
     foreign: Any = alone[1 - dist.get_rank()]
+    wrong: Any = "a"
     mistakes: list[tuple[Callable[[], object], str]] = [
         (lambda: ops.all_reduce(x, "summ"), "unknown reduction 'summ': did you mean 'sum'?"),
         (lambda: ops.all_reduce(x, dist.ReduceOp.BAND), "unknown reduction .*BAND.*: one of sum, avg"),
@@ -456,6 +457,8 @@ def make_mistakes() -> None:
         (lambda: ops.broadcast(x, 2), "broadcast from rank 2: the group has ranks 0 to 1"),
         (lambda: ops.reduce(x, -1), "reduce to rank -1: the group has ranks 0 to 1"),
         (lambda: ops.send(x, 7), "send to rank 7"),
+        (lambda: ops.send(x, 1 - dist.get_rank(), tag=2**63), "tag 9223372036854775808: a tag is a whole"),
+        (lambda: ops.exchange([Recv(x, 1 - dist.get_rank(), wrong)]), "tag 'a': a tag is a whole number"),
         (lambda: ops.recv(x, dist.get_rank()), "this rank itself"),
         (lambda: ops.exchange([Recv(x, 3)]), "recv from rank 3"),
         (lambda: ops.exchange([Send(x, dist.get_rank())]), "1 messages that it does not receive"),

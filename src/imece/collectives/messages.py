@@ -14,7 +14,7 @@ from imece.collectives.execute import Message, post
 from imece.collectives.given_up import Waitable
 from imece.collectives.pending import without_gradients
 from imece.collectives.reduction import flattened
-from imece.collectives.shared_memory.tensors import check_rank, check_written
+from imece.collectives.shared_memory.tensors import check_rank, check_tag, check_written
 
 Tensor = torch.Tensor
 Group = dist.ProcessGroup
@@ -43,14 +43,15 @@ def send(tensor: Tensor, dst: int, *, tag: int = 0, group: Group | None = None, 
     gone.
 
     Messages of one pair and tag arrive in the order of sending. On a GPU what is sent so is received by
-    `recv`, and not by `exchange`. ValueError if dst is this rank or not in the group, and for a tag over
-    NCCL, which has none.
+    `recv`, and not by `exchange`. ValueError if dst is this rank or not in the group, for a tag that is no
+    int of 64 bits, and for any tag over NCCL, which has none.
 
     dst counts within the group: a ProcessGroup that holds both ranks, None for all. label: what the tensor
     is, for errors. PeerLostError if the other rank is gone, CollectiveTimeoutError if it comes too late.
     """
     group = group_or_default(group)
     _check_peer("send to", dst, group)
+    check_tag(tag)
     messages = [Message(flattened(tensor), dst, tag)]
     call = Call("send", group, tensor, root=dst, label=label)
     call.native(lambda: post(messages, [], group, alone=True), tensor, None, async_op=False)
@@ -62,6 +63,7 @@ def recv(tensor: Tensor, src: int, *, tag: int = 0, group: Group | None = None, 
     of `send`."""
     group = group_or_default(group)
     _check_peer("recv from", src, group)
+    check_tag(tag)
     place = flat_place(tensor)
     call = Call("recv", group, tensor, root=src, label=label)
     call.native(
@@ -91,6 +93,7 @@ def exchange(
     rank = group.rank()
     sends, receives, places = [], [], []
     for message in messages:
+        check_tag(message.tag)
         if isinstance(message, Send):
             check_rank("send to", message.dst, group)
             if message.dst != rank:

@@ -388,6 +388,10 @@ def check_mistakes() -> None:
             (lambda: dist.all_reduce(sparse), "is sparse, .* pass its to_dense"),  # noqa: B023
             (lambda: dist.broadcast(sparse, 0), "is sparse"),  # noqa: B023
         ]
+        mistakes += [
+            (lambda: dist.send(tensor, group_dst=1 - rank % 2, tag=2**63), "a tag is a whole number"),  # noqa: B023
+            (lambda: dist.irecv(tensor, tag=2**63), "a tag is a whole number"),  # noqa: B023
+        ]
         for wrong in (-1, world_size):
             there = f"rank {wrong}: the group has ranks 0 to {world_size - 1}"
             mistakes += [

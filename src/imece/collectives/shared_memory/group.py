@@ -16,6 +16,7 @@ from imece.collectives.shared_memory.exchanging import Read, as_bytes
 from imece.collectives.shared_memory.messages import Wanted
 from imece.collectives.shared_memory.tensors import (
     check_rank,
+    check_tag,
     check_written,
     flattened,
     named,
@@ -359,6 +360,7 @@ class SharedMemoryGroup(DirectCalls):
         return work
 
     def _sending(self, target: int, tensor: Tensor, tag: int) -> Operation:
+        check_tag(tag)
         data = as_bytes(plain(tensor))
         fingerprint = pack("send", "", tensor.dtype, tensor.numel())
         shown = pack("send", "", tensor.dtype, tensor.numel(), target)
@@ -367,6 +369,7 @@ class SharedMemoryGroup(DirectCalls):
         return Operation(steps, fingerprint, lambda: f"tag {tag}", lambda: [target])
 
     def _receiving(self, sources: list[int], tensor: Tensor, tag: int) -> tuple[Operation, Wanted]:
+        check_tag(tag)
         flat, back = flattened(tensor)
         wanted = Wanted(tag, pack("send", "", tensor.dtype, tensor.numel()), as_bytes(flat))
         steps = self._messages.receive(sources, wanted)

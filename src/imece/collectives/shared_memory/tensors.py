@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import cast
+from typing import SupportsIndex, cast
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,12 @@ def check_rank(what: str, rank: int, group: dist.ProcessGroup) -> None:
     """ValueError unless the group has such a rank."""
     if not 0 <= rank < group.size():
         raise ValueError(f"{what} rank {rank}: the group has ranks 0 to {group.size() - 1}")
+
+
+def check_tag(tag: SupportsIndex) -> None:
+    """ValueError for what does not travel as a message's tag; on the way it would end the group."""
+    if not isinstance(tag, int | SupportsIndex) or not -(2**63) <= operator.index(tag) < 2**63:
+        raise ValueError(f"tag {tag!r}: a tag is a whole number of 64 bits")
 
 
 def check_dense(tensor: Tensor) -> None:
