@@ -1551,7 +1551,23 @@ def a_flag_out_of_habit(group: dist.ProcessGroup) -> None:
             assert any(early) == (step > 0), (average, step, early)
 
 
+def one_rank_alone_evaluates(group: dist.ProcessGroup) -> None:
+    """Through the wrapper it broadcasts buffers, which the others do not: the error says what to call."""
+    model = DistributedDataParallel(nn.BatchNorm1d(4), process_group=group)
+    model.eval()
+    if dist.get_rank() == 0:
+        model.module(torch.ones(2, 4))
+    with pytest.raises(
+        MismatchError, match=r"\(buffers before forward; one rank alone calls model\.module\)"
+    ):
+        if dist.get_rank() == 0:
+            model(torch.ones(2, 4))
+        else:
+            model.check_parameters()
+
+
 CHECKS: dict[str, Check] = {
+    "one rank alone evaluates": one_rank_alone_evaluates,
     "beside collectives in its graph": beside_collectives_in_its_graph,
     "a flag out of habit": a_flag_out_of_habit,
     "beside a synchronised batch norm": beside_a_synchronised_batch_norm,

@@ -58,5 +58,5 @@ class BufferSync:
             return self.hook.call(self.hook.state, self.named) or []
         tensors = self.tensors
         with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
-            sync_from(root, tensors, group, "buffers before forward")
+            sync_from(root, tensors, group, "buffers before forward; one rank alone calls model.module")
         return []
