@@ -9,11 +9,13 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from imece import mesh as meshes
 from imece.checkpoint import Checkpoints, Slice, all_steps, commit, files, save
 from tests.checkpoint.crew import Crew, assert_whole, crew, newest_whole, partials, state_of
 
@@ -201,6 +203,28 @@ def test_closing_gives_up_what_is_under_way(tmp_path: Path) -> None:
         assert all_steps(tmp_path) == [1] and not partials(tmp_path)
         with pytest.raises(ValueError, match="after close"):
             ranks.ranks[0].save(3, state_of(3), {}, None)
+
+
+def test_ranks_that_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of 2 is gone amid a save; rank 0, alone in the mesh from then on, does not wait for it."""
+    mesh, alarms = SimpleNamespace(rank=0, world_size=2), list[str]()
+    monkeypatch.setattr(meshes, "current", lambda: mesh)
+    saves = Checkpoints(tmp_path, rank=0, world_size=2, alarm=alarms.append)
+    other = Checkpoints(tmp_path, rank=0, world_size=1, alarm=alarms.append)  # not the mesh's: as it was told
+    saves.save(1, {"a": torch.ones(4)}, {}, rank_state=None)
+    mesh.world_size = 1
+    save._count_worlds()
+    saves.save(2, {"a": torch.ones(4)}, {}, rank_state=None)
+    assert saves.finish() and all_steps(tmp_path) == [2]
+    (alarm,) = alarms
+    assert alarm.startswith("the checkpoint of step 1 was not saved: the ranks changed before it was ")
+    saves.close()
+    with pytest.raises(ValueError, match=r"not after close\(\)"):
+        saves.save(3, {"a": torch.ones(4)}, {}, rank_state=None)
+    mesh.world_size = 3
+    save._count_worlds()
+    other.save(3, {"a": torch.ones(4)}, {}, rank_state=None)
+    assert other.finish(), alarms
 
 
 def test_rank_0_fails_before_it_has_heard_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from imece.membership.modes import Modes
 from imece.membership.states import packed, unpacked
 from tests.launch.launcher import run_launch
 from tests.ranks import run_ranks
+from tests.train.command import in_fork, launched
 
 
 def made() -> tuple[imece.DistributedDataParallel, torch.optim.Optimizer]:
@@ -203,6 +204,47 @@ def test_batches_that_are_read_ahead(tmp_path: Path) -> None:
     read = [list(map(int, (tmp_path / f"read-{number}").read_text().split())) for number in range(60)]
     for epoch in range(15):
         assert sorted(each for step in read[4 * epoch :][:4] for each in step) == list(range(48)), read
+
+
+SAVES = """
+import os, sys, time, torch, imece
+from pathlib import Path
+from imece.checkpoint import Checkpoints, TrainingState
+mesh = imece.init()
+torch.manual_seed(0)
+sgd = lambda each: torch.optim.SGD(each, lr=0.1, momentum=0.9)
+model, optimizer = imece.parallelize(torch.nn.Linear(2, 1), sgd, "zero1")
+state = TrainingState(model, [optimizer])
+folder = Path(sys.argv[1]) / "saved"
+checkpoints = Checkpoints(folder, rank=mesh.rank, world_size=mesh.world_size, alarm=print)
+for step in imece.steps(30, model, optimizer):
+    with step as number:
+        model(torch.ones(2, 2) * number).square().mean().div(1000).backward()
+        if number == 5 and os.environ["IMECE_MEMBER"] == "1":
+            os.kill(os.getpid(), 9)
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.05)
+    if step.made and (number + 1) % 3 == 0:
+        checkpoints.save(number + 1, state.tensors(), {}, rank_state=None)
+print("on the disk", checkpoints.finish(), [each.tolist() for each in model.state_dict().values()])
+checkpoints.close()
+"""
+
+
+@pytest.mark.slow
+def test_checkpoints_of_the_ranks_there_are(tmp_path: Path) -> None:
+    """A rank dies, and another joins, which was alone when it opened the same folder."""
+    (tmp_path / "saves.py").write_text(SAVES)
+    words = ["--ranks", "3", str(tmp_path / "saves.py"), str(tmp_path)]
+    status, out, err = in_fork(launched, str(tmp_path), *words, timeout_s=100)
+    assert status == 0 and "2 ranks go on" in err, err
+    assert "another job" not in out, out
+    plain = nn.Linear(2, 1)
+    assert imece.load_weights(plain, tmp_path / "saved").step == 30
+    learnt = [each.tolist() for each in plain.state_dict().values()]
+    assert len(told := [line for line in out.splitlines() if "on the disk True" in line]) >= 2, out
+    assert all(line.endswith(f"on the disk True {learnt}") for line in told), (learnt, out)
 
 
 @pytest.mark.parametrize(("step_s", "count"), [(0.0, 8), (1e-3, 8), (0.09, 5), (0.26, 1), (3.0, 1)])

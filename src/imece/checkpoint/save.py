@@ -7,6 +7,7 @@ it; the others wait for that. So every rank knows what became of it before it be
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import shutil
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from imece import mesh as meshes
 from imece.checkpoint import commit, deal, files
 from imece.checkpoint.commit import Part
 from imece.checkpoint.manifest import MANIFEST, File, Json, Kind, Piece, begins, file_name, header
@@ -66,6 +68,17 @@ class _Job:
         return self.content
 
 
+_worlds = 0  # that the mesh has had
+
+
+def _count_worlds() -> None:
+    global _worlds
+    _worlds += 1
+
+
+meshes.once_arranged.append(_count_worlds)
+
+
 class Checkpoints:
     """The checkpoints that the ranks of one job write into one folder, which all of them see."""
 
@@ -90,18 +103,21 @@ class Checkpoints:
 
         Nothing is written before the first save. From then on every save of another `Checkpoints` that began
         to save here before is an alarm: the last one has the folder.
+
+        rank, world_size: where these are the mesh's, and the mesh gets others (imece.steps), they follow it.
+        A save that is under way then comes to nothing, with an alarm; the next one is of the ranks there are.
         """
         if not 0 <= rank < world_size or keep < 1:
             raise ValueError(f"rank {rank} of {world_size}, keep {keep}: keep at least 1")
-        self._folder, self._rank, self._world_size = Path(folder), rank, world_size
+        self._folder, self._keep = Path(folder), keep
         self._alarm, self._limit_s = alarm, limit_s
-        self._meeting = Meeting(self._folder, rank, world_size)
-        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
-        self._stop = Stop()
-        self._saves = 0
         self._saved = True  # the newest save, if any
-        self._room = Room(self._folder, keep, self._meeting.number, alarm)
+        self._mesh: meshes.Mesh | None = None  # that is followed
+        with contextlib.suppress(UserError):  # there is none
+            mesh = meshes.current()
+            self._mesh = mesh if (mesh.rank, mesh.world_size) == (rank, world_size) else None
+        self._open(rank, world_size)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
@@ -111,6 +127,21 @@ class Checkpoints:
                 f"{folder}: checkpoints cannot be written there ({error.strerror}): check the path and its "
                 "permissions"
             ) from error
+
+    def _open(self, rank: int, world_size: int) -> None:
+        """For these ranks, of which nobody has saved anything."""
+        self._rank, self._world_size, self._worlds = rank, world_size, _worlds
+        self._meeting = Meeting(self._folder, rank, world_size)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._stop = Stop()
+        self._saves = 0
+        self._room = Room(self._folder, self._keep, self._meeting.number, self._alarm)
+
+    def _follow_mesh(self) -> None:
+        """A rank that is gone writes nothing any more, and others count its saves and theirs from here on."""
+        if self._mesh is not None and self._worlds != _worlds and not self._stop.is_set():
+            self.close("the ranks changed")
+            self._open(self._mesh.rank, self._mesh.world_size)
 
     def save(
         self,
@@ -140,6 +171,7 @@ class Checkpoints:
         its tensor, and for what a state cannot hold; on the other ranks that is an alarm, and so it is on all
         that they disagree on their tensors.
         """
+        self._follow_mesh()
         self._join()
         self._saves += 1  # also if this one is refused here: the other ranks count it
         self._saved = False
@@ -164,6 +196,7 @@ class Checkpoints:
 
         All ranks get the same answer. True if there was none.
         """
+        self._follow_mesh()
         self._join()
         return self._saved
 
