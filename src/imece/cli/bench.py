@@ -110,11 +110,13 @@ def _measure(bench: Benchmark, options: Any) -> int:
         print(f"skipped: {error}")
         return 0
     if bench.judged is not None:
-        quick = getattr(options, "quick", False)
-        unjudged = "; none is judged, for --quick is not to quote" if quick else ""
+        # `bench gpu` has no --quick: on a CPU it only shows that it works.
+        trial = "--quick" if getattr(options, "quick", False) else ""
+        trial = "--device cpu" if getattr(options, "device", None) == "cpu" else trial
+        unjudged = f"; none is judged, for {trial} is not to quote" if trial else ""
         print(f"\ntargets (what the plan of this project asks for{bench.whose}){unjudged}")
         lines = bench.judged(plan, results)
-        print(*(map(targets.without_verdict, lines) if quick else lines), sep="\n")
+        print(*(map(targets.without_verdict, lines) if trial else lines), sep="\n")
     if options.json is not None:
         report.write_json(options.json, bench.as_json(plan, results))
         print(f"figures  {options.json}")
