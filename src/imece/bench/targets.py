@@ -1,7 +1,7 @@
 """What was promised, beside what was measured.
 
-The figures below are wishes, not results: they come from the plan of this project, which took them from a
-rough prototype on two idle cores. A target compares two times of one program: the other's by ours.
+The figures below are wishes, not results: they were set before any of it was written, from a rough prototype
+on two idle cores. A target compares two times of one program: the other's by ours.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def _measure(bench: Benchmark, options: Any) -> int:
         trial = "--quick" if getattr(options, "quick", False) else ""
         trial = "--device cpu" if getattr(options, "device", None) == "cpu" else trial
         unjudged = f"; none is judged, for {trial} is not to quote" if trial else ""
-        print(f"\ntargets (what the plan of this project asks for{bench.whose}){unjudged}")
+        print(f"\ntargets (set before any of it was measured{bench.whose}){unjudged}")
         lines = bench.judged(plan, results)
         print(*(map(targets.without_verdict, lines) if trial else lines), sep="\n")
     if options.json is not None:
