@@ -32,7 +32,7 @@ _READ_LATE = re.compile(
     r"|TORCHELASTIC_USE_AGENT_STORE|IMECE_HOST|IMECE_BACKEND|IMECE_TEST_\w+|PYTEST_CURRENT_TEST"
     r"|GLOO_SOCKET_IFNAME|NCCL_SOCKET_IFNAME"  # imece.init() sets them, also in a test's own process
 )
-_ANSWER_S = 120.0
+_ANSWER_S = 240.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 _zygotes: dict[int, subprocess.Popen[bytes]] = {}

@@ -83,7 +83,8 @@ def test_a_model_that_nobody_knows_how_to_cut() -> None:
         own = "" if isinstance(model, nn.Linear) else " whose forward is its own"
         with pytest.raises(ValueError, match=f"a {type(model).__name__}{own} cannot be cut by itself"):
             pieces_of(model)
-    pieces_of(Named(nn.Linear(2, 2), nn.Linear(2, 2)))
+    for several in (Named(nn.Linear(2, 2), nn.ReLU()), nn.ModuleList([nn.Linear(2, 2), nn.ReLU()])):
+        assert list(pieces_of(several).named(range(2)).values()) == list(several)
     shared = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"parameter 2\.weight is that of 0 too"):
         pieces_of([shared, nn.ReLU(), shared])

@@ -40,7 +40,7 @@ def pieces_of(model: nn.Module | Sequence[nn.Module]) -> Pieces:
     """ValueError for a model that nobody knows how to cut, with what to do."""
     if isinstance(model, Transformer) and type(model).forward is Transformer.forward:
         return _OfTransformer(model)
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module) or type(model) is nn.ModuleList:
         return _OfSequential(nn.Sequential(*model))
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return _OfSequential(model)

@@ -741,6 +741,13 @@ def test_nothing_with_a_stride_is_sent_and_a_message_is_known_by_its_tag() -> No
     alone.shutdown()
 
 
+def test_a_group_that_is_not_split() -> None:
+    alone = SharedMemoryGroup(dist.HashStore(), 0, 1, timedelta(seconds=10))
+    with pytest.raises(RuntimeError, match="new_group"):  # where torch's would end the process
+        alone.split_group([0])
+    alone.shutdown()
+
+
 def test_a_group_has_another_timeout_from_then_on() -> None:
     alone = SharedMemoryGroup(dist.HashStore(), 0, 1, timedelta(seconds=600))
     alone.set_timeout(timedelta(seconds=0.1))

@@ -129,6 +129,10 @@ class GroupBase(dist.ProcessGroup):
         """How many calls with tensors of the CPU this rank has made, begun or not."""
         return self._calls
 
+    def split_group(self, *_: Any, **__: Any) -> Any:
+        """RuntimeError: what torch's does is to its backends in C++, which this group does not have."""
+        raise RuntimeError("a group of shm is not split: make the others by torch.distributed.new_group")
+
     def shutdown(self) -> None:
         """Leave the group; torch's destroy_process_group calls this."""
         self._others.shutdown()
