@@ -6,6 +6,7 @@
 Each host has a store of its own; ranks meet in another one, to which a tunnel leads. When a member dies, the
 others are named as the next generation in the stores of all hosts. In the middle of step `pause` ranks wait
 for `go_on`: so what a test does after some steps comes before the last one, however busy the machine is.
+Steps are slow then, so that ranks ask at the border of each one whether all are to move on.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from tests.ranks import RankResult, Ranks, start_ranks
 STEPS, SAMPLES, WIDTH = 14, 12, 8
 NEVER = 999
 _POLL_S = 0.002
-_PAUSE = "IMECE_TEST_PAUSE"
+_PAUSE, _STEP_S = "IMECE_TEST_PAUSE", "IMECE_TEST_STEP_S"
+_SLOW_S, _NEWS_S = 0.3, 1.2  # of a step; and for news to come to a rank
 _PASSED_ON = (
     "IMECE_TEST_AS_"  # a prefix: the name without it could be read at an import, for all that tests know
 )
@@ -60,6 +62,7 @@ class Agents:
     ) -> None:
         """fn: calls `as_member` first."""
         self._fn, self._args, self._per_host = fn, list(args), ranks_per_host
+        self._step_s = 0.0 if pause == NEVER else _SLOW_S
         self._pause = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115  (closed on leaving the block)
         self.go_on(pause)
         listeners = [listen() for _ in range(ranks // ranks_per_host)]
@@ -148,7 +151,8 @@ class Agents:
     def _environ(self, rank: int) -> dict[str, str]:
         passed_on = {"MEMBER": rank, "AGENT_PORT": self._ports[rank // self._per_host]}
         environ = {_PASSED_ON + name: str(value) for name, value in passed_on.items()}
-        return environ | {"MASTER_PORT": str(self.tunnel.port), _PAUSE: self._pause.name}
+        environ |= {_PAUSE: self._pause.name, _STEP_S: str(self._step_s)}
+        return environ | {"MASTER_PORT": str(self.tunnel.port)}
 
     def _reports(self) -> str:
         return "\n".join(self.result(member).report() for member in range(self._members))
@@ -266,8 +270,11 @@ def learn_all(
             optimizer.step()
             optimizer.zero_grad()
             here(number, "step")
-            while number >= int(Path(os.environ[_PAUSE]).read_text()):
-                time.sleep(_POLL_S)
+            time.sleep(float(os.environ[_STEP_S]))
+            if number >= int(Path(os.environ[_PAUSE]).read_text()):
+                while number >= int(Path(os.environ[_PAUSE]).read_text()):
+                    time.sleep(_POLL_S)
+                time.sleep(_NEWS_S)
     parameters = torch.cat([each.flatten() for each in model.state_dict().values()])
     return {"told": told, "parameters": parameters.tolist()}
 
