@@ -20,12 +20,13 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
-from torch.utils.data import Dataset, dataloader
+from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 from imece import mesh as meshes
@@ -37,7 +38,7 @@ UNEVEN: tuple[Uneven, ...] = ("pad", "drop", "keep")
 _FORMAT = 1  # of state_dict; it also stands for the order: a position means nothing in another one
 _BLOCK = 8192  # indices that are computed at once
 _ROUNDS = 10  # with fewer, some permutations of 5 to 9 samples come too often
-_GIVES_TO_WORKER = dataloader._MultiProcessingDataLoaderIter._try_put_index.__code__
+_GIVES_TO_WORKER = "torch.utils.data.dataloader", "_try_put_index"  # module and function
 _STARTED_AS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 _Indices = npt.NDArray[np.uint64]
@@ -280,10 +281,12 @@ class _Iteration:
 def _asked_for_workers() -> bool:
     """Whether it is a DataLoader that asks for an index which it gives to a worker, perhaps for a sampler of
     batches."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code is not _GIVES_TO_WORKER:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == _GIVES_TO_WORKER:
+            return True
         frame = frame.f_back
-    return frame.f_code is _GIVES_TO_WORKER
+    return False
 
 
 class _Order:
