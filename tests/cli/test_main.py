@@ -93,6 +93,8 @@ def test_help_and_version() -> None:
         ("launch --slurm --hosts 2 --ranks 2 x.py", "--hosts: with --slurm the hosts are SLURM's nodes"),
         ("drill --hosts 2 --host-rank 1 --rendezvous a:1 --ranks 2 x.py", "give imece drill on host 0"),
         ("launch --max-restarts 2 x.py", "how many ranks?"),
+        ("launch -n 2 no-such.py", "no-such.py"),
+        ("launch --nonsense x.py", "--nonsense"),
         ("launch --ranks 2 --max-restarts -1 x.py", "--max-restarts -1"),
         ("launch --ranks 2 --min-ranks 3 x.py", "--min-ranks 3: from 1 to 2"),
         ("launch --ranks 2 --silent-s 0.1 x.py", "--silent-s 0.1"),

@@ -33,7 +33,7 @@ DESCRIPTION = (
     "--slurm: on SLURM's nodes; imece launch --slurm --help tells more."
 )
 _MAX_SECONDS = 86_400.0
-_RANKS = ("--ranks", "--nproc-per-node")
+_RANKS = ("--ranks", "-n", "--nproc-per-node")
 _WITH_VALUE = (
     *_RANKS, "--grace-s", "--min-ranks", "--max-restarts", "--silent-s", "--log-dir", *hosts.OURS,
 )  # fmt: skip
@@ -44,7 +44,7 @@ _DEVICES = ("auto", "gpu", "cpu")
 class LaunchOptions:
     """What stands before the script."""
 
-    ranks: Annotated[int, tyro.conf.arg(aliases=["--nproc-per-node"])]
+    ranks: Annotated[int, tyro.conf.arg(name="nproc-per-node", aliases=["-n", "--ranks"])]
     """How many ranks to start."""
     module: Annotated[tyro.conf.FlagCreatePairsOff[bool], tyro.conf.arg(aliases=["-m"])] = False
     """The script is a module's name, as for python -m."""

@@ -149,12 +149,14 @@ def _kind(tensor: torch.Tensor) -> str:
 
 def _first_difference(texts: list[list[str]]) -> str:
     counts = {rank: len(text) for rank, text in enumerate(texts)}
+    uneven = len(set(counts.values())) > 1
+    have = f"; the ranks have {by_rank(counts)} parameters" if uneven else ""
     for at in range(max(counts.values())):
         here = {rank: text[at] if at < len(text) else "no parameter" for rank, text in enumerate(texts)}
         if len(set(here.values())) > 1:
             return (
-                f"DDP expects same model across all ranks, but parameter {at} is {by_rank(here)}; "
-                f"the ranks have {by_rank(counts)} parameters. Do all ranks build the same model?"
+                f"DDP expects same model across all ranks, but parameter {at} is {by_rank(here)}{have}. "
+                f"Do all ranks build the same model?"
             )
     return "DDP expects same model across all ranks, but they differ. Do all ranks build the same model?"
 
