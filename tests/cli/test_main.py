@@ -150,6 +150,7 @@ _WORDS = st.sampled_from([*_TYPED, "x\ny", "\0", "--ranks=\x1b[2J", "é", ""]) |
 
 @given(st.lists(_WORDS, max_size=7))
 @example(["--ranks", "2", "a\0b"])
+@example(["--ranks=2", "--rendezvous=127.0.0.1:1", "no-such.py"])
 @example(["--ranks", "2", "x" * 5000])
 @example(["--ranks", "2", "a\nb\x1b[31m"])
 def test_any_words_are_refused_in_one_line(words: list[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from imece.bench import report
-from imece.cli.launch import LaunchOptions, program, read, start
+from imece.cli.launch import LaunchOptions, read, start
 from imece.errors import UserError
 from imece.launch.drill import Drill
 from imece.launch.drill_record import Plan, lines
@@ -80,8 +80,7 @@ class DrillOptions(LaunchOptions):
 
 def run(argv: Sequence[str]) -> int:
     """`imece drill ARGV`: 0 if all faults came and were survived, the script ended well, nothing is left."""
-    options, command = read(DrillOptions, argv, PROG, DESCRIPTION, _WITH_VALUE)
-    words = program(command, options)
+    options, command, words = read(DrillOptions, argv, PROG, DESCRIPTION, _WITH_VALUE)
     report.check_writable(options.json)
     drill, traces = Drill(options.plan(), _say), Traces()
     record = drill.record

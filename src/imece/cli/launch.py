@@ -102,12 +102,11 @@ def run(argv: Sequence[str]) -> int:
     if asked is not None:
         hosts.refuse(own)
     else:
-        options, command = read(LaunchOptions, argv, PROG, DESCRIPTION)
-        return start(options, program(command, options))
+        options, _, words = read(LaunchOptions, argv, PROG, DESCRIPTION)
+        return start(options, words)
     wanted = launch_slurm.read(asked)
-    words = [*wanted.words(own), "--", *command]
-    options, command = read(LaunchOptions, words, launch_slurm.PROG, DESCRIPTION)
-    words = program(command, options)
+    meant = [*wanted.words(own), "--", *command]
+    options, command, words = read(LaunchOptions, meant, launch_slurm.PROG, DESCRIPTION)
     if wanted.task is None:
         return launch_slurm.run(wanted, own, command)
     status = start(options, words, launch_slurm.environment())
@@ -117,10 +116,10 @@ def run(argv: Sequence[str]) -> int:
 
 def read(
     kind: type[Options], argv: Sequence[str], prog: str, description: str, with_value: Sequence[str] = ()
-) -> tuple[Options, list[str]]:
-    """The options before the script, and the script with its arguments; UserError if one is missing.
+) -> tuple[Options, list[str], list[str]]:
+    """The options before the script, the script with its arguments, and so the command of each rank.
 
-    with_value: those of `kind` that LaunchOptions has not and that take a value.
+    UserError if any is missing. with_value: those of `kind` that take a value and that LaunchOptions has not.
     """
     own, command = split(argv, with_value)
     for before, word in zip(["", *own], own, strict=False):
@@ -137,9 +136,10 @@ def read(
     options = parse(kind, own, prog, description, operands="SCRIPT [its arguments]")
     if not command:
         raise UserError(f"there is no script to run: {prog} --ranks {options.ranks} script.py")
-    for why, names in needless.items():
+    words = _program(command, options)
+    for why, names in needless.items():  # when nothing is refused any more: that is one line
         print(f"imece: {', '.join(names)}: not needed, {why}", file=sys.stderr)
-    return options, command
+    return options, command, words
 
 
 def start(
@@ -225,7 +225,7 @@ def split(argv: Sequence[str], with_value: Sequence[str] = ()) -> tuple[list[str
     return list(argv[:index]), list(argv[index:])
 
 
-def program(command: Sequence[str], options: LaunchOptions) -> list[str]:
+def _program(command: Sequence[str], options: LaunchOptions) -> list[str]:
     """The command of each rank; UserError if there is no such script, module or program."""
     name, *arguments = command
     if any("\0" in word for word in command):
