@@ -67,6 +67,8 @@ def test_help_and_version() -> None:
         ("launch script.py", "imece launch --ranks 2 script.py"),
         ("launch --ranks 2", "no script"),
         ("launch --ranks 1 --nproc-per-node 2 x.py", "--ranks 1 and --nproc-per-node 2: how many ranks?"),
+        ("launch -n 2 --ranks 3 x.py", "-n 2 and --ranks 3: how many ranks?"),
+        ("launch x.py -n 2", "-n stands behind the script, so it is the script's"),
         ("launch --ranks 2 --ranks 3 x.py", "--ranks 2 and --ranks 3: how many ranks? Say it once"),
         ("drill --nproc_per_node=2 --ranks 3 x.py", "--nproc-per-node 2 and --ranks 3: how many ranks?"),
         ("launch --ranks 2 --", "no script"),
@@ -177,6 +179,7 @@ def test_what_follows_the_script_is_its_own() -> None:
         ["s.py", "--ranks", "3", "--"],
     )
     assert split(["--nproc_per_node", "2", "s.py"]) == (["--nproc_per_node", "2"], ["s.py"])
+    assert split(["-n", "2", "s.py", "-n"]) == (["-n", "2"], ["s.py", "-n"])
     assert split(["--ranks=2", "--", "-s.py"]) == (["--ranks=2"], ["-s.py"])
     assert split(["--ranks", "2", "-m", "a.b", "-m"]) == (["--ranks", "2", "-m"], ["a.b", "-m"])
     assert split(["--ranks"]) == (["--ranks"], [])

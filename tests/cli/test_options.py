@@ -62,6 +62,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "imece bake" in out and "Bakes." in out and "How many ovens." in out
     assert "--crumbs INT" in out and "--glaze {milk}" in out and "--json PATH" in out and "{None" not in out
+    assert "None" not in out, "what is not set has no default to show"
+    assert "(default: round)" in out and "(default: 2)" in out
 
 
 @pytest.mark.parametrize("columns", ["30", "80", "85", "500"])

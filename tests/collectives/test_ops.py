@@ -445,6 +445,7 @@ def make_mistakes() -> None:
     alone = [dist.new_group([rank]) for rank in range(2)]
     foreign: Any = alone[1 - dist.get_rank()]
     wrong: Any = "a"
+    two: Any = [x, x]
     mistakes: list[tuple[Callable[[], object], str]] = [
         (lambda: ops.all_reduce(x, "summ"), "unknown reduction 'summ': did you mean 'sum'?"),
         (lambda: ops.all_reduce(x, dist.ReduceOp.BAND), "unknown reduction .*BAND.*: one of sum, avg"),
@@ -477,9 +478,18 @@ def make_mistakes() -> None:
         (lambda: ops.all_reduce(sparse), r"float32\[2, 2\] is sparse, .* pass its to_dense"),
         (lambda: ops.all_gather(torch.ones(4, 2), sparse), r"float32\[2, 2\] is sparse"),
         (lambda: ops.send(sparse, 1 - dist.get_rank()), r"float32\[2, 2\] is sparse"),
+        (lambda: ops.all_reduce(two), "all_reduce: a tensor is expected, not list; call it for each"),
+        (lambda: ops.broadcast(wrong), "broadcast: a tensor is expected, not str; torch.as_tensor makes"),
+        (lambda: ops.reduce(two), "reduce: a tensor is expected"),
+        (lambda: ops.all_gather(two, x), "all_gather, output: a tensor .* list; make one by torch.cat"),
+        (lambda: ops.reduce_scatter(x, two), "reduce_scatter, input: a tensor is expected"),
+        (lambda: ops.send(two, 1 - dist.get_rank()), "send: a tensor is expected"),
+        (lambda: ops.recv(two, 1 - dist.get_rank()), "recv: a tensor is expected"),
+        (lambda: ops.exchange([Send(two, 1 - dist.get_rank())]), "Send: a tensor is expected"),
+        (lambda: ops.exchange(two), "exchange: imece.Send or imece.Recv is expected, not Tensor"),
     ]  # fmt: skip
     for make, words in mistakes:
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises((ValueError, TypeError), match=words):
             make()
     itself = torch.zeros(2, 3)
     ops.exchange([Recv(itself, dist.get_rank(), 1), Send(x, dist.get_rank(), 1)])

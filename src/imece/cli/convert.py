@@ -34,7 +34,7 @@ class ConvertOptions:
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
     """DeepSpeed's or Accelerate's."""
     ranks: int | None = None
-    """How many it is for, of all hosts together; None: as the file says, if it does."""
+    """How many it is for, of all hosts together. Without it as the file says, if it does."""
     to: Path | None = None
     """Write the file for imece train here, a .toml that does not exist yet."""
 

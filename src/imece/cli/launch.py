@@ -55,7 +55,7 @@ class LaunchOptions:
     min_ranks: int = 1
     """The run ends (or starts again, with --max-restarts) once fewer ranks than these are left."""
     #: How many times in all a dead rank is replaced, or all are started again where the others do not go on.
-    #: None: a dead rank is replaced as long as steps are finished, and all are never started again.
+    #: Without it a dead rank is replaced as long as steps are finished, and all are never started again.
     max_restarts: int | None = None
     #: Seconds after which a rank that no longer says that it lives is ended, as if it had died; ten times as
     #: many for one that computes; 0: never.

@@ -29,7 +29,12 @@ WITH_VALUE = (
     "--job-name", "--signal-s", "--requeues", "--sbatch",
 )  # fmt: skip
 _FLAGS = ("--submit", "--no-submit")
-_SAME = {"--ranks": "--ranks-per-node", "--nproc-per-node": "--ranks-per-node", "--nnodes": "--nodes"}
+_SAME = {
+    "--ranks": "--ranks-per-node",
+    "-n": "--ranks-per-node",
+    "--nproc-per-node": "--ranks-per-node",
+    "--nnodes": "--nodes",
+}
 _OF_THE_BATCH = ("gpus_per_node", "time", "partition", "account", "job_name")
 _CPUS = 4
 
@@ -39,22 +44,22 @@ class SlurmOptions:
     """What is asked of SLURM."""
 
     nodes: int | None = None
-    """How many nodes. None: one, or all of an allocation."""
-    #: How many ranks on each node (--ranks is the same). None: one for each GPU, or each of an allocation's
-    #: tasks.
+    """How many nodes. Without it one, or all of an allocation."""
+    #: How many ranks on each node (--ranks is the same). Without it one for each GPU, or each of an
+    #: allocation's tasks.
     ranks_per_node: int | None = None
     cpus_per_rank: int | None = None
-    """None: 4, or an equal part of an allocation's node."""
+    """Without it 4, or an equal part of an allocation's node."""
     gpus_per_node: str | None = None
     """A number, or a kind and a number: a100:4."""
     time: str | None = None
-    """The time limit, in SLURM's formats: 90, 12:00:00, 2-12. None: the partition's."""
+    """The time limit, in SLURM's formats: 90, 12:00:00, 2-12. Without it the partition's."""
     partition: str | None = None
     """The partition, or several with commas between them."""
     account: str | None = None
     """Who pays."""
     job_name: str | None = None
-    """None: the script's name."""
+    """Without it the script's name."""
     signal_s: int = 120
     """How many seconds before its time is over the job is told to save and end; 0: never."""
     requeues: int = 20

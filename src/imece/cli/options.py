@@ -18,7 +18,13 @@ from types import NoneType
 from typing import Annotated, Any, TextIO, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructTypeInfo,
+)
 
 from imece.errors import UserError
 
@@ -103,8 +109,34 @@ def _optional(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     )
 
 
+def _silent_where_unset(struct: StructTypeInfo) -> StructConstructorSpec | None:
+    """Fields as tyro reads them, but of a value that is not set --help has no "(default: None)": what is done
+    without it is the text's to say.
+    """
+    if _asked:  # by the call below, which asks this rule too
+        return None
+    _asked.append(struct)
+    try:
+        spec = ConstructorRegistry.get_struct_spec(struct)
+    finally:
+        _asked.pop()
+    if not isinstance(spec, StructConstructorSpec):
+        return None
+    hint = tyro.conf.arg(help_behavior_hint=_default)
+    fields = [
+        dataclasses.replace(each, type=cast(type[Any], Annotated[each.type, hint])) for each in spec.fields
+    ]
+    return dataclasses.replace(spec, fields=tuple(fields))
+
+
+def _default(shown: str) -> str:
+    return "" if shown in ("None", "", "''") else f"(default: {shown})"
+
+
+_asked: list[StructTypeInfo] = []
 _RULES = ConstructorRegistry()
 _RULES.primitive_rule(_optional)
+_RULES.struct_rule(_silent_where_unset)
 
 
 class _Page(io.StringIO):

@@ -14,7 +14,7 @@ from imece.collectives.execute import Message, post
 from imece.collectives.given_up import Waitable
 from imece.collectives.pending import without_gradients
 from imece.collectives.reduction import flattened
-from imece.collectives.shared_memory.tensors import check_rank, check_tag, check_written
+from imece.collectives.shared_memory.tensors import check_rank, check_tag, check_tensor, check_written
 
 Tensor = torch.Tensor
 Group = dist.ProcessGroup
@@ -49,6 +49,7 @@ def send(tensor: Tensor, dst: int, *, tag: int = 0, group: Group | None = None, 
     dst counts within the group: a ProcessGroup that holds both ranks, None for all. label: what the tensor
     is, for errors. PeerLostError if the other rank is gone, CollectiveTimeoutError if it comes too late.
     """
+    check_tensor("send", tensor)
     group = group_or_default(group)
     _check_peer("send to", dst, group)
     check_tag(tag)
@@ -61,6 +62,7 @@ def send(tensor: Tensor, dst: int, *, tag: int = 0, group: Group | None = None, 
 def recv(tensor: Tensor, src: int, *, tag: int = 0, group: Group | None = None, label: str = "") -> Tensor:
     """Receives M bytes from rank src of the group into `tensor`, and returns it. tag, label and errors are as
     of `send`."""
+    check_tensor("recv", tensor)
     group = group_or_default(group)
     _check_peer("recv from", src, group)
     check_tag(tag)
@@ -93,6 +95,9 @@ def exchange(
     rank = group.rank()
     sends, receives, places = [], [], []
     for message in messages:
+        if not isinstance(message, Send | Recv):
+            raise TypeError(f"exchange: imece.Send or imece.Recv is expected, not {type(message).__name__}")
+        check_tensor(type(message).__name__, message.tensor)
         check_tag(message.tag)
         if isinstance(message, Send):
             check_rank("send to", message.dst, group)

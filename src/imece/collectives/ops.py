@@ -13,7 +13,8 @@ gives the tensor, `done()` asks. schedule: None for the backend's own way, a nam
 (links.py).
 
 In what follows M is the bytes of the whole tensor and N the number of ranks. Errors: ValueError for arguments
-that cannot be meant, before anything is sent; CollectiveError and its kinds for calls that fail.
+that cannot be meant, TypeError for what is no tensor, before anything is sent; CollectiveError and its kinds
+for calls that fail.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from imece.collectives.pending import Pending, wait_for
 from imece.collectives.reduction import flattened, landed, op_name, prepared, shares_memory
 from imece.collectives.schedules import SCHEDULES, build, check_name
 from imece.collectives.shared_memory.group import SharedMemoryGroup
-from imece.collectives.shared_memory.tensors import check_rank, overlap
+from imece.collectives.shared_memory.tensors import check_rank, check_tensor, overlap
 from imece.collectives.wire import all_reduce_bf16, check_bf16, check_wire, reduce_scatter_bf16
 
 __all__ = [
@@ -87,6 +88,7 @@ def all_reduce(
     MismatchError if ranks make other calls, PeerLostError if one is gone, CollectiveTimeoutError if one comes
     too late; more in help("imece.collectives.ops").
     """
+    check_tensor("all_reduce", tensor)
     group = group if group is not None else group_or_default(None)
     if (
         type(op) is str
@@ -328,6 +330,7 @@ def broadcast(
     MismatchError if ranks make other calls, PeerLostError if one is gone, CollectiveTimeoutError if one comes
     too late; more in help("imece.collectives.ops").
     """
+    check_tensor("broadcast", tensor)
     group = group_or_default(group)
     check_rank("broadcast from", src, group)
     if _runs_now(group, async_op, schedule, tensor):
@@ -372,6 +375,7 @@ def reduce(
     MismatchError if ranks make other calls, PeerLostError if one is gone, CollectiveTimeoutError if one comes
     too late; more in help("imece.collectives.ops").
     """
+    check_tensor("reduce", tensor)
     group, name = group_or_default(group), op_name(op)
     check_rank("reduce to", dst, group)
     if _runs_now(group, async_op, schedule, tensor):
@@ -487,6 +491,8 @@ def _way(schedule: str | None, wire: str | None = None, parts: int | None = None
 
 
 def _check_sizes(op: str, long: str, whole: Tensor, short: str, part: Tensor, world_size: int) -> None:
+    check_tensor(op, whole, long)
+    check_tensor(op, part, short)
     if whole.numel() != world_size * part.numel():
         raise ValueError(
             f"{op}: {long} has {whole.numel()} elements, but {short} x {world_size} ranks is "

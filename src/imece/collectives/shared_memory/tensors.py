@@ -69,6 +69,18 @@ def check_tag(tag: SupportsIndex) -> None:
         raise ValueError(f"tag {tag!r}: a tag is a whole number of 64 bits")
 
 
+def check_tensor(op: str, given: object, argument: str = "") -> None:
+    """TypeError for what is no tensor. argument: which one, of calls that have two."""
+    if isinstance(given, Tensor):
+        return
+    do = "torch.as_tensor makes one of numbers"
+    if isinstance(given, list | tuple):
+        lists = f"make one by torch.cat, or call torch.distributed.{op}, which takes lists"
+        do = lists if argument else "call it for each"
+    where = f"{op}, {argument}" if argument else op
+    raise TypeError(f"{where}: a tensor is expected, not {type(given).__name__}; {do}")
+
+
 def check_dense(tensor: Tensor) -> None:
     """ValueError for a sparse tensor, whose ranks may have different indices."""
     if tensor.layout is not torch.strided:
