@@ -13,6 +13,7 @@ from imece.on_import import register_backend
 from imece.opening import at_opening
 
 if TYPE_CHECKING:
+    from imece.checkpoint.full import full_optimizer_state
     from imece.checkpoint.weights import load_weights
     from imece.collectives.ops import (
         Pending,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "checkpoint.full": ["full_optimizer_state"],
     "checkpoint.weights": ["load_weights"],
     "collectives.ops": [
         "Pending", "Recv", "Send", "all_gather", "all_reduce", "barrier", "broadcast", "exchange", "recv",
@@ -97,6 +99,7 @@ __all__ = [
     "cross_entropy",
     "errors",
     "exchange",
+    "full_optimizer_state",
     "init",
     "load_weights",
     "parallelize",

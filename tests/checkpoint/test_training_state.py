@@ -128,6 +128,8 @@ def load_all(folder: str, folders: list[str], strategies: list[str]) -> dict[str
             model, optimizers = parallel(strategy, seed=2)
             state = TrainingState(model, optimizers)
             state.load(saved)
+            for number, optimizer in enumerate(optimizers):
+                through_a_file(model, optimizer, Path(folder) / f"full-{mesh.world_size}-{number}")
             found = differences(saved, state.tensors())
             assert isinstance(model.module, Model)
             values = [*model.module.named_parameters(), ("seen", model.module.seen)]
@@ -138,6 +140,28 @@ def load_all(folder: str, folders: list[str], strategies: list[str]) -> dict[str
                 wrong[f"{name} as {strategy}"] = found
             losses.setdefault(name, []).append(train(model, optimizers, 2, mesh.rank))
     return {"wrong": wrong, "losses": losses}
+
+
+def through_a_file(model: DistributedDataParallel, optimizer: Optimizer, file: Path) -> None:
+    """What `full_optimizer_state` gives is that of whole parameters, and comes back where all was lost."""
+    whole = imece.full_optimizer_state(model, optimizer)
+    assert bool(whole) == (imece.init().rank == 0)
+    if whole:
+        torch.save(whole, file)
+    imece.barrier()
+    whole = torch.load(file, weights_only=True)
+    imece.barrier()  # before the next one is written there
+    plain = Model()
+    given = [plain.inner.weight]
+    if isinstance(optimizer, AdamW):
+        given = [each for each in plain.parameters() if each is not plain.inner.weight]
+    like_it: Optimizer = AdamW(given) if isinstance(optimizer, AdamW) else Muon(given)
+    like_it.load_state_dict(whole)
+    for each, kept in like_it.state.items():
+        assert {value.shape for value in kept.values()} <= {each.shape, ()}
+    assert (plain.unused in like_it.state) is False
+    optimizer.state.clear()
+    optimizer.load_state_dict(whole)
 
 
 @pytest.fixture(scope="module")
@@ -302,6 +326,23 @@ def saved_small(
 
 def weights(model: DistributedDataParallel) -> Tensor:
     return torch.cat([each.detach().reshape(-1) for each in model.module.parameters()])
+
+
+def test_torchs_state_dicts_say_what_to_call(mesh: object) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, optimizer = small(Adam, "zero1")
+    told = "Adam steps this rank's parts .* imece.full_optimizer_state"
+    with pytest.raises(RuntimeError, match=told):
+        get_state_dict(model, optimizer)
+    with pytest.raises(RuntimeError, match=told):
+        set_state_dict(model, optimizer, model_state_dict={}, optim_state_dict={"state": {}})
+    _, other = small(Adam, "zero1")
+    with pytest.raises(ValueError, match="this Adam was not given to parallelize together with this model"):
+        imece.full_optimizer_state(model, other)
+    plain: Any = model.module
+    with pytest.raises(TypeError, match=r"full_optimizer_state: a .* is not wrapped"):
+        imece.full_optimizer_state(plain, optimizer)
 
 
 def fused(parameters: Iterable[nn.Parameter]) -> Optimizer:

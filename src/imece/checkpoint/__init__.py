@@ -20,6 +20,7 @@ Nothing that is read here is ever unpickled.
 """
 
 from imece.checkpoint.deal import Slice
+from imece.checkpoint.full import full_optimizer_state
 from imece.checkpoint.load import Saved, all_steps, best, newest, open_checkpoint
 from imece.checkpoint.save import Checkpoints
 from imece.checkpoint.training_state import TrainingState
@@ -33,6 +34,7 @@ __all__ = [
     "TrainingState",
     "all_steps",
     "best",
+    "full_optimizer_state",
     "load_weights",
     "newest",
     "open_checkpoint",

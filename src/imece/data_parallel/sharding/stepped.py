@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count, repeat
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from imece.data_parallel.sharding.parts import Part
 if TYPE_CHECKING:
     from imece.data_parallel.sharded import ShardedDataParallel
 
+_TORCHS_STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 _WHOSE = "imece"  # in an optimizer's state dict, beside torch's "state" and "param_groups"
 
 
@@ -78,6 +80,11 @@ class SteppedParts:
     def is_divided(self) -> bool:
         """Whether parts lie in its groups: not between leave() and regroup()."""
         return bool(self._whole)
+
+    @property
+    def whole(self) -> Sequence[Mapping[str, list[Any]]]:
+        """Of each group the parameters that the program has given it, and their names where it has these."""
+        return self._whole
 
     @property
     def optimizer(self) -> Optimizer:
@@ -351,6 +358,21 @@ class _StateOfParts(defaultdict[Any, Any]):
     """What an optimizer keeps, by part."""
 
     stepped: weakref.ref[SteppedParts] | None = None
+
+    def __bool__(self) -> bool:
+        """RuntimeError where torch's get_state_dict or set_state_dict looks whether there is anything: next
+        they look for whole parameters, and say `KeyError: 0`.
+        """
+        stepped = self.stepped() if self.stepped is not None else None
+        asks = sys._getframe(1).f_globals.get("__name__")
+        if asks == _TORCHS_STATE_DICTS and stepped is not None and stepped.is_divided:
+            raise RuntimeError(
+                f"{type(stepped.optimizer).__name__} steps this rank's parts of parameters, which "
+                f"{_TORCHS_STATE_DICTS} does not know: save and load by imece.checkpoint.TrainingState; or "
+                f"imece.full_optimizer_state(model, optimizer) is the whole state, on rank 0, and "
+                f"optimizer.load_state_dict takes it on all ranks"
+            )
+        return len(self) > 0
 
     def __missing__(self, key: Any) -> Any:
         """RuntimeError for a whole parameter."""
