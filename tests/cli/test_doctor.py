@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Iterable, Mapping
@@ -76,6 +77,28 @@ def test_own_variables(name: str, value: str, said: str | None) -> None:
     finding = only(doctor.own_variables({name: value}))
     assert finding.status == ("fail" if said else "ok") and finding.text.startswith(said or f"{name}={value}")
     assert not list(doctor.own_variables({name: ""}))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("IMECE_BACKENDS", "did you mean IMECE_BACKEND?"),
+        ("imece_schedule", "did you mean IMECE_SCHEDULE?"),
+        ("IMECE_X", "those are IMECE_BACKEND, IMECE_SCHEDULE, IMECE_HOST"),
+    ],
+)
+def test_variables_that_nothing_reads(name: str, hint: str) -> None:
+    finding = only(doctor.own_variables({name: "1"}))
+    assert finding.status == "warn" and finding.text.startswith(f"{name} is no variable of imece's")
+    assert hint in finding.text
+
+
+def test_no_variable_that_is_read_is_unknown() -> None:
+    source = "".join(file.read_text() for file in Path(doctor.__file__).parents[1].rglob("*.py"))
+    names = {*re.findall(r'"(IMECE_[A-Z_]+)"', source)} - {"IMECE_BENCH_", "IMECE_CREW_"}
+    quiet = ({"IMECE_BACKEND": "shm", "IMECE_SCHEDULE": "ring"}.get(name, "1") for name in names)
+    found = doctor.own_variables(dict(zip(names, quiet, strict=True)))
+    assert names and not [each for each in found if each.status != "ok"]
 
 
 def test_a_backend_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def test_other_ways_to_fail(fault: Callable[[], Any], said: str) -> None:
 
 def test_a_failure_without_a_word_says_where_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())  # as redirect_stderr does, where nothing comes of it
-    with pytest.raises(RankFailedError, match=r"It wrote why to stderr$"):
+    with pytest.raises(RankFailedError, match=r"around its call of spawn$"):
         _Crew()._raise(Ending(1, 4711, 1, 0.0))
 
 

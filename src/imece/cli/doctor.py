@@ -19,7 +19,7 @@ from imece.bench import machine
 from imece.bench.crew import Crew, CrewError
 from imece.bench.every import COLLECTIVES
 from imece.cli.launch import check_variables
-from imece.cli.options import parse
+from imece.cli.options import nearest, parse
 from imece.collectives import recording, who_waits
 from imece.collectives.shared_memory import segment
 from imece.device import check_backend, usable_gpus
@@ -33,6 +33,12 @@ _MODULE = "imece.bench.every"
 _ANSWER_S = 45.0  # longer than the ranks' own time limit, so that their message comes first
 _OLDEST_TORCH = (2, 11)
 _FEW_FILES = 1024
+VARIABLES = (BACKEND, SCHEDULE, "IMECE_HOST", "IMECE_HERE", "IMECE_TOKEN", "IMECE_TOKEN_FILE")
+_BETWEEN_PROCESSES = (
+    "IMECE_AGENT_PORT", "IMECE_FINISHED", "IMECE_JOINING", "IMECE_MARK", "IMECE_MEMBER", "IMECE_RECORD",
+    "IMECE_RUN_HELD",
+)  # fmt: skip
+_OF_BENCH = ("IMECE_BENCH_", "IMECE_CREW_")
 _LITTLE_BYTES = 64 * 2**20  # /dev/shm as Docker gives it
 
 
@@ -227,6 +233,13 @@ def own_variables(environ: Mapping[str, str]) -> Iterator[Finding]:
             continue
         wrong = _without_backend(value) if name == BACKEND else None
         yield Finding("fail", f"{name}={value}: {wrong}") if wrong else Finding("ok", f"{name}={value}")
+    for name in sorted(environ):
+        known = name in (*VARIABLES, *_BETWEEN_PROCESSES) or name.startswith(_OF_BENCH)
+        if name.upper().startswith("IMECE_") and not known:
+            after = len("IMECE_")
+            meant = nearest(name.upper()[after:], [each[after:] for each in VARIABLES])
+            hint = f"did you mean IMECE_{meant}?" if meant else f"those are {', '.join(VARIABLES)}"
+            yield Finding("warn", f"{name} is no variable of imece's, and nothing reads it; {hint}")
 
 
 def _without_backend(asked: str) -> str | None:

@@ -211,7 +211,10 @@ class _Crew:
             raise UserError(f"rank {cause.rank}: {cause.failure.message}")
         message = cause.describe() + (f"\n\n{trace}" if trace else "")
         if not frame and cause.status == 1:  # multiprocessing could not get as far as calling it
-            message += ": can a new process import the function? It wrote why to stderr"
+            message += (
+                ": can a new process import the function? It wrote why to stderr. A script needs "
+                '`if __name__ == "__main__":` around its call of spawn'
+            )
         raise RankFailedError(message, cause.rank, cause.pid)
 
 
