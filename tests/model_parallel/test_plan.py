@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -29,6 +30,14 @@ class Tied(nn.Module):
 class Scaled(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input) * 2
+
+
+class Adapted(nn.Module):
+    """As peft's layers are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(4, 4)
 
 
 def kinds(model: nn.Module, **options: object) -> dict[str, str]:
@@ -78,6 +87,11 @@ def test_a_vocabulary_that_cannot_be_divided_stays_whole() -> None:
             {"plan": {"embed": "vocab"}},
             "embed.weight is divided along dim 0 and head.weight stays whole, and they are one tied",
         ),
+        (
+            nn.ModuleDict({"q": Adapted()}),
+            {"plan": {"q": "column"}},
+            r"q has an adapter beside it \(tests\), .* merge them before .*, or train them without",
+        ),
         (Tied(), {"plan": {"m*": "column", "mid": "row"}}, "mid is to be both 'column' and 'row'"),
         (
             Tied(),
@@ -99,6 +113,17 @@ def test_a_vocabulary_that_cannot_be_divided_stays_whole() -> None:
 def test_what_is_refused(model: nn.Module, options: dict[str, object], says: str) -> None:
     with pytest.raises(UserError, match=says):
         kinds(model, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "warns"), [("c_attn", True), ("qkv_proj", True), ("query_key_value", False)]
+)
+def test_several_matrices_in_one_are_warned_of(name: str, warns: bool) -> None:
+    model = nn.ModuleDict({"block": nn.ModuleDict({name: nn.Linear(4, 12)})})
+    with warnings.catch_warnings(record=True) as said:
+        kinds(model, plan={"block.*": "column"})
+    assert len(said) == warns
+    assert not warns or f"block.{name} is 'column', and by its name several matrices" in str(said[0].message)
 
 
 def test_what_is_tied_is_divided_in_both_places() -> None:

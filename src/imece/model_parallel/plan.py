@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -29,6 +31,9 @@ _BLOCKS: dict[str, Kind] = {
 }
 _HEAD_NORMS: dict[str, Kind] = {"blocks.*.attention.q_norm": "heads", "blocks.*.attention.k_norm": "heads"}
 
+# Names of several matrices in one; query_key_value is GPT-NeoX's, which is ordered by heads.
+_SEVERAL = re.compile("qkv|c_attn|in_proj|gate_up|up_gate")
+
 # What Hugging Face's plans call it.
 _STYLES: dict[str, Kind] = {
     "colwise": "column",
@@ -43,6 +48,7 @@ def planned(
     model: nn.Module, plan: Plan | None, ranks: int, sequence: bool
 ) -> dict[str, tuple[nn.Module, Kind]]:
     """{name of a module: (it, what becomes of it)}. UserError, with names and figures, if it cannot be."""
+    _refuse_adapters(model)
     wanted = _found(model, ranks, sequence) if plan is None else dict(plan)
     chosen: dict[str, tuple[nn.Module, Kind]] = {}
     for pattern, kind in wanted.items():
@@ -62,12 +68,29 @@ def planned(
                 raise UserError(f"plan: {name} is to be {known!r}, but this {type(module).__name__} {wrong}")
             if name in chosen and chosen[name][1] != known:
                 raise UserError(f"plan: {name} is to be both {chosen[name][1]!r} and {known!r}")
+            if plan is not None and known == "column" and _SEVERAL.search(name.rpartition(".")[2].lower()):
+                warnings.warn(
+                    f"plan: {name} is 'column', and by its name several matrices in one: each rank has the "
+                    "next rows of it, which is right only if they are ordered by heads or channels; of [queries; "
+                    "keys; values] or [gate; up] make several Linears",
+                    stacklevel=3,
+                )
             chosen[name] = module, known
     if not any(dims_of(kind) for _, kind in chosen.values()):
         raise UserError("plan: nothing is divided: name some modules as 'column', 'row' or 'vocab'")
     _check_sizes(chosen, ranks)
     _check_tied(model, chosen)
     return chosen
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    for name, each in model.named_modules():
+        if isinstance(getattr(each, "base_layer", None), nn.Module):  # so peft has it
+            whose = type(each).__module__.partition(".")[0]
+            raise UserError(
+                f"tensor_parallel: {name} has an adapter beside it ({whose}), and adapters do not go with divided matrices: merge them before (merge_and_unload()), or "
+                "train them without tensor_parallel, under zero3 say, which shares out the base too"
+            )
 
 
 def _found(model: nn.Module, ranks: int, sequence: bool) -> dict[str, str]:
