@@ -71,8 +71,8 @@ def planned(
             if plan is not None and known == "column" and _SEVERAL.search(name.rpartition(".")[2].lower()):
                 warnings.warn(
                     f"plan: {name} is 'column', and by its name several matrices in one: each rank has the "
-                    "next rows of it, which is right only if they are ordered by heads or channels; of [queries; "
-                    "keys; values] or [gate; up] make several Linears",
+                    "next rows of it, which is right only if they are ordered by heads or channels; of "
+                    "[queries; keys; values] or [gate; up] make several Linears",
                     stacklevel=3,
                 )
             chosen[name] = module, known
@@ -88,8 +88,9 @@ def _refuse_adapters(model: nn.Module) -> None:
         if isinstance(getattr(each, "base_layer", None), nn.Module):  # so peft has it
             whose = type(each).__module__.partition(".")[0]
             raise UserError(
-                f"tensor_parallel: {name} has an adapter beside it ({whose}), and adapters do not go with divided matrices: merge them before (merge_and_unload()), or "
-                "train them without tensor_parallel, under zero3 say, which shares out the base too"
+                f"tensor_parallel: {name} has an adapter beside it ({whose}), and adapters do not go with "
+                "divided matrices: merge them before (merge_and_unload()), or train them without "
+                "tensor_parallel, under zero3 say, which shares out the base too"
             )
 
 
