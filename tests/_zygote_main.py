@@ -53,6 +53,7 @@ def main() -> int:
     ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the tests; we end when they do
     for name in _MODULES:
         importlib.import_module(name)
+    _parse_once()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # torch's, for its libraries: nothing that a rank needs, and 0.04 s for each
     gc.collect()
@@ -74,6 +75,14 @@ def main() -> int:
         with os.fdopen(told, "rb") as pids:
             os.write(1, json.dumps([int(pid) for pid in pids]).encode() + b"\n")
     return 0
+
+
+def _parse_once() -> None:
+    """The first command line of a process takes twice as long as others: each rank of a run has one."""
+    from imece.cli.options import parse
+    from imece.train.config import TrainConfig
+
+    parse(TrainConfig, [], "imece train", "")
 
 
 def assert_no_threads() -> None:

@@ -34,7 +34,6 @@ os.environ[_MARK] = uuid.uuid4().hex
 # What this machine was measured with is no test's business. The folder is this session's own and never made:
 # root can make any, and has then figures in it for the next session.
 os.environ["IMECE_HERE"] = f"{tempfile.gettempdir()}/imece-tests-{os.environ[_MARK]}/here.toml"
-_VARIABLES = frozenset(os.environ)
 _GPUS = "CUDA_VISIBLE_DEVICES"
 _SEEN_GPUS = os.environ.get(_GPUS)
 
@@ -115,17 +114,6 @@ def _show_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(_GPUS)
     else:
         monkeypatch.setenv(_GPUS, _SEEN_GPUS)
-
-
-@pytest.fixture(autouse=True)
-def as_few_variables_as_before() -> Iterator[None]:
-    """torch's first optimizer, and torch.compile, leave TORCHINDUCTOR_CACHE_DIR in the environment, with
-    which all later ranks of other tests would be fresh interpreters (tests/zygote.py).
-    """
-    yield
-    for name in os.environ.keys() - _VARIABLES:
-        if name.startswith("TORCH"):
-            del os.environ[name]
 
 
 @pytest.fixture(autouse=True)

@@ -31,6 +31,7 @@ _READ_LATE = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT"
     r"|TORCHELASTIC_USE_AGENT_STORE|IMECE_HOST|IMECE_BACKEND|IMECE_TEST_\w+|PYTEST_CURRENT_TEST"
     r"|GLOO_SOCKET_IFNAME|NCCL_SOCKET_IFNAME"  # imece.init() sets them, also in a test's own process
+    r"|TORCHINDUCTOR_CACHE_DIR"  # torch's first optimizer, and torch.compile, leave its usual value there
 )
 _ANSWER_S = 240.0
 _PR_SET_CHILD_SUBREAPER = 36

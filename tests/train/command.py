@@ -6,7 +6,8 @@ Three interpreters that import torch take ten seconds, so only few tests start r
     with Train(words, tmp_path) as running: ...                 # real processes, in a test
 
 All others run in a zygote's fork (tests/ranks.py), in which the launcher and its ranks are forks again. What
-a run measures of the machine and draws at its end, seconds of work, is left out there:
+a run measures of the machine and draws at its end, seconds of work, is left out there, and its source is read
+once for all ranks:
 
     def story(folder: str) -> None:                             # module-level
         with Train(words, Path(folder), forked=True) as running: ...
@@ -40,6 +41,7 @@ from unittest import mock
 import torch
 
 from imece.cli.main import main
+from imece.train import alike
 from tests._rank_main import die_with
 from tests.ranks import run_ranks
 from tests.zygote import Forked
@@ -70,10 +72,12 @@ def _tell(module: str, name: str, args: list[Any]) -> Any:
 
 def leave_out() -> None:
     """For the rest of this process: what takes seconds and is not training."""
+    digest = alike._source_digest()
     instead = {
         "imece.launch.crew.subprocess": SimpleNamespace(**vars(subprocess) | {"Popen": ForkedRank}),
         "imece.train.loop.measured_peak": lambda device, dtype: 1e12,
         "imece.train.session.measured_peak": lambda device, dtype: 1e12,
+        "imece.train.alike._source_digest": lambda: digest,
         "imece.cli.train.catch_up": lambda run: None,
         "imece.train.finish.write_loss_plot": lambda run: None,
         "imece.train.finish.write_report": lambda run: (run / "report.html").write_text(""),
