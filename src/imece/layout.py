@@ -10,19 +10,16 @@
     shards   |   rank 0   |   rank 1   |   rank 2  |
 
 All positions are in elements, never in bytes. Every rank that builds from the same arguments gets the same
-layout; `Layout.fingerprint` lets ranks compare.
+layout.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -129,36 +126,6 @@ class Layout:
 
     items: tuple[Item, ...]
     buckets: tuple[Bucket, ...]
-
-    def where(self, item: int) -> tuple[int, Place]:
-        """The index of the bucket of an item, and its place there. IndexError if there is no such item."""
-        if not 0 <= item < len(self.items):
-            raise IndexError(f"there is no item {item}: the layout has {len(self.items)}, counted from 0")
-        return self._where[item]
-
-    def fingerprint(self) -> str:
-        """16 hex digits, the same in every process, for ranks to compare.
-
-        All of the layout counts, but of a device only its type and which items share it.
-        """
-        # With the devices' own names, no two ranks of one host would agree: one is on cuda:0, one on cuda:1.
-        devices: dict[str, str] = {}
-        for item in self.items:
-            devices.setdefault(item.device, f"{item.device.partition(':')[0]} {len(devices)}")
-
-        def plain(value: Item | Bucket | Place) -> list[object]:
-            values = {field.name: getattr(value, field.name) for field in fields(value)}
-            if "device" in values:
-                values["device"] = devices.get(values["device"], values["device"])
-            return list(values.values())
-
-        text = json.dumps([self.items, self.buckets], default=plain, separators=(",", ":"))
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-    @cached_property
-    def _where(self) -> list[tuple[int, Place]]:
-        found = {place.item: (bucket.index, place) for bucket in self.buckets for place in bucket.places}
-        return [found[item] for item in range(len(self.items))]
 
 
 def build(
