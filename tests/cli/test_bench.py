@@ -259,7 +259,7 @@ def test_ranks_that_wait_for_an_order_take_no_processor_time() -> None:
     else:  # MPICH's waits spin, so it is the one that could disturb the others
         mpiexec = collectives._mpiexec()
         assert mpiexec is not None
-        crew, library = Crew.of_mpi("mpich", "imece.bench.collectives.rank", 2, mpiexec), "mpich"
+        crew, library = Crew.of_mpi("imece.bench.collectives.rank", 2, mpiexec), "mpich"
     with crew:
         answers = crew.ask("prepare", library=library, op="all_reduce", size_bytes=4096, calls=3)
         assert all(answer["right"] for answer in answers)

@@ -60,7 +60,7 @@ def test_calls_are_read_back(own: recorder.Recorder, monkeypatch: pytest.MonkeyP
     own.enter("recv", "g", torch.int64, (), "", 3, "")
     own.enter("barrier", "other", None, (), "", -1, "")
     found = own.recording()
-    assert (found.rank, found.world_size, found.job, found.pid) == (1, 4, "test", os.getpid())
+    assert (found.rank, found.job, found.pid) == (1, "test", os.getpid())
     assert [call.state for call in found.calls] == ["left", "failed", "entered", "entered"]
     assert [call.number for call in found.calls] == [1, 2, 1, 1]  # point-to-point is counted apart
     assert found.calls[0].what == "all_reduce(sum) of float32[2, 3] (blocks.0.weight)"
@@ -104,7 +104,7 @@ def test_nothing_of_another_rank_is_left(own: recorder.Recorder) -> None:
     last = enter(own)
     own.leave(under_way)
     found = own.recording()
-    assert (found.rank, found.world_size, set(found.groups)) == (0, 2, {"g"})
+    assert (found.rank, set(found.groups)) == (0, {"g"})
     assert [(call.number, call.state) for call in found.calls] == [(1, "entered")] and last > under_way
 
 
@@ -241,7 +241,7 @@ def recording(
 ) -> Recording:
     numbers = [each.number for each in calls if each.op not in ("send", "recv")]
     groups = {"replicate": GroupSeen((0, 1, 2, 3), last if last is not None else max(numbers, default=0))}
-    return Recording(100 + rank, rank, 4, "host", job, state, 100 * S, calls, groups)
+    return Recording(100 + rank, rank, job, state, 100 * S, calls, groups)
 
 
 def test_who_is_missing() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import imece
 from imece.collectives.execute import post
 from imece.data_parallel import replicate
-from imece.data_parallel.strategy import STRATEGIES, ShardGroups, Strategy, choose_strategy, find_strategy
+from imece.data_parallel.strategy import STRATEGIES, ShardGroups, Strategy, find_strategy, usual_strategy
 from imece.mesh import Mesh
 from tests.data_parallel.test_parallelize import (
     EXACT,
@@ -211,7 +211,7 @@ def on_two_hosts() -> dict[str, Any]:
         "noticed": noticed,
         "other bits": other_bits,
         "sent": {name: sent_between_hosts(name, mesh) for name in ("zero1", "zero2", "zero3")},
-        "auto": choose_strategy("auto", mesh).name,
+        "auto": usual_strategy(mesh).name,
     }
 
 

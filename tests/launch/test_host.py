@@ -26,7 +26,7 @@ from imece.store import client
 
 
 def host(crew: Crew, *command: str) -> Host:
-    order: Any = Order(command, os.environ, 0.0, False, 0.0)
+    order: Any = Order(command, False, 0.0)
     return Host(order, crew, lambda *_: os.environ)
 
 

@@ -38,7 +38,7 @@ def of(strategy: str, on: Machine) -> Prediction:
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, on: Machine, usual: str = "zero1", mesh: Any = ONE_HOST) -> str:
-    monkeypatch.setattr(prediction, "choose_strategy", lambda name, mesh: SimpleNamespace(name=usual))
+    monkeypatch.setattr(prediction, "usual_strategy", lambda mesh: SimpleNamespace(name=usual))
     return choose(CONFIG, SHAPE, plan_batch(CONFIG.batch, SHAPE.max_seq, 2), BF16, on, mesh)
 
 

@@ -102,9 +102,9 @@ class Crew:
         return crew
 
     @classmethod
-    def of_mpi(cls, name: str, module: str, size: int, mpiexec: str) -> Self:
+    def of_mpi(cls, module: str, size: int, mpiexec: str) -> Self:
         """A crew that `mpiexec` starts; its ranks find each other through MPI."""
-        crew = cls(name, size)
+        crew = cls("mpich", size)
         try:
             crew._start(module, _one_thread(), start_here, (mpiexec, "-n", str(size)))
             crew._await_ranks()

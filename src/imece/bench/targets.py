@@ -17,14 +17,13 @@ KIB, MIB = 2**10, 2**20
 
 @dataclass(frozen=True)
 class Target:
-    """`library` is to be at least `least` times as fast as `against`."""
+    """`library` is to be at least `least` times as fast as `against` in an all_reduce."""
 
     ranks: int
     size_bytes: int
     library: str
     against: str
     least: float
-    op: str = "all_reduce"
 
     @property
     def text(self) -> str:

@@ -84,8 +84,6 @@ class Recording:
 
     pid: int
     rank: int  # -1 if the process did not know it yet
-    world_size: int
-    host: str
     job: str
     process_state: str  # of /proc/PID/stat: R running, S sleeping, T stopped, Z zombie, ...
     read_at_ns: int
@@ -141,7 +139,7 @@ def find(job: str | None = None) -> list[Recording]:
 def read(view: mmap.mmap, process_state: str = "?") -> Recording | None:
     """The recording in a mapping of a recorder's memory; None if that holds something else."""
     header = HEADER.unpack_from(view, 0)
-    magic, version, pid, rank, world_size, capacity, record_bytes, _started_ns, host, job = header
+    magic, version, pid, rank, _world_size, capacity, record_bytes, _started_ns, _host, job = header
     if (magic, version, capacity, record_bytes) != (MAGIC, VERSION, CAPACITY, RECORD_BYTES):
         return None
     names, groups = [], {}
@@ -152,7 +150,7 @@ def read(view: mmap.mmap, process_state: str = "?") -> Recording | None:
             groups[names[row]] = GroupSeen(_parse_ranks(_text(raw_ranks)), last)
     calls = [call for slot in range(CAPACITY) if (call := _call(view, slot, names)) is not None]
     return Recording(
-        pid, rank, world_size, _text(host), _text(job), process_state, time.monotonic_ns(),
+        pid, rank, _text(job), process_state, time.monotonic_ns(),
         tuple(sorted(calls, key=lambda call: call.token)), groups,
     )  # fmt: skip
 

@@ -34,7 +34,7 @@ from imece.data_parallel.sharding.meta import is_meta
 from imece.data_parallel.sharding.offload import can_offload, pinned_bytes
 from imece.data_parallel.sharding.trained import Trained, can_lie_flat
 from imece.data_parallel.sharding.units import find_units
-from imece.data_parallel.strategy import STRATEGIES, ShardGroups, Strategy, choose_strategy
+from imece.data_parallel.strategy import STRATEGIES, ShardGroups, Strategy, usual_strategy
 from imece.footprint import OFFLOADS, Footprint
 from imece.footprint import Offload as Hosted
 from imece.mesh import Mesh
@@ -68,7 +68,7 @@ def choose(given: Given) -> Strategy:
 
     ValueError, on all ranks, if nothing fits: by how much, and what would.
     """
-    usual, ranks, key = choose_strategy("auto", given.ranks), given.ranks, f"strategy/{next(_calls)}"
+    usual, ranks, key = usual_strategy(given.ranks), given.ranks, f"strategy/{next(_calls)}"
     mesh = ranks if isinstance(ranks, Mesh) else None
     if mesh is not None and mesh.world.joining:
         return STRATEGIES[mesh.decided(key) or usual.name]

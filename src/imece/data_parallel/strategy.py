@@ -47,14 +47,12 @@ def find_strategy(name: str) -> Strategy:
     return found
 
 
-def choose_strategy(name: str, ranks: Mesh | dist.ProcessGroup) -> Strategy:
-    """By any of its names; "auto": the usual one, where it fits and nothing was measured to be faster.
+def usual_strategy(ranks: Mesh | dist.ProcessGroup) -> Strategy:
+    """What "auto" is where it fits and nothing was measured to be faster.
 
     That is zero1, which divides the optimizer's work and moves no more than DDP does. Between the CPUs of
     several hosts it is replicate, of which each host has all: a host that is lost takes nothing with it.
     """
-    if name.lower() != "auto":
-        return find_strategy(name)
     hosts = isinstance(ranks, Mesh) and ranks.device.type == "cpu" and _has_several_hosts(ranks)
     return STRATEGIES["replicate" if hosts else "zero1"]
 

@@ -46,8 +46,6 @@ class Order:
     """What is to be run on a host, and how: see launch/local.py."""
 
     command: Sequence[str]
-    environ: Mapping[str, str]
-    grace_s: float
     direct: bool
     silent_s: float
 

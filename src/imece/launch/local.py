@@ -64,7 +64,7 @@ def launch(
     if not 1 <= min_ranks <= ranks:
         raise UserError(f"--min-ranks {min_ranks}: from 1 to the {ranks} ranks of the run")
     limits = Limits(ranks, min_ranks, max_restarts, restart, exceptions)
-    order = Order(command, environ, grace_s, direct, silent_s)
+    order = Order(command, direct, silent_s)
 
     def environment(start: Start, host: Host) -> Mapping[str, str]:
         inside = worker_environment(

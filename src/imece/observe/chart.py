@@ -78,12 +78,12 @@ class Chart:
             self._shapes.append(f'<polyline class="{style}" points="{points}"/>')
         self._name(curve, style, name)
 
-    def dots(self, curve: Curve, style: str, name: str = "") -> None:
+    def dots(self, curve: Curve, name: str) -> None:
         """Each point says its step and its value when the pointer rests on it."""
         for step, value, point in zip(curve.steps, curve.values, self._points(curve).split(), strict=True):
             title = f"<title>step {step:.0f}: {value:.4g}</title>"
-            self._shapes.append(f'<path class="{style}" d="M{point}h0">{title}</path>')
-        self._name(curve, style, name)
+            self._shapes.append(f'<path class="dot" d="M{point}h0">{title}</path>')
+        self._name(curve, "dot", name)
 
     def level(self, value: float, name: str) -> None:
         """A line right across, with its name on it."""

@@ -157,7 +157,7 @@ def _loss(files: RunFiles) -> str:
     chart.line(thinned(raw), "raw", "each step")
     chart.line(thinned(smoothed(raw)), "main", "smoothed")
     chart.line(thinned(validation), "thread")
-    chart.dots(thinned(validation, 200), "dot", "validation")
+    chart.dots(thinned(validation, 200), "validation")
     losses = np.concatenate([raw.values, validation.values])
     if above := int((losses > high).sum()):
         chart.note = f"Losses above the frame: {above:,}; the highest was {losses.max():.4g}. "

@@ -17,7 +17,7 @@ import torch
 
 from imece.collectives.shared_memory.cgroup import allowed_bytes
 from imece.data_parallel.sharding.offload import can_offload
-from imece.data_parallel.strategy import choose_strategy, find_strategy
+from imece.data_parallel.strategy import find_strategy, usual_strategy
 from imece.errors import UserError
 from imece.footprint import DIVIDED, Footprint
 from imece.mesh import Mesh
@@ -234,7 +234,7 @@ def choose(
     What is chosen without a planner stays where nothing is clearly faster or nothing was measured. Where none
     fits it is the one that needs least.
     """
-    usual = choose_strategy("auto", mesh).name
+    usual = usual_strategy(mesh).name
     on_hosts = len(mesh.hosts) > 1 and mesh.cross_group is not None
     sharded = [each for each in ORDER if on_hosts or not each.startswith("hybrid")]
     if plan.mesh.pipeline > 1:

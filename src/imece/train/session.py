@@ -23,7 +23,7 @@ from imece.data_parallel.average import Over
 from imece.data_parallel.parallelize import parallelize
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharding.meta import is_meta
-from imece.data_parallel.strategy import choose_strategy, find_strategy
+from imece.data_parallel.strategy import find_strategy, usual_strategy
 from imece.errors import UserError
 from imece.membership.member import Member, keeps_roster
 from imece.membership.recovery import MovedOnError, Recovered, Recovery
@@ -465,7 +465,7 @@ def _strategy(
     if config.strategy != "auto":
         return find_strategy(config.strategy).name
     if mesh.world.joining:
-        return chosen_before(config.folder) or choose_strategy("auto", mesh).name
+        return chosen_before(config.folder) or usual_strategy(mesh).name
     mine: list[str] = []
     if mesh.rank == 0:
         mine.append(choose(config, shape, plan, precision, machine, mesh))

@@ -157,7 +157,7 @@ def ratio_in(results: Sequence[Result]) -> Callable[[Target], float | None]:
     times = {(r.ranks, r.op, r.size_bytes, r.library): r.median_s for r in results}
 
     def ratio(target: Target) -> float | None:
-        key = (target.ranks, target.op, target.size_bytes)
+        key = (target.ranks, "all_reduce", target.size_bytes)
         ours, other = times.get((*key, target.library)), times.get((*key, target.against))
         return None if ours is None or other is None else other / ours
 
@@ -195,7 +195,7 @@ def _crews(plan: Plan, ranks: int, stack: ExitStack, say: Callable[[str], None])
             elif library == "mpich":
                 mpiexec = _mpiexec()
                 assert mpiexec is not None
-                crews[library] = stack.enter_context(Crew.of_mpi("mpich", _MODULE, ranks, mpiexec))
+                crews[library] = stack.enter_context(Crew.of_mpi(_MODULE, ranks, mpiexec))
             elif library == "deepspeed":
                 # LOCAL_SIZE is how DeepSpeed knows that all ranks share a host.
                 extra = {"IMECE_BENCH_RANK": "deepspeed", "LOCAL_SIZE": str(ranks)}

@@ -287,8 +287,8 @@ class Gathering:
         self._free_all()
 
     @contextlib.contextmanager
-    def gathered(self, units: Sequence[Unit] | None = None) -> Iterator[None]:
-        """These units, by default all, are there inside; nothing is freed.
+    def gathered(self) -> Iterator[None]:
+        """All units are there inside; nothing is freed.
 
         RuntimeError that names a parameter which was written into, but for `note_versions` after that.
         """
@@ -296,7 +296,7 @@ class Gathering:
             raise RuntimeError("gathered() inside of backward")
         self._held += 1
         try:
-            for unit in units or self.units:
+            for unit in self.units:
                 unit.gather(self._group, self._schedule)
             yield
         except BaseException:

@@ -62,7 +62,7 @@ def launch_here(
     token, said = find_token(environ, create=plan.me == 0)
     if said:
         say(said)
-    order = Order(command, environ, plan.grace_s, False, rank_silent_s)
+    order = Order(command, False, rank_silent_s)
     with Network(token, plan.me, job, silent_s=plan.silent_s) as network:
         network.hello = {"hosts": plan.hosts, "ranks": plan.ranks}
         _listen(network, plan, own)

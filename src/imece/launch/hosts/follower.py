@@ -30,7 +30,6 @@ from imece.launch.processes import Ending, Outcome
 
 _SEEN_S = 0.2  # how often to look for news of the members here
 _BEATS_S = 1.0  # how often to say how far they are, if nothing else is new
-_NEVER = float("inf")
 _ELECTION_S = 5.0  # beyond what it takes to notice a silent host
 
 
