@@ -16,9 +16,9 @@ from imece.plan.hardware import find_cluster
 from imece.plan.models.from_code import of_module
 from imece.plan.setup import Parallel, Precision, Recipe, Setup, Strategy
 from imece.plan.speed.communication import Op, sent_bytes
-from imece.plan.speed.manner import IMECE
-from imece.plan.speed.stage import stage_time
-from imece.plan.speed.synchronise import moved_bytes
+from imece.plan.speed.manner import IMECE, Manner
+from imece.plan.speed.stage import StageTime, stage_time
+from imece.plan.speed.synchronise import _gathers, _gradient_bytes, reductions, trained_parameters
 from tests.ranks import run_ranks
 
 RANKS = 2
@@ -39,6 +39,25 @@ def test_rings_send_what_is_predicted(ranks: int) -> None:
     }
     for op, schedule in rings.items():
         assert 4 * elements_sent(schedule) == sent_bytes(op, 4 * numel, ranks), op
+
+
+def moved_bytes(setup: Setup, manner: Manner, stage: StageTime) -> dict[Op, float]:
+    """Of one step: bytes of the larger of input and output, summed over the collectives of a kind."""
+    strategy = setup.parallel.strategy
+    reduced = _gradient_bytes(setup, stage)
+    stepped = trained_parameters(setup, stage) * setup.recipe.precision.parameters
+    if strategy == "replicate":
+        return {"all_reduce": reduced}
+    if strategy in ("zero1", "zero2"):
+        return {"reduce_scatter": reduced * reductions(setup), "all_gather": stepped}
+    gathered = sum(each.units * each.unit_bytes for each in _gathers(setup, manner, stage))
+    moved: dict[Op, float] = {
+        "reduce_scatter": reduced * reductions(setup),
+        "all_gather": stepped if strategy == "hybrid_zero2" else gathered * setup.recipe.accumulation,
+    }
+    if strategy != "zero3":
+        moved["all_reduce"] = reduced / setup.parallel.shard
+    return moved
 
 
 def recorded_bytes() -> list[dict[str, int]]:

@@ -22,8 +22,9 @@ from imece.plan.speed.compute import flops_a_token, layer_time, product_s
 from imece.plan.speed.manner import IMECE, MEGATRON, NANOTRON, TORCHTITAN, Manner
 from imece.plan.speed.stage import stage_time, stages
 from imece.plan.speed.step_time import step_time
-from imece.plan.speed.synchronise import moved_bytes, synchronise, trained_parameters
+from imece.plan.speed.synchronise import synchronise, trained_parameters
 from imece.plan.speed.timeline import ends, exposed_after, exposed_before
+from tests.plan.test_moved_bytes import moved_bytes
 
 MODEL = Model("1B", 16, 2048, 32, 8, 64, 5632, gated=True, vocab_size=32000)
 CLUSTER = find_cluster("H100", 8, 4)

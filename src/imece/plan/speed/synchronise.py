@@ -153,25 +153,6 @@ def reductions(setup: Setup) -> int:
     return setup.recipe.accumulation if each else 1
 
 
-def moved_bytes(setup: Setup, manner: Manner, stage: StageTime) -> dict[Op, float]:
-    """Of one step: bytes of the larger of input and output, summed over the collectives of a kind."""
-    strategy = setup.parallel.strategy
-    reduced = _gradient_bytes(setup, stage)
-    stepped = trained_parameters(setup, stage) * setup.recipe.precision.parameters
-    if strategy == "replicate":
-        return {"all_reduce": reduced}
-    if strategy in ("zero1", "zero2"):
-        return {"reduce_scatter": reduced * reductions(setup), "all_gather": stepped}
-    gathered = sum(each.units * each.unit_bytes for each in _gathers(setup, manner, stage))
-    moved: dict[Op, float] = {
-        "reduce_scatter": reduced * reductions(setup),
-        "all_gather": stepped if strategy == "hybrid_zero2" else gathered * setup.recipe.accumulation,
-    }
-    if strategy != "zero3":
-        moved["all_reduce"] = reduced / setup.parallel.shard
-    return moved
-
-
 def _replicated(
     setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime, group: Group
 ) -> Synchronisation:
