@@ -1,0 +1,291 @@
+"""Without a GPU: whether all that streams do in a step comes behind what it needs (cpu_as_gpu.py)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import AdamW
+
+import imece
+from imece.collectives.streams import Place, _beside
+from imece.data_parallel.reducing.leaving import Leaving
+from imece.data_parallel.sharding.coming import Coming
+from imece.data_parallel.sharding.offload import Streams
+from imece.data_parallel.sharding.units import Flat, Unit
+from tests.gpu.cpu_as_gpu import CUDA, Race, cpu_as_gpu, gpu
+from tests.gpu.fake_world import enter
+from tests.ranks import run_ranks
+
+STEPS, SIDE = 3, 16
+
+
+@dataclass(frozen=True)
+class Way:
+    strategy: str
+    options: dict[str, Any] = field(default_factory=dict)
+    bf16: bool = False
+    scaled: bool = False
+    accumulate: bool = False
+    branches: bool = False
+    elsewhere: bool = False  # on another stream than that on which the model was wrapped
+
+
+HOSTED: dict[str, Any] = {"offload": "optimizer"}
+WAYS = {
+    "replicate": Way("replicate"),
+    "replicate, bf16 on the wire": Way("replicate", {"wire": "bf16"}),
+    "zero1": Way("zero1"),
+    "zero2": Way("zero2"),
+    "zero2, offload": Way("zero2", HOSTED),
+    "zero3": Way("zero3"),
+    "zero3, offload": Way("zero3", {"offload": "parameters"}),
+    "zero3, branches": Way("zero3", branches=True),
+}
+MORE_WAYS = {
+    "replicate, tokens": Way("replicate", {"average": "tokens"}, accumulate=True),
+    "replicate, scaled": Way("replicate", scaled=True),
+    "replicate, elsewhere": Way("replicate", elsewhere=True),
+    "zero1, bf16": Way("zero1", bf16=True),
+    "zero1, bf16 on the wire": Way("zero1", {"wire": "bf16"}),
+    "zero1, offload": Way("zero1", HOSTED, bf16=True, accumulate=True),
+    "zero1, offload, scaled": Way("zero1", HOSTED, scaled=True),
+    "zero1, branches": Way("zero1", branches=True),
+    "zero2, scaled": Way("zero2", scaled=True),
+    "zero2, branches": Way("zero2", branches=True, accumulate=True),
+    "zero2, elsewhere": Way("zero2", elsewhere=True),
+    "zero3, bf16": Way("zero3", bf16=True),
+    "zero3, kept": Way("zero3", {"reshard_after_forward": False}),
+    "zero3, far ahead": Way("zero3", {"gathers_in_flight": 4}),
+    "zero3, accumulated": Way("zero3", accumulate=True),
+    "zero3, offload, bf16": Way("zero3", {"offload": "parameters"}, bf16=True),
+    "zero3, offload, branches": Way("zero3", {"offload": "parameters"}, branches=True),
+    "zero3, elsewhere": Way("zero3", elsewhere=True),
+}
+
+
+class Branches(nn.Module):
+    """Blocks by turns on the stream of the model and on another one, which begin side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.beside = nn.ModuleList(nn.Linear(SIDE, SIDE) for _ in range(4)), torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        here = torch.cuda.current_stream()
+        for one, other in zip(self.blocks[::2], self.blocks[1::2], strict=True):
+            self.beside.wait_stream(here)
+            x.record_stream(self.beside)
+            with torch.cuda.stream(self.beside):
+                there = other(x)
+            mine = one(x)
+            here.wait_stream(self.beside)
+            there.record_stream(here)
+            x = mine + there
+        return x
+
+
+def trained(way: Way) -> list[str]:
+    """For what the host waited in the last step. AssertionError: a Race."""
+    enter(2, "cuda")
+    try:
+        with cpu_as_gpu():
+            return _trained(way)
+    finally:
+        dist.destroy_process_group()
+
+
+def _trained(way: Way) -> list[str]:
+    torch.manual_seed(3)
+    plain = nn.Sequential(*(nn.Linear(SIDE, SIDE) for _ in range(4)))
+    inner = (Branches() if way.branches else plain).to(CUDA)
+    bf16 = torch.bfloat16
+    more: dict[str, Any] = {"precision": imece.MixedPrecision(bf16, bf16)} if way.bf16 else {}
+    model, optimizer = imece.parallelize(
+        inner, AdamW(inner.parameters(), 1e-2), way.strategy, dist.group.WORLD, bucket_cap_mb=1e-3,
+        **way.options, **more,
+    )  # fmt: skip
+    assert all(each.device == CUDA for each in model.parameters())
+    scaler = imece.GradScaler("cuda", init_scale=16.0) if way.scaled else None
+    x = torch.ones(4, SIDE, device=CUDA, dtype=bf16 if way.bf16 else torch.float32)
+    stream = torch.cuda.current_stream()
+    if way.elsewhere:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(STEPS):
+            gpu.waits.clear()
+            for last in (False, True) if way.accumulate else (True,):
+                with contextlib.nullcontext() if last else model.no_sync():
+                    loss = model(x).float().square().mean()
+                    if "average" in way.options:
+                        loss = model.weigh(loss, len(x))
+                    (scaler.scale(loss) if scaler else loss).backward()
+            if scaler:
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        waits = list(gpu.waits)
+        assert gpu.nccl, "nothing was moved"
+        model.state_dict()
+    torch.cuda.current_stream().wait_stream(stream)
+    assert loss.isfinite()
+    return waits
+
+
+def outcomes(names: list[str]) -> dict[str, list[str]]:
+    """By way, for what the host has waited, or the race."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = trained((WAYS | MORE_WAYS)[name])
+        except Race as race:
+            found[name] = [f"race: {race}"]
+    return found
+
+
+def _check(names: list[str]) -> None:
+    (found,) = run_ranks(outcomes, 1, args=(names,), backend=None)
+    assert list(found) == names
+    for name, waits in found.items():
+        allowed = {"Event.synchronize"} if "offload" in name else set()  # of what came down, and went up
+        allowed |= {"_local_scalar_dense", "copy_"} if "scaled" in name else set()  # whether it overflows
+        assert set(waits) <= allowed, f"{name}: {waits}"
+
+
+def test_all_is_behind_what_it_needs() -> None:
+    _check(list(WAYS))
+
+
+@pytest.mark.slow
+def test_all_is_behind_what_it_needs_in_more_ways() -> None:
+    _check(list(MORE_WAYS))
+
+
+# What is taken away is missed.
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def _not_behind(place: Place) -> Iterator[None]:
+    """As Place.behind, but not behind."""
+    with torch.cuda.stream(_beside(CUDA)):
+        yield
+        place._end = torch.cuda.current_stream().record_event()
+
+
+def _not_waiting(leaving: Leaving) -> None:
+    for bucket in leaving._gradients.all:
+        if bucket.work is not None:
+            bucket.work = None
+            leaving._gradients.reduced(bucket)
+
+
+TAKEN: list[tuple[Any, str, Any, str]] = [
+    (Coming, "wait", _nothing, "zero1"),
+    (Leaving, "wait_for_all", _not_waiting, "zero2"),
+    (Place, "behind", _not_behind, "replicate"),
+    (Place, "join", _nothing, "replicate, bf16 on the wire"),
+    (Unit, "settle", lambda unit: unit._works.clear(), "zero3"),
+    (Flat, "come", _nothing, "zero3, branches"),
+    (Streams, "within", lambda _: contextlib.nullcontext(), "zero3, offload"),
+    (Streams, "reuse", _nothing, "zero2, offload"),
+    (Streams, "wait", _nothing, "zero2, offload"),
+]
+
+
+def without_each() -> list[list[str]]:
+    """What was taken away, and what came of it."""
+    found = []
+    for owner, name, instead, way in TAKEN:
+        with mock.patch.object(owner, name, instead):
+            (came,) = outcomes([way]).values()
+        found.append([f"{owner.__name__}.{name}", *came[-1:]])
+    return found
+
+
+def test_what_is_taken_away_is_missed() -> None:
+    (found,) = run_ranks(without_each, 1, backend=None)
+    assert len(found) == len(TAKEN)
+    for taken, came in found:
+        assert came.startswith("race: "), f"nobody misses {taken}"
+
+
+# The checks themselves.
+
+
+def small_races() -> list[str]:
+    """By what each of them ends with; "" for one that is none."""
+
+    def unwaited(side: Any, x: torch.Tensor) -> None:
+        with torch.cuda.stream(side):
+            x.add_(1)
+
+    def waited(side: Any, x: torch.Tensor) -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        unwaited(side, x)
+        torch.cuda.current_stream().wait_stream(side)
+        x.mul_(2)
+
+    def other_bytes(side: Any, x: torch.Tensor) -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        unwaited(side, x[:2])
+        x[2:].mul_(2)
+
+    def gone(side: Any, x: torch.Tensor, told: bool = False) -> None:
+        x = x + 1
+        side.wait_stream(torch.cuda.current_stream())
+        unwaited(side, x)
+        if told:
+            x.record_stream(side)
+        del x
+        gpu.look_for_what_went()
+
+    def read_early(side: Any, x: torch.Tensor) -> None:
+        here = torch.empty(4, pin_memory=True)
+        here.copy_(x, non_blocking=True)
+        here + 1
+
+    def two_devices(side: Any, x: torch.Tensor) -> None:
+        x + torch.ones(4)
+
+    def blocking(side: Any, x: torch.Tensor) -> None:
+        x.cpu() + 1
+        x + 1.0 + torch.tensor(1.0)
+
+    cases: list[Any] = [
+        unwaited, waited, other_bytes, gone, lambda side, x: gone(side, x, True), read_early, two_devices,
+        blocking,
+    ]  # fmt: skip
+    found = []
+    for case in cases:
+        with cpu_as_gpu():
+            try:
+                case(torch.cuda.Stream(), torch.ones(4, device=CUDA))
+                found.append("")
+            except Race as race:
+                found.append(str(race))
+    return found
+
+
+def test_a_race_is_one() -> None:
+    (found,) = run_ranks(small_races, 1, backend=None)
+    unwaited, waited, other_bytes, gone, recorded, read_early, two_devices, blocking = found
+    assert "stream 2 writes in add_ what the default stream writes" in unwaited
+    assert "goes back while stream 2 may still be in add_" in gone
+    assert "the host reads in add what the default stream writes in copy_" in read_early
+    assert "two devices" in two_devices
+    assert [waited, other_bytes, recorded, blocking] == [""] * 4
