@@ -69,6 +69,8 @@ def test_help_and_version() -> None:
         ("launch --ranks 1 --nproc-per-node 2 x.py", "--ranks 1 and --nproc-per-node 2: how many ranks?"),
         ("launch -n 2 --ranks 3 x.py", "-n 2 and --ranks 3: how many ranks?"),
         ("launch x.py -n 2", "-n stands behind the script, so it is the script's"),
+        ("launch -q 2 x.py", "there is no option -q (see"),
+        ("launch --slurm -n 2 missing.py", "there is no script 'missing.py'"),
         ("launch --ranks 2 --ranks 3 x.py", "--ranks 2 and --ranks 3: how many ranks? Say it once"),
         ("drill --nproc_per_node=2 --ranks 3 x.py", "--nproc-per-node 2 and --ranks 3: how many ranks?"),
         ("launch --ranks 2 --", "no script"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -11,7 +13,9 @@ from torch import nn
 
 import imece
 from imece import mesh as meshes
+from imece.data_parallel import other_models
 from imece.membership import steps as loops_of
+from imece.membership.unwatched import say_not_carried
 
 NETWORK = nn.Linear(2, 1)
 SGD = torch.optim.SGD(NETWORK.parameters(), lr=0.1)
@@ -34,6 +38,7 @@ class Mesh:
         ((2.5, NETWORK, SGD), {}, TypeError, "total=2.5: give a whole number"),
         ((5, NETWORK, SGD), {"start": -2}, ValueError, "start=-2: steps are counted from 0 on"),
         ((5, SGD, NETWORK), {}, TypeError, r"a SGD is no model: imece.steps\(total, model, optimizer\)"),
+        ((5, [NETWORK], SGD), {}, TypeError, "a list is no model: .*; several are one nn.Module"),
         ((5, NETWORK, SCHEDULER), {}, TypeError, "a StepLR is no optimizer"),
         ((5, NETWORK, [SGD, None]), {}, TypeError, "a NoneType is no optimizer"),
         ((5, NETWORK, []), {}, ValueError, "there is no optimizer: give all that step the model"),
@@ -60,6 +65,18 @@ def test_a_model_that_was_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meshes, "current", lambda: Mesh(can_change=True))
     with pytest.raises(TypeError, match=r"a Linear is not wrapped: .* imece.parallelize\(model, opt"):
         list(imece.steps(5, NETWORK, SGD))  # type: ignore[arg-type]
+
+
+def test_another_wrapped_model_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    """It would wait for who has died; one that nobody has any more, and a rank that is alone, do not."""
+    loop, other = mock.Mock(module=NETWORK), mock.Mock(module=NETWORK)
+    with mock.patch.object(other_models, "_wrapped", weakref.WeakSet([loop, other])):
+        for ranks in (1, 2):
+            say_not_carried(mock.Mock(rank=0, world_size=ranks), loop)
+        assert re.fullmatch("imece: .* the Linear wrapped beside it is not: .*\n", capsys.readouterr().err)
+        del other
+        say_not_carried(mock.Mock(rank=0, world_size=2), loop)
+        assert capsys.readouterr().err == ""
 
 
 def test_of_a_compiled_model_the_one_inside_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,7 +233,8 @@ def _with_hint(
     missing = message.startswith(f"Missing from {prog}: ")
     if missing:
         named = message.partition(": ")[2].split("(required)")
-        lacking = [what.split()[0] for what in named if what.strip()]
+        typed_as = [what.replace(",", " ").split() for what in named if what.strip()]
+        lacking = [next((name for name in names if name in words), words[0]) for words in typed_as]
         message = f"{' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} missing"
     message = message.removeprefix("Error parsing ")
     section, _, said = message.partition(": ")
@@ -246,7 +247,8 @@ def _with_hint(
     unknown = message.startswith(_UNKNOWN)
     for word in argv:
         typed = word.split("=", 1)[0].replace("_", "-")
-        if typed.startswith("--") and typed.replace("--no-", "--", 1) not in names:
+        is_option = typed.startswith("--") or (missing and re.fullmatch("-[A-Za-z]", typed) is not None)
+        if is_option and typed.replace("--no-", "--", 1) not in names:
             if unknown or missing:
                 message = f"there is no option {word.split('=', 1)[0]}"
             meant = _elsewhere(typed, names) or _nearest_option(typed, names)

@@ -30,6 +30,13 @@ def watch(model: DistributedDataParallel) -> None:
     _wrapped.add(model)
 
 
+def wrapped_beside(model: DistributedDataParallel) -> list[DistributedDataParallel]:
+    """All other wrapped models that somebody still has."""
+    if any(each is not model for each in _wrapped):
+        gc.collect()  # or a model that nobody has any more would count
+    return [each for each in _wrapped if each is not model]
+
+
 def refuse_shared(module: nn.Module, laid: Sequence[torch.Tensor], *, shards_parameters: bool) -> None:
     """ValueError that names a parameter of this module which another module's wrapped model has too.
 

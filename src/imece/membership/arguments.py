@@ -26,7 +26,10 @@ def check_range(total: int, start: int) -> None:
 def check_model(model: Any, can_change: bool) -> None:
     """TypeError for what is no model, or was not wrapped though ranks can change."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"imece.steps: a {_kind(model)} is no model: imece.steps(total, model, optimizer)")
+        several = "; several are one nn.Module, wrapped once" if isinstance(model, list | tuple) else ""
+        raise TypeError(
+            f"imece.steps: a {_kind(model)} is no model: imece.steps(total, model, optimizer){several}"
+        )
     if can_change and not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"imece.steps: a {_kind(model)} is not wrapped: model, optimizer = imece.parallelize(model, "

@@ -19,7 +19,7 @@ from imece.membership.member import Member, keeps_roster
 from imece.membership.modes import Modes
 from imece.membership.recovery import Recovered, Recovery
 from imece.membership.states import packed
-from imece.membership.unwatched import say_unwatched
+from imece.membership.unwatched import say_not_carried, say_unwatched
 from imece.mesh import Mesh
 
 _NOTHING = -1
@@ -126,6 +126,7 @@ def steps(
             "make one of both"
         )
     _looped.add(mesh)
+    say_not_carried(mesh, model)
     recovery = Recovery(Member(mesh), model, optimizers, state=carried.state, take=carried.take)
     kept = KeptGradients(model, optimizers)
     try:

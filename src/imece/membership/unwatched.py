@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Mapping
 
+from imece.data_parallel.other_models import wrapped_beside
+from imece.data_parallel.replicate import DistributedDataParallel
 from imece.mesh import Mesh
 
 _NAMES = {"slurm": "srun", "openmpi": "Open MPI", "mpich": "MPICH"}
@@ -29,6 +31,19 @@ def say_unwatched(mesh: Mesh, environ: Mapping[str, str] = os.environ) -> None:
     instead = "; imece launch would replace it" if len(mesh.hosts) == 1 else ""
     by = _NAMES.get(mesh.world.launcher) or _by(environ)
     print(f"imece: started by {by}: a rank that dies ends the run{instead}", file=sys.stderr, flush=True)
+
+
+def say_not_carried(mesh: Mesh, model: DistributedDataParallel) -> None:
+    """One line on rank 0 if another wrapped model is there: its groups would still have who has died."""
+    if mesh.rank != 0 or mesh.world_size == 1 or not (others := wrapped_beside(model)):
+        return
+    kinds = " and ".join(f"the {type(each.module).__name__}" for each in others)
+    print(
+        f"imece: imece.steps carries one wrapped model over a death, and {kinds} wrapped beside it is not: a "
+        "rank that dies ends all. Make one nn.Module of them, and wrap that",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _by(environ: Mapping[str, str]) -> str:
