@@ -29,6 +29,7 @@ from imece.train.config import TrainConfig
 from imece.train.config_file import read_toml, to_toml
 from imece.train.run_folder import RunFolder
 from imece.train.run_lock import HELD
+from tests.train.compare import files
 from tests.train.small import options, write_text
 
 Launch = tuple[list[str], int]
@@ -71,12 +72,6 @@ def mistake(launched: list[Launch], capsys: pytest.CaptureFixture[str]) -> Calla
         return err.removeprefix("imece: ").rstrip("\n")
 
     return run
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    """Every file below it, and every folder."""
-    paths = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
-    return {name: path.read_bytes() if path.is_file() else b"" for name, path in paths.items()}
 
 
 def test_help_explains_every_option(

@@ -31,6 +31,13 @@ _TOGETHER = 60  # checks of one start: few enough for its time limit on any mach
 _START_TIMEOUT_S = 240.0
 
 
+def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Within a check: what each rank has."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 @dataclass(frozen=True)
 class Job:
     """One check at one number of ranks on one backend."""

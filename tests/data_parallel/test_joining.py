@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 
 from imece import DistributedDataParallel, convert_sync_batchnorm
 from imece.errors import MismatchError
-from tests.data_parallel.checks import Check, Job, jobs, passed
+from tests.data_parallel.checks import Check, Job, gathered, jobs, passed
 
 
 class Line(nn.Module):
@@ -61,12 +61,6 @@ def near(got: torch.Tensor | None, expected: torch.Tensor, what: str = "") -> No
 def brought(ranks: list[int], *steps: int) -> torch.Tensor:
     """The sum of what these ranks were given in these steps."""
     return torch.stack([given(rank, step) for rank in ranks for step in steps]).sum(0)
-
-
-def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def plain_steps(model: DistributedDataParallel, group: dist.ProcessGroup, count: int = 3) -> None:

@@ -29,7 +29,7 @@ from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.sharding.trained import refuse_tied_by_data
 from imece.errors import MismatchError
-from tests.data_parallel.checks import Check, Job, jobs, passed, slow
+from tests.data_parallel.checks import Check, Job, gathered, jobs, passed, slow
 from tests.data_parallel.test_parity import (
     SHAPE,
     Checkpointed,
@@ -477,12 +477,6 @@ def notices(name: str, broken: Any, make: Callable[[nn.Module], Optimizers] = ad
             assert gathered(found is None, group) == [False] * group.size(), strategy
 
     return check
-
-
-def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 # Parameters in bf16, masters in fp32.

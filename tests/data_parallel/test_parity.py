@@ -30,7 +30,7 @@ from imece.collectives.pending import Pending
 from imece.data_parallel.reducing.buckets import Bucket
 from imece.data_parallel.reducing.leaving import Leaving
 from imece.data_parallel.reducing.posting import Posting
-from tests.data_parallel.checks import Check, Job, jobs, passed, slow
+from tests.data_parallel.checks import Check, Job, gathered, jobs, passed, slow
 
 SHAPE = Shape(vocabulary=32, width=16, layers=2, heads=2, length=8)
 THREE_BLOCKS = replace(SHAPE, layers=3)
@@ -595,8 +595,7 @@ def notices_a_missing_first_broadcast(group: dist.ProcessGroup) -> None:
             return Case.wrapped(here, ours, group, build)
 
     found = first_difference(Unsynchronised(steps=1), group)
-    by_rank: list[str | None] = [None] * group.size()
-    dist.all_gather_object(by_rank, found, group=group)
+    by_rank = gathered(found, group)
     assert all(by_rank), by_rank
 
 
@@ -604,8 +603,7 @@ def notices_buffers_of_its_own(group: dist.ProcessGroup) -> None:
     case = CASES["buffers and channels_last"]
     with replaced(DistributedDataParallel, "_sync_buffers", lambda self, joining: None):
         found = first_difference(replace(case, steps=3), group)
-    by_rank: list[str | None] = [None] * group.size()
-    dist.all_gather_object(by_rank, found, group=group)
+    by_rank = gathered(found, group)
     assert by_rank[0] is None and all(by_rank[1:]), by_rank
 
 

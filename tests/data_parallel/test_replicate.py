@@ -34,7 +34,7 @@ from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel.reducer import _factor
 from imece.data_parallel.reducing.posting import Posting
 from imece.errors import MismatchError
-from tests.data_parallel.checks import Check, Job, jobs, passed, slow
+from tests.data_parallel.checks import Check, Job, gathered, jobs, passed, slow
 
 SMALL_MB = 80 / 2**20  # of two layers' gradients, 96 bytes, more than one bucket
 
@@ -102,12 +102,6 @@ def same(got: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Te
             assert other is each, f"{name} is {other}, expected {each}"
         else:
             assert torch.allclose(other, each, rtol=1e-12, atol=1e-13), f"{name} is {other}, expected {each}"
-
-
-def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def total(model: Any, *inputs: Any) -> torch.Tensor:

@@ -13,7 +13,7 @@ from imece import DistributedDataParallel
 from imece.data_parallel.arguments import MIB
 from imece.data_parallel.reducing.cap import CAPS_BYTES, EACH_S, best_cap
 from imece.data_parallel.reducing.whole import WholeGradients
-from tests.data_parallel.checks import Check, Job, jobs, passed
+from tests.data_parallel.checks import Check, Job, gathered, jobs, passed
 
 ARRIVALS = [(MIB, 0.010 * (at + 1)) for at in range(16)]  # 16 gradients of 1 MiB, one each 10 ms
 
@@ -100,8 +100,7 @@ def chosen_by_all(group: dist.ProcessGroup) -> None:
         for each, parameter in zip(expected, model.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad, each)
         assert step or gradients.cap_bytes == before, "nothing is known before the first backward"
-    found: list[object] = [None] * group.size()
-    dist.all_gather_object(found, (gradients.cap_bytes, len(model.reducer.buckets)), group=group)
+    found = gathered((gradients.cap_bytes, len(model.reducer.buckets)), group)
     assert found.count(found[0]) == group.size() and gradients.cap_bytes in CAPS_BYTES
     assert model.reducer.rebuilt
 

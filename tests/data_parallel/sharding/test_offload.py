@@ -35,7 +35,7 @@ from imece.data_parallel.sharding.offload import (
 from imece.data_parallel.strategy import find_strategy
 from imece.footprint import OFFLOADS
 from imece.membership.pieces import Pieces
-from tests.data_parallel.checks import Check, Job, jobs, passed
+from tests.data_parallel.checks import Check, Job, gathered, jobs, passed
 from tests.data_parallel.sharding.test_units import (
     Small,
     adamw,
@@ -342,10 +342,8 @@ def all_of(own: Mapping[str, torch.Tensor | Slice], group: dist.ProcessGroup) ->
         else (tuple(value.shape), 0, value.reshape(-1).clone())
         for name, value in own.items()
     }
-    every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, mine, group=group)
     pieces = Pieces()
-    for held in every:
+    for held in gathered(mine, group):
         for name, (shape, start, flat) in held.items():
             pieces.add(name, tuple(shape), start, flat)
     return pieces
