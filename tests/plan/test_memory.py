@@ -20,7 +20,7 @@ from imece.data_parallel.footprint import predict
 from imece.data_parallel.strategy import STRATEGIES
 from imece.footprint import Sizes, footprint
 from imece.layout import Item, build
-from imece.plan.hardware import find_gpu
+from imece.plan.hardware import find_cluster, find_gpu
 from imece.plan.memory.frameworks import (
     DEEPSPEED,
     FRAMEWORKS,
@@ -39,6 +39,7 @@ from imece.plan.models.model import Model
 from imece.plan.setup import Parallel, Precision, Recipe, Setup, Strategy
 from imece.plan.speed.compute import head_time
 from imece.plan.speed.manner import IMECE as IMECE_MANNER
+from imece.plan.speed.step_time import step_time
 
 MODEL = find_model("llama-8b")
 N = MODEL.parameters
@@ -384,3 +385,12 @@ def test_a_bucket_is_no_smaller_than_the_largest_tensor() -> None:
     assert summed.communication == pytest.approx(2 * 2 * table / 2 + received, rel=1e-3)
     inner = memory(Setup(find_model("70B"), Parallel("zero2", 16, 16, pipeline=4), Recipe(4096)), 1)
     assert inner.communication == pytest.approx(2 * 2 * 8192 * 28672 + received, rel=1e-3)
+
+
+def test_ranks_beyond_the_heads_of_keys_and_values_have_copies_of_them() -> None:
+    """2 heads among 8 ranks that divide matrices: each has one, so 8 in all."""
+    few, many = (replace(MODEL, kv_heads=heads) for heads in (2, 8))
+    setups = [Setup(each, Parallel("replicate", tensor=8), Recipe(seq=4096)) for each in (few, many)]
+    assert memory(setups[0]) == memory(setups[1])
+    times = [step_time(each, find_cluster("A100-80", 8, 1)) for each in setups]
+    assert times[0].total == times[1].total and times[0].mfu < times[1].mfu, "copies are no useful work"

@@ -64,6 +64,7 @@ def memory(setup: Setup, stage: int | None = None, framework: Framework = IMECE)
 
     Bytes of an element are the recipe's; `framework` says what else is kept.
     """
+    setup = replace(setup, model=setup.model.with_copies(setup.parallel.tensor))
     if stage is not None or setup.parallel.pipeline == 1:
         return _of_stage(setup, stage or 0, framework)
     ends = (_of_stage(setup, at, framework) for at in (0, setup.parallel.pipeline - 1))

@@ -84,6 +84,10 @@ class Model:
             others=None if usual.other_parameters == exact.other_parameters else others,
         )
 
+    def with_copies(self, tensor: int) -> Model:
+        """As ranks hold it that divide matrices: of fewer heads of keys and values each has a copy of one."""
+        return replace(self, kv_heads=tensor) if tensor > self.kv_heads else self
+
     @property
     def norm_parameters(self) -> int:
         """Of one norm."""

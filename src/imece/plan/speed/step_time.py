@@ -7,7 +7,7 @@ the first micro-batch goes through the other stages + gathers and reductions as 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from imece.plan.hardware import Cluster
 from imece.plan.setup import Setup
@@ -38,6 +38,8 @@ def step_time(setup: Setup, cluster: Cluster, manner: Manner = IMECE) -> StepTim
     """Of `setup` on `cluster`, as the software `manner` goes about it."""
     parallel, recipe = setup.parallel, setup.recipe
     cluster = cluster.multiplying(recipe.precision.activations)
+    flops = flops_a_token(setup.model, recipe.seq, frozen=recipe.adapters != "none")  # without copies
+    setup = replace(setup, model=setup.model.with_copies(parallel.tensor))
     stage = stage_time(setup, cluster, manner)
     steps = recipe.accumulation
     across_data = synchronise(setup, cluster, manner, stage)
@@ -54,7 +56,6 @@ def step_time(setup: Setup, cluster: Cluster, manner: Manner = IMECE) -> StepTim
     working = steps * (stage.compute + stage.waiting)
     total = working + sum(exposed.values()) + bubble + optimizer + manner.step_s
     per_s = setup.tokens_a_step / total
-    flops = flops_a_token(setup.model, recipe.seq, frozen=recipe.adapters != "none")
     return StepTime(
         compute=steps * stage.compute,
         recompute=steps * stage.recompute,
