@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import imece
 from imece.collectives import ops, recording, schedules
-from imece.collectives.execute import post, run_schedule
+from imece.collectives.execute import run_schedule
 from imece.collectives.ops import Recv, Send
 from imece.collectives.schedules import SCHEDULES, build, cost
 from imece.errors import CollectiveTimeoutError
@@ -416,18 +416,16 @@ def big_messages(group: dist.ProcessGroup) -> str:
     for name in SCHEDULES["all_reduce"][:-1]:
         plan = build("all_reduce", name, rank, world_size, numel)
         tensor = noise(rank, numel)
-        with mock.patch("imece.collectives.execute.post", side_effect=post) as posted:
-            run_schedule(plan, tensor, group, chunk_bytes=100_000)
-        sent, received = (
-            sum(message.tensor.nbytes for call in posted.call_args_list for message in call.args[side])
-            for side in (0, 1)
-        )
+        traffic = run_schedule(plan, tensor, group, chunk_bytes=100_000)
         assert (tensor.double() - exact).abs().max() < 1e-5, f"all_reduce of {numel}, schedule={name!r}"
         bits.update(tensor.numpy().tobytes())
-        assert sent == 4 * sum(each.stop - each.start for step in plan for each in step.sends), name
+        assert traffic.sent_bytes == 4 * sum(
+            each.stop - each.start for step in plan for each in step.sends
+        ), name
+        assert traffic.steps == len(plan), name
         if name == "ring":
-            assert abs(sent - cost("all_reduce", name, world_size, 4 * numel).nbytes) < 8
-            assert received == pytest.approx(sent, abs=8)
+            assert abs(traffic.sent_bytes - cost("all_reduce", name, world_size, 4 * numel).nbytes) < 8
+            assert traffic.received_bytes == pytest.approx(traffic.sent_bytes, abs=8)
     for schedule in ("pipelined_ring", "tree", None):
         tensor = noise(rank, numel)
         ops.broadcast(tensor, world_size - 1, group=group, schedule=schedule, parts=5)

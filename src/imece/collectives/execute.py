@@ -40,6 +40,16 @@ class Message(NamedTuple):
     tag: int
 
 
+@dataclass
+class Traffic:
+    """What one rank has really moved: what `schedules.cost` is held to."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    messages: int = 0  # sent
+    steps: int = 0
+
+
 def post(
     sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup, *, alone: bool = False
 ) -> list[Waitable]:
@@ -121,8 +131,8 @@ def run_schedule(
     *,
     chunk_bytes: int = CHUNK_BYTES,
     timeout_s: float | None = None,
-) -> None:
-    """Runs this rank's schedule, in place on `flat`.
+) -> Traffic:
+    """Runs this rank's schedule, in place on `flat`, and returns what was moved.
 
     flat: 1D and contiguous, equally long and of one dtype on every rank. op: sum, min, max or product, for
     what the schedule calls "sum". Scratch: the summed part of ROUNDS_AHEAD + 1 rounds. timeout_s: for each
@@ -133,6 +143,7 @@ def run_schedule(
     runner = _Runner(flat, group, op, chunk_bytes, timeout_s)
     for step in schedule:
         runner.run(step)
+    return runner.traffic
 
 
 class _Arrived(NamedTuple):
@@ -156,6 +167,7 @@ class _Runner:
     op: str
     chunk_bytes: int
     timeout_s: float | None
+    traffic: Traffic = field(default_factory=Traffic)
     _scratch: list[torch.Tensor] = field(default_factory=list)  # free ones, each a piece long
 
     def __post_init__(self) -> None:
@@ -172,6 +184,7 @@ class _Runner:
                 self._finish(in_flight.popleft())
         while in_flight:
             self._finish(in_flight.popleft())
+        self.traffic.steps += 1
 
     def _rounds(self, step: Step) -> int:
         ranges = [(m.start, m.stop) for m in step.sends] + [(m.start, m.stop) for m in step.receives]
@@ -193,10 +206,13 @@ class _Runner:
             place = target if scratch is None else scratch[: target.numel()]
             arrivals.append(_Arrived(incoming.peer, target, scratch))
             receives.append(Message(place, incoming.peer, TAG_SCHEDULE))
+            self.traffic.received_bytes += place.nbytes
         for outgoing in step.sends:
             part = self._cut(outgoing.start, outgoing.stop, number)
             if part is not None:
                 sends.append(Message(part, outgoing.peer, TAG_SCHEDULE))
+                self.traffic.sent_bytes += part.nbytes
+                self.traffic.messages += 1
         works = post(sends, receives, self.group)
         return _Round(works, arrivals, [message.peer for message in (*receives, *sends)])
 
