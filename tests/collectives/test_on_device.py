@@ -196,6 +196,7 @@ def test_a_message_alone_needs_two_ranks_of_the_group(
     monkeypatch.setattr(group, "_get_backend", lambda device: backend, raising=False)
     monkeypatch.setattr(messages, "group_or_default", lambda _: group)
     monkeypatch.setattr(messages, "check_rank", lambda *_: None)
+    monkeypatch.setattr(messages, "check_tensor", lambda *_: None)
     monkeypatch.setattr(messages, "flattened", lambda each: each)
     monkeypatch.setattr(messages, "flat_place", lambda each: each)
     started = SimpleNamespace(native=lambda start, *_, **__: start())

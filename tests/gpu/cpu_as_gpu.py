@@ -132,6 +132,7 @@ class _Gpu:
         self.memory: dict[int, _Memory] = {}
         self.nccl: dict[str, Stream] = {}  # by group
         self.waits: list[str] = []  # of the host for the GPU
+        self.launchers: set[str] = set()  # threads that have begun a collective
 
     @property
     def current(self) -> Stream:
@@ -211,6 +212,7 @@ class _Gpu:
                 if group.group_name not in self.nccl:
                     self.nccl[group.group_name] = Stream(name="NCCL")
                 lane = self.nccl[group.group_name]
+                self.launchers.add(threading.current_thread().name)
                 lane.wait_stream(self.current)
             self.run(what, reads, writes, lane)
             event = lane.record_event()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.optim import AdamW
 
 import imece
+from imece import mesh
 from imece.collectives.streams import Place, _beside
 from imece.data_parallel.reducing.leaving import Leaving
 from imece.data_parallel.sharding.coming import Coming
@@ -222,6 +224,31 @@ def test_what_is_taken_away_is_missed() -> None:
     assert len(found) == len(TAKEN)
     for taken, came in found:
         assert came.startswith("race: "), f"nobody misses {taken}"
+
+
+# Beside calls along `tensor` NCCL wants one order of all calls.
+
+
+def launchers(axes: dict[str, int]) -> list[list[str]]:
+    """By way, the threads that began collectives."""
+    stub: Any = SimpleNamespace(
+        size=lambda axis: axes.get(axis, 1), backend="nccl", device=CUDA, hosts=((0, 1),), world_group=None
+    )
+    found = []
+    with mock.patch.object(mesh, "current", lambda: stub):
+        for way in ("replicate", "replicate, bf16 on the wire", "zero1", "zero3"):
+            trained(WAYS[way])
+            found.append(sorted(gpu.launchers))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("axes", "one"), [({"tensor": 2}, True), ({"replicate": 2}, False), ({"tensor": 2, "context": 2}, False)]
+)
+def test_one_thread_begins_all_collectives_beside_those_along_tensor(axes: dict[str, int], one: bool) -> None:
+    (found,) = run_ranks(launchers, 1, args=(axes,), backend=None)
+    for threads in found:
+        assert (threads == ["MainThread"]) == one, threads
 
 
 # The checks themselves.

@@ -18,7 +18,7 @@ from imece import mesh
 from imece.collectives import checks, pending, recorder
 from imece.collectives.fingerprint import Announced
 from imece.collectives.given_up import Waitable
-from imece.collectives.pending import Handed, Pending, drain, in_background, without_gradients
+from imece.collectives.pending import Handed, Pending, at_once, drain, in_background, without_gradients
 from imece.collectives.recording import POINT_TO_POINT
 from imece.collectives.reduction import flattened, shares_memory
 from imece.collectives.shared_memory.group import SharedMemoryGroup
@@ -120,7 +120,7 @@ class Call:
                     drain(self.group)
                 checker = self._checker()
                 works: Waitable | list[Waitable]
-                if checker is not None and async_op:
+                if checker is not None and async_op and not self._keeps_order:
                     one = cast(Callable[[], Waitable], launch)
                     works = _Checked(checker.call(one, self._announced(), self._device))
                 else:
@@ -160,7 +160,8 @@ class Call:
 
             with without_gradients(result):
                 if async_op:
-                    task = in_background(checked, self.group, *others)
+                    begin = at_once if self._keeps_order else in_background
+                    task = begin(checked, self.group, *others)
                     return Pending(self.op, result, [task], None, token).handed_out()
                 with waiting:
                     drain(self.group, *others)
@@ -215,6 +216,23 @@ class Call:
     @property
     def _device(self) -> torch.device | None:
         return self.tensor.device if self.tensor is not None else None
+
+    @property
+    def _keeps_order(self) -> bool:
+        """Whether it is launched before the call returns, also if nobody waits for it.
+
+        NCCL may wait for ever where ranks launch calls of several communicators in different orders. Along
+        tensor the thread that computes makes calls, and what another thread launches would come between them
+        just anywhere. Not so along the other axes: on parts of a sequence ranks may use other parameters, and
+        stages wait for each other, so that who waits here might hold up whom it waits for.
+        """
+        if self._device is None or self._device.type == "cpu":
+            return False
+        with contextlib.suppress(UserError):
+            arranged = mesh.current()
+            alone = arranged.size("context") == arranged.size("pipeline") == 1
+            return arranged.backend == "nccl" and arranged.size("tensor") > 1 and alone
+        return False
 
     @property
     def _may_get_stuck(self) -> bool:

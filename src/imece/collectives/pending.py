@@ -259,6 +259,14 @@ def in_background(run: Callable[[], object], *groups: dist.ProcessGroup, lane: i
     return task
 
 
+def at_once(run: Callable[[], object], *groups: dist.ProcessGroup) -> Task:
+    """Runs `run` here and now: a GPU has then been told of it, and does it beside the caller's stream."""
+    task = Task(run, groups)
+    with waiting:
+        task.execute()
+    return task
+
+
 def drain(*groups: dist.ProcessGroup) -> None:
     """Waits until no background task uses any of these groups any more."""
     if not unfinished or threading.current_thread() in [each.thread for each in _servers.values()]:
