@@ -164,7 +164,7 @@ class _Gpu:
 
     def goes_back(self, memory: _Memory) -> None:
         """Others get it in the order of the stream that took it, behind the streams that were recorded."""
-        behind = [memory.taken_on, *memory.recorded]
+        behind = [memory.taken_on, *memory.recorded, self.host]  # what is told next comes behind the host
         for each in memory.accesses if memory.on_gpu else ():  # pinned memory waits by itself
             known = any(lane.clock.get(each.lane, 0) >= each.at for lane in behind)
             if not known and each.lane != self.host.number:

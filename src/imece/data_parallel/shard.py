@@ -243,7 +243,6 @@ class Sharding(Gradients):
         if self.offload is not None or not self._may_come_late():
             for store in reversed(stepped):
                 store.settle()
-        self.lane.join()
         self.lane.wait()  # or the next one to write masters, a checkpoint say, would write what still goes up
         if self.common_parameters:
             ops.barrier(group=self.groups.shard)

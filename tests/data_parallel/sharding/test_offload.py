@@ -106,16 +106,13 @@ class Late:
 
     @contextlib.contextmanager
     def within(self) -> Iterator[None]:
-        self.join()
+        self._make(lambda target, source: self.host.has(source))
         yield
 
     def reuse(self, memory: torch.Tensor) -> None:
         storage = memory.untyped_storage().data_ptr()
         if self.reuses:
             self._make(lambda target, source: source.untyped_storage().data_ptr() == storage)
-
-    def join(self) -> None:
-        self._make(lambda target, source: self.host.has(source))
 
     def wait(self) -> None:
         self._make(lambda target, source: True)

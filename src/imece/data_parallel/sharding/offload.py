@@ -11,8 +11,7 @@ at each place where one memory trusts the other:
 
     within      a collective that reads what comes up
     reuse       memory that is written again while a copy down may still read it
-    join        the device goes on behind what came up
-    wait        the host reads what came down, or writes what goes up
+    wait        the host reads what came down, or writes what goes up; all that the device is told later is behind
 
 (Ren et al. 2021 have the optimizer's side of it; their delayed step, which is not bit-equal, is left out.)
 """
@@ -45,9 +44,6 @@ class Lane(Protocol):
     def reuse(self, memory: torch.Tensor) -> None:
         """The device goes on behind copies down out of this storage."""
 
-    def join(self) -> None:
-        """The device goes on behind all copies up."""
-
     def wait(self) -> None:
         """All copies are done when this returns."""
 
@@ -62,9 +58,6 @@ class Direct:
         return contextlib.nullcontext()
 
     def reuse(self, memory: torch.Tensor) -> None:
-        pass
-
-    def join(self) -> None:
         pass
 
     def wait(self) -> None:
@@ -105,9 +98,6 @@ class Streams:
         event = self._reads.pop(memory.untyped_storage()._cdata, None)
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
-
-    def join(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._came)
 
     def wait(self) -> None:
         self._came.synchronize()
