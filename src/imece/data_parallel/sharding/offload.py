@@ -11,7 +11,7 @@ at each place where one memory trusts the other:
 
     within      a collective that reads what comes up
     reuse       memory that is written again while a copy down may still read it
-    wait        the host reads what came down, or writes what goes up; all that the device is told later is behind
+    wait        the host reads what came down, or writes what goes up; what the device is told then is behind
 
 (Ren et al. 2021 have the optimizer's side of it; their delayed step, which is not bit-equal, is left out.)
 """
