@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import imece
+from imece.errors import UserError
 from imece.model_parallel.context import ContextParallel
 from imece.models.cross_entropy import cross_entropy
 from imece.models.shape import TransformerConfig
@@ -269,6 +270,10 @@ def refusals() -> list[str]:
     with pytest.raises(ValueError) as caught, context:
         torch.zeros(2).sum()
     said.append(str(caught.value))
+    context.part(torch.full((1, 8), mesh.rank))
+    with pytest.raises(UserError) as different, context:
+        attend(q, q, q)
+    said.append(str(different.value))
     with pytest.raises(RuntimeError) as graphless, context:
         torch.zeros(()).backward()
     return [*said, str(graphless.value)]
@@ -291,6 +296,7 @@ def test_what_cannot_be() -> None:
         "nn.MultiheadAttention",
         "positions for layers with a window of 8",
         "no attention went round the ring",
+        "the ranks of a context group have different inputs, and need the same",
         "does not require grad",
     ]
     for said in run_ranks(refusals, 2, backend=None):

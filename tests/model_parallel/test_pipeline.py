@@ -20,6 +20,7 @@ from torch.optim import AdamW
 import imece
 from imece import Pipeline, parallelize
 from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.errors import UserError
 from imece.mesh import Mesh
 from imece.model_parallel import pipeline as pipeline_module
 from imece.model_parallel import shared
@@ -426,6 +427,9 @@ def what_cannot_be_is_refused(group: dist.ProcessGroup) -> None:
             imece.DistributedDataParallel(pipeline.part)
         with pytest.raises(ValueError, match="average='tokens': a pipeline's gradient is the mean"):
             parallelize(pipeline.part, optimizer_of, "zero1", mesh, average="tokens")
+        inputs, targets = numbers_of(mesh.rank, 8), numbers_of(0, 8)
+        with pytest.raises(UserError, match="the ranks of a pipeline group have different inputs, and need"):
+            pipeline.evaluate(inputs[0], targets[1])
 
 
 def ranks_that_share_a_gpu_are_refused(group: dist.ProcessGroup) -> None:
@@ -513,7 +517,7 @@ def fails_in_a_stage(backend: str, schedule: str) -> None:
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("torch.distributed.pipelining.schedules").addHandler(handler)
     try:
-        pipeline.step(torch.randn(8, 3), torch.randn(8, 3))
+        pipeline.step(torch.ones(8, 3), torch.ones(8, 3))
     except Exception as error:
         error.add_note(f"{len(told)} lines of torch's")
         raise

@@ -20,7 +20,6 @@ compiles what is between.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
@@ -28,10 +27,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._pytree import tree_leaves
 
-from imece.collectives.texts import gather_texts
-from imece.errors import UserError
+from imece.model_parallel.alike import check_alike, content_of, plain_tensors
 from imece.model_parallel.crossing import cross
 
 _POSITIONS = 1  # the dim of [batch, positions, ...]
@@ -53,20 +50,11 @@ class Boundary:
 
     @torch._disable_dynamo(recursive=True)
     def check_same(self, given: Any) -> None:
-        """UserError, on all ranks, unless the tensors in it, of the first forward, are the same. Others on
-        each, as data parallelism has them, would make no sense together, and nobody would see that."""
-        tensors = [each for each in tree_leaves(given) if type(each) is Tensor and not each.is_meta]
-        if self._compared or not tensors:  # those of other types: somebody asks for shapes
-            return
-        self._compared = True
-        mine = " ".join(map(_content, tensors))
-        device = torch.device(self._ranks.device_type)
-        said = gather_texts([mine], self._group, device, "inputs of a tensor group")
-        if len({text for (text,) in said}) > 1:
-            raise UserError(
-                "the ranks of a tensor group have different inputs, and need the same: take share "
-                "mesh.batch_rank of mesh.batch_ranks of the data, as imece.DistributedSampler does"
-            )
+        """UserError, on all ranks, unless the tensors in it, of the first forward, are the same."""
+        if not self._compared and (tensors := plain_tensors(given)):
+            self._compared = True
+            device = torch.device(self._ranks.device_type)
+            check_alike(content_of(tensors), self._group, device, "tensor")
 
     @torch._disable_dynamo(recursive=True)
     def enter(self, x: Tensor) -> Tensor:
@@ -121,10 +109,3 @@ class Boundary:
                 f"{self.size} ranks, and this has the shape {list(x.shape)}: take a multiple of {self.size} "
                 "positions"
             )
-
-
-def _content(tensor: Tensor) -> str:
-    """Shape, dtype, and a sum of what is in it."""
-    flat = tensor.detach().cpu().resolve_conj().contiguous().reshape(-1)
-    content = flat.view(torch.uint8).numpy().tobytes()
-    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(content).hexdigest()}"

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from imece.collectives.ops import all_gather
 from imece.mesh import Mesh
+from imece.model_parallel.alike import check_alike, content_of, plain_tensors
 from imece.model_parallel.ring import positions_of, ring_attention
 
 # They attend to positions inside, where a mode does not see it.
@@ -43,10 +44,11 @@ class ContextParallel:
             logits = model(inputs, positions=context.positions(T))
             model.weigh(cross_entropy(logits, targets), targets.numel()).backward()
 
-    Ranks along the axis read the same sequences (`mesh.batch_rank`, which DistributedSampler takes), and each
-    keeps its part. The model must turn its queries and keys by the positions that it is told, and must
-    attend by F.scaled_dot_product_attention, causal or not, without mask and dropout. `imece.parallelize`
-    averages over "context" too. With one rank along the axis everything is as if this were not there.
+    Ranks along the axis read the same sequences (`mesh.batch_rank`, which DistributedSampler takes; the first
+    attention is a UserError where `part` was given others), and each keeps its part. The model must turn its
+    queries and keys by the positions that it is told, and must attend by F.scaled_dot_product_attention,
+    causal or not, without mask and dropout. `imece.parallelize` averages over "context" too. With one rank
+    along the axis everything is as if this were not there.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -63,6 +65,7 @@ class ContextParallel:
         self._device = mesh.device
         self._mode = _Mode(self._attend) if self.ranks > 1 else None
         self._attended = False
+        self._given: list[str] = []  # to `part`, until the first attention compares it
 
     def positions(self, length: int, *, device: torch.device | str | None = None) -> Tensor:
         """Which positions of a sequence of `length` are this rank's: int64 [length / ranks], ascending.
@@ -77,6 +80,8 @@ class ContextParallel:
         """This rank's positions of a tensor that has all of them along `dim`. ValueError: as `positions`."""
         if self.ranks == 1:
             return tensor
+        if not self._attended:
+            self._given.append(content_of(plain_tensors(tensor)))
         return tensor.index_select(dim, self.positions(tensor.shape[dim], device=tensor.device))
 
     def whole(self, tensor: Tensor, dim: int = 1) -> Tensor:
@@ -125,7 +130,9 @@ class ContextParallel:
         """F.scaled_dot_product_attention, whose parameters these are, with the keys of all ranks."""
         _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         assert self._group is not None
-        self._attended = True
+        if not self._attended:
+            self._attended = True
+            check_alike(" ".join(self._given), self._group, self._device, "context")
         kind = query.device.type
         if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:  # as torch casts this function's
             to = torch.get_autocast_dtype(kind)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from imece import mesh as meshes
 from imece.collectives import ops, waited
 from imece.mesh import Mesh
+from imece.model_parallel.alike import check_alike, content_of, plain_tensors
 from imece.model_parallel.cutting import Part, Place, Values, deal, dealt_by, names_in, pieces_of
 from imece.model_parallel.schedules import Loss, Mark, Moment, Span, StageError, check_schedule
 from imece.model_parallel.shared import Shared, connect
@@ -80,6 +81,7 @@ class Pipeline:
         self._loss, self._named = loss, [self._pieces.named(which) for which in self._dealt]
         self._mine = list(range(rank, stages, size))
         self._check_parts(size)
+        self._compared = False  # what the ranks were given
         self.marks: list[Mark] = []
         """What this rank did in the latest step or evaluation; the next one begins the list anew."""
         self.part = Part({name: each for at in self._mine for name, each in self._named[at].items()})
@@ -99,14 +101,14 @@ class Pipeline:
     def step(self, inputs: Tensor | Sequence[Tensor], targets: Tensor) -> Tensor:
         """Forward and backward of a batch, and the sum of the gradients over the data axes.
 
-        All ranks of the pipeline call it, with inputs of the same shapes; the first stage reads inputs, the
-        last one targets. Returns the mean loss of the micro-batches, fp64 scalar, on all of these ranks.
+        All ranks of the pipeline call it with the same batch: the first stage reads inputs, the last one
+        targets. Returns the mean loss of the micro-batches, fp64 scalar, on all of these ranks.
 
         Inside of `part.no_sync()` gradients stay on their rank, to be added to by the next step outside.
 
-        ValueError: the micro-batches do not divide the batch; all of a stage was frozen, or no longer is,
-        since the beginning. RuntimeError: an error in a stage, by its name; nobody has called `parallelize`,
-        though other ranks have this part too.
+        UserError: the ranks' first batches differ. ValueError: the micro-batches do not divide the batch;
+        all of a stage was frozen, or no longer is, since the beginning. RuntimeError: an error in a stage, by
+        its name; nobody has called `parallelize`, though other ranks have this part too.
         """
         self._check_wrapped()
         self._check_frozen()
@@ -167,13 +169,17 @@ class Pipeline:
         return [each for module in self._named[stage].values() for each in module.parameters()]
 
     def _values(self, inputs: Tensor | Sequence[Tensor], targets: Tensor) -> Values:
-        """The inputs. ValueError unless all can be split, and alike."""
+        """The inputs. ValueError unless all can be split, and alike; UserError unless ranks have the same."""
         values = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         size = targets.shape[0]
         if size % self.micro_batches:
             raise ValueError(f"a batch of {size} cannot be split into micro_batches={self.micro_batches}")
         if others := [each.shape[0] for each in values if each.shape[0] != size]:
             raise ValueError(f"inputs of a batch of {others[0]}, and targets of one of {size}")
+        if not self._compared and self._group.size() > 1:
+            self._compared = True
+            content = content_of(plain_tensors((values, targets)))
+            check_alike(content, self._group, self.mesh.device, "pipeline")
         return values
 
     def _trained(self) -> list[bool]:
