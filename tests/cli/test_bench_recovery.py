@@ -62,6 +62,12 @@ def test_the_targets_of_a_strategy(measured: Kills, expected: list[str]) -> None
     assert words(results) == [*expected, "--", "--", "--", "--", "--"]
 
 
+def test_what_was_measured_is_shown_though_nothing_was_promised() -> None:
+    few = kills(compared=60)  # both kills were before
+    line = recovery_targets.judged(Results(Plan(every_s=15.0), {"zero1": few}))[3]
+    assert line.split()[0] == "--" and line.endswith(f": {few.difference:.1e}")
+
+
 def test_the_other_targets() -> None:
     results = Results(Plan(every_s=8.0), {"zero1": kills(goodput=0.5)})
     results.cost = {"replicate": {"cost": 0.01}, "zero1": {"cost": 0.051}}

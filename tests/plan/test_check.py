@@ -77,6 +77,7 @@ def test_a_run_that_has_not_ended_and_one_without_a_time() -> None:
         (None, "imece train writes it into its run folder"),
         ("{", "is not what imece train writes"),
         ("[]", "is not what imece train writes"),
+        ("{}", "is not what imece train writes: it has no 'version'"),
         ('{"version": 2}', "has format 2"),
         ('{"version": 1, "predicted": 3}', "is not what imece train writes"),
         ('{"version": 1, "predicted": {"counted_bytes": []}}', "counted_bytes is no table"),

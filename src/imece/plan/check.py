@@ -53,8 +53,10 @@ def read_plan(run: Path) -> dict[str, Any]:
             f"{run}: no {PLAN_FILE} ({error.strerror}): imece train writes it into its run folder; check the "
             "path"
         ) from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} is not what imece train writes: {error!r}") from error
+    except KeyError as error:
+        raise UserError(f"{path} is not what imece train writes: it has no {error}") from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"{path} is not what imece train writes: {error}") from error
     return dict(content)
 
 

@@ -50,8 +50,9 @@ def _of_kills(found: Kills, every_s: float) -> list[str]:
                 f"{figures['again']} for {count}"),
     ]  # fmt: skip
     text = f"{name}: parameters after {found.compared} steps at most {APART:g} apart"
-    if found.difference is not None and found.kills_compared and found.compared >= COMPARED_STEPS:
-        shown.append(verdict(found.difference <= APART, text, f"{found.difference:.1e}"))
+    if found.difference is not None and found.kills_compared:
+        judged = found.compared >= COMPARED_STEPS  # nothing was promised after fewer
+        shown.append(verdict(found.difference <= APART if judged else None, text, f"{found.difference:.1e}"))
     else:
         shown.append(verdict(None, text))
     if found.goodput is not None:
