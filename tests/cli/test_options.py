@@ -62,6 +62,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "imece bake" in out and "Bakes." in out and "How many ovens." in out
     assert "--crumbs INT" in out and "--glaze {milk}" in out and "--json PATH" in out and "{None" not in out
+    with pytest.raises(SystemExit):
+        parse(Options, ["--help"], "imece bake", "Bakes bread in as many ovens as there are." * 4)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
     assert "None" not in out, "what is not set has no default to show"
     assert "(default: round)" in out and "(default: 2)" in out
 

@@ -12,7 +12,9 @@ import difflib
 import io
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from types import NoneType
 from typing import Annotated, Any, TextIO, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -70,7 +72,11 @@ def parse(
             )
     except SystemExit as leaving:
         if leaving.code in (0, None):
-            print(page.getvalue().replace("[OPTIONS]", f"[OPTIONS] {operands}".rstrip(), 1), end="")
+            wrapped = textwrap.fill(
+                description, shutil.get_terminal_size().columns
+            )  # tyro leaves it as it is
+            shown = page.getvalue().replace(description, wrapped, 1)
+            print(shown.replace("[OPTIONS]", f"[OPTIONS] {operands}".rstrip(), 1), end="")
             raise
         message = _box_body(_ASCII_RULE.sub("─", complaint.getvalue()))
     except (ValueError, TypeError, OverflowError) as error:
