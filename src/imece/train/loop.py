@@ -248,12 +248,12 @@ class Loop:
 
     def _record(self, outcome: Outcome, together: _Together, rate: float) -> dict[str, Any]:
         session = self._session
-        session.counted = session.done
         lap = session.clock.lap()
         step_s, phases = lap.seconds, lap.phases
         self._own = self._own_times(lap, outcome)
         session.seconds += step_s
         session.tokens += together.tokens
+        session.counted = session.done
         record: dict[str, Any] = {
             "step": session.done,
             "loss": together.loss,
