@@ -34,6 +34,8 @@ os.environ[_MARK] = uuid.uuid4().hex
 # What this machine was measured with is no test's business. The folder is this session's own and never made:
 # root can make any, and has then figures in it for the next session.
 os.environ["IMECE_HERE"] = f"{tempfile.gettempdir()}/imece-tests-{os.environ[_MARK]}/here.toml"
+_STARTED = 17  # where /proc/PID/stat says when, counted after the parent
+_strangers: set[tuple[str, bytes]] = set()  # processes without the mark, by number and when they were started
 _GPUS = "CUDA_VISIBLE_DEVICES"
 _SEEN_GPUS = os.environ.get(_GPUS)
 
@@ -142,9 +144,14 @@ def _processes() -> set[psutil.Process]:
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             # pid (command) state parent ...: and the command may have blanks and parentheses
-            parents[int(name)] = int(_read_proc(name, "stat").rpartition(b")")[2].split()[1])
+            _, parent, *others = _read_proc(name, "stat").rpartition(b")")[2].split()
+            parents[int(name)] = int(parent)
+            if (one := (name, others[_STARTED])) in _strangers:
+                continue
             if mark in _read_proc(name, "environ").split(b"\0"):
                 pids.add(int(name))
+            else:
+                _strangers.add(one)
         except OSError:
             continue  # ended meanwhile, or another user's
     for pid in parents:
