@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ import tyro
 from imece.checkpoint.commit import METRIC_ON
 from imece.checkpoint.load import Saved
 from imece.cli.options import check_named, parse
-from imece.cli.trained import best_device, open_run, tokenizer_of
+from imece.cli.trained import best_device, open_run, say, tokenizer_of
 from imece.data.baselines import baselines, counted_in
 from imece.data.build import build
 from imece.data.corpus import sources
@@ -109,7 +108,7 @@ def _precision(asked: Dtype, device: torch.device) -> Precision:
     """As the run was trained; but one that was trained on GPUs can be evaluated without them."""
     if asked == "fp16" and device.type == "cpu":
         precision = choose_precision("auto", device)
-        _note(f"the run's fp16 needs a GPU: evaluated in {precision.name}")
+        say(f"the run's fp16 needs a GPU: evaluated in {precision.name}")
         return precision
     return choose_precision(asked, device)
 
@@ -130,7 +129,7 @@ def _data(
     run_folders: list[Path] = []
     files = sources(options.data, field, run_folders)
     if run_folders:
-        _note(f"{len(run_folders):,} run folder{'s' * (len(run_folders) > 1)} left out")
+        say(f"{len(run_folders):,} run folder{'s' * (len(run_folders) > 1)} left out")
     try:
         beside = tempfile.TemporaryDirectory(prefix="imece-eval-")
     except OSError as error:
@@ -140,7 +139,7 @@ def _data(
     with beside as temporary:
         made = build(temporary, files, field, tokenizer, share=0.0)
         if made.skipped:
-            _note(f"{made.skipped} of {len(files)} files are not text and were left out")
+            say(f"{made.skipped} of {len(files)} files are not text and were left out")
         yield replace(made.train, name="--data"), own
 
 
@@ -161,7 +160,7 @@ def _own_tokens(
     except UserError as error:
         if needed:
             raise
-        _note(f"no baselines, for the run's own tokens cannot be used ({error})")
+        say(f"no baselines, for the run's own tokens cannot be used ({error})")
         return None
     return own
 
@@ -186,7 +185,3 @@ def _table(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _figure(value: float | None, how: str) -> str:
     return "not finite" if value is None else format(value, how)
-
-
-def _note(line: str) -> None:
-    print(f"imece: {line}", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ import tyro
 
 from imece.checkpoint.load import Saved
 from imece.cli.options import parse
-from imece.cli.trained import best_device, open_run, tokenizer_of
+from imece.cli.trained import best_device, open_run, say, tokenizer_of
 from imece.data.tokenizer import Tokenizer
 from imece.errors import UserError
 from imece.models.generate import LogitsError, generate
@@ -77,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
     ids = [tokenizer.before, *tokenizer.encode(prompt)]
     most = model.config.max_seq
     if len(ids) > most:
-        _say(f"the prompt has {len(ids):,} tokens, the model's context {most:,}: it reads the last {most:,}")
+        say(f"the prompt has {len(ids):,} tokens, the model's context {most:,}: it reads the last {most:,}")
         ids = ids[-most:]
     generator = torch.Generator(device)
     seed = generator.seed() % 2**63 if options.seed is None else options.seed
@@ -103,7 +103,7 @@ def run(argv: Sequence[str]) -> int:
     seconds = time.perf_counter() - began
     _show("\n")
     speed = f"{text.tokens / seconds:,.0f} tokens/s" if text.tokens else "the document ended at once"
-    _say(f"step {saved.step}: {text.tokens:,} tokens, {speed}; --seed {seed} writes this again")
+    say(f"step {saved.step}: {text.tokens:,} tokens, {speed}; --seed {seed} writes this again")
     return 0
 
 
@@ -161,10 +161,6 @@ def _show(text: str) -> None:
     if sys.stdout.isatty():
         text = visible(text, sys.stdout.encoding or "utf-8")
     print(text, end="", flush=True)
-
-
-def _say(line: str) -> None:
-    print(f"imece: {line}", file=sys.stderr, flush=True)
 
 
 def _standard_input() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -10,6 +11,11 @@ from imece.checkpoint.load import Saved
 from imece.data.tokenizer import Tokenizer
 from imece.errors import UserError
 from imece.train.run_folder import RunFolder
+
+
+def say(line: str) -> None:
+    """On stderr: stdout is for what was asked for."""
+    print(f"imece: {line}", file=sys.stderr, flush=True)
 
 
 def best_device() -> torch.device:

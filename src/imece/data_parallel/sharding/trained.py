@@ -131,11 +131,6 @@ class Trained:
         dtypes = [param if param and can_be_cast(each) else each.dtype for _, each in named]
         return cls(named, [FROZEN] * len(named), numbers, dtypes, (), {})
 
-    @property
-    def is_frozen(self) -> bool:
-        """Whether these are the frozen ones."""
-        return FROZEN in self.kinds
-
     @cached_property
     def pairs(self) -> list[tuple[int, int]]:
         """Of each group of the layout (number of the unit, of the optimizer)."""
