@@ -343,6 +343,9 @@ def test_torchs_state_dicts_say_what_to_call(mesh: object) -> None:
     plain: Any = model.module
     with pytest.raises(TypeError, match=r"full_optimizer_state: a .* is not wrapped"):
         imece.full_optimizer_state(plain, optimizer)
+    several: Any = [optimizer]
+    with pytest.raises(TypeError, match="one optimizer is expected, not list; call it for each"):
+        imece.full_optimizer_state(model, several)
 
 
 def fused(parameters: Iterable[nn.Parameter]) -> Optimizer:

@@ -38,8 +38,9 @@ def full_optimizer_state(model: DistributedDataParallel, optimizer: Optimizer) -
     every strategy at any number of ranks, on every rank alike, and so does a plain optimizer of torch. For
     what has to be fast or large there is `TrainingState`, which gathers nothing.
 
-    TypeError for a model that is not wrapped. ValueError for an optimizer of another model, for one that
-    keeps its state in blocks, and for a model that is divided along the mesh's axes tensor and pipeline.
+    TypeError for a model that is not wrapped, and for what is no optimizer. ValueError for an optimizer of
+    another model, for one that keeps its state in blocks, and for a model that is divided along the mesh's
+    axes tensor and pipeline.
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile's is around it
     kind = type(optimizer).__name__
@@ -48,6 +49,8 @@ def full_optimizer_state(model: DistributedDataParallel, optimizer: Optimizer) -
             f"full_optimizer_state: a {type(model).__name__} is not wrapped: give what imece.parallelize or "
             "imece.DistributedDataParallel returned"
         )
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"full_optimizer_state: one optimizer is expected, not {kind}; call it for each")
     if divided_parameters(model.module) or place_of(model) is not None:
         raise ValueError(
             "full_optimizer_state: this model is divided along the axis tensor or pipeline: save it by "
