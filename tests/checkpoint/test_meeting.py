@@ -8,6 +8,7 @@ import shutil
 import socket
 import threading
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -252,7 +253,7 @@ def test_the_others_hear_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monk
     real = os.replace
 
     def no_room(source: Any, target: Any) -> None:
-        if str(target).endswith(("00000.json", "rank-00000.json")):
+        if str(source).endswith(".partial") and str(target).endswith("00000.json"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
         real(source, target)
 
@@ -269,6 +270,37 @@ def test_the_others_hear_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monk
                 "rank-00000.json: No space left on device" in each for each in alarms
             )
         assert not partials(tmp_path)
+        assert ranks.save(6, state_of(6))
+        assert_whole(newest_whole(tmp_path), 6, 2)
+
+
+@pytest.mark.parametrize("whose", ["0000[01].json", "00000.json", "00001.json"])
+def test_a_disk_that_is_full_before_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    """No rank knows of the others by then, and what they have to say finds the room that was kept for it."""
+    real, write = os.replace, files.write
+
+    def no_room(source: Any, target: Any) -> None:
+        if str(source).endswith(".partial") and fnmatch(str(target), f"*/{whose}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+        real(source, target)
+
+    def full(path: Path, *args: Any) -> Any:
+        if path.name.endswith("00000.safetensors"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, *args)
+
+    with crew(tmp_path, 2) as ranks:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", no_room)
+            patch.setattr(files, "write", full)
+            for step in range(1, 4):
+                began = time.monotonic()
+                assert not ranks.save(step, state_of(step))
+                assert time.monotonic() - began < 10, "half of what a rank waits for one that says nothing"
+        for alarms in ranks.alarms:
+            assert len(alarms) == 3 and all("00000.safetensors: No space" in each for each in alarms), alarms
         assert ranks.save(6, state_of(6))
         assert_whole(newest_whole(tmp_path), 6, 2)
 

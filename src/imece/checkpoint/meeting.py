@@ -11,11 +11,13 @@ Rank 0 finds its own session in the file as long as no other job has begun to sa
 began last has it, for a job that is started again must not wait for what is left of the one before, and no
 lock says on all file systems whether that lives. The other one writes and removes nothing there any more.
 
-That an attempt succeeded is told by its manifest, that it failed by rank 0's file.
+That an attempt succeeded is told by its manifest, that it failed by rank 0's file. On a full disk these files
+take the room that was kept for them before the first save, in checkpoints/.ranks/00000.room and so on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -29,6 +31,7 @@ from imece.writing import NO_SPACE, leftovers, write_whole
 _SHORTEST_S, _LONGEST_S = 0.01, 0.5  # between two looks at what others have written
 _MOST_FAILURES = 16  # remembered: the ranks are never more than one attempt apart
 _MOST_BYTES = 64 << 20
+_ROOM_BYTES, _ROOM_BYTES_A_RANK = 4096, 64  # of a note, and of whom rank 0 has heard
 
 
 class NotSavedError(Exception):
@@ -84,13 +87,22 @@ class Meeting:
         self._there = False
         self.all_met = world_size == 1
 
+    def keep_room(self) -> None:
+        """For what this rank has to say on a disk that is full: on one that is full already there is none."""
+        if self._world_size == 1:
+            return  # there is nobody to tell
+        room = b" " * (_ROOM_BYTES + _ROOM_BYTES_A_RANK * self._world_size)
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self._room, room, durable=True)
+
     def arrive(self) -> None:
         """Makes this rank known to rank 0; or lets rank 0 hear who has come since.
 
         TakenOverError, on rank 0, if another job has begun to save here since this one did.
         """
         if not self._there:
-            for leftover in leftovers(self._folder, self._path(self._rank).name):
+            for leftover in leftovers(self._folder, f"{self._rank:05d}.*"):
                 leftover.unlink(missing_ok=True)
         if self._rank == 0:
             mine = self._read(0)
@@ -101,8 +113,7 @@ class Meeting:
                 self._heard |= heard
                 self._tell()
         elif not self._there:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path(self._rank), seal({"number": self.number}))
+            self._publish(seal({"number": self.number}))
         self._there = True
 
     @property
@@ -127,7 +138,7 @@ class Meeting:
                 if error.errno not in NO_SPACE:
                     raise
                 self._failed = {attempt: why}  # no longer than what is there
-                self._tell_in_place()
+                self._tell()
 
     def failure(self, attempt: str) -> str | None:
         """Why `attempt`, of this session, fails: if rank 0 says so, or another job has begun to save here."""
@@ -138,16 +149,28 @@ class Meeting:
         return why
 
     def _tell(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self._path(0), self._note())
+        self._publish(self._note())
 
-    def _tell_in_place(self) -> None:
-        """On a full disk, in the room that the file has; who reads it meanwhile finds it damaged, and looks
-        again.
+    def _publish(self, note: bytes) -> None:
+        """As this rank's file. On a full disk in the room that it has, or that was kept; whoever reads it
+        meanwhile finds it damaged, and looks again.
         """
-        with self._path(0).open("r+b") as file:
-            file.write(self._note())
-            file.truncate()
+        path = self._path(self._rank)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, note)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            with contextlib.suppress(FileNotFoundError):  # it was taken before
+                os.replace(self._room, path)
+            if not path.exists():
+                raise
+            with path.open("r+b") as file:
+                file.write(note.ljust(path.stat().st_size))
+        else:
+            if not self._room.exists():
+                self.keep_room()
 
     def _note(self) -> bytes:
         who = f"process {os.getpid()} on {socket.gethostname()}"
@@ -175,7 +198,7 @@ class Meeting:
     def _read(self, rank: int) -> Json | None:
         try:
             with self._path(rank).open("rb") as file:
-                return unseal(file.read(_MOST_BYTES))
+                return unseal(file.read(_MOST_BYTES).rstrip(b" "))
         except FileNotFoundError:
             return None
         except ValueError:  # cut off by a power failure of long ago
@@ -183,3 +206,7 @@ class Meeting:
 
     def _path(self, rank: int) -> Path:
         return self._folder / f"{rank:05d}.json"
+
+    @property
+    def _room(self) -> Path:
+        return self._path(self._rank).with_suffix(".room")

@@ -101,8 +101,9 @@ class Checkpoints:
         limit_s: how long rank 0 waits while nothing new comes from the others; they wait twice as long for
         it. UserError if the folder cannot be made.
 
-        Nothing is written before the first save. From then on every save of another `Checkpoints` that began
-        to save here before is an alarm: the last one has the folder.
+        Before the first save only some KB are written: room for what ranks tell each other if the disk is
+        full by then. From the first save on every save of another `Checkpoints` that began to save here
+        before is an alarm: the last one has the folder.
 
         rank, world_size: where these are the mesh's, and the mesh gets others (imece.steps), they follow it.
         A save that is under way then comes to nothing, with an alarm; the next one is of the ranks there are.
@@ -132,6 +133,7 @@ class Checkpoints:
         """For these ranks, of which nobody has saved anything."""
         self._rank, self._world_size, self._worlds = rank, world_size, _worlds
         self._meeting = Meeting(self._folder, rank, world_size)
+        self._meeting.keep_room()
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._stop = Stop()
         self._saves = 0
