@@ -37,6 +37,8 @@ before_closing: list[Callable[[], None]] = []
 """What is done before a mesh destroys its groups."""
 once_arranged: list[Callable[[], None]] = []
 """What is done once a mesh has its ranks, and again when it has others."""
+once_lost: list[Callable[[str], None]] = []
+"""What ends waits for ranks that are gone, for the reason given, while the mesh has them. From any thread."""
 ended_last: list[Callable[[], None]] = []
 """What is to go on until all else that this process does at its exit is done."""
 

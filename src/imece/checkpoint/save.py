@@ -12,6 +12,7 @@ import operator
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from imece.checkpoint.manifest import MANIFEST, File, Json, Kind, Piece, begins,
 from imece.checkpoint.meeting import Meeting, NotSavedError, Patience, Stop, TakenOverError
 from imece.checkpoint.room import Room
 from imece.checkpoint.states import as_json, from_json
-from imece.errors import UserError
+from imece.errors import PeerLostError, UserError
 from imece.writing import NO_SPACE, sync_folder
 
 # After which a folder that is neither partial nor in place is taken for removed: file systems of several
@@ -69,6 +70,7 @@ class _Job:
 
 
 _worlds = 0  # that the mesh has had
+_following: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
 
 
 def _count_worlds() -> None:
@@ -76,7 +78,13 @@ def _count_worlds() -> None:
     _worlds += 1
 
 
+def _end_waits(why: str) -> None:
+    for each in list(_following):
+        each._lose(why)
+
+
 meshes.once_arranged.append(_count_worlds)
+meshes.once_lost.append(_end_waits)
 
 
 class Checkpoints:
@@ -107,6 +115,7 @@ class Checkpoints:
 
         rank, world_size: where these are the mesh's, and the mesh gets others (imece.steps), they follow it.
         A save that is under way then comes to nothing, with an alarm; the next one is of the ranks there are.
+        `save` and `finish` raise PeerLostError where they would wait for a rank that is gone.
         """
         if not 0 <= rank < world_size or keep < 1:
             raise ValueError(f"rank {rank} of {world_size}, keep {keep}: keep at least 1")
@@ -114,10 +123,13 @@ class Checkpoints:
         self._alarm, self._limit_s = alarm, limit_s
         self._thread: threading.Thread | None = None
         self._saved = True  # the newest save, if any
+        self._closed = False
         self._mesh: meshes.Mesh | None = None  # that is followed
         with contextlib.suppress(UserError):  # there is none
             mesh = meshes.current()
             self._mesh = mesh if (mesh.rank, mesh.world_size) == (rank, world_size) else None
+        if self._mesh is not None:
+            _following.add(self)
         self._open(rank, world_size)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -136,14 +148,21 @@ class Checkpoints:
         self._meeting.keep_room()
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._stop = Stop()
+        self._lost = ""  # why, if a rank was while a save was under way
         self._saves = 0
         self._room = Room(self._folder, self._keep, self._meeting.number, self._alarm)
 
     def _follow_mesh(self) -> None:
         """A rank that is gone writes nothing any more, and others count its saves and theirs from here on."""
-        if self._mesh is not None and self._worlds != _worlds and not self._stop.is_set():
-            self.close("the ranks changed")
+        if self._mesh is not None and self._worlds != _worlds and not self._closed:
+            self._give_up("the ranks changed")
             self._open(self._mesh.rank, self._mesh.world_size)
+
+    def _lose(self, why: str) -> None:
+        """These ranks are no longer all there, but the mesh still is theirs."""
+        if self.is_saving and self._worlds == _worlds:
+            self._lost, self._stop.why = why, "a rank was gone"
+            self._stop.set()
 
     def save(
         self,
@@ -174,11 +193,11 @@ class Checkpoints:
         that they disagree on their tensors.
         """
         self._follow_mesh()
-        self._join()
+        self._wait()
         self._saves += 1  # also if this one is refused here: the other ranks count it
         self._saved = False
         step = _whole(step)
-        if step < 0 or self._stop.is_set():
+        if step < 0 or self._closed:
             raise ValueError(f"step {step}: at least 0, and not after close()")
         how = (commit.finite(metric), keep_all)
         try:
@@ -199,7 +218,7 @@ class Checkpoints:
         All ranks get the same answer. True if there was none.
         """
         self._follow_mesh()
-        self._join()
+        self._wait()
         return self._saved
 
     def close(self, why: str = Stop.why) -> None:
@@ -207,10 +226,19 @@ class Checkpoints:
 
         why: for that alarm, what has happened before it was complete.
         """
+        self._closed = True
+        self._give_up(why)
+
+    def _give_up(self, why: str) -> None:
         self._stop.why = why
         self._stop.set()
         self._join()
         self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def _wait(self) -> None:
+        self._join()
+        if self._lost:
+            raise PeerLostError(self._lost)
 
     def _join(self) -> None:
         if self._thread is not None:

@@ -217,6 +217,8 @@ class Member:
                 abort_all(PeerLostError(over))
                 self.aborting.abort()
                 pending.give_up(over, _STUCK_S)
+                for end in meshes.once_lost:
+                    end(over)
 
     def _end_failed(self) -> None:
         """After an error of NCCL's nobody may have ended, and no newer generation come by itself."""
