@@ -275,7 +275,7 @@ class Played:
     """A mesh, which takes any model."""
 
     can_change = False
-    rank, device = 0, torch.device("cpu")
+    rank, world_size, device = 0, 1, torch.device("cpu")
 
 
 def carried(
