@@ -292,7 +292,10 @@ def carried(
     monkeypatch.setattr(meshes, "current", Played)
     monkeypatch.setattr(loops_of, "Member", mock.Mock())
     monkeypatch.setattr(loops_of, "Recovery", recovery)
+    said = mock.Mock()
+    monkeypatch.setattr(loops_of, "say_not_carried", said)
     next(iter(imece.steps(9, nn.Linear(1, 1), optimizer, also=also)))  # type: ignore[arg-type]
+    said.assert_called_once()
     return kept["state"], kept["take"]
 
 

@@ -71,6 +71,7 @@ class _Job:
 
 _worlds = 0  # that the mesh has had
 _following: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
+_following_lock = threading.Lock()  # another thread looks through them
 
 
 def _count_worlds() -> None:
@@ -79,7 +80,9 @@ def _count_worlds() -> None:
 
 
 def _end_waits(why: str) -> None:
-    for each in list(_following):
+    with _following_lock:
+        following = list(_following)
+    for each in following:
         each._lose(why)
 
 
@@ -129,7 +132,8 @@ class Checkpoints:
             mesh = meshes.current()
             self._mesh = mesh if (mesh.rank, mesh.world_size) == (rank, world_size) else None
         if self._mesh is not None:
-            _following.add(self)
+            with _following_lock:
+                _following.add(self)
         self._open(rank, world_size)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -65,7 +65,7 @@ class ContextParallel:
         self._device = mesh.device
         self._mode = _Mode(self._attend) if self.ranks > 1 else None
         self._attended = False
-        self._given: list[str] = []  # to `part`, until the first attention compares it
+        self._given = ""  # to `part` at first, till the first attention compares it
 
     def positions(self, length: int, *, device: torch.device | str | None = None) -> Tensor:
         """Which positions of a sequence of `length` are this rank's: int64 [length / ranks], ascending.
@@ -80,9 +80,10 @@ class ContextParallel:
         """This rank's positions of a tensor that has all of them along `dim`. ValueError: as `positions`."""
         if self.ranks == 1:
             return tensor
-        if not self._attended:
-            self._given.append(content_of(plain_tensors(tensor)))
-        return tensor.index_select(dim, self.positions(tensor.shape[dim], device=tensor.device))
+        mine = self.positions(tensor.shape[dim], device=tensor.device)
+        if not self._given:  # only this: a loader that reads ahead may be further on one rank
+            self._given = content_of(plain_tensors(tensor))
+        return tensor.index_select(dim, mine)
 
     def whole(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """The reverse of `part`, on every rank, in the sequence's order; without a gradient.
@@ -132,7 +133,7 @@ class ContextParallel:
         assert self._group is not None
         if not self._attended:
             self._attended = True
-            check_alike(" ".join(self._given), self._group, self._device, "context")
+            check_alike(self._given, self._group, self._device, "context")
         kind = query.device.type
         if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:  # as torch casts this function's
             to = torch.get_autocast_dtype(kind)
