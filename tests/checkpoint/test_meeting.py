@@ -8,6 +8,7 @@ import shutil
 import socket
 import threading
 import time
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
@@ -248,19 +249,24 @@ def test_rank_0_fails_before_it_has_heard_the_other(tmp_path: Path, monkeypatch:
         assert "rank-00000.safetensors: No space left" in ranks.alarms[1][0]
 
 
-def test_the_others_hear_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On which rank 0 can write no new file, not even one to say so."""
+def no_room_for(files_named: str) -> Callable[[Any, Any], None]:
+    """os.replace on a disk that has none for what was written anew; a renamed file takes no more."""
     real = os.replace
 
-    def no_room(source: Any, target: Any) -> None:
-        if str(source).endswith(".partial") and str(target).endswith("00000.json"):
+    def replace(source: Any, target: Any) -> None:
+        if str(source).endswith(".partial") and fnmatch(str(target), files_named):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
         real(source, target)
 
+    return replace
+
+
+def test_the_others_hear_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On which rank 0 can write no new file, not even one to say so."""
     with crew(tmp_path, 2) as ranks:
         assert ranks.save(1, state_of(1))
         with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", no_room)
+            patch.setattr(os, "replace", no_room_for("*00000.json"))
             for step in range(2, 6):
                 began = time.monotonic()
                 assert not ranks.save(step, state_of(step))
@@ -279,12 +285,7 @@ def test_a_disk_that_is_full_before_the_first_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str
 ) -> None:
     """No rank knows of the others by then, and what they have to say finds the room that was kept for it."""
-    real, write = os.replace, files.write
-
-    def no_room(source: Any, target: Any) -> None:
-        if str(source).endswith(".partial") and fnmatch(str(target), f"*/{whose}"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
-        real(source, target)
+    write = files.write
 
     def full(path: Path, *args: Any) -> Any:
         if path.name.endswith("00000.safetensors"):
@@ -293,7 +294,7 @@ def test_a_disk_that_is_full_before_the_first_save(
 
     with crew(tmp_path, 2) as ranks:
         with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", no_room)
+            patch.setattr(os, "replace", no_room_for(f"*/{whose}"))
             patch.setattr(files, "write", full)
             for step in range(1, 4):
                 began = time.monotonic()
