@@ -141,8 +141,8 @@ class Mesh:
         return self._group(partition(axes, self._sizes))
 
     def batching_group(self, *axes: str) -> dist.ProcessGroup:
-        """As `group`; on GPUs one in which torch.distributed.batch_isend_irecv makes a batch of messages: it
-        does so in groups of torch's own class only."""
+        """As `group`; on GPUs one in which torch.distributed.batch_isend_irecv makes a batch of messages:
+        before torch 2.14 it does so in groups of torch's own class only."""
         group = self.group(*axes)
         if self.device.type == "cpu" or type(group) is dist.ProcessGroup:
             return group

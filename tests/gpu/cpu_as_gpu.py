@@ -396,6 +396,8 @@ def cpu_as_gpu() -> Iterator[_Gpu]:
             "current_device": lambda: 0, "set_device": lambda _: None, "Stream": Stream, "Event": Event,
             "stream": _on, "current_stream": lambda _=None: gpu.current,
         }),
+        # An optimizer asks whether a graph is captured, which a CUDA build answers by asking the driver.
+        (torch.accelerator, {"current_accelerator": lambda check_available=False: None}),
         (torch.Tensor, {
             "device": property(_device), "is_cuda": property(gpu.has), "record_stream": _record_stream,
             "is_cpu": property(lambda each: not gpu.has(each)),

@@ -77,10 +77,10 @@ def on_device(group: dist.ProcessGroup, tensor: Tensor) -> dist.ProcessGroup:
 
 
 def _refuse_batch() -> None:
-    """UserError for a message that torch's batch_isend_irecv starts.
+    """UserError for a message that torch's batch_isend_irecv starts outside of any batch.
 
-    That makes a batch in groups of torch's own class only. Here it makes one call after the other, which NCCL
-    runs one after the other: two ranks that send to each other would wait without an end.
+    Before torch 2.14 that makes a batch in groups of torch's own class only. Here it makes one call after the
+    other, which NCCL runs one after the other: two ranks that send to each other would wait without an end.
     """
     frame = sys._getframe(2)  # torch's isend or irecv
     if frame.f_back is not None and frame.f_back.f_code is dist.batch_isend_irecv.__code__:
@@ -315,7 +315,8 @@ class SharedMemoryGroup(DirectCalls):
     def send(self, tensors: list[Tensor], target: int, tag: int) -> dist.Work:
         """Send one tensor to rank `target` of the group."""
         if other := self._others.group(tensors[0], self):
-            _refuse_batch()
+            if not self._batching:
+                _refuse_batch()
             return other.send(tensors, target, tag)
         check_rank("send to", target, self)
         work = ShmWork(tensors, done=False)
@@ -325,7 +326,8 @@ class SharedMemoryGroup(DirectCalls):
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         """Receive one tensor from rank `source` of the group."""
         if other := self._others.group(tensors[0], self):
-            _refuse_batch()
+            if not self._batching:
+                _refuse_batch()
             return other.recv(tensors, source, tag)
         check_rank("recv from", source, self)
         return self._receive([source], tensors[0], tag)
@@ -333,12 +335,14 @@ class SharedMemoryGroup(DirectCalls):
     def _start_coalescing(self, device: torch.device) -> None:
         """What this thread calls from now on with tensors of a GPU becomes one batch."""
         if other := self._others.on(device, self):
+            self._batching = True
             return other._start_coalescing(device)
         return super()._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         """The batch begins."""
         if other := self._others.on(device, self):
+            self._batching = False
             return other._end_coalescing(device)
         return super()._end_coalescing(device)
 
