@@ -9,17 +9,21 @@ ARGS ?=
 JOBS ?= 2
 # Of `make soak`
 KILLS ?= 200
+# Of `make test-torch`, for instance TORCH=2.11.0
+TORCH ?=
 # `make test-gpu PYTHON=python3` uses a Python that already has a CUDA build of torch; so does bench-gpu.
 PYTHON ?= .venv/bin/python
 
 VENV_PYTHON := .venv/bin/python
 # Hundreds of ranks that compile what they import would take a fifth of the tests' time.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(VENV_PYTHON) -m pytest
+PYTEST_OF = PYTHONDONTWRITEBYTECODE= $(1) -m pytest
+PYTEST := $(call PYTEST_OF,$(VENV_PYTHON))
+QUICK := -n $(JOBS) -m "not gpu and not slow and not faults"
 SETUP_STAMP := .venv/.imece-setup
 BENCH_STAMP := .venv/.imece-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all faults test-gpu lint format bench bench-gpu soak clean
+.PHONY: help setup train test test-all faults test-gpu test-torch lint format bench bench-gpu soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,7 +42,16 @@ train: setup  ## the main job: train a small language model, 3 to 6 minutes on t
 	$(VENV_PYTHON) -m imece train $(ARGS)
 
 test: setup  ## the tests that need no GPU and are not slow
-	$(PYTEST) -n $(JOBS) -m "not gpu and not slow and not faults" $(ARGS)
+	$(PYTEST) $(QUICK) $(ARGS)
+
+# Which versions other packages have is as in constraints.txt; torch has requirements of its own.
+test-torch:  ## the same with another torch, in build/: make test-torch TORCH=2.11.0 PYTHON3=python3.13
+	@test -n "$(TORCH)" || { echo "imece: which one? make test-torch TORCH=2.11.0" >&2; exit 2; }
+	$(PYTHON3) -m venv build/torch-$(TORCH)
+	grep -v '^torch==' constraints.txt > build/torch-$(TORCH)/constraints.txt
+	build/torch-$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
+		-c build/torch-$(TORCH)/constraints.txt 'torch==$(TORCH)' -e '.[dev]'
+	$(call PYTEST_OF,build/torch-$(TORCH)/bin/python) $(QUICK) $(ARGS)
 
 test-all: setup  ## the slow tests too
 	$(PYTEST) -m "not gpu" $(ARGS)

@@ -7,7 +7,9 @@ import faulthandler
 import math
 import os
 import signal
+import subprocess
 import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -453,6 +455,25 @@ def test_a_signal_shows_what_a_rank_does_unless_the_program_uses_it(tmp_path: Pa
     for result in results:
         shown = "use_the_signal" in result.output and "broadcast from 0 of float32[8] (w)" in result.output
         assert shown == (result.rank == 0), result.report()
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_helper_that_imports_the_script_is_no_rank(tmp_path: Path, method: str) -> None:
+    """It would tell the launcher that it is this rank. From Python 3.14 on workers of a DataLoader do."""
+    lines = """
+        import multiprocessing
+        import imece
+        imece.init()
+        helper = multiprocessing.get_context("METHOD").Process(target=print)
+        helper.start()
+        helper.join()
+    """
+    script = tmp_path / "unguarded.py"
+    script.write_text(textwrap.dedent(lines).replace("METHOD", method))
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    said = ended.stderr.partition("UserError: ")[2]
+    assert said.startswith("imece.init() in a helper of this rank"), ended.stderr
+    assert 'under `if __name__ == "__main__":`' in said
 
 
 def ends() -> list[str]:

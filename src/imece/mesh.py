@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -313,9 +314,15 @@ def init(
     same mesh. The mesh is closed when the process ends, by `close()`, or by torch's
     `dist.destroy_process_group()`, after which a call opens a new one. SIGUSR1 makes this rank print its
     stacks and last calls, if this is the main thread and the program has no handler of its own.
-    Raises UserError if the world is not the one asked for, or the ranks do not ask for the same.
+    Raises UserError if the world is not the one asked for, or the ranks do not ask for the same; and where
+    multiprocessing imports the script once more, which would open it a second time.
     """
     global _open, _opened_with, _openings
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UserError(
+            "imece.init() in a helper of this rank, which imports the script before it begins, as workers of "
+            'a DataLoader do from Python 3.14 on: put what the script does under `if __name__ == "__main__":`'
+        )
     if _open is not None and _open._destroyed:
         _open.close()
     adopted = dist.is_initialized() if _open is None else not _open._owns_world

@@ -165,32 +165,35 @@ import os, sys, time, torch, imece
 from pathlib import Path
 from torch.utils.data import DataLoader, TensorDataset
 TOTAL, TOGETHER, SAMPLES = 60, 12, 48
-mesh, batches = imece.init(), None
-sgd = lambda each: torch.optim.SGD(each, lr=0.1)
-model, optimizer = imece.parallelize(torch.nn.Linear(2, 1), sgd, "zero1")
 data = TensorDataset(torch.arange(SAMPLES), torch.ones(SAMPLES, 2))
-def drop(_):
-    global batches
-    batches = None
 def share(number):
     sampler = imece.DistributedSampler(data)
     epoch, at = divmod(number, SAMPLES // TOGETHER)
     sampler.load_state_dict({**sampler.state_dict(), "epoch": epoch, "consumed": at * TOGETHER})
     return [i for _, i in zip(range(sampler.rank, TOGETHER, sampler.num_replicas), sampler)]
-for step in imece.steps(TOTAL, model, optimizer, recovered=drop):
-    with step as number:
-        batches = batches or iter(DataLoader(
-            data, batch_sampler=[share(each) for each in range(number, TOTAL)], num_workers=1))
-        numbers, inputs = next(batches)
-        model(inputs).sum().backward()
-        if number == 5 and os.environ["IMECE_MEMBER"] == "1":
-            os.kill(os.getpid(), 9)
-        optimizer.step()
-        optimizer.zero_grad()
-    if step.made:
-        with open(Path(sys.argv[1]) / f"read-{number}", "a") as file:
-            print(*numbers.tolist(), file=file)
-        time.sleep(0.2 if mesh.world_size == 2 else 0)
+def main():
+    mesh, batches = imece.init(), None
+    sgd = lambda each: torch.optim.SGD(each, lr=0.1)
+    model, optimizer = imece.parallelize(torch.nn.Linear(2, 1), sgd, "zero1")
+    def drop(_):
+        nonlocal batches
+        batches = None
+    for step in imece.steps(TOTAL, model, optimizer, recovered=drop):
+        with step as number:
+            batches = batches or iter(DataLoader(
+                data, batch_sampler=[share(each) for each in range(number, TOTAL)], num_workers=1))
+            numbers, inputs = next(batches)
+            model(inputs).sum().backward()
+            if number == 5 and os.environ["IMECE_MEMBER"] == "1":
+                os.kill(os.getpid(), 9)
+            optimizer.step()
+            optimizer.zero_grad()
+        if step.made:
+            with open(Path(sys.argv[1]) / f"read-{number}", "a") as file:
+                print(*numbers.tolist(), file=file)
+            time.sleep(0.2 if mesh.world_size == 2 else 0)
+if __name__ == "__main__":  # the workers import this script, from Python 3.14 on
+    main()
 """
 
 
