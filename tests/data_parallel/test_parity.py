@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -38,6 +39,9 @@ TOKENS = 16  # of a rank's micro-batch
 STEPS = 50
 FEW = 10
 CAP_MB = 0.007  # the decoder's 29 kB make four buckets
+_TAKEN = signature(nn.parallel.DistributedDataParallel).parameters
+# The second before torch 2.13.
+SYNCS_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _TAKEN else "broadcast_buffers"
 
 State = dict[str, torch.Tensor | None]
 
@@ -388,7 +392,7 @@ CASES: dict[str, Case] = {
     "several forwards, one backward": Case(backwards=forwards_then_backward, steps=FEW),
     "autocast": Case(backwards=autocast, steps=FEW),
     "buffers and channels_last": Case(Convolutions, image_step, steps=FEW),
-    "buffers, one per rank": Case(Convolutions, image_step, steps=FEW, both={"forward_sync_buffers": False}),
+    "buffers, one per rank": Case(Convolutions, image_step, steps=FEW, both={SYNCS_BUFFERS: False}),
     "buffers, evaluation between": Case(Convolutions, evaluating_between, steps=FEW),
     "checkpoint": Case(lambda: Checkpointed(False), steps=FEW),
     "checkpoint, re-entrant": Case(lambda: Checkpointed(True), steps=FEW),

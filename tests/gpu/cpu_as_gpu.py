@@ -133,6 +133,12 @@ class _Gpu:
         self.nccl: dict[str, Stream] = {}  # by group
         self.waits: list[str] = []  # of the host for the GPU
         self.launchers: set[str] = set()  # threads that have begun a collective
+        self.over = False  # a thread may still be about to compute
+
+    def end(self) -> None:
+        """Nothing is computed any more, in memory that others may let go of now."""
+        with self.lock:
+            self.over = True
 
     @property
     def current(self) -> Stream:
@@ -186,6 +192,9 @@ class _Gpu:
         reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         low = int(tensor.storage_offset()) * tensor.itemsize
         high, left = low + (int(reach) + 1) * tensor.itemsize, []
+        with torch._C.DisableTorchFunction():
+            if high > tensor.untyped_storage().nbytes():
+                raise Race(f"{lane.name} is in {what} in memory that went back")
         for old in memory.accesses:
             beside = old.high <= low or high <= old.low
             if not beside and (writes or old.writes) and lane.clock.get(old.lane, 0) < old.at:
@@ -216,8 +225,9 @@ class _Gpu:
                 lane.wait_stream(self.current)
             self.run(what, reads, writes, lane)
             event = lane.record_event()
-        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-            compute()
+        with self.lock, torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+            if not self.over:
+                compute()
 
         def wait(*_: object) -> bool:
             self.current.wait_event(event)
@@ -330,11 +340,12 @@ def _device(tensor: Tensor) -> torch.device:
 
 
 def _resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
-    memory = gpu.memory.get(storage._cdata)
-    if memory is not None and storage.nbytes() != nbytes:
-        gpu.look_for_what_went()
-        gpu.goes_back(memory)
-    return _RESIZE(storage, nbytes)
+    with gpu.lock:
+        memory = gpu.memory.get(storage._cdata)
+        if memory is not None and storage.nbytes() != nbytes:
+            gpu.look_for_what_went()
+            gpu.goes_back(memory)
+        return _RESIZE(storage, nbytes)
 
 
 def _record_stream(tensor: Tensor, stream: Stream) -> None:
@@ -395,8 +406,9 @@ def cpu_as_gpu() -> Iterator[_Gpu]:
             "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
             "current_device": lambda: 0, "set_device": lambda _: None, "Stream": Stream, "Event": Event,
             "stream": _on, "current_stream": lambda _=None: gpu.current,
+            "is_current_stream_capturing": lambda: False,
         }),
-        # An optimizer asks whether a graph is captured, which a CUDA build answers by asking the driver.
+        # Of it an optimizer asks the same, from torch 2.13 on, and a CUDA build the driver.
         (torch.accelerator, {"current_accelerator": lambda check_available=False: None}),
         (torch.Tensor, {
             "device": property(_device), "is_cuda": property(gpu.has), "record_stream": _record_stream,
@@ -420,4 +432,5 @@ def cpu_as_gpu() -> Iterator[_Gpu]:
                 inside.enter_context(mock.patch.object(owner, name, stand_in))
         inside.enter_context(_Functions())
         inside.enter_context(_Operations())  # type: ignore[no-untyped-call]
+        inside.callback(gpu.end)
         yield gpu

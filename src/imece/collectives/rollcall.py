@@ -67,7 +67,8 @@ class RollCall:
 def _gather(group: Any, rows: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
     """(place, work): all ranks' `rows`, one rank's after the other's."""
     place = rows.new_empty(group.size() * rows.shape[0], rows.shape[1])
-    if isinstance(group, SharedMemoryGroup):
+    if not isinstance(group, dist.ProcessGroupGloo):
         return place, group.allgather([list(place.split(rows.shape[0]))], [rows])
     sent = rows.repeat(group.size(), 1)
-    return place, group.alltoall_base(place, sent, [], [], dist.AllToAllOptions())
+    gloo: Any = group  # torch's stub lacks this call
+    return place, gloo.alltoall_base(place, sent, [], [], dist.AllToAllOptions())

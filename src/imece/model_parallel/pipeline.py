@@ -170,7 +170,8 @@ class Pipeline:
 
     def _values(self, inputs: Tensor | Sequence[Tensor], targets: Tensor) -> Values:
         """The inputs. ValueError unless all can be split, and alike; UserError unless ranks have the same."""
-        values = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        values = tuple(each.contiguous() for each in given)  # torch 2.11 takes no others
         size = targets.shape[0]
         if size % self.micro_batches:
             raise ValueError(f"a batch of {size} cannot be split into micro_batches={self.micro_batches}")
