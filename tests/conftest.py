@@ -206,17 +206,25 @@ def _names_left(before: set[str]) -> set[str]:
 
 def _used_by_others(name: str) -> bool:
     """Whether a process outside this test run has it mapped or open: then it is that one's, not ours. So is
-    what a living test's process has named after itself.
+    what a living test's process has named after itself; and a semaphore that a package has made for itself.
     """
     named = re.fullmatch(r"imece-test-(\d+)", name)
     if named and int(named[1]) != os.getpid() and psutil.pid_exists(int(named[1])):
         return True
     path = str(_SHM / name)
+    try:
+        # A semaphore is mapped under another name, that it had while it was made.
+        semaphore = re.compile(rf" {os.stat(path).st_ino} +{_SHM}/sem\.")
+    except FileNotFoundError:
+        return True  # gone meanwhile
     for process in Path("/proc").glob("[0-9]*"):
-        if int(process.name) == os.getpid():
-            continue
         try:
-            if path in (process / "maps").read_text(errors="replace"):
+            mapped = (process / "maps").read_text(errors="replace")
+            if semaphore.search(mapped):
+                return True
+            if int(process.name) == os.getpid():
+                continue
+            if path in mapped:
                 return True
             if any(os.readlink(fd) == path for fd in (process / "fd").iterdir()):
                 return True

@@ -35,6 +35,14 @@ def what_a_rank_sees(word: str) -> dict[str, object]:
     return seen | {"word": word, **{name: os.environ.get(name) for name in maybe}}
 
 
+def _is_shared(descriptor: str) -> bool:
+    """Not listdir's own, which is gone, nor a library's own file, which libffi opens."""
+    try:
+        return ".so" not in os.readlink(f"/proc/self/fd/{descriptor}")
+    except FileNotFoundError:
+        return False
+
+
 def what_a_start_leaves_behind() -> dict[str, object]:
     """What a fork could share by accident with other ranks, or with the process that forked it."""
     me = psutil.Process()
@@ -47,7 +55,7 @@ def what_a_start_leaves_behind() -> dict[str, object]:
         "torch threads": torch.get_num_threads(),
         "tasks": len(me.threads()),
         "files": [os.readlink(f"/proc/self/fd/{fd}").split("/")[-1] for fd in range(3)],
-        "more files": [file for file in os.listdir("/proc/self/fd") if int(file) > 3],  # 3 is listdir's own
+        "more files": [file for file in os.listdir("/proc/self/fd") if int(file) > 2 and _is_shared(file)],
         "arguments": len(sys.argv),
         "folder": os.getcwd(),
         "parent": me.ppid(),
