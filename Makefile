@@ -45,13 +45,14 @@ test: setup  ## the tests that need no GPU and are not slow
 	$(PYTEST) $(QUICK) $(ARGS)
 
 # Which versions other packages have is as in constraints.txt; torch has requirements of its own.
+test-torch: OTHER := build/torch-$(TORCH)-$(notdir $(PYTHON3))
 test-torch:  ## the same with another torch, in build/: make test-torch TORCH=2.11.0 PYTHON3=python3.13
 	@test -n "$(TORCH)" || { echo "imece: which one? make test-torch TORCH=2.11.0" >&2; exit 2; }
-	$(PYTHON3) -m venv build/torch-$(TORCH)
-	grep -v '^torch==' constraints.txt > build/torch-$(TORCH)/constraints.txt
-	build/torch-$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
-		-c build/torch-$(TORCH)/constraints.txt 'torch==$(TORCH)' -e '.[dev]'
-	$(call PYTEST_OF,build/torch-$(TORCH)/bin/python) $(QUICK) $(ARGS)
+	$(PYTHON3) -m venv $(OTHER)
+	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
+		-c $(OTHER)/constraints.txt 'torch==$(TORCH)' -e '.[dev]'
+	$(call PYTEST_OF,$(OTHER)/bin/python) $(QUICK) $(ARGS)
 
 test-all: setup  ## the slow tests too
 	$(PYTEST) -m "not gpu" $(ARGS)

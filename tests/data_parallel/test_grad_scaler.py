@@ -136,7 +136,7 @@ def test_a_fused_step_on_the_host_waits_for_the_scale(monkeypatch: pytest.Monkey
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.Adagrad([weight], lr=0.5, fused=True, initial_accumulator_value=0.25, eps=0.0)
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        pytest.skip("before torch 2.13 a fused Adagrad takes no scale")
+        pytest.skip("this torch's fused Adagrad takes no scale")
     scaler = GradScaler("cpu", init_scale=4.0)
     scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
     scaler._scale = cast(torch.Tensor, scaler._scale).as_subclass(OnGpu)

@@ -40,7 +40,7 @@ STEPS = 50
 FEW = 10
 CAP_MB = 0.007  # the decoder's 29 kB make four buckets
 _TAKEN = signature(nn.parallel.DistributedDataParallel).parameters
-# The second before torch 2.13.
+# The older name in torch 2.11.
 SYNCS_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _TAKEN else "broadcast_buffers"
 
 State = dict[str, torch.Tensor | None]

@@ -408,7 +408,8 @@ def cpu_as_gpu() -> Iterator[_Gpu]:
             "stream": _on, "current_stream": lambda _=None: gpu.current,
             "is_current_stream_capturing": lambda: False,
         }),
-        # Of it an optimizer asks the same, from torch 2.13 on, and a CUDA build the driver.
+        # An optimizer's step asks whether a graph is captured: torch 2.11 the module above, later ones the
+        # build's accelerator, and a CUDA build then the driver.
         (torch.accelerator, {"current_accelerator": lambda check_available=False: None}),
         (torch.Tensor, {
             "device": property(_device), "is_cuda": property(gpu.has), "record_stream": _record_stream,

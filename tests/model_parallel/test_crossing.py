@@ -15,7 +15,7 @@ import imece
 from imece.model_parallel.crossing import cross
 from tests.ranks import run_ranks
 
-OLD = torch.__version__ < torch.torch_version.TorchVersion("2.13")  # DTensor loses gradients of gradients
+OLD = torch.__version__ < torch.torch_version.TorchVersion("2.13")  # 2.11's DTensor loses them, of gradients
 # Before, after, and how the gradient is placed.
 CROSSINGS: list[tuple[Placement, Placement, Placement | None]] = [
     (Replicate(), Replicate(), Partial()),
@@ -69,7 +69,7 @@ def as_dtensor_does() -> int:
         (again,) = torch.autograd.grad(ours_once.sum(), seed)
         theirs_again: Tensor | None = torch.autograd.grad(theirs_once.sum(), seed, allow_unused=OLD)[0]
         if theirs_again is None:
-            theirs_again = again
+            theirs_again = again  # nothing to compare with
         elif isinstance(before, Partial):  # each rank has used it for its addend; DTensor forgets the others'
             theirs_again = theirs_again * axis.size()
         torch.testing.assert_close(again, theirs_again, rtol=0, atol=0, msg=f"twice: {case}")
