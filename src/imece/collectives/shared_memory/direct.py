@@ -11,7 +11,6 @@ from imece.collectives import recorder
 from imece.collectives.fingerprint import Announced, pack
 from imece.collectives.shared_memory import exchanging, reducing
 from imece.collectives.shared_memory.arithmetic import reduction
-from imece.collectives.shared_memory.exchanging import as_bytes
 from imece.collectives.shared_memory.group_base import GroupBase
 from imece.collectives.shared_memory.posted import Posted
 from imece.collectives.shared_memory.small import (
@@ -22,7 +21,7 @@ from imece.collectives.shared_memory.small import (
     SmallGather,
     SmallReduce,
 )
-from imece.collectives.shared_memory.tensors import flattened, nothing, plain, writing
+from imece.collectives.shared_memory.tensors import as_bytes, flattened, nothing, plain, writing
 from imece.collectives.shared_memory.waiting import Operation, Steps
 from imece.collectives.waited import here, waiting
 
@@ -201,8 +200,10 @@ class DirectCalls(GroupBase):
         if reduce_op:
             how = reduction(reduce_op, tensor.dtype)
             return fingerprint, reducing.steps(self._engine, op, fingerprint, source, target, how, root)
-        data, place = as_bytes(source), as_bytes(target)
-        return fingerprint, exchanging.spread(self._engine, fingerprint, data, place, root)
+        place = as_bytes(target)
+        if op == "broadcast":
+            return fingerprint, exchanging.spread(self._engine, fingerprint, place, root)
+        return fingerprint, exchanging.gather(self._engine, fingerprint, as_bytes(source), place)
 
     def _small(
         self, op: str, dtype: torch.dtype, shape: Sequence[int], reduce_op: str, root: int

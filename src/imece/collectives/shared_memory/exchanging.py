@@ -1,7 +1,7 @@
 """Broadcast, all-gather, gather, scatter, all-to-all: bytes go from some ranks to others.
 
-Where everybody gets the same, all ranks write to all (`spread`); in general each rank offers bytes and reads
-what it wants (`exchange`).
+In general each rank offers bytes and reads what it wants (`exchange`). Those of an all-gather it offers where
+they are to lie (`gather`); what one rank has for all is written by all (`spread`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from imece.collectives.shared_memory.engine import Engine
 from imece.collectives.shared_memory.reducing import CHUNK_BYTES, cut, even_rows
 from imece.collectives.shared_memory.small import EXCHANGED_BYTES
-from imece.collectives.shared_memory.tensors import overlap
+from imece.collectives.shared_memory.tensors import as_bytes, copy_flat, overlap
 from imece.collectives.shared_memory.waiting import Steps
 from imece.errors import MismatchError
 
@@ -26,14 +26,6 @@ class Read:
     rank: int
     start: int
     target: torch.Tensor
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as uint8[nbytes], sharing its memory."""
-    flat = tensor.view(-1)
-    if flat.numel() <= 1:  # contiguous whatever its stride, which viewing it as bytes does not accept
-        flat = flat.as_strided((flat.numel(),), (1,))
-    return flat.view(torch.uint8)
 
 
 def exchange(
@@ -52,7 +44,7 @@ def exchange(
     if largest_bytes <= EXCHANGED_BYTES:
         slot = engine.next_slot()
         if offered is not None:
-            engine.slot_views(slot, 0, offered.numel(), torch.uint8)[engine.rank].copy_(offered)
+            copy_flat(engine.slot_views(slot, 0, offered.numel(), torch.uint8)[engine.rank], offered)
         engine.enter(fingerprint)
         yield from engine.entered(fingerprint)
         _copy_out(engine, slot, 0, largest_bytes, _own_reads(engine, offered, reads))
@@ -65,43 +57,54 @@ def exchange(
         return
     memory = dict(zip(publishers, in_place, strict=True))
     for read in _own_reads(engine, offered, reads):
-        read.target.copy_(memory[read.rank][read.start : read.start + read.target.numel()])
+        copy_flat(read.target, memory[read.rank][read.start : read.start + read.target.numel()])
     engine.tick()
     yield from engine.everybody(engine.clock)  # till then the others read this rank's tensor
 
 
-def spread(
-    engine: Engine, fingerprint: int, source: torch.Tensor, target: torch.Tensor, root: int = -1
-) -> Steps:
-    """all_gather of `source` into `target`; or, from `root`, broadcast in place (`source` is `target`).
+def gather(engine: Engine, fingerprint: int, source: torch.Tensor, target: torch.Tensor) -> Steps:
+    """all_gather of `source` into `target`, uint8, flat.
 
-    uint8, flat. In shared memory each rank writes one part of the result into the tensors of all: its own, or
-    an even share of the root's. A chunk comes from memory once, for further ranks from the cache.
+    In shared memory each rank has its own part in place before the others come, and takes theirs from where
+    they lie: it writes into its own tensor alone, most of which is nearer to its core than to theirs.
+    """
+    rank, nbytes = engine.rank, source.numel()
+    parts = target.split(nbytes) if nbytes else ()
+    if parts and source.data_ptr() != parts[rank].data_ptr():
+        copy_flat(parts[rank], source)
+    engine.enter(fingerprint, target)
+    yield from engine.entered(fingerprint)
+    places = engine.in_place(range(engine.world_size))
+    reads = [Read(other, other * nbytes, part) for other, part in enumerate(parts) if other != rank]
+    if places is None:
+        reads = [Read(read.rank, 0, read.target) for read in reads]
+        yield from _staged(engine, parts[rank] if parts else source, reads, nbytes)
+        return
+    for read in _own_reads(engine, None, reads):
+        copy_flat(read.target, places[read.rank][read.start : read.start + nbytes])
+    engine.tick()
+    yield from engine.everybody(engine.clock)  # till then the others read this rank's part
+
+
+def spread(engine: Engine, fingerprint: int, tensor: torch.Tensor, root: int) -> Steps:
+    """broadcast in place from `root`, uint8, flat. In shared memory each rank writes an even share of the
+    root's into the tensors of all. A chunk comes from memory once, for further ranks from the cache.
     """
     everybody, rank = range(engine.world_size), engine.rank
-    if root < 0 and source.data_ptr() != target.data_ptr() + rank * source.numel():
-        source = source.clone() if overlap(source, target) else source  # others write to the target
-    engine.enter(fingerprint, target)
+    engine.enter(fingerprint, tensor)
     yield from engine.entered(fingerprint)
     places = engine.in_place(everybody)
     if places is None:
-        publishers: Sequence[int] = everybody
-        parts = target.split(source.numel())
-        if root >= 0:
-            publishers, parts = (root,), (target,) * engine.world_size
-        reads = [Read(other, 0, parts[other]) for other in publishers]
-        yield from _staged(engine, source if rank in publishers else None, reads, source.numel())
+        reads = [Read(root, 0, tensor)]
+        yield from _staged(engine, tensor if rank == root else None, reads, tensor.numel())
         return
-    if root < 0:
-        start, stop = rank * source.numel(), (rank + 1) * source.numel()
-    else:
-        start, stop = even_rows(target.numel(), engine.world_size)[rank]
-        source = places[root][start:stop]
+    start, stop = even_rows(tensor.numel(), engine.world_size)[rank]
     targets = [places[(rank + at) % engine.world_size][start:stop] for at in everybody]
+    source = places[root][start:stop]
     targets = [each for each in targets if each.data_ptr() != source.data_ptr()]
     for chunk, *copies in zip(*(cut(each, CHUNK_BYTES) for each in (source, *targets)), strict=True):
         for copy in copies:
-            copy.copy_(chunk)
+            copy_flat(copy, chunk)
     engine.tick()
     yield from engine.everybody(engine.clock)  # till then the others write to this rank's tensor
 
@@ -127,7 +130,7 @@ def _own_reads(engine: Engine, offered: torch.Tensor | None, reads: Sequence[Rea
         elif offered is not None:
             source = offered[read.start : read.start + read.target.numel()]
             if source.data_ptr() != read.target.data_ptr():
-                read.target.copy_(source)
+                copy_flat(read.target, source)
     return sorted(others, key=lambda read: (read.rank - engine.rank) % engine.world_size)
 
 
@@ -141,7 +144,7 @@ def _staged(engine: Engine, offered: torch.Tensor | None, reads: Sequence[Read],
     def send(piece: int, into: int) -> None:
         if offered is not None:
             part = offered[piece * size : (piece + 1) * size]
-            engine.slot_views(into, 0, part.numel(), torch.uint8)[engine.rank].copy_(part)
+            copy_flat(engine.slot_views(into, 0, part.numel(), torch.uint8)[engine.rank], part)
 
     send(0, slot)
     engine.tick()
@@ -162,7 +165,7 @@ def _copy_out(engine: Engine, slot: int, start: int, stop: int, reads: Sequence[
         first, last = max(start, read.start), min(stop, read.start + read.target.numel())
         if first < last:
             source = engine.slot_views(slot, first - start, last - start, torch.uint8)[read.rank]
-            read.target[first - read.start : last - read.start].copy_(source)
+            copy_flat(read.target[first - read.start : last - read.start], source)
 
 
 def all_to_all(

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from imece.collectives.fingerprint import pack
 from imece.collectives.shared_memory import exchanging
 from imece.collectives.shared_memory.direct import DirectCalls
-from imece.collectives.shared_memory.exchanging import Read, as_bytes
+from imece.collectives.shared_memory.exchanging import Read
 from imece.collectives.shared_memory.messages import Wanted
 from imece.collectives.shared_memory.tensors import (
+    as_bytes,
     check_rank,
     check_tag,
     check_written,

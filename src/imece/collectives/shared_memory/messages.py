@@ -27,6 +27,7 @@ from imece.collectives.shared_memory.board import (
     Board,
     words_of,
 )
+from imece.collectives.shared_memory.tensors import copy_flat
 from imece.collectives.shared_memory.waiting import Steps
 from imece.errors import MismatchError
 
@@ -215,7 +216,7 @@ class Messages:
             target = message.target[start:]
             if header[_FD] >= 0:
                 memory = board.memory(box.source, header[_FD], header[_SERIAL])
-                target.copy_(memory[header[_OFFSET] : header[_OFFSET] + target.numel()])
+                copy_flat(target, memory[header[_OFFSET] : header[_OFFSET] + target.numel()])
             else:
                 target = target[:RING_PIECE_BYTES]
                 target.copy_(box.pieces.payloads[at][: target.numel()])
@@ -254,6 +255,6 @@ class Messages:
     def _deliver(self, box: _Inbox, message: _Incoming) -> None:
         assert message.wanted is not None
         if message.target is not message.wanted.target:
-            message.wanted.target.copy_(message.target)
+            copy_flat(message.wanted.target, message.target)
             box.unexpected.remove(message)
         message.wanted.done = True

@@ -13,7 +13,7 @@ import torch
 
 from imece.collectives.shared_memory.arithmetic import Reduction, Scratch
 from imece.collectives.shared_memory.engine import Engine
-from imece.collectives.shared_memory.tensors import overlap
+from imece.collectives.shared_memory.tensors import copy_flat, overlap
 from imece.collectives.shared_memory.waiting import Steps
 
 CHUNK_BYTES = 256 * 1024  # of one tensor; the chunks of all ranks together stay in the cache
@@ -164,7 +164,7 @@ def _staged(
     def send(piece: int, into: int) -> None:
         for row, window in enumerate(windows):
             if row != rank and piece < len(window):
-                part(into, row, window[piece].numel())[rank].copy_(window[piece])
+                copy_flat(part(into, row, window[piece].numel())[rank], window[piece])
 
     send(0, slot)
     engine.tick()
@@ -182,12 +182,12 @@ def _staged(
             out = outputs[piece] if wanted_here else for_others
             how(parts, out, engine.scratch, in_place=rank < 2 or out.data_ptr() != own.data_ptr())
             if wanted_elsewhere and wanted_here:
-                for_others.copy_(out)
+                copy_flat(for_others, out)
         engine.tick()
         if readers:
             yield from engine.everybody(base + 2 * piece + 3)  # all have sent their sums
             if rank in readers:
                 for row, window in enumerate(windows):
                     if row != rank and piece < len(window):
-                        window[piece].copy_(part(slot, row, window[piece].numel())[row])
+                        copy_flat(window[piece], part(slot, row, window[piece].numel())[row])
         slot = following

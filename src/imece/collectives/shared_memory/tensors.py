@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -100,6 +101,27 @@ def check_written(tensor: Tensor) -> None:
             f"{text(tensor)} is expanded: several of its elements are one in memory, and a result cannot be "
             "written to it; pass its clone()"
         )
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as uint8[nbytes], sharing its memory."""
+    flat = tensor.view(-1)
+    if flat.numel() <= 1:  # contiguous whatever its stride, which viewing it as bytes does not accept
+        flat = flat.as_strided((flat.numel(),), (1,))
+    return flat.view(torch.uint8)
+
+
+def copy_flat(target: Tensor, source: Tensor) -> None:
+    """From one flat tensor to another, both contiguous, on the CPU and of as many bytes.
+
+    On one thread as C's memcpy does it: a loop of torch's first reads from memory what it writes over. Of
+    torch's own threads several are faster. Not through numpy, after which torch lets nobody free a storage.
+    """
+    assert target.nbytes == source.nbytes
+    if torch.get_num_threads() > 1:
+        target.copy_(source)
+    else:
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
