@@ -15,6 +15,7 @@ from imece.errors import UserError
 from imece.foreign.training import train_toml
 from imece.train.config import TrainConfig
 from imece.train.config_file import read_toml
+from tests.data.helpers import files_of_at_most
 from tests.foreign.test_deepspeed import WHOLE
 
 
@@ -204,3 +205,21 @@ def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="it is there already, and stays as it is"):
         convert.run([str(file), "--to", str(into)])
     assert into.read_text() == "mine"
+
+
+def test_a_full_disk_leaves_no_file_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, into = write(tmp_path / "a.json", {"train_batch_size": 8}), tmp_path / "out/run.toml"
+    into.parent.mkdir()
+    with (
+        files_of_at_most(9),
+        pytest.raises(UserError, match=r"--to .*run.toml: cannot be written \(File too"),
+    ):
+        convert.run([str(file), "--to", str(into)])
+    assert list(into.parent.iterdir()) == []
+    assert convert.run([str(file), "--to", str(into)]) == 0
+
+
+def test_the_command_is_one_for_a_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, into = write(tmp_path / "a.json", {"train_batch_size": 8}), tmp_path / "my run.toml"
+    assert convert.run([str(file), "--to", str(into)]) == 0
+    assert capsys.readouterr().out.endswith(f"\nwritten  {into}: imece train '{into}' --data YOUR_TEXT\n")

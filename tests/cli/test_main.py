@@ -309,6 +309,20 @@ def test_interrupted_in_an_import(monkeypatch: pytest.MonkeyPatch, launched: boo
     assert ran == ["imece.cli.train", signal.SIGINT][: 1 + launched]
 
 
+def test_interrupted_twice_in_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that catches the second one, to try another way, ends with an error that says nothing."""
+
+    def import_module(name: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("cannot load module more than once per process") from None
+
+    monkeypatch.setattr("imece.cli.main.importlib", SimpleNamespace(import_module=import_module))
+    assert run("train") == (130, "", "imece: interrupted\n")
+
+
 def test_as_a_module() -> None:
     command = [sys.executable, "-m", "imece", "launch", "--ranks", "0", "x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)

@@ -21,6 +21,7 @@ from imece.errors import UserError
 from imece.launch.slurm import Batch, Layout, allocated, batch_file, quoted, seconds, srun, task
 from imece.world import read_world
 from tests.cli.test_main import refused, run
+from tests.data.helpers import files_of_at_most
 from tests.launch.fake_slurm import FakeSlurm
 from tests.launch.hosts.two import RESILIENT, Agent, free_port
 from tests.launch.launcher import Launcher, run_launch
@@ -247,6 +248,18 @@ def test_mistakes(words: str, said: str, fake: FakeSlurm) -> None:
     script("")
     assert said in refused("launch", *words.split(" ")).encode().decode("unicode_escape").replace("\\n", "\n")
     assert not fake.calls("sbatch") and Path("train.py").read_text() == ""
+
+
+def test_a_full_disk_leaves_the_batch_file_that_was_there(fake: FakeSlurm) -> None:
+    words, last = ["launch", "--slurm", "--sbatch", "job.sh", "--ranks"], script("")
+    with files_of_at_most(9):
+        assert "cannot write 'job.sh': File too large" in refused(*words, "1", last)
+    assert not Path("job.sh").exists()
+    assert run(*words, "1", last)[0] == 0
+    before = Path("job.sh").read_text()
+    with files_of_at_most(9):
+        assert "cannot write 'job.sh': File too large" in refused(*words, "2", last)
+    assert Path("job.sh").read_text() == before
 
 
 def test_mistakes_in_an_allocation(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:

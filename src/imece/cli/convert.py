@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from imece.errors import UserError
 from imece.foreign.files import read_settings
 from imece.foreign.settings import TORCH, Settings
 from imece.foreign.training import lacking, train_toml
+from imece.observe.run_files import as_argument
+from imece.writing import write_whole
 
 PROG = "imece convert"
 DESCRIPTION = (
@@ -49,11 +52,10 @@ def run(argv: Sequence[str]) -> int:
     else:
         written = train_toml(settings)
         print(*shown, sep="\n")
+        if os.path.lexists(options.to):
+            raise UserError(f"--to {options.to}: it is there already, and stays as it is")
         try:
-            with options.to.open("x", encoding="utf-8") as file:
-                file.write(written)
-        except FileExistsError:
-            raise UserError(f"--to {options.to}: it is there already, and stays as it is") from None
+            write_whole(options.to, written.encode())
         except OSError as error:
             raise UserError(f"--to {options.to}: cannot be written ({error.strerror})") from None
         print(f"\nwritten  {options.to}: {training(settings, options.to)}")
@@ -129,7 +131,7 @@ def script(settings: Settings) -> list[str]:
 
 def training(settings: Settings, file: Path) -> str:
     """How imece train is started with its file: by itself it is on one host."""
-    text = f"imece train {file} --data YOUR_TEXT"
+    text = f"imece train {as_argument(file)} --data YOUR_TEXT"
     several = settings.hosts > 1 or find_strategy(settings.strategy).hybrid
     return command(settings, f"-m {text}") if several else text
 

@@ -15,6 +15,7 @@ from imece.cli.options import parse
 from imece.errors import UserError
 from imece.launch import slurm
 from imece.world import in_job_step
+from imece.writing import write_whole
 
 PROG = "imece launch --slurm"
 DESCRIPTION = (
@@ -228,6 +229,6 @@ def _write(path: Path, text: str) -> None:
     try:
         if path.exists() and slurm.MARK not in path.read_text(errors="replace")[:200]:
             raise UserError(f"--sbatch {str(path)!r}: there is a file of another kind; name a new one")
-        path.write_text(text)
+        write_whole(path, text.encode())
     except OSError as error:
         raise UserError(f"cannot write {str(path)!r}: {error.strerror}") from None

@@ -98,7 +98,12 @@ def _run_module(name: str, arguments: list[str]) -> int:
     launched = name in _RANKS and read_world().launcher != "single"
     stop = Stop(launched)
     with stop.listening():
-        module = importlib.import_module(f"imece.cli.{name}")
+        try:
+            module = importlib.import_module(f"imece.cli.{name}")
+        except Exception:
+            if stop.signal and not launched:  # a second one, of which a library made this
+                raise KeyboardInterrupt from None
+            raise
         if launched:
             return int(module.run_as_rank(arguments, stop))
     if stop.signal:
