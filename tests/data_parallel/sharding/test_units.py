@@ -436,6 +436,11 @@ def freed_parameter(group: dist.ProcessGroup) -> None:
     with pytest.raises(RuntimeError, match="is freed"):
         inner.state_dict()
     weight = inner.blocks[3].up.weight
+    assert model.to("cpu") is model and model.cpu().float() is model  # which it is already
+    assert weight is inner.blocks[3].up.weight and type(weight) is FreedParameter
+    for convert in (model.double, model.half, lambda: model.to("meta")):
+        with pytest.raises(RuntimeError, match="is freed"):
+            convert()
     assert weight.shape == (2 * WIDTH + 1, WIDTH) and weight.numel() == WIDTH * (2 * WIDTH + 1)
     assert weight.dtype == torch.float32 and weight.grad is None and weight.is_leaf and weight.requires_grad
     assert "FreedParameter" in repr(weight) and isinstance(weight, nn.Parameter)

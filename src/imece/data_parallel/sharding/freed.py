@@ -23,8 +23,12 @@ KNOWN: frozenset[Callable[..., Any]] = frozenset(
     + [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")]
     + [getattr(torch.Tensor, name).__delete__ for name in ("grad",)]
     + [getattr(torch.Tensor, name) for name in _METHODS]
-    + [torch.is_floating_point, torch.is_complex, torch.numel]
+    + [torch.is_floating_point, torch.is_complex, torch.numel, torch._has_compatible_shallow_copy_type]
 )
+_CONVERSIONS = frozenset(
+    getattr(torch.Tensor, name) for name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")
+)
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class FreedParameter(nn.Parameter):
@@ -41,6 +45,10 @@ class FreedParameter(nn.Parameter):
         if func in KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func in _CONVERSIONS and _is_so_already(func, *args, **(kwargs or {})):
+            return args[0]
+        if func == _SET_DATA and args[0] is args[1]:  # by `module.to`, of what it is already
+            return None
         raise RuntimeError(_complaint([*args, *(kwargs or {}).values()]))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -48,6 +56,14 @@ class FreedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise RuntimeError(_complaint([self]))
+
+
+def _is_so_already(convert: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether it would give back the parameter itself."""
+    if type(first) is not FreedParameter:
+        return False
+    alike = torch.empty([0] * first.dim(), dtype=first.dtype, device=first.device)
+    return convert(alike, *args, **kwargs) is alike
 
 
 def free(parameter: torch.Tensor, name: str, unit: str) -> None:
