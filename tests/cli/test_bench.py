@@ -159,6 +159,7 @@ def test_sizes_are_read_as_people_write_them() -> None:
         (["step", "--plot", "out.xyz"], "--plot out.xyz: name a file that ends in .png"),
         (["collectives", "--no-shared", "--no-ordinary", "--against", ""], "nothing to measure"),
         (["collectives", "--json", "/proc/nowhere/x.json"], "cannot write /proc/nowhere/x.json"),
+        (["collectives", "--json", "/dev/null/x.json"], "cannot write /dev/null/x.json: Not a directory"),
         (["hosts", "--rate", "fast"], "is not a rate like 1gbit"),
         (["hosts", "--rate", "0gbit"], "'0gbit' is not a rate like 1gbit"),
         (["hosts", "--rate", "0.0mbit"], "'0.0mbit' is not a rate like 1gbit"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -71,7 +72,13 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n")
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+        raise _cannot_write(path, error) from None
+
+
+def _cannot_write(path: Path, error: OSError) -> UserError:
+    """What `error` says; of a file where a folder should be made, mkdir says that it exists."""
+    said = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror
+    return UserError(f"cannot write {path}: {said}")
 
 
 def check_ending(option: str, path: Path | None, endings: Sequence[str]) -> None:
@@ -92,4 +99,4 @@ def check_writable(path: Path | None) -> None:
         if new:
             path.unlink()
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+        raise _cannot_write(path, error) from None
