@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from imece import connections, status
+from imece import connections, heap, status
 from imece.axes import AXES, PLACEMENT, Partition, check_axes, coordinates, crossing, partition
 from imece.device import Backends, adopted_backends, check_backend, choose_backends, choose_device
 from imece.errors import UserError
@@ -313,7 +313,9 @@ def init(
     A process group that exists already is adopted. A second call with the same arguments returns the
     same mesh. The mesh is closed when the process ends, by `close()`, or by torch's
     `dist.destroy_process_group()`, after which a call opens a new one. SIGUSR1 makes this rank print its
-    stacks and last calls, if this is the main thread and the program has no handler of its own.
+    stacks and last calls, if this is the main thread and the program has no handler of its own. On a CPU
+    glibc keeps what is freed from the first optimizer step on, for the next one, unless the environment sets
+    its thresholds (MALLOC_TRIM_THRESHOLD_, GLIBC_TUNABLES).
     Raises UserError if the world is not the one asked for, or the ranks do not ask for the same; and where
     multiprocessing imports the script once more, which would open it a second time.
     """
@@ -344,6 +346,8 @@ def init(
             dist.destroy_process_group()
         raise
     _opened_with = asked
+    if _open.device.type == "cpu":
+        heap.keep_from_first_step()
     atexit.register(_open.close)
     opened()
     return _open
