@@ -67,6 +67,13 @@ def test_a_timeout_in_seconds() -> None:
         imece.init(timeout=seconds)
 
 
+@pytest.mark.parametrize("axes", ["tensor", ["tensor"], 2])
+def test_axes_without_sizes(axes: Any) -> None:
+    with pytest.raises(UserError) as caught:
+        imece.init(axes)
+    assert str(caught.value) == f"axes={axes!r}: give sizes by name, {{'shard': 2}} say"
+
+
 # --- arithmetic ---
 
 _SIZES = st.fixed_dictionaries({axis: st.integers(1, 3) for axis in AXES})
@@ -137,8 +144,12 @@ def test_one_rank_needs_no_launcher_and_no_second_init() -> None:
         assert (mesh.rank, mesh.world_size, mesh.hosts, mesh.backend) == (0, 1, ((0,),), "shm")
         assert mesh.world.master_port is None
         assert imece.init() is mesh is mesh_module.current()
-        with pytest.raises(UserError, match="before"):
-            imece.init({"shard": 1})
+        with pytest.raises(UserError) as caught:
+            imece.init({"shard": 1}, device="cpu")
+        assert str(caught.value) == (
+            "imece.init() was called with axes=None, device=None before, and now with axes={'shard': 1}, "
+            "device=cpu: close() the mesh that is open to open another"
+        )
         assert mesh.group("tensor") is mesh.world_group is mesh.host_group
         assert mesh.device_mesh.shape == (1,)
         for wrong in ((), ("rows",), ("shard", "shard")):

@@ -332,10 +332,16 @@ def init(
         backend = os.environ.get(BACKEND) or None
     if not isinstance(timeout, timedelta):
         raise UserError(f"timeout={timeout!r}: give a datetime.timedelta, timedelta(seconds=60) say")
+    if axes is not None and not isinstance(axes, Mapping):
+        raise UserError(f"axes={axes!r}: give sizes by name, {{'shard': 2}} say")
     asked: _Asked = (None if axes is None else dict(axes), ranks, backend, str(device), timeout)
     if _open is not None:
         if asked != _opened_with:
-            raise UserError(f"imece.init() was called with {_opened_with} before, and now with {asked}")
+            before, now = _differences(_opened_with, asked)
+            raise UserError(
+                f"imece.init() was called with {before} before, and now with {now}: close() the mesh that is "
+                "open to open another"
+            )
         return _open
     check_backend(backend)
     _openings += 1
@@ -351,6 +357,13 @@ def init(
     atexit.register(_open.close)
     opened()
     return _open
+
+
+def _differences(before: _Asked, now: _Asked) -> tuple[str, str]:
+    """The arguments in which two calls of init() are not alike, of the one and of the other."""
+    names = ("axes", "ranks", "backend", "device", "timeout")
+    both = [(name, a, b) for name, a, b in zip(names, before, now, strict=True) if a != b]
+    return ", ".join(f"{name}={a}" for name, a, _ in both), ", ".join(f"{name}={b}" for name, _, b in both)
 
 
 def reform(rank: int, world_size: int, store: dist.Store) -> Mesh:
