@@ -11,6 +11,8 @@ from typing import BinaryIO
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """Of an OSError: the disk is full, or what this user may take of it."""
+NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""Of an OSError: nothing can be written there, however long one waits."""
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:

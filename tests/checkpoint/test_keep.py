@@ -6,7 +6,9 @@ import contextlib
 import errno
 import math
 import os
+import re
 import shutil
+import tempfile
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -376,5 +378,24 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
         pass
     with pytest.raises(UserError, match="file: cannot be read"):
         newest_whole(tmp_path / "file")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_a_folder_in_which_nothing_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """It would be found out by the first save, hours later. A full disk may have room by then."""
+
+    def refuse(dir: Path) -> None:
+        raise OSError(number, os.strerror(number), str(dir))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    why = re.escape(f"checkpoints cannot be written there ({os.strerror(number)}): check the path and its")
+    refused = pytest.raises(UserError, match=why)
+    with crew(tmp_path, 1) as ranks, refused if number != errno.ENOSPC else contextlib.nullcontext():
+        ranks.ranks[0].check_writable()
+
+
+def test_keeps_at_least_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep at least 1"), crew(tmp_path, 1, keep=0):
         pass

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from imece import mesh as meshes
-from imece.checkpoint import Checkpoints, Slice, all_steps, commit, files, save
+from imece.checkpoint import Checkpoints, Slice, all_steps, commit, files, meeting, save
 from tests.checkpoint.crew import Crew, assert_whole, crew, newest_whole, partials, state_of
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -39,6 +39,23 @@ def test_a_rank_that_never_comes(tmp_path: Path, absent: int) -> None:
     with crew(tmp_path, 2) as others:
         assert others.save(3, state_of(3)) and not partials(tmp_path)
         assert_whole(newest_whole(tmp_path), 3, 2)
+
+
+def test_a_rank_that_may_not_write_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a remount: rank 0 would never hear of it, however long it waited."""
+    with crew(tmp_path, 2) as ranks:
+
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path))
+
+        monkeypatch.setattr(meeting, "write_whole", refuse)
+        monkeypatch.setattr(files, "write", refuse)
+        assert not ranks.save(1, state_of(1))
+        for rank, alarms in enumerate(ranks.alarms):
+            (line,) = alarms
+            assert line.startswith("the checkpoint of step 1 was not saved: " + f"rank {rank}: " * (rank > 0))
+            assert line.endswith(os.strerror(errno.EROFS))
+    assert not partials(tmp_path)
 
 
 @pytest.mark.parametrize("late", [0, 1])

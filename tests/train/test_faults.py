@@ -147,7 +147,8 @@ def full_disk(folder: str) -> list[str]:
     assert outcome.status == 1, outcome
     assert "the last checkpoint is not on the disk: see the warning above" in outcome.out
     assert (
-        "\nkept    the checkpoint of step 4: with room on the disk, the command below goes on" in outcome.out
+        "\nkept    the checkpoint of step 4: once the disk takes files again, the command below goes on"
+        in outcome.out
     )
     assert "imece sample" not in outcome.out
     warnings = [line for line in outcome.out.splitlines() if line.startswith("warning: ")]

@@ -35,12 +35,12 @@ def test_commands_can_be_copied(run: str, word: str) -> None:
 def test_what_is_kept_when_the_last_checkpoint_is_not(tmp_path: Path) -> None:
     session: Any = SimpleNamespace(folder=RunFolder(tmp_path / "my run"), config=TrainConfig(steps=60))
     again = ("next", f"imece train --run {shlex.quote(str(tmp_path / 'my run'))}")
-    said = "no checkpoint: with room on the disk, the command below begins anew"
+    said = "no checkpoint: once the disk takes files again, the command below begins anew"
     assert next_commands(session, False) == [("kept", said), again]
     with crew(session.folder.checkpoints, 1) as ranks:
         assert ranks.save(5, state_of(5)) and ranks.save(10, state_of(10))
     (session.folder.checkpoints / "step-00000015").mkdir()
-    said = "the checkpoint of step 10: with room on the disk, the command below goes on from there"
+    said = "the checkpoint of step 10: once the disk takes files again, the command below goes on from there"
     assert next_commands(session, False) == [("kept", said), again]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import shutil
+import tempfile
 import threading
 import time
 import weakref
@@ -28,7 +29,7 @@ from imece.checkpoint.meeting import Meeting, NotSavedError, Patience, Stop, Tak
 from imece.checkpoint.room import Room
 from imece.checkpoint.states import as_json, from_json
 from imece.errors import PeerLostError, UserError
-from imece.writing import NO_SPACE, sync_folder
+from imece.writing import NO_SPACE, NOT_ALLOWED, sync_folder
 
 # After which a folder that is neither partial nor in place is taken for removed: file systems of several
 # hosts may show a new name late.
@@ -140,10 +141,18 @@ class Checkpoints:
         except FileExistsError as error:
             raise UserError(f"{folder}: it is a file: name a folder for checkpoints") from error
         except OSError as error:
-            raise UserError(
-                f"{folder}: checkpoints cannot be written there ({error.strerror}): check the path and its "
-                "permissions"
-            ) from error
+            raise _unusable(self._folder, error) from error
+
+    def check_writable(self) -> None:
+        """UserError where nothing may be written in the folder: the first save would be an alarm, much later.
+
+        A full disk is no mistake: it may have room by then.
+        """
+        try:
+            tempfile.TemporaryFile(dir=self._folder).close()
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise _unusable(self._folder, error) from error
 
     def _open(self, rank: int, world_size: int) -> None:
         """For these ranks, of which nobody has saved anything."""
@@ -439,7 +448,9 @@ class Checkpoints:
         try:
             self._meeting.arrive()
             return self._meeting.session()
-        except OSError:
+        except OSError as error:
+            if error.errno in NOT_ALLOWED:  # rank 0 will never hear this one
+                raise NotSavedError(f"rank {self._rank}: {_why(error)}") from error
             return None  # looked at again until time is up
 
     def _failure(self, attempt: str) -> str | None:
@@ -451,6 +462,11 @@ class Checkpoints:
     def _go_on(self) -> None:
         if self._stop.is_set():
             raise NotSavedError(f"{self._stop.why} before it was written")
+
+
+def _unusable(folder: Path, error: OSError) -> UserError:
+    why = f"checkpoints cannot be written there ({error.strerror}): check the path and its permissions"
+    return UserError(f"{folder}: {why}")
 
 
 def _whole(step: int) -> int:

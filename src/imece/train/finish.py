@@ -88,7 +88,7 @@ def next_commands(session: Session, saved: bool, usable: bool = True) -> list[tu
         where = "no checkpoint: " if kept is None else f"the checkpoint of step {kept:,}: "
         how = "begins anew" if kept is None else "goes on from there"
         again = f"imece train --run {run}"
-        return [("kept", f"{where}with room on the disk, the command below {how}"), ("next", again)]
+        return [("kept", f"{where}once the disk takes files again, the command below {how}"), ("next", again)]
     report = ("open", str(path / "report.html"))
     if not usable:
         return [report]

@@ -159,6 +159,7 @@ class Session:
             if not session._resume():
                 session._begin()  # before there is a folder for checkpoints: a run that cannot begin is none
             session.checkpoints = session._open_checkpoints()
+            together(mesh, session.checkpoints.check_writable)
             session.first = session.done
         if keeps_roster(mesh):
             session.recovery = Recovery(
