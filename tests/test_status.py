@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from imece.errors import PeerLostError
 from imece.status import read_failure, tell_failures
 
 
@@ -31,3 +34,33 @@ def test_a_forked_copy_does_not_speak_for_the_rank(tmp_path: Path, monkeypatch: 
         assert failure is not None and (failure.kind, failure.message) == ("ValueError", "its own")
     finally:
         stop()
+
+
+@pytest.mark.parametrize("error", [PeerLostError("rank 1 is gone"), ValueError("a bad sample")])
+def test_whom_another_took_along_shows_the_program_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """All of eight ranks would bury the traceback of the one that failed, which stays whole."""
+    shown: list[str] = []
+    printed = lambda *error: shown.extend(traceback.format_exception(*error))  # noqa: E731
+    monkeypatch.setattr(sys, "excepthook", printed)
+    stop = tell_failures(dist.FileStore(str(tmp_path / "store"), 1), 3)
+
+    class Waiting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+            raise error
+
+    try:
+        Waiting.apply(torch.ones(1, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
+    except type(error) as raised:
+        sys.excepthook(type(raised), raised, raised.__traceback__)
+    finally:
+        stop()
+    text = "".join(shown)
+    assert "Waiting.apply(" in text and "raise error" in text and text.endswith(f"{error}\n")
+    assert ("torch/_tensor.py" in text) == isinstance(error, ValueError)

@@ -78,16 +78,21 @@ def tell_closed(store: dist.Store, member: int) -> None:
 def tell_failures(store: dist.Store, member: int) -> Callable[[], None]:
     """Report the exception that will end this process, if one does, before the usual traceback.
 
+    Of an error that only says that another rank has gone, the traceback names what the program did, not what
+    imece and torch made of it: those of many ranks would bury the one that says why.
     Returns a function that stops it. In a forked copy of the process it tells nothing.
     """
     before, pid = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        failure = describe(error)
         try:
             if os.getpid() == pid:
-                store.set(_key(member, "failure"), json.dumps(asdict(describe(error))))
+                store.set(_key(member, "failure"), json.dumps(asdict(failure)))
         except RuntimeError as gone:  # the launcher went first: then the traceback itself is all there is
             print(f"imece: member {member} cannot report its failure: {gone}", file=sys.stderr)
+        if failure.because_of_peer:
+            trace = error.__traceback__ = _of_the_program(trace)
         before(kind, error, trace)
 
     def stop() -> None:
@@ -96,6 +101,17 @@ def tell_failures(store: dist.Store, member: int) -> Callable[[], None]:
 
     sys.excepthook = hook
     return stop
+
+
+def _of_the_program(trace: TracebackType | None) -> TracebackType | None:
+    """Without what happened inside of imece and torch."""
+    if trace is None:
+        return None
+    rest = _of_the_program(trace.tb_next)
+    module = str(trace.tb_frame.f_globals.get("__name__"))
+    if module.partition(".")[0] in ("imece", "torch"):
+        return rest
+    return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
 def pid_of(store: dist.Store, member: int) -> int | None:
