@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,6 +46,15 @@ def whole_file(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def try_folder(folder: Path) -> None:
+    """OSError where nothing may be written in it. A full disk is none: there may be room later."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
 
 
 def leftovers(folder: Path, name: str = "*") -> set[Path]:

@@ -352,6 +352,20 @@ def test_a_folder_that_one_may_list_and_not_enter(tmp_path: Path, monkeypatch: p
         newest_whole(tmp_path)
 
 
+def test_a_checkpoint_that_one_may_not_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with crew(tmp_path, 1) as ranks:
+        assert ranks.save(1, state_of(1))
+
+    def refuse(path: Path) -> int:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(load, "_size", refuse)
+    with pytest.raises(UserError, match=r"manifest.json: cannot be read \(Permission denied\): check its"):
+        open_checkpoint(tmp_path / "step-00000001")
+
+
 def test_a_folder_of_checkpoints_is_none(tmp_path: Path) -> None:
     with crew(tmp_path, 1) as ranks:
         assert ranks.save(1, state_of(1))

@@ -103,6 +103,7 @@ def test_help_and_version() -> None:
         ("launch --ranks 2 --min-ranks 3 x.py", "--min-ranks 3: from 1 to 2"),
         ("launch --ranks 2 --silent-s 0.1 x.py", "--silent-s 0.1"),
         ("launch --ranks 1 --log-dir /dev/null/x tests/conftest.py", "/dev/null/x"),
+        ("launch --ranks 1 --log-dir /proc tests/conftest.py", "the folder '/proc' for logs cannot be"),
         ("launch --ranks 2 missing.py", "'missing.py'"),
         ("launch --ranks 2 ../missing.py", "'../missing.py'"),
         ("launch --ranks 2 /", "'/' is a folder without a __main__.py: name a script"),

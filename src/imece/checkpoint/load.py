@@ -31,6 +31,7 @@ from imece.checkpoint.manifest import (
 from imece.checkpoint.parts import Parts, put_together
 from imece.errors import UserError
 from imece.model_parallel.divided import places_in_parts
+from imece.writing import NOT_ALLOWED
 
 _CHUNK = 4 << 20  # elements that are there besides what they are read for
 _MOST_OPEN = 256  # files at once, whatever the number of ranks: a process may often have 1024
@@ -228,7 +229,7 @@ class Saved:
                         if hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
                             raise _damaged(path, "its checksum is not that of its content")
             except OSError as error:
-                raise _damaged(path, str(error.strerror)) from error
+                raise _unreadable(path, error) from error
 
 
 def _close(opened: dict[int, int]) -> None:
@@ -317,7 +318,7 @@ def _manifest(path: Path) -> Manifest:
             raise _damaged(path, f"it has {found} bytes, and may have {MOST_BYTES}")
         return decode(path.read_bytes())
     except OSError as error:
-        raise _damaged(path, str(error.strerror)) from error
+        raise _unreadable(path, error) from error
     except UnknownVersionError as error:
         raise UserError(f"{path}: {error}: use the imece that wrote it") from error
     except ValueError as error:
@@ -339,6 +340,12 @@ def _size(path: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise _damaged(path, "it is no plain file")
     return status.st_size
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    if error.errno in NOT_ALLOWED:
+        return UserError(f"{path}: cannot be read ({error.strerror}): check its permissions")
+    return _damaged(path, str(error.strerror))
 
 
 def _damaged(path: Path, what: str) -> UserError:

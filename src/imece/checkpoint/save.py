@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import operator
 import shutil
-import tempfile
 import threading
 import time
 import weakref
@@ -29,7 +28,7 @@ from imece.checkpoint.meeting import Meeting, NotSavedError, Patience, Stop, Tak
 from imece.checkpoint.room import Room
 from imece.checkpoint.states import as_json, from_json
 from imece.errors import PeerLostError, UserError
-from imece.writing import NO_SPACE, NOT_ALLOWED, sync_folder
+from imece.writing import NO_SPACE, NOT_ALLOWED, sync_folder, try_folder
 
 # After which a folder that is neither partial nor in place is taken for removed: file systems of several
 # hosts may show a new name late.
@@ -149,10 +148,9 @@ class Checkpoints:
         A full disk is no mistake: it may have room by then.
         """
         try:
-            tempfile.TemporaryFile(dir=self._folder).close()
+            try_folder(self._folder)
         except OSError as error:
-            if error.errno not in NO_SPACE:
-                raise _unusable(self._folder, error) from error
+            raise _unusable(self._folder, error) from error
 
     def _open(self, rank: int, world_size: int) -> None:
         """For these ranks, of which nobody has saved anything."""

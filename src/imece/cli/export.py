@@ -43,6 +43,7 @@ from imece.observe.run_files import as_argument
 from imece.observe.units import gigabytes, megabytes, si
 from imece.train.origin import trained
 from imece.train.run_folder import RunFolder, Which, read_shape
+from imece.writing import NO_SPACE
 
 PROG = "imece export"
 DESCRIPTION = (
@@ -199,9 +200,8 @@ def _whole(target: Path) -> Iterator[Path]:
         os.rename(partial, target)  # an empty folder is replaced, any other is an error
         _sync(target.parent)
     except OSError as error:
-        raise UserError(
-            f"{target}: cannot be written ({error.strerror}): make room or name another folder"
-        ) from error
+        do = "make room or name" if error.errno in NO_SPACE else "name"
+        raise UserError(f"{target}: cannot be written ({error.strerror}): {do} another folder") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         if lock is not None:

@@ -27,6 +27,7 @@ from imece.launch.output import LogFile, Outlet, Printed, RankOutput, own_line, 
 from imece.launch.processes import die_together, die_with_parent, group_lives, kill_group
 from imece.launch.signals import ENDING, hear_all, signals_as_bytes
 from imece.membership.where import RECORD, new_record, read_record
+from imece.writing import try_folder
 
 _READ_BYTES = 65_536
 _PIPE_READS = 1 + (1 << 20) // _READ_BYTES  # of the largest pipe that a user may make, and of its end
@@ -67,12 +68,16 @@ class Crew:
     """All of them. Leaving its block kills, drains and reaps whatever is left."""
 
     def __init__(self, logs: Path | None) -> None:
-        """`logs`: a folder, in which each rank's output is kept too. UserError if it cannot be made."""
+        """`logs`: a folder, in which each rank's output is kept too. UserError if it cannot be made, or
+        nothing may be written in it."""
         if logs is not None:
             try:
                 logs.mkdir(parents=True, exist_ok=True)
+                try_folder(logs)
             except OSError as error:
-                raise UserError(f"cannot make the folder {str(logs)!r} for logs: {error.strerror}") from None
+                raise UserError(
+                    f"the folder {str(logs)!r} for logs cannot be written: {error.strerror}"
+                ) from None
         self.living: dict[int, Process] = {}
         self.ended: dict[int, Process] = {}
         """Not reaped yet."""
