@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import imece
+from imece import heap
 from imece.bench import crew
 from imece.bench.reference_model import MODELS, REFERENCE, batch
 from imece.bench.step.ways import Builder, Way
@@ -29,6 +30,7 @@ class Rank:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
+        heap.keep_from_first_step()  # as imece.init() does; page faults would fall on one way or another
         self._builder = Builder()
         self._ways: dict[str, Way] = {}
         self._chains: dict[str, nn.Module] = {}
