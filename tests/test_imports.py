@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "writing": set(),
     "opening": set(),
+    "heap": set(),
     "connections": set(),
     "on_import": set(),  # it runs while others are being imported
     "layout": _BASE,
@@ -53,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "status": _BASE | {"store"},
     "device": _BASE | {"world"},
     "meeting": _RANKS - {"mesh"},
-    "mesh": _RANKS | {"meeting"},
+    "mesh": _RANKS | {"meeting", "heap"},
     "collectives": _RANKS,
     "model_parallel": _RANKS | {"collectives", "models"},
     "data_parallel": _RANKS
