@@ -71,7 +71,7 @@ def gather(engine: Engine, fingerprint: int, source: torch.Tensor, target: torch
     rank, nbytes = engine.rank, source.numel()
     parts = target.split(nbytes) if nbytes else ()
     if parts and source.data_ptr() != parts[rank].data_ptr():
-        copy_flat(parts[rank], source)
+        copy_flat(parts[rank], source.clone() if overlap(source, parts[rank]) else source)
     engine.enter(fingerprint, target)
     yield from engine.entered(fingerprint)
     places = engine.in_place(range(engine.world_size))
