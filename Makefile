@@ -66,7 +66,7 @@ test-gpu:  ## the tests on CUDA devices; fails where there is none
 	@$(PYTHON) -c 'import hypothesis, psutil, pytest, rich, safetensors, tokenizers, tyro' || \
 		{ echo "imece: $(PYTHON) lacks what the tests need: $(PYTHON) -m pip install -e '.[dev]' (its torch stays)" >&2; \
 		exit 1; }
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(ARGS)
+	PYTHONPATH=$(CURDIR)/src $(PYTHON) -m pytest -m gpu $(ARGS)
 
 lint: setup  ## ruff and strict mypy
 	.venv/bin/ruff check
@@ -101,7 +101,7 @@ bench: setup $(BENCH_STAMP)  ## measure the collectives; figures go to build/ben
 	$(VENV_PYTHON) -m imece bench train --json build/bench/train.json
 
 bench-gpu:  ## measure one GPU (ARGS="--model small" for a smaller one); build/bench/gpu.json
-	PYTHONPATH=src $(PYTHON) -m imece bench gpu --json build/bench/gpu.json $(ARGS)
+	PYTHONPATH=$(CURDIR)/src $(PYTHON) -m imece bench gpu --json build/bench/gpu.json $(ARGS)
 
 soak: setup  ## kill a rank of a training every 15 s, KILLS=200 times (about 50 minutes); prints the goodput
 	@mkdir -p build/bench

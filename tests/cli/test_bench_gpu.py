@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from imece.bench.gpu.gpu import Plan, Results, lines
 from imece.bench.gpu.targets import BARE, COMPILED, FLAT, FOREACH, FUSED, GPU, OURS, TORCH
-from imece.bench.gpu.ways import Timed, _syncs
+from imece.bench.gpu.ways import Timed, syncs_of
 from imece.bench.targets import lines as judged
 from imece.cli.main import main
 
@@ -60,13 +62,27 @@ def test_a_way_that_trains_something_else_is_noticed() -> None:
     assert results(1.0, loss=float("nan")).odd_ones == [OURS]
 
 
-def test_torchs_notice_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    notice = "Synchronization debug mode [...] does not yet detect all synchronizing operations"
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: warnings.warn(notice, stacklevel=1))
-    with _syncs() as told:
-        for _ in range(2):
-            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-    assert len(told) == 2
+def profiled(*named: tuple[str, float, float]) -> list[Any]:
+    """Events of a profile: name, begin and end."""
+    return [
+        SimpleNamespace(
+            name=name, time_range=SimpleNamespace(start=start, end=end), device_type=DeviceType.CPU
+        )
+        for name, start, end in named
+    ]
+
+
+def test_waits_are_those_inside_steps() -> None:
+    events = profiled(
+        ("step", 0, 10), ("cudaLaunchKernel", 1, 2), ("cudaStreamSynchronize", 3, 4), ("cudaMemcpy", 5, 6),
+        ("cudaMemcpyAsync", 6, 7), ("cudaStreamWaitEvent", 7, 8), ("step", 10, 20),
+        ("cudaDeviceSynchronize", 21, 22),
+    )  # fmt: skip
+    assert syncs_of(events) == 1.0
+
+
+def test_a_profile_that_saw_nothing_of_the_gpu_says_nothing_of_waits() -> None:
+    assert syncs_of(profiled(("step", 0, 10))) is None
 
 
 @pytest.mark.parametrize(
@@ -76,6 +92,7 @@ def test_torchs_notice_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         ([], "needs a CUDA device"),
         (["--device", "cpu", "--model", "tiny", "--rounds", "0"], "--rounds 0: at least 1"),
         (["--parts", "optimiser"], "--parts 'optimiser'"),
+        (["--device", "cpu", "--model", "tiny", "--trace", "trace.json"], "--trace: it is of steps on a GPU"),
     ],
 )
 def test_mistakes_are_one_line(

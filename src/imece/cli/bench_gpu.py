@@ -31,6 +31,8 @@ class GpuOptions:
     """cpu: only with --model tiny, to see that it works, not to quote."""
     json: Path | None = None
     """Write all figures to this file."""
+    trace: Path | None = None
+    """Write what torch's profiler saw of some of imece's steps to this file (open it in Perfetto)."""
 
     def plan(self) -> gpu.Plan:
         """What to measure; UserError for what cannot be."""
@@ -48,4 +50,7 @@ class GpuOptions:
                     "imece bench gpu needs a CUDA device, and torch sees none here: install a CUDA build of "
                     "torch, or try it with --device cpu --model tiny"
                 )
-        return gpu.Plan(self.device, self.model, parts, self.sequences, self.rounds, self.steps)
+        if self.trace is not None and (self.device == "cpu" or "wrapper" not in parts):
+            raise UserError("--trace: it is of steps on a GPU, of --parts wrapper")
+        trace = "" if self.trace is None else str(self.trace.absolute())
+        return gpu.Plan(self.device, self.model, parts, self.sequences, self.rounds, self.steps, trace)

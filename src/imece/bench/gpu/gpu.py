@@ -34,6 +34,8 @@ class Plan:
     rounds: int = 5
     steps: int = 5
     """Of a round."""
+    trace: str = ""
+    """The file for the profile of some steps of imece's, as Chrome trace JSON; empty for none."""
 
 
 @dataclass
@@ -110,6 +112,8 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
     )  # fmt: skip
     for line in lines(results):
         say(line)
+    if plan.trace:
+        say(f"trace    {plan.trace} (open it at ui.perfetto.dev)")
     for way in results.odd_ones:
         say(f"  WRONG: {way} did not train the same model as the others")
     return results
@@ -126,7 +130,7 @@ def _measure(asked: dict[str, Any]) -> dict[str, Any]:
         print(f"round {turn + 1} of {plan.rounds}", flush=True)
         if "wrapper" in plan.parts:
             for way in turned(WAYS, turn):
-                timed = rank.train(way, plan.steps, count_syncs=way == OURS)
+                timed = rank.train(way, plan.steps, count_syncs=way == OURS, trace=plan.trace)
                 ways.setdefault(way, []).append(timed)
         if "compile" in plan.parts:
             ways.setdefault(COMPILED, []).append(rank.train(COMPILED, plan.steps))

@@ -5,18 +5,19 @@ Only one is there at a time, so that the most that it allocates is its own.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.profiler_util import FunctionEvent
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import imece
 from imece.bench.gpu.targets import BARE, COMPILED, FLAT, FOREACH, TORCH
@@ -26,6 +27,9 @@ from imece.models.transformer import Transformer
 
 _WARM_UP = 3  # steps that build buckets and optimizer states, and compile
 _LR = 1e-4
+_STEP = "step"  # as the profile names it
+_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")
+_COPIES = ("cudaMemcpy", "cudaMemcpy2D")  # those that do not return before the copy is done
 
 
 @dataclass
@@ -77,8 +81,12 @@ class Rank:
         """Whether this is about a GPU, and not a trial on the CPU."""
         return self.device.type == "cuda"
 
-    def train(self, way: str, steps: int, *, count_syncs: bool = False) -> Timed:
-        """One of WAYS or COMPILED, for some steps after a warm-up."""
+    def train(self, way: str, steps: int, *, count_syncs: bool = False, trace: str = "") -> Timed:
+        """One of WAYS or COMPILED, for some steps after a warm-up.
+
+        count_syncs: then as many steps again in torch's profiler, where the waits are counted. trace: the
+        file for what that saw (Chrome trace JSON); empty for none.
+        """
         trainee = self._wrapped(way)
         for _ in range(_WARM_UP):
             trainee.step()
@@ -88,13 +96,20 @@ class Rank:
         peak = torch.cuda.max_memory_allocated(self.device) if self.on_gpu else None
         found = Timed(seconds, float(trainee.loss), peak)
         if count_syncs and self.on_gpu:
-            with _syncs() as told:
-                for _ in range(steps):
-                    trainee.step()
-            found.syncs = len(told) / steps
+            found.syncs = self._profiled_syncs(trainee, steps, trace)
         del trainee
         self._clear()
         return found
+
+    def _profiled_syncs(self, trainee: Trainee, steps: int, trace: str) -> float | None:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+            for _ in range(steps):
+                with record_function(_STEP):
+                    trainee.step()
+        if trace:
+            Path(trace).parent.mkdir(parents=True, exist_ok=True)
+            profiled.export_chrome_trace(trace)
+        return syncs_of(profiled.events() or ())
 
     def step_alone(self, way: str, steps: int) -> float:
         """Seconds of one step of AdamW, of the OPTIMIZERS, without forward and backward."""
@@ -147,16 +162,16 @@ class Rank:
             torch.cuda.empty_cache()
 
 
-@contextlib.contextmanager
-def _syncs() -> Iterator[list[warnings.WarningMessage]]:
-    """torch's warnings of operations inside for which the host waits for the GPU."""
-    found: list[warnings.WarningMessage] = []
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield found
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    # Not torch's one notice that it may not find all of them.
-    found += [each for each in told if "called a synchronizing" in str(each.message)]
+def syncs_of(events: Iterable[FunctionEvent]) -> float | None:
+    """How often a step's host waited for the GPU, by CUDA's own calls; None: the profile has none of them."""
+    events = list(events)
+    if not any(each.name.startswith(_LAUNCHES) for each in events):
+        return None
+    steps = [each.time_range for each in events if each.name == _STEP and each.device_type.name == "CPU"]
+    waits = [each.time_range.start for each in events if _is_wait(each.name)]
+    inside = sum(bool(step.start <= at <= step.end) for at in waits for step in steps)
+    return inside / len(steps)
+
+
+def _is_wait(name: str) -> bool:
+    return name in _COPIES or (name.startswith(("cuda", "cu")) and name.endswith("Synchronize"))
