@@ -30,6 +30,12 @@ def has_streams(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
+def keeps_freed(device: torch.device) -> bool:
+    """Whether memory that is let go of stays with torch, which has it at hand when it is asked again. A CPU's
+    goes back to the system, and comes again page by page."""
+    return device.type == "cuda"
+
+
 def choose_device(asked: str | torch.device | None, world: World, backend: str | None = None) -> torch.device:
     """This rank's device, made torch's current one if it is a GPU. Ranks share GPUs on the `backend` Gloo.
 

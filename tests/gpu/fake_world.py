@@ -5,12 +5,17 @@ What lies where is what a rank of the real world would have; what is computed is
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import asdict, dataclass
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import imece
 from imece.data_parallel.footprint import counted, expected
@@ -37,13 +42,90 @@ class Measured:
     planned_peak: int  # and what backward keeps
     gathered: int  # of what was counted: units that are gone again after backward
     held: int = 0  # allocated on a GPU after a backward
-    peak: int = 0  # and at most, in the last step
+    peak: int = 0  # and at most, in the last step; on a CPU in the storages that operations have seen
 
 
 def enter(world_size: int, device: str) -> None:
     """Be rank 0 of so many, who can move tensors of `device`."""
     backend = "cpu:fake,cuda:fake" if device == "cuda" else "cpu:fake"
     dist.init_process_group(backend, rank=0, world_size=world_size, store=FakeStore())
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of all storages that operations have seen and that live."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sizes: dict[int, int] = {}
+        self.now = self.peak = 0
+        self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", self._resizer())
+
+    def __enter__(self) -> Any:
+        self._resizing.start()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._resizing.stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            for each in _pytree.tree_leaves((args, kwargs, found)):
+                if isinstance(each := getattr(each, "_local_tensor", each), Tensor) and not each.is_meta:
+                    self._see(each.untyped_storage())
+        return found
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            weakref.finalize(storage, self._set, key, None)
+        self._set(key, storage.nbytes())
+
+    def _set(self, key: int, nbytes: int | None) -> None:
+        self.now += (nbytes or 0) - self._sizes.pop(key)
+        self.peak = max(self.peak, self.now)
+        if nbytes is not None:
+            self._sizes[key] = nbytes
+
+    def _resizer(self) -> Any:
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            found = resize(storage, nbytes)
+            self._see(storage)
+            return found
+
+        return resized
+
+
+class Peak:
+    """Of bytes on this device, since the latest `begin`."""
+
+    def __init__(self, device: str) -> None:
+        self._live = Live() if device == "cpu" else None
+
+    def __enter__(self) -> Peak:
+        if self._live is not None:
+            self._live.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._live is not None:
+            self._live.__exit__(*raised)
+
+    def begin(self) -> None:
+        """What was before does not count."""
+        if self._live is not None:
+            self._live.peak = self._live.now
+        else:
+            torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def nbytes(self) -> int:
+        """The most."""
+        return self._live.peak if self._live is not None else torch.cuda.max_memory_allocated()
 
 
 def fill(module: nn.Module) -> None:
@@ -70,22 +152,21 @@ def measure(
         predicted = expected(wrapped, [optimizer])
         assert predicted is not None
         words = torch.zeros(1, seq, dtype=torch.long, device=device)
-        for step in range(STEPS):
-            if cuda and step:
-                torch.cuda.reset_peak_memory_stats()
-            cross_entropy(wrapped(words), words).backward()
-            found = counted(wrapped, [optimizer])
-            held = torch.cuda.memory_allocated() if cuda else 0
-            optimizer.step()
-            optimizer.zero_grad()
+        with Peak(device) as peak:
+            for _ in range(STEPS):
+                peak.begin()
+                cross_entropy(wrapped(words), words).backward()
+                found = counted(wrapped, [optimizer])
+                held = torch.cuda.memory_allocated() if cuda else 0
+                optimizer.step()
+                optimizer.zero_grad()
         assert isinstance(wrapped, ShardedDataParallel)
         gathering = wrapped.sharding.gathering
         planned = plan(described, world_size, strategy, seq, bucket_mb)
-        states = planned.total - planned.activations - planned.logits - planned.overhead
         return Measured(
-            asdict(predicted), asdict(found), states, planned.total - planned.overhead,
+            asdict(predicted), asdict(found), planned.states, planned.total - planned.overhead,
             gathering.most_bytes if gathering is not None else 0,
-            held, torch.cuda.max_memory_allocated() if cuda else 0,
+            held, peak.nbytes,
         )  # fmt: skip
     finally:
         dist.destroy_process_group()
@@ -98,7 +179,7 @@ def plan(model: Model, world_size: int, strategy: Strategy, seq: int, bucket_mb:
 
 
 def peak_of_fully_shard(device: str, shape: TransformerConfig, world_size: int, seq: int) -> int:
-    """The most that was allocated in the second step of the same with torch's own; 0 on the CPU."""
+    """The most that was allocated in the last step of the same with torch's own."""
     from torch.distributed.device_mesh import init_device_mesh  # here: they take a second to import
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -114,12 +195,12 @@ def peak_of_fully_shard(device: str, shape: TransformerConfig, world_size: int, 
         model.apply(lambda module: torch.no_grad()(fill)(module))
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         words = torch.zeros(1, seq, dtype=torch.long, device=device)
-        for step in range(STEPS):
-            if device == "cuda" and step:
-                torch.cuda.reset_peak_memory_stats()
-            cross_entropy(model(words), words).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return torch.cuda.max_memory_allocated() if device == "cuda" else 0
+        with Peak(device) as peak:
+            for _ in range(STEPS):
+                peak.begin()
+                cross_entropy(model(words), words).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return peak.nbytes
     finally:
         dist.destroy_process_group()

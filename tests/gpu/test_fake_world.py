@@ -7,12 +7,18 @@ import gc
 import pytest
 import torch
 
+from imece.data_parallel import shard
 from imece.models.shape import TransformerConfig
 from imece.plan.setup import Strategy
 from tests.gpu.fake_world import measure, peak_of_fully_shard
 
 SMALL = TransformerConfig(vocab_size=256, layers=6, width=128, heads=4, kv_heads=2, mlp_width=384, max_seq=64)
 SMALL_BUCKET_MB = 0.125  # a matrix, as 25 MB are of a 7B model
+# In the proportions of a 7B model with sequences of 1024, but with fewer layers.
+NARROW = TransformerConfig(
+    vocab_size=375, layers=12, width=128, heads=4, kv_heads=4, mlp_width=344, max_seq=128
+)
+NARROW_SEQ = 32
 # Llama 2's 7B.
 LARGE = TransformerConfig(
     vocab_size=32000, layers=32, width=4096, heads=32, kv_heads=32, mlp_width=11008, max_seq=4096
@@ -54,10 +60,13 @@ def test_a_gpu_has_allocated_less_of_7b_than_with_fully_shard(world_size: int) -
     assert ours < peak_of_fully_shard("cuda", LARGE, world_size, 1024)
 
 
-@pytest.mark.slow
-def test_fully_shard_runs_in_a_world_that_is_not_there() -> None:
-    """What it is compared with on a GPU; of a CPU nobody counts what is allocated."""
-    assert peak_of_fully_shard("cpu", SMALL, 8, 32) == 0
+def test_sums_of_gradients_are_there_when_activations_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: there memory is at hand again at once."""
+    kept = measure("cpu", NARROW, 8, "zero3", NARROW_SEQ, SMALL_BUCKET_MB)
+    monkeypatch.setattr(shard, "keeps_freed", lambda _: True)
+    found = measure("cpu", NARROW, 8, "zero3", NARROW_SEQ, SMALL_BUCKET_MB)
+    assert kept.counted == found.counted
+    assert found.peak == pytest.approx(kept.peak - found.counted["gradients"], rel=0.001)
 
 
 def _needs_bytes(nbytes: float) -> None:

@@ -18,6 +18,7 @@ from torch.optim import AdamW
 import imece
 from imece import mesh
 from imece.collectives.streams import Place, _beside
+from imece.data_parallel import shard
 from imece.data_parallel.reducing.leaving import Leaving
 from imece.data_parallel.sharding.coming import Coming
 from imece.data_parallel.sharding.offload import Streams
@@ -37,6 +38,8 @@ class Way:
     scaled: bool = False
     accumulate: bool = False
     branches: bool = False
+    adds: bool = False  # a second backward to sums that are there
+    steps_beside: bool = False  # the optimizer, on another stream than backward
     elsewhere: bool = False  # on another stream than that on which the model was wrapped
     regroups: bool = False  # before the last step
 
@@ -51,6 +54,7 @@ WAYS = {
     "zero3": Way("zero3"),
     "zero3, offload": Way("zero3", {"offload": "parameters"}),
     "zero3, branches": Way("zero3", branches=True),
+    "zero3, stepped beside": Way("zero3", adds=True, steps_beside=True),
 }
 MORE_WAYS = {
     "replicate, tokens": Way("replicate", {"average": "tokens"}, accumulate=True),
@@ -63,6 +67,8 @@ MORE_WAYS = {
     "zero1, branches": Way("zero1", branches=True),
     "zero2, scaled": Way("zero2", scaled=True),
     "zero2, branches": Way("zero2", branches=True, accumulate=True),
+    "zero2, added": Way("zero2", adds=True),
+    "zero2, stepped beside": Way("zero2", bf16=True, steps_beside=True),
     "zero2, elsewhere": Way("zero2", elsewhere=True),
     "zero3, bf16": Way("zero3", bf16=True),
     "zero3, kept": Way("zero3", {"reshard_after_forward": False}),
@@ -120,7 +126,7 @@ def _trained(way: Way) -> list[str]:
     assert all(each.device == CUDA for each in model.parameters())
     scaler = imece.GradScaler("cuda", init_scale=16.0) if way.scaled else None
     x = torch.ones(4, SIDE, device=CUDA, dtype=bf16 if way.bf16 else torch.float32)
-    stream = torch.cuda.current_stream()
+    stream, beside = torch.cuda.current_stream(), torch.cuda.Stream()
     if way.elsewhere:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -131,8 +137,8 @@ def _trained(way: Way) -> list[str]:
                 model.leave()
                 model.regroup(dist.new_group([0, 1]))
             gpu.waits.clear()
-            for last in (False, True) if way.accumulate else (True,):
-                with contextlib.nullcontext() if last else model.no_sync():
+            for last in (False, True) if way.accumulate or way.adds else (True,):
+                with contextlib.nullcontext() if last or way.adds else model.no_sync():
                     loss = model(x).float().square().mean()
                     if "average" in way.options:
                         loss = model.weigh(loss, len(x))
@@ -141,9 +147,13 @@ def _trained(way: Way) -> list[str]:
                 scaler.unscale_(optimizer)
                 scaler.step(optimizer)
                 scaler.update()
+                optimizer.zero_grad()
             else:
-                optimizer.step()
-            optimizer.zero_grad()
+                beside.wait_stream(stream)
+                with torch.cuda.stream(beside if way.steps_beside else stream):
+                    optimizer.step()
+                    optimizer.zero_grad()
+                stream.wait_stream(beside)
         waits = list(gpu.waits)
         assert gpu.nccl, "nothing was moved"
         model.state_dict()
@@ -213,6 +223,7 @@ TAKEN: list[tuple[Any, str, Any, str]] = [
     (Place, "join", _nothing, "replicate, bf16 on the wire"),
     (Unit, "settle", lambda unit: unit._works.clear(), "zero3"),
     (Flat, "come", _nothing, "zero3, branches"),
+    (shard, "_behind_this_stream", _nothing, "zero3, stepped beside"),
     (Streams, "within", lambda _: contextlib.nullcontext(), "zero3, offload"),
     (Streams, "reuse", _nothing, "zero2, offload"),
     (Streams, "wait", _nothing, "zero2, offload"),

@@ -68,7 +68,8 @@ def test_micro_batches_in_no_sync_have_sharded_gradients_whole_besides(strategy:
     summed, whole = (of(strategy, 8, accumulation=2, accumulates_whole=each) for each in (False, True))
     more = 2 * N if STRATEGIES[strategy].gradients else 0
     assert whole.gradients == pytest.approx(summed.gradients + more, rel=1e-3)
-    assert replace(whole, gradients=summed.gradients) == summed
+    same = replace(whole, gradients=summed.gradients, late=summed.late, notes=summed.notes)
+    assert same == summed
     assert of(strategy, 8, accumulates_whole=True) == of(strategy, 8), "one micro-batch is the last one"
 
 
@@ -160,8 +161,27 @@ def test_memory_falls_as_shards_grow_and_grows_with_the_micro_batch(
 def test_the_total_is_the_sum_of_its_categories() -> None:
     found = of("zero3", 8, recompute="full")
     assert found.total == sum(found.by_category().values())
-    others = {"notes", "host"}
+    others = {"notes", "host", "late"}
     assert list(found.by_category()) == [each.name for each in fields(Memory) if each.name not in others]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_summed_gradients_come_as_activations_go(strategy: Strategy) -> None:
+    """Only the larger of both counts, unless a micro-batch adds to sums that are there."""
+    sums = 4 * N / 8 if STRATEGIES[strategy].optimizer else 0.0
+    few, many = of(strategy, 2, recompute="full"), of(strategy, 8)
+    kept = few.activations + few.logits
+    assert kept < 4 * N / 2 and many.activations + many.logits > 4 * N / 8
+    assert many.late == pytest.approx(sums, rel=1e-3)
+    assert few.late == (kept if sums else 0)
+    assert many.by_category()["gradients"] == many.gradients - many.late
+    added = of(strategy, 8, accumulation=2)
+    assert added.late == (0 if STRATEGIES[strategy].gradients else many.late)
+    assert of(strategy, 8, accumulation=2, accumulates_whole=True).late == many.late
+    assert any("of summed gradients come" in note for note in many.notes) == bool(sums)
+    assert of(strategy, 8, offload="optimizer").late == 0
+    setup = Setup(MODEL, Parallel(strategy, 8, 8), Recipe(seq=4096))
+    assert memory(setup, framework=IMECE_CPU).late == 0, "there memory is kept"
 
 
 def test_what_eight_bits_adapters_and_the_host_save() -> None:
@@ -255,7 +275,7 @@ def test_what_is_offloaded_is_in_one_memory_or_the_other(strategy: Strategy) -> 
     if strategy == "zero1":
         assert off.gradients == pytest.approx(2 * N, rel=1e-3)
     else:
-        assert off.gradients == 0 and whole.total - off.total == pytest.approx(off.host, rel=1e-6)
+        assert off.gradients == 0 and whole.states - off.states == pytest.approx(off.host, rel=1e-6)
     if STRATEGIES[strategy].parameters:
         more = of(strategy, 8, offload="parameters")
         assert more.parameters == 0 and more.host - off.host == pytest.approx(2 * N / 8, rel=1e-3)

@@ -3,7 +3,8 @@
     gradients whole until the step (zero1)   a bucket of each is kept; the sum over the ranks lands in the own
                                              shard of it, in place; the rest is scratch then
     gradients sharded (zero2, zero3)         a bucket borrows memory when its first gradient comes, is summed
-                                             as soon as it is full, and gives the memory back; shards are kept
+                                             as soon as it is full, and gives the memory back; shards are
+                                             kept until they are zeroed, on a CPU for good
     parameters whole (zero1, zero2)          each rank steps its shard, and an all-gather in place brings the
                                              others'; over a network while the next forward begins
                                              (sharding/coming.py)
@@ -34,6 +35,7 @@ from imece.data_parallel.sharding.parts import Part
 from imece.data_parallel.sharding.stores import Division, Store, make_stores
 from imece.data_parallel.sharding.trained import Trained
 from imece.data_parallel.sharding.written import Written
+from imece.device import has_streams, keeps_freed
 
 
 class Sharding(Gradients):
@@ -68,9 +70,10 @@ class Sharding(Gradients):
             [(trained, self.layout), (frozen, self.frozen_layout)], division, fill
         )
         """Of the parameters that are trained, by bucket; of the frozen ones that are shared out."""
-        self.most_under_way = most_under_way(
-            self.groups, self.stores[0].parameters.device, self._way.schedule
-        )
+        device = self.stores[0].parameters.device
+        self.most_under_way = most_under_way(self.groups, device, self._way.schedule)
+        self._lets_go = self.offload is None and keeps_freed(device)  # of sums that are zeroed
+        self._in_backward = False
         self.parts = [part for store in self.stores for part in store.parts]
         self.all = [_bucket(store) for store in self.stores]
         by_index = {slot.index: slot for bucket in self.all for slot in bucket.slots}
@@ -123,16 +126,30 @@ class Sharding(Gradients):
         """A synchronised backward begins. What was summed and not zeroed since then is to be added to."""
         if self.gathering is not None:
             self.gathering.begin()
+        self._in_backward = True
         live = []
         for store in self.stores:
             store.older = None
-            for part in store.parts:
-                if (grad := part.parameter.grad) is not None:
-                    if store.older is None:
-                        store.older = torch.zeros_like(store.master)
-                    part.of(store.older).copy_(grad)
-                    live.append(part.index)
+            here = [part for part in store.parts if part.parameter.grad is not None]
+            if here:
+                store.older = self._taken_aside(store)
+            live += [part.index for part in here]
         self.accumulated.begin(live)
+
+    def _taken_aside(self, store: Store) -> torch.Tensor:
+        """What a store has of gradients, where the sum to come is not."""
+        older = None
+        if self._lets_go and self.borrows:
+            older, store.gradient = store.gradient, None
+        if older is None:
+            older = torch.zeros_like(store.master)
+        for part in store.parts:
+            place, grad = part.of(older), part.parameter.grad
+            if grad is None:
+                place.zero_()
+            elif grad.data_ptr() != place.data_ptr():
+                place.copy_(grad)
+        return older
 
     def leaves(self, bucket: Bucket, by_hook: bool) -> None:
         """A bucket is full: its unit may not be needed any more."""
@@ -171,6 +188,10 @@ class Sharding(Gradients):
             if store.gradient is None:
                 store.gradient = self._like_master(store)
             self.lane.copy(store.gradient, own)
+        if self._lets_go and store.older is not None and store.gradient is not None:
+            store.gradient.add_(store.older)
+            _behind_this_stream(store.older)
+            store.older = None
         if self.borrows:
             self.memory.take_back(bucket)
 
@@ -189,6 +210,7 @@ class Sharding(Gradients):
 
     def finish(self, absent: Sequence[Slot], used_anywhere: Sequence[int]) -> None:
         """As of Gradients: parts have them, but frozen ones, and those of parameters that no rank used."""
+        self._in_backward = False
         self.lane.wait()  # whoever clips or steps reads them, and no stream holds back the host
         unused = {slot.index for slot in absent if not used_anywhere[slot.index]}
         frozen = {part.index for part in self.parts if not part.parameter.requires_grad}  # by their groups
@@ -204,6 +226,17 @@ class Sharding(Gradients):
             for part in store.parts:
                 if part.index not in unused and part.index not in frozen:
                     part.parameter.grad = part.of(store.gradient)
+
+    def zeroed(self, kinds: Collection[int], set_to_none: bool) -> None:
+        """The gradients of the optimizers of these numbers were: where memory is at hand again at once, it is
+        for what the next forward keeps until the next sums come."""
+        self.accumulated.zeroed(kinds, set_to_none)
+        if not set_to_none or not self._lets_go or self._in_backward:
+            return
+        for store in self.stores:
+            if store.kind in kinds and store.gradient is not None:
+                _behind_this_stream(store.gradient)
+                store.gradient = None
 
     # A step.
 
@@ -315,6 +348,12 @@ class Sharding(Gradients):
         """RuntimeError that names a parameter whose part was written into outside of a step."""
         for store in self.stores:
             store.check_parts()
+
+
+def _behind_this_stream(memory: torch.Tensor) -> None:
+    """It is let go of: others may have it when this stream has done what it was told, whoever took it."""
+    if has_streams(memory):
+        memory.record_stream(torch.cuda.current_stream(memory.device))
 
 
 def _bucket(store: Store) -> Bucket:

@@ -431,7 +431,6 @@ class ShardedDataParallel(DistributedDataParallel):
         """Also of this rank's parts."""
         self._before_zero(len(self._optimizers), set_to_none)
         super().zero_grad(set_to_none)
-        self.sharding.accumulated.zeroed(set(self.sharding.trained.kinds), set_to_none)
         for slot in self.sharding.slots:  # zeros would count as what came in no_sync and is to be summed
             slot.parameter.grad = None
         for part in self.sharding.parts:
@@ -439,6 +438,7 @@ class ShardedDataParallel(DistributedDataParallel):
                 part.parameter.grad = None
             elif part.parameter.grad is not None:
                 part.parameter.grad.zero_()
+        self.sharding.zeroed(set(self.sharding.trained.kinds), set_to_none)
 
     def __getstate__(self) -> dict[str, Any]:
         raise RuntimeError(

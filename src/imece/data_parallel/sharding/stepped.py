@@ -340,7 +340,7 @@ class SteppedParts:
         if (model := self._known()) is not None:
             model._before_zero(self._number, set_to_none)
         self._zero(set_to_none)
-        self._sharding.accumulated.zeroed((self._number,), set_to_none)
+        self._sharding.zeroed((self._number,), set_to_none)
         for parameter in self._parameters:  # what came in no_sync and was not summed
             parameter.grad = None
 

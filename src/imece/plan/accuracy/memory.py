@@ -257,7 +257,7 @@ def own_engine(own: Table | None = None) -> list[Row]:
         recipe = Recipe(128, precision=precision, bucket_bytes=_BUCKET_BYTES)
         framework = replace(IMECE_CPU, name=r["strategy"], gathers=True) if gathers else IMECE_CPU
         found = memory(Setup(model, Parallel(_strategy(name), ranks, shard), recipe), framework=framework)
-        predicted = found.total - found.activations - found.logits
+        predicted = found.states
         counted = sum(int(r[key]) for key in ("parameters", "gradients", "optimizer", "communication"))
         kind = "bf16" if r["bf16"] == "1" else "fp32"
         title = f"{model.parameters / 1e6:.1f}M x{ranks} {r['strategy']} {kind}"

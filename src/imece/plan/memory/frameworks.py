@@ -22,6 +22,7 @@ class Framework:
     name: str
     precision: Precision = field(default_factory=Precision)
     sums_as_masters: bool = True  # a shard of gradients is in the masters' dtype, whatever the buckets are in
+    late_sums: bool = False  # which are let go of when they are zeroed, and come when activations go
     masters_are_shards: bool = (
         False  # of zero3: what is sharded are the masters; parameters are only gathered
     )
@@ -59,7 +60,7 @@ TORCH_LOSS_BYTES = 12.0
 
 # Cross-entropy of models/cross_entropy.py. While the gradients of one unit grow, those of the one before are
 # summed. model_parallel/: torch keeps what a product reads, which is whole on each rank.
-IMECE = Framework("imece", grown_units=2, gathered_inputs=True)
+IMECE = Framework("imece", late_sums=True, grown_units=2, gathered_inputs=True)
 
 # Ours on the CPUs of one host, in fp32: zero3 leaves parameters in memory that the ranks have in common.
 # There RMSNorm is made of several operations, which keep what is normalised too, and what attention gives out

@@ -15,6 +15,7 @@ _BLOCK = 256  # elements of an 8-bit moment that share a scale in fp32 (bitsandb
 _EIGHT_BIT = 1 + 4 / _BLOCK  # bytes of an element
 _CODE = 0.5  # bytes of an element in 4 bits
 _SCALES = 1 / 64 + 4 / (64 * 256)  # NF4: 64 elements share one of 8 bits, 256 of those one in fp32
+_WORTH_A_NOTE = 0.01  # of what lasts
 FOUR_BIT = _CODE + _SCALES
 
 
@@ -33,20 +34,28 @@ class Memory:
     overhead: int  # of libraries, and what the allocator has reserved without use
     notes: tuple[str, ...] = ()
     host: int = 0  # what is offloaded, in the host's memory
+    late: int = 0  # of the gradients, what comes when as much of activations and logits has gone
+
+    @property
+    def states(self) -> int:
+        """When a backward is over."""
+        return (
+            self.parameters + self.gradients + self.optimizer + self.masters + self.gathered
+            + self.communication
+        )  # fmt: skip
 
     @property
     def total(self) -> int:
-        return (
-            self.parameters + self.gradients + self.optimizer + self.masters + self.gathered
-            + self.communication + self.activations + self.logits + self.overhead
-        )  # fmt: skip
+        """At most."""
+        return self.states - self.late + self.activations + self.logits + self.overhead
 
     def by_category(self) -> dict[str, int]:
-        """Name -> bytes, in the order of a bar; what is nothing is in it too."""
+        """Name -> bytes of the total, in the order of a bar; what is nothing is in it too."""
         return {
-            "parameters": self.parameters, "gradients": self.gradients, "optimizer": self.optimizer,
-            "masters": self.masters, "gathered": self.gathered, "communication": self.communication,
-            "activations": self.activations, "logits": self.logits, "overhead": self.overhead,
+            "parameters": self.parameters, "gradients": self.gradients - self.late,
+            "optimizer": self.optimizer, "masters": self.masters, "gathered": self.gathered,
+            "communication": self.communication, "activations": self.activations, "logits": self.logits,
+            "overhead": self.overhead,
         }  # fmt: skip
 
 
@@ -57,6 +66,7 @@ class _States:
     all: Footprint
     gathered: float  # of its communication: units
     masters: float  # of its optimizer
+    sums: float = 0.0  # of its gradients: what the optimizer reads, beside buckets
 
 
 def memory(setup: Setup, stage: int | None = None, framework: Framework = IMECE) -> Memory:
@@ -103,15 +113,28 @@ def _of_stage(setup: Setup, stage: int, framework: Framework) -> Memory:
     communication = found.communication - gathered + _buffers(setup)
     communication += waiting_bytes(setup, stage, part, framework)
     activations, logits = _activations(setup, stage, part, framework)
+    late = 0.0
+    if framework.late_sums and _sums_come_last(setup):
+        late = min(states.sums, activations + logits)
+        if late > _WORTH_A_NOTE * found.total:
+            said = f"{late / 1e9:,.1f} GB of summed gradients come as backward lets go of activations"
+            notes = (*notes, f"{said}, and count once")
     in_use = (
-        parameters + found.gradients + optimizer + masters + gathered + communication
+        parameters + found.gradients - late + optimizer + masters + gathered + communication
         + activations + logits
     )  # fmt: skip
     return Memory(
         parameters, found.gradients, round(optimizer), round(masters), round(gathered),
         round(communication), round(activations), round(logits),
-        framework.workspace_bytes + round(framework.slack * in_use), notes, found.host,
+        framework.workspace_bytes + round(framework.slack * in_use), notes, found.host, round(late),
     )  # fmt: skip
+
+
+def _sums_come_last(setup: Setup) -> bool:
+    """Whether none are there before the last micro-batch's backward."""
+    recipe = setup.recipe
+    in_each = DIVIDED[setup.parallel.strategy].gradients and not recipe.accumulates_whole
+    return recipe.accumulation == 1 or not in_each
 
 
 def _states(setup: Setup, part: Held, dealt: Sizes, whole: float, framework: Framework) -> _States:
@@ -132,12 +155,13 @@ def _states(setup: Setup, part: Held, dealt: Sizes, whole: float, framework: Fra
         own_bytes=0 if framework.masters_are_shards and precision.masters else None,
         offload=recipe.offload,
     )
+    sums = found.gradients - (0 if divides.gradients else round(reduce_bytes * dealt.whole))
     if divides.gradients and recipe.accumulates_whole and recipe.accumulation > 1:
         found = replace(found, gradients=found.gradients + round(precision.gradients * whole))
     same = precision.masters == precision.parameters
     masters = 0.0 if same or recipe.offload else precision.masters
     masters *= dealt.shard if divides.optimizer else dealt.whole
-    return _States(found, precision.parameters * dealt.gathered, masters)
+    return _States(found, precision.parameters * dealt.gathered, masters, sums)
 
 
 def _moment_bytes(recipe: Recipe, part: Held) -> float:
@@ -194,7 +218,7 @@ def _sum(one: _States, other: _States) -> _States:
         a.parameters + b.parameters, a.gradients + b.gradients, a.optimizer + b.optimizer,
         a.communication + b.communication, a.host + b.host,
     )  # fmt: skip
-    return _States(both, one.gathered + other.gathered, one.masters + other.masters)
+    return _States(both, one.gathered + other.gathered, one.masters + other.masters, one.sums + other.sums)
 
 
 def _cast_bytes(part: Held, stage: int, setup: Setup) -> float:

@@ -1,0 +1,141 @@
+"""Sums of gradients whose memory goes when they are zeroed, as on a GPU: the same bits, and no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from imece import MixedPrecision
+from imece.data_parallel import shard
+from tests.data_parallel.checks import Check, Job, jobs, passed
+from tests.data_parallel.sharding.test_units import (
+    Routed,
+    Small,
+    accumulated,
+    accumulated_in_no_sync,
+    loss_of,
+    made,
+    muon_and_adamw,
+    plain,
+    wrap,
+)
+
+Train = Callable[[Any, Any, int], Iterator[torch.Tensor]]
+
+
+def zeroed_in_place(model: Any, optimizer: Any, steps: int) -> Iterator[torch.Tensor]:
+    for step in range(steps):
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        model.zero_grad(set_to_none=step % 2 == 0)
+        yield loss.detach()
+
+
+def after_one_that_raised(model: Any, optimizer: Any, steps: int) -> Iterator[torch.Tensor]:
+    for step in range(steps):
+
+        def stop(_gradient: torch.Tensor) -> None:
+            raise RuntimeError("stop")
+
+        handle = model.module.first.weight.register_hook(stop)
+        with pytest.raises(RuntimeError, match="stop"):
+            loss_of(model, 50 + step).backward()
+        handle.remove()
+        optimizer.zero_grad()
+        yield from plain(model, optimizer, 1)
+
+
+def zeroed_in_backward(model: Any, optimizer: Any, steps: int) -> Iterator[torch.Tensor]:
+    """When some sums are there and some are not."""
+    for step in range(steps):
+        handle = model.module.first.weight.register_hook(lambda _: optimizer.zero_grad())
+        loss = loss_of(model, step)
+        loss.backward()
+        handle.remove()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
+def some_replaced(model: Any, optimizer: Any, steps: int) -> Iterator[torch.Tensor]:
+    """Gradients to be added to that are not where they were, and others that are not there."""
+    for step in range(steps):
+        loss_of(model, 2 * step).backward()
+        for at, part in enumerate(model.parts):
+            if part.parameter.grad is not None:
+                part.parameter.grad = None if at % 3 == 0 else 2 * part.parameter.grad
+        loss = loss_of(model, 2 * step + 1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
+def same_bits(
+    strategy: str, train: Train = plain, make: Callable[[], nn.Module] = Small, **options: Any
+) -> Check:
+    def check(group: dist.ProcessGroup) -> None:
+        states = []
+        for goes in (False, True):
+            with mock.patch.object(shard, "keeps_freed", lambda _, goes=goes: goes):
+                model, optimizer = wrap(made(make), group, strategy, **options)
+            for _ in train(model, optimizer, 3):
+                kept = [store.gradient for store in model.sharding.stores]
+                if train is not zeroed_in_place:
+                    assert not goes or kept == [None] * len(kept)
+                    assert goes or None not in kept
+                assert model.sharding.stores[0].older is None
+            states.append(model.state_dict())
+        for name, each in states[0].items():
+            assert torch.equal(each, states[1][name]), name
+
+    return check
+
+
+BF16 = MixedPrecision(torch.bfloat16, torch.bfloat16)
+CHECKS: dict[str, Check] = {
+    "zero1": same_bits("zero1"),
+    "zero1, bf16": same_bits("zero1", accumulated, precision=BF16),
+    "zero1, accumulated": same_bits("zero1", accumulated),
+    "zero2": same_bits("zero2"),
+    "zero2, accumulated": same_bits("zero2", accumulated, bucket_cap_mb=1e-3),
+    "zero2, some replaced": same_bits("zero2", some_replaced),
+    "zero3": same_bits("zero3"),
+    "zero3, bf16": same_bits("zero3", accumulated, precision=BF16),
+    "zero3, accumulated": same_bits("zero3", accumulated),
+    "zero3, in no_sync": same_bits("zero3", accumulated_in_no_sync),
+    "zero3, unused": same_bits("zero3", accumulated, Routed),
+    "zero3, zeroed in place": same_bits("zero3", zeroed_in_place),
+    "zero3, zeroed in backward": same_bits("zero3", zeroed_in_backward),
+    "zero3, after one that raised": same_bits("zero3", after_one_that_raised),
+    "zero3, some replaced": same_bits("zero3", some_replaced),
+}
+
+
+def two_optimizers(group: dist.ProcessGroup) -> None:
+    """What one of them has zeroed goes, and the other's stays."""
+    with mock.patch.object(shard, "keeps_freed", lambda _: True):
+        model, optimizer = wrap(made(Small), group, "zero3", make=muon_and_adamw)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer._optimizers[1].zero_grad()
+    for store in model.sharding.stores:
+        assert (store.gradient is None) == (store.kind == 1)
+    model.zero_grad()
+    assert all(store.gradient is None for store in model.sharding.stores)
+    list(plain(model, optimizer, 1))
+
+
+CHECKS["two optimizers"] = two_optimizers
+
+
+@pytest.mark.parametrize("job", jobs(__name__, CHECKS, (2, "gloo")))
+def test_let_go(job: Job, request: pytest.FixtureRequest) -> None:
+    passed(job, request)
