@@ -93,7 +93,13 @@ class Event:
         return all(gpu.host.clock.get(lane, 0) >= at for lane, at in self.clock.items())
 
     def synchronize(self) -> None:
-        gpu.host_waits("Event.synchronize", self.clock)
+        if not self.query():
+            gpu.host_waits("Event.synchronize", self.clock)
+
+    def elapsed_time(self, end: Event) -> float:
+        if not (self.query() and end.query()):
+            raise Race("the host asks for the time between events that are not known to be over")
+        return 0.0
 
 
 @dataclass
@@ -294,6 +300,9 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name, here = dict(kwargs or {}), getattr(func, "__name__", ""), gpu.here
+        if name == "tolist" and gpu.has(args[0]):  # it copies, and no operation is called
+            with self:
+                return args[0].cpu().tolist()
         if func is torch.Tensor.backward:
             (loss,) = args
             with self:  # for what hooks do
@@ -406,7 +415,7 @@ def cpu_as_gpu() -> Iterator[_Gpu]:
             "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
             "current_device": lambda: 0, "set_device": lambda _: None, "Stream": Stream, "Event": Event,
             "stream": _on, "current_stream": lambda _=None: gpu.current,
-            "is_current_stream_capturing": lambda: False,
+            "is_current_stream_capturing": lambda: False, "manual_seed": lambda _: None,
         }),
         # An optimizer's step asks whether a graph is captured: torch 2.11 the module above, later ones the
         # build's accelerator, and a CUDA build then the driver.

@@ -166,11 +166,11 @@ def mistake() -> None:
     """Of member 1, in its fourth update."""
     update, calls = Step._update, []
 
-    def wrong(self: Step) -> tuple[float, str]:
+    def wrong(self: Step, length: float) -> str:
         calls.append(1)
         if os.environ["IMECE_MEMBER"] == "1" and len(calls) == 4:
             raise RuntimeError("by mistake")
-        return update(self)
+        return update(self, length)
 
     mock.patch.object(Step, "_update", wrong).start()
 

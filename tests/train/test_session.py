@@ -66,8 +66,7 @@ def loop_of(session: Session) -> Any:
     loop._drift = mock.Mock(key=0.0)
     loop._drift.digest.return_value = 0.0
     loop._new_drift = mock.Mock(return_value=loop._drift)  # type: ignore[method-assign]
-    loop._process, loop._stragglers = mock.Mock(), mock.Mock()
-    loop._process.memory_info.return_value.rss = 1
+    loop._memory, loop._stragglers = mock.Mock(most_bytes=lambda: 0), mock.Mock()
     loop._own = loop._made = loop._pending = loop._recovered = loop._save_s = None
     loop._tokens_per_s_of_rank = 1.0
     return loop
@@ -106,20 +105,6 @@ def test_a_save_that_was_given_up_is_made_at_the_next_border(
         loop.recovered(session.recover(MovedOnError("a rank has joined")))
         steps = [call.args[0] for call in checkpoints.save.call_args_list]
         assert steps == [8], "it is not due, and once is enough"
-
-
-def test_the_memory_of_a_rank_on_a_gpu_is_what_is_predicted_of_it(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the context and libraries, which torch does not count."""
-    played = {"max_memory_allocated": 300, "mem_get_info": (500, 1000), "memory_reserved": 400}
-    for name, answer in played.items():
-        monkeypatch.setattr(torch.cuda, name, lambda _, answer=answer: answer)
-    found = []
-    for backend in ("nccl", "gloo"):
-        session.mesh = mock.Mock(device=torch.device("cuda"), backend=backend)
-        found.append(loop_of(session)._memory_bytes())
-    assert found == [400, 300]
 
 
 def test_numbers_of_an_aborted_call_are_not_believed(

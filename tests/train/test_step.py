@@ -219,6 +219,34 @@ def test_what_is_dropped_is_a_step_s_own() -> None:
     assert sums[0] == pytest.approx(sums[1], rel=1e-6), "whichever rank computes a micro-batch"
 
 
+def reads() -> dict[str, Any]:
+    """What is read and updated, in order; and how many tokens are computed as ranks come."""
+    bench, done = Bench(), list[str]()
+    read = bench.batches.for_rank
+
+    def noted(index: int, rank: int, world_size: int) -> Any:
+        done.append(f"read {index}")
+        return read(index, rank, world_size)
+
+    bench.optimizers[0].register_step_pre_hook(lambda *_: done.append("update"))
+    with mock.patch.object(bench.batches, "for_rank", noted):
+        computed = [bench.step.run(index, lr=0.0).computed for index in (3, 4, 4)]
+        bench.step.take_over(shared_among(bench.plan, 2))
+        computed.append(bench.step.run(5, lr=0.0).computed)
+    return {"done": done, "computed": computed}
+
+
+def test_the_next_step_is_read_before_the_update() -> None:
+    """When a GPU has still to compute; and anew where another step comes next, or for other ranks."""
+    (found,) = run_ranks(reads, 1)
+    assert found["done"] == [
+        "read 3", "read 4", "update", "read 5", "update",
+        "read 4", "read 5", "update",
+        "read 5", "read 6", "update",
+    ]  # fmt: skip
+    assert found["computed"] == [SEQUENCES * SEQ] * 3 + [SEQUENCES * SEQ // 2]
+
+
 def cases() -> dict[str, Any]:
     return {"clipped": clipped(), "overflows": overflows(), "phases": phases(), "spoilt": spoilt_weights()}
 

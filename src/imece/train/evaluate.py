@@ -14,6 +14,7 @@ from imece.data.batches import Tokens
 from imece.data.tokens import Part
 from imece.model_parallel.vocabulary import cross_entropy
 from imece.train.precision import Precision
+from imece.train.sending import sent
 
 IGNORE = -100  # a target that does not count
 
@@ -52,7 +53,7 @@ def evaluate(
         first = begin + rank * batch
         numbers = range(first, min(first + batch, chosen))  # none for the last ranks of the last round
         inputs, targets = _windows(part, seq, [number * windows // chosen for number in numbers])
-        total += nats(torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device))
+        total += nats(*(sent(torch.from_numpy(each), device) for each in (inputs, targets)))
         tokens += int((targets != IGNORE).sum())
     model.train(was_training)
     return float(total), tokens

@@ -8,7 +8,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 
 from imece.collectives import ops
@@ -20,10 +19,12 @@ from imece.train.drift import Drift, DriftError
 from imece.train.evaluate import evaluate
 from imece.train.peak import flops_per_token, measured_peak
 from imece.train.schedule import learning_rate
+from imece.train.sending import sent
 from imece.train.session import Session
 from imece.train.step import Outcome
 from imece.train.stopping import Stop
 from imece.train.stragglers import PHASES, Stragglers
+from imece.train.used_memory import UsedMemory
 from imece.train.watching import Watching
 
 
@@ -52,8 +53,8 @@ class Loop:
     def __init__(self, session: Session, watching: Watching, stop: Stop) -> None:
         self._session, self._watching, self._stop = session, watching, stop
         self._save_s: float | None = None  # how long a save has held up the next step
-        self._process = psutil.Process()
         mesh = session.mesh
+        self._memory = UsedMemory(mesh)
         self._pending: dict[str, Any] | None = None  # of a step that is made and not yet told
         self._made: tuple[int, Outcome, float] | None = None  # the newest step
         self._recovered: Recovered | None = None  # since the last step
@@ -199,39 +200,23 @@ class Loop:
         if self._session.recovery is not None:
             self._session.recovery.member.aborting.check()
 
-    def _memory_bytes(self) -> int:
-        """Of this process. On a GPU what torch had there at most, and what is beside it: the context and
-        libraries, but not where ranks share it, who could not tell whose that is.
-        """
-        mesh = self._session.mesh
-        if mesh.device.type != "cuda":
-            return int(self._process.memory_info().rss)
-        most = torch.cuda.max_memory_allocated(mesh.device)
-        if mesh.backend != "nccl":
-            return most
-        free, total = torch.cuda.mem_get_info(mesh.device)
-        return most + total - free - torch.cuda.memory_reserved(mesh.device)
-
     def _gather(self, outcome: Outcome) -> _Together:
         mesh, recovery = self._session.mesh, self._session.recovery
         device, group = mesh.device, mesh.world_group
         part, parts = part_of(mesh)
         said = (*(recovery.says() if recovery is not None else (0.0, 0.0)), float(self._session.owes_save))
         own = self._own or (math.nan,) * len(PHASES)
-        mine = torch.tensor(
-            [
-                outcome.nats,
-                outcome.tokens,
-                self._memory_bytes(),
-                self._stop.signal,
-                *said,
-                *own,
-                self._drift.key * parts + part,
-                0.0,
-            ],
-            dtype=torch.float64,
-            device=device,
-        )
+        row = [
+            outcome.nats,
+            outcome.tokens,
+            self._memory.most_bytes(),
+            self._stop.signal,
+            *said,
+            *own,
+            self._drift.key * parts + part,
+            0.0,
+        ]
+        mine = sent(torch.tensor(row, dtype=torch.float64), device)
         mine[-1] = self._drift.digest(self._session.done)
         everybodys = mine.new_empty(mesh.world_size * len(mine))
         with self._session.clock.phase("exposed"):  # it waits for the slowest rank

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from imece.collectives.texts import gather_json
 from imece.data.batches import Batches, rows
@@ -20,6 +21,7 @@ from imece.model_parallel.context import ContextParallel
 from imece.train.batch import BatchPlan
 from imece.train.clock import Clock
 from imece.train.passes import MicroBatch, Passes, not_finite, trained
+from imece.train.sending import sent
 
 # What is not finite of a micro-batch: its loss, if it is known here; parameters, documents.
 _Found = tuple[float | None, list[str], list[int]] | None
@@ -39,10 +41,14 @@ class Outcome:
 class Step:
     """The phases of an update, in order:
 
-    data      this rank's rows of the global batch, of each its part if ranks divide them
     forward, backward   of the micro-batches (passes.py), and the sum of the gradients over the ranks
     exposed   the part of that sum which backward did not hide, and what a stage waits for others
-    optimizer the gradient's norm; if it is finite, clipping and the update
+    optimizer the gradient's norm
+    data      of the next step: this rank's rows of the global batch, of each its part if ranks divide them
+    optimizer if the norm is finite, clipping and the update
+
+    A GPU is still at the first ones when the host reads for the next step. Then the host waits, once: for the
+    norm and the loss. What follows the update it does while the GPU makes it.
 
     All ranks make as many forwards and backwards, since with gathered parameters each is a collective: a rank
     with fewer micro-batches than another one ends with some of weight 0.
@@ -75,6 +81,7 @@ class Step:
         self._together = mesh.group(*together) if several else None  # ranks that make each forward together
         self._batches, self._plan, self.passes = batches, plan, passes
         self._scaler, self._clip, self._clock = scaler, clip, clock
+        self._ahead: tuple[int, list[MicroBatch]] | None = None  # what was read of a step that is to come
         model.record_trace()
 
     def run(self, index: int, lr: float) -> Outcome:
@@ -83,13 +90,18 @@ class Step:
             optimizer.zero_grad()
             for group in optimizer.param_groups:
                 group["lr"] = lr
-        micro_batches = self._read(index)
-        nats = self.passes.gradients(micro_batches, self._draws(index))
+        ahead, self._ahead = self._ahead, None
+        micro_batches = ahead[1] if ahead is not None and ahead[0] == index else self._read(index)
+        found = self.passes.gradients(micro_batches, self._draws(index))
         with self._clock.phase("optimizer"):
-            norm, skipped = self._update()
+            both = torch.stack((self._norm().double(), found))
+        self._ahead = index + 1, self._read(index + 1)
+        with self._clock.phase("optimizer"):
+            norm, nats = both.tolist()
+            skipped = self._update(norm)
         counted = sum(each.tokens for each in micro_batches)
         computed = sum(each.targets.numel() for each in micro_batches)
-        return Outcome(float(nats), counted, norm, skipped, computed)
+        return Outcome(nats, counted, norm, skipped, computed)
 
     def blame(self, index: int) -> list[str]:
         """Who brought what is not finite into step `index`: a line for each rank, with its documents.
@@ -150,21 +162,24 @@ class Step:
         with self._clock.phase("data"):
             rank, micro = self._mesh.batch_rank, self._plan.micro
             both = self._batches.for_rank(index, rank, self._plan.ranks)
-            whole = (torch.from_numpy(each).to(self._model.device) for each in both)
-            inputs, targets = (self._context.part(each) for each in whole)
+            parts = (self._context.part(torch.from_numpy(each)) for each in both)
+            inputs, targets = (sent(each, self._model.device) for each in parts)
             first, _ = rows(self._plan.sequences, rank, self._plan.ranks)
             places = range(first, first + len(inputs), micro)
-            parts = zip(inputs.split(micro), targets.split(micro), places, strict=True)
-            found = [MicroBatch(inputs, targets, targets.numel(), place) for inputs, targets, place in parts]
+            each = zip(inputs.split(micro), targets.split(micro), places, strict=True)
+            found = [MicroBatch(inputs, targets, targets.numel(), place) for inputs, targets, place in each]
             # A sequence of its own: it brings nothing that is not finite unless it has done so already.
             ignored = MicroBatch(inputs[:1], targets[:1], 0, first)
             return found + [ignored] * (self._plan.accumulation - len(found))
 
-    def _update(self) -> tuple[float, str]:
+    def _norm(self) -> Tensor:
         if self._scaler is not None:
             for optimizer in self._optimizers:
                 self._scaler.unscale_(optimizer)
-        length = float(self._model.gradient_norm())
+        return self._model.gradient_norm()
+
+    def _update(self, length: float) -> str:
+        """length: of the gradient. Returns why the update was not made, if so."""
         finite = math.isfinite(length)
         if finite and 0 < self._clip < length:
             self._model.scale_gradients(self._clip / length)
@@ -173,12 +188,12 @@ class Step:
                 self._scaler.step(optimizer) if self._scaler is not None else optimizer.step()
         if self._scaler is not None:
             self._scaler.update()
-            return length, "" if finite else f"fp16 overflow; the scale is now {self._scaler.get_scale():g}"
-        return length, "" if finite else "the gradient is not finite"
+            return "" if finite else f"fp16 overflow; the scale is now {self._scaler.get_scale():g}"
+        return "" if finite else "the gradient is not finite"
 
     def take_over(self, plan: BatchPlan) -> None:
         """The model is on other ranks now, and this is how they share the global batch."""
-        self._plan = plan
+        self._plan, self._ahead = plan, None
 
     @property
     def scale(self) -> float:
