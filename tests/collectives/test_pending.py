@@ -32,6 +32,15 @@ def fail(group: Group) -> None:
     raise ZeroDivisionError(str(group))
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_what_runs_in_the_background_records_no_gradients(recorded: bool) -> None:
+    """Its thread would, whether the one that calls does or not."""
+    found: list[bool] = []
+    with torch.set_grad_enabled(recorded):
+        in_background(lambda: found.append(torch.is_grad_enabled())).wait()
+    assert found == [False]
+
+
 @pytest.mark.parametrize("lane", [0, 1])
 def test_nothing_keeps_what_failed_once_it_was_waited_for(lane: int) -> None:
     """A group ends with its last reference, and others wait for that."""

@@ -29,6 +29,8 @@ from imece.errors import UserError
 
 def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The group, or that of all ranks. UserError if there is none, ValueError if this rank is not in it."""
+    if type(group) is SharedMemoryGroup or type(group) is dist.ProcessGroup:
+        return group  # torch's isinstance takes longer than the rest of a small call's checks
     if group is None:
         group = dist.group.WORLD
         if group is None:
@@ -52,7 +54,7 @@ mesh.before_closing.append(finish)
 
 def in_shared_memory(group: dist.ProcessGroup, tensor: torch.Tensor) -> bool:
     """Whether our own engine moves this tensor: it checks calls and knows all reductions by itself."""
-    return isinstance(group, SharedMemoryGroup) and tensor.device.type == "cpu"
+    return type(group) is SharedMemoryGroup and tensor.is_cpu
 
 
 def collectives_made(group: dist.ProcessGroup, device: torch.device) -> int | None:
@@ -86,6 +88,9 @@ def copy_back(place: torch.Tensor, tensor: torch.Tensor) -> None:
     """What came into `flat_place(tensor)` goes where it belongs, if it is not there."""
     if not shares_memory(place, tensor):
         tensor.detach().copy_(place.view(tensor.shape))
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -226,7 +231,7 @@ class Call:
         just anywhere. Not so along the other axes: on parts of a sequence ranks may use other parameters, and
         stages wait for each other, so that who waits here might hold up whom it waits for.
         """
-        if self._device is None or self._device.type == "cpu":
+        if self.tensor is None or self.tensor.is_cpu:
             return False
         with contextlib.suppress(UserError):
             arranged = mesh.current()
@@ -242,27 +247,24 @@ class Call:
     @property
     def _is_gloos(self) -> bool:
         """Whether its messages are of the CPU's tensors, and not in shared memory."""
-        on_cpu = self.tensor is None or self.tensor.device.type == "cpu"
-        return on_cpu and not isinstance(self.group, SharedMemoryGroup)
+        return type(self.group) is not SharedMemoryGroup and (self.tensor is None or self.tensor.is_cpu)
 
     def _labelled(self) -> contextlib.AbstractContextManager[None]:
         """Shared memory notes a call by itself, when its turn comes."""
-        if self.label and isinstance(self.group, SharedMemoryGroup):
+        if self.label and self._in_shared_memory and isinstance(self.group, SharedMemoryGroup):
             return self.group.labelled(self.label)
-        return contextlib.nullcontext()
+        return _NOTHING
 
     def _here(self, async_op: bool) -> contextlib.AbstractContextManager[None]:
         """In shared memory a call that waits runs on the thread that makes it."""
-        if isinstance(self.group, SharedMemoryGroup) and not async_op:
+        if not async_op and type(self.group) is SharedMemoryGroup:
             return self.group.inline()
-        return contextlib.nullcontext()
+        return _NOTHING
 
     @property
     def _in_shared_memory(self) -> bool:
         """Whether our engine moves it, not NCCL in a group for "cpu:shm,cuda:nccl"; None is a barrier's."""
-        return isinstance(self.group, SharedMemoryGroup) and (
-            self.tensor is None or in_shared_memory(self.group, self.tensor)
-        )
+        return type(self.group) is SharedMemoryGroup and (self.tensor is None or self.tensor.is_cpu)
 
     def _enter(self) -> int | None:
         """The recorder's token; None for what shared memory notes by itself."""

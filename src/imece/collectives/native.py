@@ -1,6 +1,9 @@
 """torch's own collectives of a group, by the group's ranks and our names of reductions. All return torch's
 Work.
 
+Those of buckets are asked of the group itself: torch's functions check again what has been checked, and a
+group of "cpu:shm,cuda:nccl" would hand a GPU's tensors on from Python, for as much time as NCCL's launch.
+
 Tensors are flat and contiguous, and the reduction is one that the backend knows (reduction.prepared).
 """
 
@@ -10,14 +13,21 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from imece.collectives.given_up import Waitable
-from imece.collectives.reduction import torch_op
+from imece.collectives.reduction import REDUCE_OPS, torch_op
+from imece.collectives.shared_memory.group import on_device
+from imece.collectives.shared_memory.tensors import named
+
+_OPS = {name: dist.ReduceOp(torch_op(name)) for name in REDUCE_OPS}
 
 
 def all_reduce(flat: torch.Tensor, op: str, group: dist.ProcessGroup) -> Waitable:
     """In place."""
-    return cast(Waitable, dist.all_reduce(flat, op=torch_op(op), group=group, async_op=True))
+    options = dist.AllreduceOptions()
+    options.reduceOp, options.asyncOp = _OPS[op], True
+    return cast(Waitable, on_device(group, flat).allreduce([flat], options))
 
 
 def broadcast(flat: torch.Tensor, src: int, group: dist.ProcessGroup) -> Waitable:
@@ -35,12 +45,19 @@ def reduce_scatter(output: torch.Tensor, flat: torch.Tensor, op: str, group: dis
     if flat.is_complex() and op in ("sum", "avg"):
         # NCCL has no complex dtypes: in its other collectives torch does the same.
         output, flat = torch.view_as_real(output).view(-1), torch.view_as_real(flat).view(-1)
-    return cast(Waitable, _reduce_scatter(output, flat, op=torch_op(op), group=group, async_op=True))
+    options = dist.ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = _OPS[op], True
+    start = named(on_device(group, flat), "reduce_scatter_single", "_reduce_scatter_base")
+    return cast(Waitable, start(output, flat, options))
 
 
 def all_gather(output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup) -> Waitable:
     """Every rank's `flat` into its slice of `output`, which may be where `flat` lies."""
-    return cast(Waitable, _all_gather(output, flat, group=group, async_op=True))
+    options = AllgatherOptions()
+    options.asyncOp = True
+    return cast(
+        Waitable, named(on_device(group, flat), "all_gather_single", "_allgather_base")(output, flat, options)
+    )
 
 
 def all_to_all(output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup) -> Waitable | None:
@@ -56,8 +73,3 @@ def all_to_all(output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGrou
 def barrier(group: dist.ProcessGroup) -> Waitable:
     """Done when every rank of the group has come."""
     return cast(Waitable, dist.barrier(group=group, async_op=True))
-
-
-# torch 2.13 renamed both, and warns of the old names.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -39,6 +39,7 @@ from imece.status import says_peer_gone, says_timed_out
 
 PATIENCE_S = 2.0  # with one task, before its groups are destroyed
 _GOODBYE_S = 0.5
+_NOTHING = contextlib.nullcontext()
 MAIN = -1
 """The lane of calls that the main thread would carry out itself, if it could be left behind."""
 
@@ -50,7 +51,13 @@ def without_gradients(*written: torch.Tensor | None) -> contextlib.AbstractConte
     the mode, which is a thread's own, torch lets nobody write to such a tensor.
     """
     made_inside = any(tensor is not None and tensor.is_inference() for tensor in written)
-    return torch.inference_mode() if made_inside or torch.is_inference_mode_enabled() else torch.no_grad()
+    return _without_gradients(made_inside or torch.is_inference_mode_enabled())
+
+
+def _without_gradients(inference: bool) -> contextlib.AbstractContextManager[None]:
+    if inference:
+        return torch.inference_mode()
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING  # a tenth of the time
 
 
 class Pending:
@@ -70,7 +77,7 @@ class Pending:
         self._result = result
         self._works = list(works)
         self._finish = finish
-        self._mode = without_gradients()
+        self._inference = torch.is_inference_mode_enabled()
 
     def handed_out(self) -> Self:
         """The call goes on by itself: for others this rank waits for it from its `wait` on."""
@@ -87,7 +94,7 @@ class Pending:
         if self._token is not None:
             recorder.wait(self._token)
         try:
-            with self._mode:
+            with _without_gradients(self._inference):
                 with waiting:
                     while self._works:
                         wait_for(self._works[0], self._what, timeout_s)
@@ -167,7 +174,7 @@ class Task:
         self._left = False
         self._error: BaseException | None = None
         self._place = Place()
-        self._mode = without_gradients()
+        self._inference = torch.is_inference_mode_enabled()
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:
         if not self._ended.wait(timeout.total_seconds() if timeout is not None else None):
@@ -204,7 +211,7 @@ class Task:
             return  # given up before its turn
         _here.task = self
         try:
-            with self._mode, self._place.behind():
+            with _without_gradients(self._inference), self._place.behind():
                 run()
         except BaseException as error:  # noqa: BLE001 — kept, and raised in the thread that waits
             if not self._left:

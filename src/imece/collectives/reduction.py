@@ -93,13 +93,15 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
     ValueError for a sparse tensor.
     """
     check_dense(tensor)
+    if tensor.dim() == 1 and tensor.stride(0) == 1 and not tensor.requires_grad:
+        return tensor
     tensor = tensor.detach().contiguous()
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def shares_memory(flat: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether `flat` is `tensor`'s own memory, seen flat (and perhaps as another dtype of that size)."""
-    return flat.data_ptr() == tensor.data_ptr() and tensor.is_contiguous()
+    return flat is tensor or (flat.data_ptr() == tensor.data_ptr() and tensor.is_contiguous())
 
 
 def combine(op: str, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:

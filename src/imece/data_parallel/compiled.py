@@ -97,4 +97,5 @@ def waits_before_compiled(model: nn.Module) -> bool:
         if not isinstance(call, _Waits):
             model._compiled_call_impl = _Waits(model, call)
         return True
-    return all(waits_before_compiled(each) for each in model.children())
+    # Asked in each step; `children` takes ten times as long.
+    return all(waits_before_compiled(each) for each in model._modules.values() if each is not None)

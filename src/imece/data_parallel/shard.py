@@ -80,6 +80,9 @@ class Sharding(Gradients):
         self.slots = [by_index[index] for index in range(len(trained.named))]
         as_it_is = self._way.schedule is None and self._way.wire is None
         self.may_be_posted = as_it_is and not self.borrows and self.groups.replicas is None
+        self._owns: dict[
+            int, tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # buckets' memory, this rank's shard of it
         self._landed: set[int] = set()  # buckets whose sums under way, or done, land in what is kept
         self.has_private = False  # parameters: this rank a copy of those in common memory, which is to stay
         self.accumulated = Accumulated(trained.kinds)
@@ -102,7 +105,7 @@ class Sharding(Gradients):
             if store.coming is not None:
                 store.coming.give_up()
             store.parts.clear()
-        for kept in (self.stores, self.frozen, self.parts, self.memory):
+        for kept in (self.stores, self.frozen, self.parts, self.memory, self._owns):
             kept.clear()
         del self.groups
         if self.gathering is not None:
@@ -179,12 +182,13 @@ class Sharding(Gradients):
 
     def reduced(self, bucket: Bucket) -> None:
         """The sum of a bucket is there."""
-        store, own = self.stores[bucket.index], self._own(bucket)
+        store = self.stores[bucket.index]
         if bucket.index in self._landed:
             self._landed.remove(bucket.index)
-        elif not self.borrows and self._is_kept_as(own, store):
+        elif not self.borrows and self._is_kept_as(own := self._own(bucket), store):
             store.gradient = own
         else:
+            own = self._own(bucket)
             if store.gradient is None:
                 store.gradient = self._like_master(store)
             self.lane.copy(store.gradient, own)
@@ -197,7 +201,12 @@ class Sharding(Gradients):
 
     def _own(self, bucket: Bucket) -> torch.Tensor:
         """This rank's shard of a bucket."""
-        return bucket.flat[slice(*self.stores[bucket.index].plan.shard(self.rank))]
+        flat, own = self._owns.get(bucket.index, (None, bucket.flat))
+        if flat is not bucket.flat:
+            own = bucket.flat[slice(*self.stores[bucket.index].plan.shard(self.rank))]
+            if not self.borrows:  # it would keep what is given back
+                self._owns[bucket.index] = bucket.flat, own
+        return own
 
     def _is_kept_as(self, own: torch.Tensor, store: Store) -> bool:
         """Whether a sum is what the optimizer steps with, of as many bits and in the same kind of memory."""

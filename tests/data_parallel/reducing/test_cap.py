@@ -12,6 +12,7 @@ from torch import nn
 from imece import DistributedDataParallel
 from imece.data_parallel.arguments import MIB
 from imece.data_parallel.reducing.cap import CAPS_BYTES, EACH_S, best_cap
+from imece.data_parallel.reducing.way import default_cap_bytes
 from imece.data_parallel.reducing.whole import WholeGradients
 from tests.data_parallel.checks import Check, Job, gathered, jobs, passed
 
@@ -111,3 +112,8 @@ CHECKS: dict[str, Check] = {"chosen by all": chosen_by_all}
 @pytest.mark.parametrize("job", jobs(__name__, CHECKS, (2, "shm"), (3, "gloo")))
 def test_auto(job: Job, request: pytest.FixtureRequest) -> None:
     passed(job, request)
+
+
+def test_large_models_have_no_more_buckets_for_it_and_small_ones_the_usual() -> None:
+    assert default_cap_bytes(None, gradients_bytes=100 * MIB) == default_cap_bytes(None) == 25 * MIB
+    assert default_cap_bytes(None, gradients_bytes=6400 * MIB) == 200 * MIB

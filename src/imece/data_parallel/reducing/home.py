@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-from imece.device import has_streams
+from imece.device import has_streams, is_current
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Home:
@@ -37,7 +39,7 @@ class Home:
         the device is the current one. What is queued after it on the latter comes behind that.
         """
         stream = self._streams.get(device)
-        return contextlib.nullcontext() if stream is None else _on(stream)
+        return _NOTHING if stream is None or is_current(stream) else _on(stream)
 
     def leave(self) -> None:
         """Nodes keep their parameters."""

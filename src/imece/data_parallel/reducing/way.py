@@ -15,6 +15,8 @@ from imece.data_parallel.arguments import MIB
 from imece.data_parallel.strategy import ShardGroups
 from imece.errors import UserError
 
+_MOST_BUCKETS = 32  # of one model, about
+
 
 @dataclass(frozen=True)
 class Way:
@@ -62,16 +64,20 @@ def leave_together(way: Way, group: dist.ProcessGroup, device: torch.device) -> 
 
 
 def default_cap_bytes(
-    schedule: str | None, *, on_cpu: bool = False, borrows: bool = False, together: bool = False
-) -> int:
+    schedule: str | None, *, on_cpu: bool = False, borrows: bool = False, together: bool = False,
+    gradients_bytes: int = 0,
+) -> int:  # fmt: skip
     """Of a bucket. borrows: whether gradients are sharded, so that a bucket borrows its memory.
 
     Small ones where that is so, on CPUs, where a message costs less than on a GPU; between hosts, where a
     slow wire would wait for the first; and where they leave `together`, so that little is left for the end.
+    gradients_bytes: of all, where buckets are not to be too many: each is a sum and a gather, and a host that
+    is busy with hundreds of them is late with the kernels of a GPU.
     """
     if together:
         return 4 * MIB
-    return (5 if schedule == "hierarchical" or (borrows and on_cpu) else 25) * MIB
+    usual = (5 if schedule == "hierarchical" or (borrows and on_cpu) else 25) * MIB
+    return max(usual, gradients_bytes // _MOST_BUCKETS)
 
 
 def has_spare_core(group: dist.ProcessGroup, device: torch.device) -> bool:
