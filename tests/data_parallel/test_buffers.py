@@ -14,8 +14,9 @@ class Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one = self.other = nn.BatchNorm1d(2)
-        self.register_buffer("table", torch.zeros(2))
-        self.register_buffer("again", self.table)
+        table = torch.zeros(2)
+        self.register_buffer("table", table)
+        self.register_buffer("again", table)
         self.register_buffer("none", None)
         self.missing = None
         self.inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
