@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon, Optimizer, _muon
+from torch.optim import AdamW, Optimizer, _muon
 
 from imece.train.config import OptimizerSection
+from imece.train.muon import Muon
 from imece.train.precision import multiplies_bf16
 
 

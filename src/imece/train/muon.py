@@ -1,0 +1,88 @@
+"""Muon whose matrices of one shape are iterated together on a GPU.
+
+torch's takes one matrix after the other, some thirty kernels each: a model of many small matrices waits for
+its host to launch them. Together it is as many for all of a shape. Nothing else differs: groups, state and
+names are torch's, and on a CPU, where it gains nothing, the arithmetic too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import _muon
+
+_AT_ONCE_BYTES = 256 * 2**20  # of directions, in bf16: large matrices are enough work one by one
+
+
+class Muon(torch.optim.Muon):
+    """Jordan et al. 2024, as torch's Muon."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of all matrices that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters: list[Tensor] = []
+            gradients: list[Tensor] = []
+            momenta: list[Tensor] = []
+            is_complex = self._init_group(group, parameters, gradients, momenta)
+            how = {
+                key: group[key]
+                for key in ("weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps")
+            }
+            if any(not each.is_cuda for each in parameters):
+                _muon.muon(
+                    parameters, gradients, momenta, lr=group["lr"], adjust_lr_fn=group["adjust_lr_fn"],
+                    has_complex=is_complex, **how,
+                )  # fmt: skip
+                continue
+            for chosen in alike(parameters):
+                of_shape = [[every[at] for at in chosen] for every in (parameters, gradients, momenta)]
+                rate = _muon._adjust_lr(group["lr"], group["adjust_lr_fn"], of_shape[0][0].shape)
+                update(*of_shape, lr=group["lr"], rate=rate, **how)
+        return loss
+
+
+def alike(parameters: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Places of parameters of one shape and dtype, as many as are iterated at once."""
+    places: defaultdict[object, list[int]] = defaultdict(list)
+    for at, each in enumerate(parameters):
+        places[each.shape, each.dtype, each.device].append(at)
+    for found in places.values():
+        most = max(1, _AT_ONCE_BYTES // (2 * parameters[found[0]].numel() or 1))
+        for begin in range(0, len(found), most):
+            yield found[begin : begin + most]
+
+
+def update(
+    parameters: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], *,
+    lr: float, rate: float, weight_decay: float, momentum: float, nesterov: bool,
+    ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float,
+) -> None:  # fmt: skip
+    """Of matrices [rows, columns] of one shape, in place. rate: `lr` as it is for this shape."""
+    torch._foreach_lerp_(momenta, gradients, 1 - momentum)
+    ahead = torch._foreach_lerp(gradients, momenta, momentum) if nesterov else momenta
+    directions = orthogonalised(torch.stack(list(ahead)), ns_coefficients, ns_steps, eps)
+    torch._foreach_mul_(parameters, 1 - lr * weight_decay)
+    torch._foreach_add_(parameters, list(directions.to(parameters[0].dtype)), alpha=-rate)
+
+
+def orthogonalised(
+    matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
+    """Nearly U V^T of each U S V^T [matrices, rows, columns], by Newton-Schulz in bf16, of the same shape."""
+    a, b, c = coefficients
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    wide = (matrices.mT if is_tall else matrices).bfloat16()
+    wide = wide / torch.linalg.matrix_norm(wide, keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = wide @ wide.mT
+        wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.mT if is_tall else wide
