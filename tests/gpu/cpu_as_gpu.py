@@ -154,6 +154,10 @@ class _Gpu:
         self.waits.append(what)
         _merge(self.host.clock, clock)
 
+    def host_waits_for_all(self) -> None:
+        for lane in self.lanes[1:]:
+            self.host_waits("synchronize", lane.clock)
+
     def of(self, tensor: Tensor) -> _Memory | None:
         with torch._C.DisableTorchFunction():
             found = self.memory.get(tensor.untyped_storage()._cdata)
@@ -416,6 +420,7 @@ def cpu_as_gpu() -> Iterator[_Gpu]:
             "current_device": lambda: 0, "set_device": lambda _: None, "Stream": Stream, "Event": Event,
             "stream": _on, "current_stream": lambda _=None: gpu.current,
             "is_current_stream_capturing": lambda: False, "manual_seed": lambda _: None,
+            "synchronize": lambda _=None: gpu.host_waits_for_all(),
         }),
         # An optimizer's step asks whether a graph is captured: torch 2.11 the module above, later ones the
         # build's accelerator, and a CUDA build then the driver.

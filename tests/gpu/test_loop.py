@@ -17,6 +17,8 @@ import torch.distributed as dist
 import imece
 from imece.data.batches import Batches
 from imece.data.tokens import Part
+from imece.membership.aborting import Aborting
+from imece.membership.recovery import Recovery
 from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer
 from imece.train import loop as loops
@@ -59,8 +61,11 @@ class Watching:
             raise Enough
 
 
-def session_of(strategy: str, clip: float) -> Session:
-    """A small model that is trained on the first of two ranks, by a Step as a Session has it."""
+def session_of(strategy: str, clip: float, replaces: bool) -> Session:
+    """A small model that is trained on the first of two ranks, by a Step as a Session has it.
+
+    replaces: as where the launcher replaces ranks that die.
+    """
     mesh: Any = SimpleNamespace(
         device=CUDA, backend="nccl", rank=0, batch_rank=0, world_size=RANKS, hosts=((0, 1),),
         world_group=dist.group.WORLD, size=lambda axis: 1, coordinate=lambda axis: 0,
@@ -76,13 +81,17 @@ def session_of(strategy: str, clip: float) -> Session:
     passes = InTurn(wrapped, precision, None, clock, context, SEQ)
     step = Step(wrapped, optimizers, batches, plan, passes, None, clip, clock, context, mesh)
     nobody: Any = None
-    return Session(
+    session = Session(
         TrainConfig(), nobody, mesh, nobody, plan, precision, nobody, model, wrapped, optimizers, batches,
         clock, nobody, step, deque(),
     )  # fmt: skip
+    if replaces:
+        member: Any = mock.Mock(aborting=Aborting(), mesh=mesh, newest=0, generation=0)
+        session.replace_by(Recovery(member, wrapped, optimizers, state=dict, take=nobody))
+    return session
 
 
-def waits(strategy: str) -> list[list[str]]:
+def waits(strategy: str, replaces: bool) -> list[list[str]]:
     enter(RANKS, "cuda")
     try:
         with (
@@ -93,7 +102,7 @@ def waits(strategy: str) -> list[list[str]]:
             mock.patch.object(loops, "measured_peak", lambda *_: 1.0),
         ):
             watching: Any = Watching()
-            loop = Loop(session_of(strategy, clip=1e-3), watching, Stop())
+            loop = Loop(session_of(strategy, 1e-3, replaces), watching, Stop())
             with pytest.raises(Enough):
                 loop.run()
             return list(watching.waits)
@@ -101,10 +110,12 @@ def waits(strategy: str) -> list[list[str]]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("strategy", ["replicate", "zero1", "zero3"])
-def test_the_host_waits_before_the_update_and_after_it(strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "replaces"), [("replicate", False), ("replicate", True), ("zero1", False), ("zero3", False)]
+)
+def test_the_host_waits_before_the_update_and_after_it(strategy: str, replaces: bool) -> None:
     """For norm and loss, by which it is made; and for what the other ranks say. Each is one copy."""
-    (found,) = run_ranks(waits, 1, args=(strategy,), backend=None)
+    (found,) = run_ranks(waits, 1, args=(strategy, replaces), backend=None)
     first, *others = found
     assert others == [["copy_", "copy_"]] * (STEPS - 1)
     # Whether the parameters are where the first update has left them.

@@ -82,6 +82,25 @@ def test_an_update_is_not_made_with_what_was_aborted(waiting: Waiting) -> None:
         watched.finish()
 
 
+def test_updates_wait_for_sums_that_nobody_has_seen(waiting: Waiting) -> None:
+    """Of two optimizers the second would wait for the update of the first."""
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]) for _ in range(2)]
+    watched, waits = Aborting(), list[int]()
+    watched.before_updates(optimizers, GPU, wait=lambda: waits.append(step))
+    for step in range(4):
+        if step in (1, 2):
+            watched.came()
+        if step == 2:
+            watched.begin()
+        for each in optimizers:
+            each.step()
+        watched.finish()
+    assert waits == [0, 0, 2, 2, 3, 3]
+    watched.abort()
+    with pytest.raises(PeerLostError):
+        watched.came()
+
+
 def test_on_cpus_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """There a call that does not come to its end raises."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)

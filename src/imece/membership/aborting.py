@@ -31,11 +31,12 @@ class Aborting:
     def __init__(self) -> None:
         self._aborted = False
         self._updates = False  # in the step under way, with sums that had come
+        self._came = False  # all that the updates of the step under way take
         self._ending: threading.Thread | None = None
 
     def begin(self) -> None:
         """A generation begins: the groups until now are of no use any more."""
-        self._aborted = self._updates = False
+        self._aborted = self._updates = self._came = False
 
     def abort(self) -> None:
         """End what waits, once in a generation; in a thread, for that may take its time. From any thread."""
@@ -60,6 +61,12 @@ class Aborting:
                 "a rank is gone, and what this one had from the GPUs since is no sum: aborted"
             )
 
+    def came(self) -> None:
+        """A number has been read that is made of all sums which the updates of this step take, so that these
+        need not wait. As `check`."""
+        self.check()
+        self._came = True
+
     @property
     def has_aborted(self) -> bool:
         """Whether `check` would raise: whatever goes wrong then may come of it."""
@@ -67,7 +74,7 @@ class Aborting:
 
     def finish(self) -> None:
         """A step is over. PeerLostError if no update was made, since what it needed was aborted."""
-        updates, self._updates = self._updates, False
+        updates, self._updates, self._came = self._updates, False, False
         if not updates:
             self.check()
 
@@ -84,7 +91,8 @@ class Aborting:
         stream_ends = wait or torch.get_device_module(device).synchronize
 
         def before(*_: Any) -> None:
-            stream_ends()
+            if not self._came:
+                stream_ends()
             self.check()
             self._updates = True
 

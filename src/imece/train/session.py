@@ -162,16 +162,21 @@ class Session:
             together(mesh, session.checkpoints.check_writable)
             session.first = session.done
         if keeps_roster(mesh):
-            session.recovery = Recovery(
+            session.replace_by(Recovery(
                 Member(mesh), wrapped, optimizers,
                 state=session._counters, take=session._take_counters, fallback=session._from_checkpoint,
                 frozen=not config.lora.rank,
-            )  # fmt: skip
+            ))  # fmt: skip
         else:
             say_unwatched(mesh)
         return session
 
     # Ranks that come and go.
+
+    def replace_by(self, recovery: Recovery) -> None:
+        """Ranks that die are replaced."""
+        self.recovery = recovery
+        self.step.when_summed = recovery.member.aborting.came
 
     def begin(self) -> Recovered | None:
         """All ranks are about to make steps; one that joins comes to where the others are, and says how."""
