@@ -47,6 +47,12 @@ def keeps_freed(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def behind_this_stream(memory: torch.Tensor) -> None:
+    """It is let go of: others may have it when this stream has done what it was told, whoever took it."""
+    if has_streams(memory):
+        memory.record_stream(torch.cuda.current_stream(memory.device))
+
+
 def choose_device(asked: str | torch.device | None, world: World, backend: str | None = None) -> torch.device:
     """This rank's device, made torch's current one if it is a GPU. Ranks share GPUs on the `backend` Gloo.
 

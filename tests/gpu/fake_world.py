@@ -40,7 +40,7 @@ class Measured:
     counted: dict[str, int]  # in the storages that live, after a backward
     planned: int  # by the planner: the states of training
     planned_peak: int  # and what backward keeps
-    gathered: int  # of what was counted: units that are gone again after backward
+    gone: int  # of what was counted: units and buckets that are gone again after backward
     held: int = 0  # allocated on a GPU after a backward
     peak: int = 0  # and at most, in the last step; on a CPU in the storages that operations have seen
 
@@ -161,11 +161,11 @@ def measure(
                 optimizer.step()
                 optimizer.zero_grad()
         assert isinstance(wrapped, ShardedDataParallel)
-        gathering = wrapped.sharding.gathering
+        gathering, buckets = wrapped.sharding.gathering, wrapped.sharding.memory
         planned = plan(described, world_size, strategy, seq, bucket_mb)
         return Measured(
             asdict(predicted), asdict(found), planned.states, planned.total - planned.overhead,
-            gathering.most_bytes if gathering is not None else 0,
+            (gathering.most_bytes if gathering is not None else 0) + buckets.most_bytes - buckets.nbytes,
             held, peak.nbytes,
         )  # fmt: skip
     finally:

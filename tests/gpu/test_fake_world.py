@@ -46,7 +46,7 @@ def test_a_gpu_has_allocated_what_was_predicted_and_planned_of_7b(
 ) -> None:
     _needs_bytes(70e9 if strategy == "zero1" else 50e9)
     found = measure("cuda", LARGE, world_size, strategy, 1024, 25)
-    assert found.held == pytest.approx(sum(found.predicted.values()) - found.gathered, rel=ROOM)
+    assert found.held == pytest.approx(sum(found.predicted.values()) - found.gone, rel=ROOM)
     assert found.peak == pytest.approx(found.planned_peak, rel=ROOM)
 
 
@@ -66,7 +66,8 @@ def test_sums_of_gradients_are_there_when_activations_are_gone(monkeypatch: pyte
     monkeypatch.setattr(shard, "keeps_freed", lambda _: True)
     found = measure("cpu", NARROW, 8, "zero3", NARROW_SEQ, SMALL_BUCKET_MB)
     assert kept.counted == found.counted
-    assert found.peak == pytest.approx(kept.peak - found.counted["gradients"], rel=0.001)
+    assert found.peak < kept.peak - found.counted["gradients"]
+    assert found.gone > kept.gone, "nor are buckets when backward begins"
 
 
 def _needs_bytes(nbytes: float) -> None:

@@ -20,6 +20,8 @@ from imece import mesh
 from imece.collectives.streams import Place, _beside
 from imece.data_parallel import shard
 from imece.data_parallel.reducing.leaving import Leaving
+from imece.data_parallel.sharded import ShardedDataParallel
+from imece.data_parallel.sharding import borrowed
 from imece.data_parallel.sharding.coming import Coming
 from imece.data_parallel.sharding.offload import Streams
 from imece.data_parallel.sharding.units import Flat, Unit
@@ -223,7 +225,7 @@ TAKEN: list[tuple[Any, str, Any, str]] = [
     (Place, "join", _nothing, "replicate, bf16 on the wire"),
     (Unit, "settle", lambda unit: unit._works.clear(), "zero3"),
     (Flat, "come", _nothing, "zero3, branches"),
-    (shard, "_behind_this_stream", _nothing, "zero3, stepped beside"),
+    (shard, "behind_this_stream", _nothing, "zero3, stepped beside"),
     (Streams, "within", lambda _: contextlib.nullcontext(), "zero3, offload"),
     (Streams, "reuse", _nothing, "zero2, offload"),
     (Streams, "wait", _nothing, "zero2, offload"),
@@ -245,6 +247,40 @@ def test_what_is_taken_away_is_missed() -> None:
     assert len(found) == len(TAKEN)
     for taken, came in found:
         assert came.startswith("race: "), f"nobody misses {taken}"
+
+
+def taken_back_elsewhere(recorded: bool) -> str:
+    """The race when a bucket's memory is given back on another stream than the one on which it was lent."""
+    enter(2, "cuda")
+    try:
+        with cpu_as_gpu(), contextlib.ExitStack() as inside:
+            inner = nn.Linear(SIDE, SIDE).to(CUDA)
+            model, _ = imece.parallelize(inner, AdamW(inner.parameters()), "zero2", dist.group.WORLD)
+            assert isinstance(model, ShardedDataParallel)
+            memory, (bucket, *_) = model.sharding.memory, model.sharding.all
+            if not recorded:
+                inside.enter_context(mock.patch.object(borrowed, "behind_this_stream", _nothing))
+            memory.lend(bucket)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                bucket.flat.add_(1)
+                memory.take_back(bucket)
+            gpu.look_for_what_went()
+            return ""
+    except Race as race:
+        return str(race)
+    finally:
+        dist.destroy_process_group()
+
+
+def taken_back_elsewhere_either_way() -> list[str]:
+    return [taken_back_elsewhere(recorded) for recorded in (True, False)]
+
+
+def test_a_bucket_may_be_given_back_on_another_stream() -> None:
+    (found,) = run_ranks(taken_back_elsewhere_either_way, 1, backend=None)
+    assert not found[0] and "goes back while stream" in found[1]
 
 
 # Beside calls along `tensor` NCCL wants one order of all calls.

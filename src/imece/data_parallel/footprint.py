@@ -143,9 +143,9 @@ def counted(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> 
         communication += sharding.gathering.most_bytes
         parameters += own
     if sharding.strategy.gradients:
-        communication += sharding.memory.nbytes
+        communication += sharding.memory.most_bytes
     else:
-        gradients += sharding.memory.nbytes
+        gradients += sharding.memory.most_bytes
     if offload is None:
         return Footprint(parameters, gradients + sums, optimizer, communication)
     if offload.parameters:

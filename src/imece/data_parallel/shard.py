@@ -35,7 +35,7 @@ from imece.data_parallel.sharding.parts import Part
 from imece.data_parallel.sharding.stores import Division, Store, make_stores
 from imece.data_parallel.sharding.trained import Trained
 from imece.data_parallel.sharding.written import Written
-from imece.device import has_streams, keeps_freed
+from imece.device import behind_this_stream, keeps_freed
 
 
 class Sharding(Gradients):
@@ -72,7 +72,7 @@ class Sharding(Gradients):
         """Of the parameters that are trained, by bucket; of the frozen ones that are shared out."""
         device = self.stores[0].parameters.device
         self.most_under_way = most_under_way(self.groups, device, self._way.schedule)
-        self._lets_go = self.offload is None and keeps_freed(device)  # of sums that are zeroed
+        self._lets_go = self.offload is None and keeps_freed(device)  # of sums that are zeroed, and buckets
         self._in_backward = False
         self.parts = [part for store in self.stores for part in store.parts]
         self.all = [_bucket(store) for store in self.stores]
@@ -87,7 +87,7 @@ class Sharding(Gradients):
         self.has_private = False  # parameters: this rank a copy of those in common memory, which is to stay
         self.accumulated = Accumulated(trained.kinds)
         self.written = Written(self.every_store, division)
-        self.memory = BorrowedMemory(self.stores, division, self.lane)
+        self.memory = BorrowedMemory(self.stores, division, self.lane, keeps=not self._lets_go)
         if not self.borrows:
             for bucket in self.all:
                 self.attach(bucket)
@@ -194,7 +194,7 @@ class Sharding(Gradients):
             self.lane.copy(store.gradient, own)
         if self._lets_go and store.older is not None and store.gradient is not None:
             store.gradient.add_(store.older)
-            _behind_this_stream(store.older)
+            behind_this_stream(store.older)
             store.older = None
         if self.borrows:
             self.memory.take_back(bucket)
@@ -244,7 +244,7 @@ class Sharding(Gradients):
             return
         for store in self.stores:
             if store.kind in kinds and store.gradient is not None:
-                _behind_this_stream(store.gradient)
+                behind_this_stream(store.gradient)
                 store.gradient = None
 
     # A step.
@@ -357,12 +357,6 @@ class Sharding(Gradients):
         """RuntimeError that names a parameter whose part was written into outside of a step."""
         for store in self.stores:
             store.check_parts()
-
-
-def _behind_this_stream(memory: torch.Tensor) -> None:
-    """It is let go of: others may have it when this stream has done what it was told, whoever took it."""
-    if has_streams(memory):
-        memory.record_stream(torch.cuda.current_stream(memory.device))
 
 
 def _bucket(store: Store) -> Bucket:

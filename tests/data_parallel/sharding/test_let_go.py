@@ -92,6 +92,7 @@ def same_bits(
                     assert not goes or kept == [None] * len(kept)
                     assert goes or None not in kept
                 assert model.sharding.stores[0].older is None
+                assert (model.sharding.memory.nbytes == 0) == (goes and strategy != "zero1")
             states.append(model.state_dict())
         for name, each in states[0].items():
             assert torch.equal(each, states[1][name]), name
@@ -133,7 +134,25 @@ def two_optimizers(group: dist.ProcessGroup) -> None:
     list(plain(model, optimizer, 1))
 
 
-CHECKS["two optimizers"] = two_optimizers
+def nothing_between(group: dist.ProcessGroup) -> None:
+    """What no gradient fills of a bucket is 0, whatever was in its memory."""
+    with mock.patch.object(shard, "keeps_freed", lambda _: True):
+        model, _ = wrap(made(Small), group, "zero3")
+    memory, between = model.sharding.memory, 0
+    new = memory._new
+    memory._new = lambda nbytes, device: new(nbytes, device).fill_(255)  # nan
+    for bucket, store in zip(model.sharding.all, model.sharding.stores, strict=True):
+        memory.lend(bucket)
+        filled = torch.zeros(bucket.flat.numel(), dtype=torch.bool)
+        for place in store.plan.places:
+            filled[place.start : place.stop] = True
+        assert bucket.flat[filled].isnan().all() and not bucket.flat[~filled].any()
+        between += int((~filled).sum())
+        memory.take_back(bucket)
+    assert between
+
+
+CHECKS |= {"two optimizers": two_optimizers, "nothing between": nothing_between}
 
 
 @pytest.mark.parametrize("job", jobs(__name__, CHECKS, (2, "gloo")))

@@ -1,4 +1,6 @@
-"""The memory in which buckets of gradients are filled and summed: what one gives back another borrows."""
+"""The memory in which buckets of gradients are filled and summed: what one gives back another borrows; where
+memory is at hand again at once, of torch's allocator.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +8,30 @@ from collections.abc import Sequence
 
 import torch
 
+from imece import layout
 from imece.collectives.shared_memory import shared_empty
 from imece.data_parallel.reducing.buckets import Bucket
 from imece.data_parallel.sharding.offload import Lane
 from imece.data_parallel.sharding.stores import Division, Store
+from imece.device import behind_this_stream
 
 
 class BorrowedMemory:
     """Of the buckets of one sharded model."""
 
-    def __init__(self, stores: Sequence[Store], division: Division, lane: Lane) -> None:
-        """stores: by bucket. lane: of the copies out of this memory."""
+    def __init__(
+        self, stores: Sequence[Store], division: Division, lane: Lane, *, keeps: bool = True
+    ) -> None:
+        """stores: by bucket. lane: of the copies out of this memory. keeps: what is given back stays here."""
+        self._keeps = keeps or not division.strategy.gradients
         self._stores, self._lane = stores, lane
         self._dtype, self._in_reach = division.precision.reduce, division.in_reach
         # Of units, which differ more, each has as much as it takes.
         self._fits_any = division.strategy.gradients and division.gathering is None
         self._spare: list[torch.Tensor] = []  # uint8
         self._borrowed: dict[int, torch.Tensor] = {}  # by bucket
+        self.most_bytes = 0
+        """Of all that was there at a time."""
 
     @property
     def nbytes(self) -> int:
@@ -43,9 +52,13 @@ class BorrowedMemory:
             self._lane.reuse(memory)
         else:
             alike = [each.plan.numel for each in self._stores if each.kind == store.kind]
-            memory = self._new(max(alike) * dtype.itemsize if self._fits_any else nbytes, device)
+            fits_any = self._fits_any and self._keeps
+            memory = self._new(max(alike) * dtype.itemsize if fits_any else nbytes, device)
         self._borrowed[bucket.index] = memory
+        self.most_bytes = max(self.most_bytes, self.nbytes)
         bucket.flat = memory[:nbytes].view(dtype)
+        if not self._keeps:
+            _zero_between(bucket.flat, plan.places)
         for place, slot in zip(plan.places, bucket.slots, strict=True):
             slot.view = bucket.flat[place.start : place.stop].view(slot.parameter.shape)
         bucket.attached = True
@@ -53,7 +66,8 @@ class BorrowedMemory:
     def _new(self, nbytes: int, device: torch.device) -> torch.Tensor:
         if self._in_reach and device.type == "cpu":
             return shared_empty(nbytes, torch.uint8).zero_()
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        make = torch.zeros if self._keeps else torch.empty
+        return make(nbytes, dtype=torch.uint8, device=device)
 
     def take_back(self, bucket: Bucket) -> None:
         """Its sum was taken out of it."""
@@ -61,9 +75,22 @@ class BorrowedMemory:
         for slot in bucket.slots:
             slot.view = bucket.flat
         bucket.attached = False
-        self._spare.append(self._borrowed.pop(bucket.index))
+        memory = self._borrowed.pop(bucket.index)
+        if self._keeps:
+            self._spare.append(memory)
+        else:
+            behind_this_stream(memory)
 
     def clear(self) -> None:
         """Let go of all of it."""
         self._spare.clear()
         self._borrowed.clear()
+
+
+def _zero_between(flat: torch.Tensor, places: Sequence[layout.Place]) -> None:
+    """What no gradient fills, and is summed and looked at with the rest."""
+    stops = [0, *(place.stop for place in places)]
+    starts = [*(place.start for place in places), flat.numel()]
+    for start, stop in zip(stops, starts, strict=True):
+        if start < stop:
+            flat[start:stop].zero_()
