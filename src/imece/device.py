@@ -47,6 +47,11 @@ def keeps_freed(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def casts_fast(device: torch.device) -> bool:
+    """Whether a shard may well be cast in each gather: a CPU has the cores of forward for it."""
+    return device.type == "cuda"
+
+
 def behind_this_stream(memory: torch.Tensor) -> None:
     """It is let go of: others may have it when this stream has done what it was told, whoever took it."""
     if has_streams(memory):

@@ -5,7 +5,9 @@ What lies where is what a rank of the real world would have; what is computed is
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 from unittest import mock
@@ -18,8 +20,10 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import imece
+from imece.data_parallel import shard
 from imece.data_parallel.footprint import counted, expected
 from imece.data_parallel.sharded import ShardedDataParallel
+from imece.data_parallel.sharding import stores
 from imece.models.cross_entropy import cross_entropy
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
@@ -134,10 +138,27 @@ def fill(module: nn.Module) -> None:
         parameter.normal_(std=0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
 
 
+@contextlib.contextmanager
+def memory_as_on_a_gpu() -> Iterator[None]:
+    """What lies where is as there, on the CPU too."""
+    with contextlib.ExitStack() as inside:
+        for module, name in ((shard, "keeps_freed"), (stores, "casts_fast")):
+            inside.enter_context(mock.patch.object(module, name, lambda _: True))
+        yield
+
+
 def measure(
+    device: str, shape: TransformerConfig, world_size: int, strategy: Strategy, seq: int, bucket_mb: float,
+    as_on_a_gpu: bool = True,
+) -> Measured:  # fmt: skip
+    """Some steps of a bf16 model with fp32 masters, made on the meta device and filled shard by shard."""
+    with memory_as_on_a_gpu() if as_on_a_gpu else contextlib.nullcontext():
+        return _measure(device, shape, world_size, strategy, seq, bucket_mb)
+
+
+def _measure(
     device: str, shape: TransformerConfig, world_size: int, strategy: Strategy, seq: int, bucket_mb: float
 ) -> Measured:
-    """Some steps of a bf16 model with fp32 masters, made on the meta device and filled shard by shard."""
     enter(world_size, device)
     cuda = device == "cuda"
     try:

@@ -7,7 +7,6 @@ import gc
 import pytest
 import torch
 
-from imece.data_parallel import shard
 from imece.models.shape import TransformerConfig
 from imece.plan.setup import Strategy
 from tests.gpu.fake_world import measure, peak_of_fully_shard
@@ -60,13 +59,14 @@ def test_a_gpu_has_allocated_less_of_7b_than_with_fully_shard(world_size: int) -
     assert ours < peak_of_fully_shard("cuda", LARGE, world_size, 1024)
 
 
-def test_sums_of_gradients_are_there_when_activations_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU: there memory is at hand again at once."""
-    kept = measure("cpu", NARROW, 8, "zero3", NARROW_SEQ, SMALL_BUCKET_MB)
-    monkeypatch.setattr(shard, "keeps_freed", lambda _: True)
+def test_what_a_gpu_lets_go_of() -> None:
+    """Sums come when activations go, buckets when they fill, and each gather casts masters."""
     found = measure("cpu", NARROW, 8, "zero3", NARROW_SEQ, SMALL_BUCKET_MB)
-    assert kept.counted == found.counted
-    assert found.peak < kept.peak - found.counted["gradients"]
+    kept = measure("cpu", NARROW, 8, "zero3", NARROW_SEQ, SMALL_BUCKET_MB, as_on_a_gpu=False)
+    parts = kept.counted["parameters"]
+    assert 0 < parts == sum(kept.counted.values()) - sum(found.counted.values())
+    assert found.counted == kept.counted | {"parameters": 0}
+    assert found.peak < kept.peak - found.counted["gradients"] - parts
     assert found.gone > kept.gone, "nor are buckets when backward begins"
 
 

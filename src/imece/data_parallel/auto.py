@@ -35,6 +35,7 @@ from imece.data_parallel.sharding.offload import can_offload, pinned_bytes
 from imece.data_parallel.sharding.trained import Trained, can_lie_flat
 from imece.data_parallel.sharding.units import find_units
 from imece.data_parallel.strategy import STRATEGIES, ShardGroups, Strategy, usual_strategy
+from imece.device import casts_fast
 from imece.footprint import OFFLOADS, Footprint
 from imece.footprint import Offload as Hosted
 from imece.mesh import Mesh
@@ -186,6 +187,7 @@ def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | 
         frozen=frozen_laid,
         offload=offload,
         takes=pinned_bytes,
+        casts=gathers and offload is None and parameter != master and casts_fast(given.device),
     )
     return replace(found, parameters=found.parameters + rest)
 

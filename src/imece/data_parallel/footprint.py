@@ -37,13 +37,15 @@ def predict(
     frozen: Layout | None = None,
     offload: Offload | None = None,
     takes: Callable[[int], int] = int,
+    casts: bool = False,
 ) -> Footprint:
     """From arithmetic on the layout. rank: in its shard group.
 
     state_bytes: by bucket, bytes of optimizer state for an element of it. *_bytes: of an element of
     parameters, of buckets of gradients, of what the optimizer steps. filling: buckets that have memory at a
     time, where gradients are sharded. gathered: bytes of parameters that are there at a time. frozen: those
-    that are shared out. offload: what lies in the host's memory. takes: see `offload.Offload`.
+    that are shared out. offload: what lies in the host's memory. takes: see `offload.Offload`. casts: whether
+    units are gathered from masters that have more bits.
     """
 
     def owned(bucket: Bucket) -> int:
@@ -58,7 +60,7 @@ def predict(
     )
     found = footprint(
         sizes, strategy, parameter_bytes=parameter_bytes, reduce_bytes=reduce_bytes,
-        master_bytes=master_bytes, state_bytes=state, offload=offload,
+        master_bytes=master_bytes, state_bytes=state, own_bytes=0 if casts else None, offload=offload,
     )  # fmt: skip
     still = [bucket.shard_numel * bucket.itemsize for bucket in frozen.buckets] if frozen is not None else []
     found = replace(found, communication=found.communication + gathered)
@@ -113,6 +115,7 @@ def expected(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) ->
         frozen=sharding.frozen_layout,
         offload=sharding.offload.name if sharding.offload is not None else None,
         takes=sharding.offload.takes if sharding.offload is not None else int,
+        casts=store.has_more_bits and store.own is store.master,
     )
     return replace(found, parameters=found.parameters + frozen)
 
@@ -131,8 +134,8 @@ def counted(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> 
     parameters = frozen = _bytes(_whole_frozen(model))
     in_buckets = {bucket.flat.untyped_storage()._cdata for bucket in sharding.all if bucket.attached}
     for store in sharding.every_store:
-        optimizer += store.master.nbytes if store.master is not store.own else 0
-        own += store.own.nbytes
+        optimizer += store.master.nbytes if store.master is not store.own or store.has_more_bits else 0
+        own += store.own.nbytes if store.own.dtype == store.parameters.dtype else 0
         if sharding.common_parameters:
             parameters += store.parameters.nbytes // sharding.size
         elif sharding.gathering is None:

@@ -1,10 +1,10 @@
-"""Sums of gradients whose memory goes when they are zeroed, as on a GPU: the same bits, and no memory."""
+"""Memory as on a GPU, where what is let go of is at hand again: the same bits, and less is kept."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from imece import MixedPrecision
-from imece.data_parallel import shard
 from tests.data_parallel.checks import Check, Job, jobs, passed
+from tests.data_parallel.sharding import test_units
 from tests.data_parallel.sharding.test_units import (
     Routed,
     Small,
@@ -25,6 +25,7 @@ from tests.data_parallel.sharding.test_units import (
     plain,
     wrap,
 )
+from tests.gpu.fake_world import memory_as_on_a_gpu
 
 Train = Callable[[Any, Any, int], Iterator[torch.Tensor]]
 
@@ -84,8 +85,12 @@ def same_bits(
     def check(group: dist.ProcessGroup) -> None:
         states = []
         for goes in (False, True):
-            with mock.patch.object(shard, "keeps_freed", lambda _, goes=goes: goes):
+            with memory_as_on_a_gpu() if goes else contextlib.nullcontext():
                 model, optimizer = wrap(made(make), group, strategy, **options)
+            casts = goes and strategy == "zero3" and "precision" in options
+            assert all(
+                (store.own.dtype != store.parameters.dtype) == casts for store in model.sharding.stores
+            )
             for _ in train(model, optimizer, 3):
                 kept = [store.gradient for store in model.sharding.stores]
                 if train is not zeroed_in_place:
@@ -112,6 +117,7 @@ CHECKS: dict[str, Check] = {
     "zero3, bf16": same_bits("zero3", accumulated, precision=BF16),
     "zero3, accumulated": same_bits("zero3", accumulated),
     "zero3, in no_sync": same_bits("zero3", accumulated_in_no_sync),
+    "zero3, bf16, in no_sync": same_bits("zero3", accumulated_in_no_sync, precision=BF16),
     "zero3, unused": same_bits("zero3", accumulated, Routed),
     "zero3, zeroed in place": same_bits("zero3", zeroed_in_place),
     "zero3, zeroed in backward": same_bits("zero3", zeroed_in_backward),
@@ -122,7 +128,7 @@ CHECKS: dict[str, Check] = {
 
 def two_optimizers(group: dist.ProcessGroup) -> None:
     """What one of them has zeroed goes, and the other's stays."""
-    with mock.patch.object(shard, "keeps_freed", lambda _: True):
+    with memory_as_on_a_gpu():
         model, optimizer = wrap(made(Small), group, "zero3", make=muon_and_adamw)
     loss_of(model, 0).backward()
     optimizer.step()
@@ -136,7 +142,7 @@ def two_optimizers(group: dist.ProcessGroup) -> None:
 
 def nothing_between(group: dist.ProcessGroup) -> None:
     """What no gradient fills of a bucket is 0, whatever was in its memory."""
-    with mock.patch.object(shard, "keeps_freed", lambda _: True):
+    with memory_as_on_a_gpu():
         model, _ = wrap(made(Small), group, "zero3")
     memory, between = model.sharding.memory, 0
     new = memory._new
@@ -152,6 +158,21 @@ def nothing_between(group: dist.ProcessGroup) -> None:
     assert between
 
 
+def as_on_a_gpu(check: Check) -> Check:
+    """One of other tests."""
+
+    def checked(group: dist.ProcessGroup) -> None:
+        with memory_as_on_a_gpu():
+            check(group)
+
+    return checked
+
+
+OTHERS = [
+    "half", "masters keep bits", "states", "written", "from meta", "from meta, frozen", "resized",
+    "gradient penalty", "failed backward", "unused on some ranks, accumulated",
+]  # fmt: skip
+CHECKS |= {name: as_on_a_gpu(test_units.CHECKS[name]) for name in OTHERS}
 CHECKS |= {"two optimizers": two_optimizers, "nothing between": nothing_between}
 
 

@@ -104,9 +104,9 @@ def _take_over(sharding: Sharding) -> None:
             continue
         if store.has_more_bits:
             store.master.copy_(_rounding_to(new, store.master))
-        elif store.own is not store.master:
+        elif store.own is not store.master or sharding.gathering is not None:
             store.master.copy_(new)
-        if sharding.gathering is not None:
+        if store.own is not store.master and sharding.gathering is not None:
             store.own.copy_(new)
 
 

@@ -17,11 +17,12 @@ from imece.data_parallel.reducing.way import Way
 from imece.data_parallel.sharding.cast import MixedPrecision
 from imece.data_parallel.sharding.coming import Coming
 from imece.data_parallel.sharding.gathering import Gathering
-from imece.data_parallel.sharding.offload import Offload
+from imece.data_parallel.sharding.offload import Direct, Lane, Offload
 from imece.data_parallel.sharding.parts import Part, make_parts, move_into
 from imece.data_parallel.sharding.trained import FROZEN, Trained
 from imece.data_parallel.sharding.units import Flat
 from imece.data_parallel.strategy import ShardGroups, Strategy
+from imece.device import casts_fast
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +73,9 @@ class Store:
     items: list[layout.Item]  # by place
     members: list[torch.Tensor]  # by place: the model's parameters, views of `parameters`
     parameters: torch.Tensor  # [numel]
-    own: torch.Tensor  # [shard_numel], a view of `parameters` unless those are gathered
+    own: torch.Tensor  # [shard_numel], what the other ranks get: a view of `parameters` unless gathered
     master: torch.Tensor  # `own` itself unless that has fewer bits or lies in another memory; see offload.py
+    # A unit that is gathered on a GPU gets `own` cast: then it is the master, whatever bits this has.
     parts: list[Part]
     gradient: torch.Tensor | None = None  # [shard_numel], where `master` lies; None: nothing came yet
     older: torch.Tensor | None = None  # what the sum under way is to be added to
@@ -93,7 +95,7 @@ class Store:
     @property
     def has_more_bits(self) -> bool:
         """Whether masters have, than the parameters."""
-        return self.own.dtype != self.master.dtype
+        return self.parameters.dtype != self.master.dtype
 
     def settle(self) -> None:
         """What the latest step gathers has come."""
@@ -211,7 +213,9 @@ def _store(plan: layout.Bucket, laid: layout.Layout, trained: Trained, division:
     if division.gathering is not None:
         named = [(item.name, parameter) for item, parameter in zip(items, members, strict=True)]
         offload = division.offload
-        lane = offload.lane if offload is not None and offload.parameters else None
+        lane: Lane | None = offload.lane if offload is not None and offload.parameters else None
+        if own.dtype != flat.dtype:
+            lane = Direct()
         division.gathering.units[unit].add(Flat(flat, own, named, lane, is_frozen=kind == FROZEN))
     parts = make_parts(plan, laid.items, rank, master, kind in trained.whole, frozen=kind == FROZEN)
     store = Store(plan, unit, kind, items, members, flat, own, master, parts)
@@ -240,6 +244,8 @@ def _memory(division: Division, numel: int, dtype: torch.dtype, device: torch.de
 def _kept(division: Division, own: torch.Tensor, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Both where they stay: in memory of their own if units are gathered, and in the host's."""
     offload, same = division.offload, master is own
+    if division.gathering is not None and offload is None and not same and casts_fast(own.device):
+        return master, master
     if division.gathering is not None:
         own = offload.hosted(own) if offload is not None and offload.parameters else own.clone()
         master = own if same else master

@@ -1,6 +1,7 @@
 """The units of a model: modules whose parameters are gathered and freed as one.
 
-    own      this rank's shard of a bucket, in memory of its own; the host's, if parameters are offloaded
+    own      this rank's shard of a bucket, in memory of its own; the host's, if parameters are offloaded.
+             On a GPU it is the masters, if these have more bits, and each gather casts them
     full     all of the bucket; the parameters are views of it, for good
     freed    the storage of `full` has size 0, and the parameters are FreedParameters
     coming   it has memory again, and an all-gather fills it
@@ -51,7 +52,7 @@ class Flat:
     full: torch.Tensor  # 1D, padded
     own: torch.Tensor  # [shard]
     named: list[tuple[str, torch.Tensor]]
-    lane: Lane | None = None  # by which `own` comes, if it lies in another memory than `full`
+    lane: Lane | None = None  # by which `own` comes, if it is in another memory than `full`, or has more bits
     is_frozen: bool = False  # no gradients come to it
     _versions: list[int] = field(default_factory=list)  # of each parameter, when it was gathered
     _taken_on: torch.cuda.Stream | None = None  # None: freed, or on a CPU

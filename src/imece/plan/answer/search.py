@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from imece.plan.answer.space import Question, setups
 from imece.plan.answer.words import is_cpu
 from imece.plan.hardware import Cluster
-from imece.plan.memory.frameworks import IMECE, IMECE_CPU, Framework
+from imece.plan.memory.frameworks import IMECE, IMECE_CPU, IMECE_HOSTS, Framework
 from imece.plan.memory.memory import Memory, memory
 from imece.plan.setup import Parallel, Recomputation, Setup
 from imece.plan.speed.step_time import StepTime, step_time
@@ -97,7 +97,9 @@ def weigh(setup: Setup, cluster: Cluster) -> Candidate:
 
 def framework_on(cluster: Cluster) -> Framework:
     """What we keep in memory there: on CPUs of one host ranks have parameters in common memory."""
-    return IMECE_CPU if is_cpu(cluster) and cluster.hosts == 1 else IMECE
+    if is_cpu(cluster):
+        return IMECE_CPU if cluster.hosts == 1 else IMECE_HOSTS
+    return IMECE
 
 
 def judge(setup: Setup, cluster: Cluster) -> Candidate:

@@ -6,7 +6,7 @@ reserved over what is in use, one number for all models.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from imece.plan.setup import Precision
@@ -60,7 +60,7 @@ TORCH_LOSS_BYTES = 12.0
 
 # Cross-entropy of models/cross_entropy.py. While the gradients of one unit grow, those of the one before are
 # summed. model_parallel/: torch keeps what a product reads, which is whole on each rank.
-IMECE = Framework("imece", late_sums=True, grown_units=2, gathered_inputs=True)
+IMECE = Framework("imece", late_sums=True, masters_are_shards=True, grown_units=2, gathered_inputs=True)
 
 # Ours on the CPUs of one host, in fp32: zero3 leaves parameters in memory that the ranks have in common.
 # There RMSNorm is made of several operations, which keep what is normalised too, and what attention gives out
@@ -69,6 +69,9 @@ IMECE_CPU = Framework(
     "imece-cpu", Precision(4, 4, 0, 0, 4, 4), gathers=False, query_copies=1, norm_copies=2,
     gathered_inputs=True, logit_piece_bytes=2**20,
 )  # fmt: skip
+
+# On those of several hosts units are gathered, and what a CPU would have to ask for again, or cast, is kept.
+IMECE_HOSTS = replace(IMECE, name="imece-hosts", late_sums=False, masters_are_shards=False)
 
 # The papers' own counting: Rajbhandari et al. 2020, section 3.1 (K = 12); Korthikanti et al. 2022, section 4.
 PAPER = Framework("paper", sums_as_masters=False, units_at_once=0, grown_units=0)
@@ -112,5 +115,5 @@ TORCHTITAN = Framework(
 
 FRAMEWORKS = {
     each.name: each
-    for each in (IMECE, IMECE_CPU, PAPER, NANOTRON, MEGATRON, DEEPSPEED, LLM_FOUNDRY, TORCHTITAN)
+    for each in (IMECE, IMECE_CPU, IMECE_HOSTS, PAPER, NANOTRON, MEGATRON, DEEPSPEED, LLM_FOUNDRY, TORCHTITAN)
 }

@@ -142,6 +142,7 @@ def _states(setup: Setup, part: Held, dealt: Sizes, whole: float, framework: Fra
     recipe, divides = setup.recipe, DIVIDED[setup.parallel.strategy]
     precision = recipe.precision
     owned = min(dealt.shard, whole) if divides.optimizer else whole
+    casts = precision.masters not in (0, precision.parameters)
     reduce_bytes = precision.gradients + precision.main_gradients
     as_masters = framework.sums_as_masters and (divides.optimizer or recipe.offload is not None)
     found = footprint(
@@ -152,7 +153,7 @@ def _states(setup: Setup, part: Held, dealt: Sizes, whole: float, framework: Fra
         master_bytes=precision.masters,
         state_bytes=owned * _moment_bytes(recipe, part),
         sum_bytes=None if as_masters else reduce_bytes,
-        own_bytes=0 if framework.masters_are_shards and precision.masters else None,
+        own_bytes=0 if framework.masters_are_shards and casts and recipe.offload is None else None,
         offload=recipe.offload,
     )
     sums = found.gradients - (0 if divides.gradients else round(reduce_bytes * dealt.whole))
