@@ -12,7 +12,19 @@ import torch
 from torch.autograd import DeviceType
 
 from imece.bench.gpu.gpu import Plan, Results, lines
-from imece.bench.gpu.targets import BARE, COMPILED, FLAT, FOREACH, FUSED, GPU, OURS, TORCH
+from imece.bench.gpu.targets import (
+    BARE,
+    COMPILED,
+    FLAT,
+    FOREACH,
+    FULLY_SHARD,
+    FUSED,
+    GPU,
+    OURS,
+    STRATEGIES,
+    TORCH,
+    ZERO3,
+)
 from imece.bench.gpu.ways import Timed, syncs_of
 from imece.bench.targets import lines as judged
 from imece.cli.main import main
@@ -25,6 +37,8 @@ def results(ours_s: float, *, peak: int = 50, syncs: float = 0.0, loss: float = 
         OURS: [Timed(ours_s, loss, peak, syncs), Timed(2 * ours_s, loss, peak, syncs)],
         TORCH: [Timed(1.02, 7.0, 50), Timed(2.04, 7.0, 50)],
         COMPILED: [Timed(0.5, 7.01, 30), Timed(0.7, 7.01, 30)],
+        ZERO3: [Timed(0.9, 7.0, 44), Timed(1.9, 7.0, 45)],
+        FULLY_SHARD: [Timed(1.0, 7.0, 50), Timed(2.0, 7.0, 50)],
     }
     optimizers = {FLAT: [0.1, 0.3], FUSED: [0.1, 0.2], FOREACH: [0.2, 0.6]}
     return Results(Plan(rounds=2), "a GPU", 10**9, 8192, 6e12, 2e13, ways, optimizers, 0.004)
@@ -32,7 +46,7 @@ def results(ours_s: float, *, peak: int = 50, syncs: float = 0.0, loss: float = 
 
 def test_ratios_are_of_rounds_and_shares_of_the_matrix_rate() -> None:
     found = [results(1.005).found(target) for target in GPU]
-    assert found == pytest.approx([1.005, 1.005 / 1.02, 1.0, 0.0, 0.5, 0.004, 1.25, 0.5])
+    assert found == pytest.approx([1.005, 1.005 / 1.02, 1.0, 0.0, 0.5, 0.004, 0.925, 0.9, 1.25, 0.5])
 
 
 @pytest.mark.parametrize(
@@ -117,11 +131,11 @@ def test_all_parts_run(words: list[str], tmp_path: Path, capfd: pytest.CaptureFi
     assert main(["bench", "gpu", *words, "--json", str(tmp_path / "gpu.json")]) == 0
     out = capfd.readouterr().out
     content = json.loads((tmp_path / "gpu.json").read_text())
-    assert set(content["ways"]) == {BARE, OURS, TORCH, COMPILED}
+    assert set(content["ways"]) == {BARE, OURS, TORCH, COMPILED, *STRATEGIES}
     assert set(content["optimizers"]) == {FLAT, FUSED, FOREACH}
     on_cpu = "cpu" in words
     unmeasured = [each["what"] for each in content["targets"] if each["measured"] is None]
-    assert unmeasured == (["peak", "syncs"] if on_cpu else [])
+    assert unmeasured == (["peak", "syncs", "peak"] if on_cpu else [])
     judged_lines = sum(line.strip().startswith(("met", "MISSED")) for line in out.splitlines())
     assert judged_lines == (0 if on_cpu else len(GPU))
     assert ("none is judged, for --device cpu is not to quote" in out) == on_cpu

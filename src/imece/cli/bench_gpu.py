@@ -18,7 +18,8 @@ class GpuOptions:
     """Options of `imece bench gpu`."""
 
     parts: str = ",".join(PARTS)
-    """Which: a step with and without wrappers, compiled, the loop of imece train, the optimizer alone."""
+    """Which: a step with and without wrappers, compiled, in sharded strategies, the loop of imece train, the
+    optimizer alone."""
     model: Literal["tiny", "small", "medium", "1.3b"] = "1.3b"
     """A preset, in bf16."""
     sequences: int = 4

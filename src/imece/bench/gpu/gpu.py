@@ -11,14 +11,14 @@ import torch
 
 from imece.bench import machine, targets
 from imece.bench.gpu.loop import loops_own
-from imece.bench.gpu.targets import COMPILED, GPU, OPTIMIZERS, OURS, WAYS, GpuTarget
+from imece.bench.gpu.targets import COMPILED, GPU, OPTIMIZERS, OURS, STRATEGIES, WAYS, GpuTarget
 from imece.bench.gpu.ways import Rank, Timed
 from imece.bench.rounds import odd_losses, ratio, turned
 from imece.launch.spawn import spawn
 from imece.models.presets import preset
 from imece.train.peak import flops_per_token, measured_peak
 
-PARTS = ("wrapper", "compile", "loop", "optimizer")
+PARTS = ("wrapper", "compile", "strategies", "loop", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,9 @@ def _measure(asked: dict[str, Any]) -> dict[str, Any]:
                 ways.setdefault(way, []).append(timed)
         if "compile" in plan.parts:
             ways.setdefault(COMPILED, []).append(rank.train(COMPILED, plan.steps))
+        if "strategies" in plan.parts:
+            for way in turned(STRATEGIES, turn):
+                ways.setdefault(way, []).append(rank.train(way, plan.steps))
         if "optimizer" in plan.parts:
             for way in turned(OPTIMIZERS, turn):
                 optimizers.setdefault(way, []).append(rank.step_alone(way, plan.steps))

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 BARE, OURS, TORCH, COMPILED = "bare", "imece", "torch-ddp", "imece-compiled"
+ZERO3, FULLY_SHARD = "zero3", "fully-shard"
 FLAT, FUSED, FOREACH = "flat-shards", "fused", "foreach"
 WAYS = (BARE, OURS, TORCH)
+STRATEGIES = ("zero1", "zero2", ZERO3, FULLY_SHARD)
 OPTIMIZERS = (FLAT, FUSED, FOREACH)
 
 
@@ -54,6 +56,8 @@ GPU = (
     GpuTarget("syncs", 0.0, OURS),
     GpuTarget("rate", 0.5, COMPILED),
     GpuTarget("overhead", 0.01),
+    GpuTarget("time", 1.0, ZERO3, FULLY_SHARD),
+    GpuTarget("peak", 1.0, ZERO3, FULLY_SHARD),
     GpuTarget("optimizer", 1.0, FLAT, FUSED),
     GpuTarget("optimizer", 1.0, FLAT, FOREACH),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from torch.optim import AdamW, Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import imece
-from imece.bench.gpu.targets import BARE, COMPILED, FLAT, FOREACH, TORCH
+from imece.bench.gpu.targets import BARE, COMPILED, FLAT, FOREACH, FULLY_SHARD, STRATEGIES, TORCH
 from imece.models.cross_entropy import cross_entropy
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
@@ -37,7 +37,7 @@ class Timed:
     """Of some steps of one way."""
 
     seconds: float  # of one step
-    loss: float  # of the last one
+    loss: float  # of the second one: what later ones differ by has grown from roundings
     peak_bytes: int | None  # allocated at most; None: nobody counts it on a CPU
     syncs: float | None = None  # of a step: how often the host waited for the GPU
 
@@ -49,19 +49,19 @@ class Trainee:
     model: nn.Module
     optimizer: Optimizer
     batch: torch.Tensor  # int64 [2, sequences, seq]: inputs and targets
-    loss: torch.Tensor = field(init=False)
 
-    def backward(self) -> None:
-        """Gradients of a batch."""
+    def backward(self) -> torch.Tensor:
+        """Gradients of a batch; its loss."""
         loss = cross_entropy(self.model(self.batch[0]), self.batch[1])
         loss.backward()
-        self.loss = loss.detach()
+        return loss.detach()
 
-    def step(self) -> None:
-        """All of it."""
-        self.backward()
+    def step(self) -> torch.Tensor:
+        """All of it; the loss."""
+        loss = self.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return loss
 
 
 class Rank:
@@ -82,19 +82,18 @@ class Rank:
         return self.device.type == "cuda"
 
     def train(self, way: str, steps: int, *, count_syncs: bool = False, trace: str = "") -> Timed:
-        """One of WAYS or COMPILED, for some steps after a warm-up.
+        """One of WAYS or STRATEGIES, or COMPILED, for some steps after a warm-up.
 
         count_syncs: then as many steps again in torch's profiler, where the waits are counted. trace: the
         file for what that saw (Chrome trace JSON); empty for none.
         """
         trainee = self._wrapped(way)
-        for _ in range(_WARM_UP):
-            trainee.step()
+        losses = [trainee.step() for _ in range(_WARM_UP)]
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
         seconds = self._seconds(trainee.step, steps)
         peak = torch.cuda.max_memory_allocated(self.device) if self.on_gpu else None
-        found = Timed(seconds, float(trainee.loss), peak)
+        found = Timed(seconds, float(losses[1]), peak)
         if count_syncs and self.on_gpu:
             found.syncs = self._profiled_syncs(trainee, steps, trace)
         del trainee
@@ -126,6 +125,8 @@ class Rank:
         return seconds
 
     def _wrapped(self, way: str) -> Trainee:
+        if way in STRATEGIES:
+            return self._sharded(way)
         model: nn.Module = self._model()
         optimizer = self._adamw(model)
         if way == COMPILED:
@@ -136,10 +137,28 @@ class Rank:
             model = imece.DistributedDataParallel(model)
         return Trainee(model, optimizer, self._batch)
 
-    def _model(self) -> Transformer:
+    def _sharded(self, way: str) -> Trainee:
+        """With masters in fp32, which the one rank has whole: what is left is what a strategy itself costs."""
+        from torch.distributed.device_mesh import DeviceMesh  # here: they take a second to import
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        model, bf16 = self._model(torch.float32), torch.bfloat16
+        if way != FULLY_SHARD:
+            precision = imece.MixedPrecision(param=bf16, reduce=bf16)
+            return Trainee(
+                *imece.parallelize(model, self._adamw(model), way, precision=precision), self._batch
+            )
+        ranks = DeviceMesh.from_group(self._group, self.device.type)
+        # Inputs of blocks are not cast: rotations stay in fp32, as in the other ways.
+        policy = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16, cast_forward_inputs=False)
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=ranks, mp_policy=policy)
+        return Trainee(model, self._adamw(model), self._batch)
+
+    def _model(self, dtype: torch.dtype = torch.bfloat16) -> Transformer:
         torch.manual_seed(0)
         with torch.device(self.device):
-            return Transformer(self._shape).bfloat16()
+            return Transformer(self._shape).to(dtype)
 
     def _adamw(self, model: nn.Module, *, foreach: bool = False) -> AdamW:
         return AdamW(model.parameters(), lr=_LR, foreach=foreach, fused=not foreach)
