@@ -138,7 +138,7 @@ class Rank:
         return Trainee(model, optimizer, self._batch)
 
     def _sharded(self, way: str) -> Trainee:
-        """With masters in fp32, which the one rank has whole: what is left is what a strategy itself costs."""
+        """With masters in fp32, all on the one rank: what is left is what a strategy itself costs."""
         from torch.distributed.device_mesh import DeviceMesh  # here: they take a second to import
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
