@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from imece import DistributedDataParallel
+from imece.data_parallel.same import digest
 from imece.errors import MismatchError
 from tests.data_parallel.checks import Check, Job, jobs, passed
 
@@ -397,3 +398,20 @@ ON_GLOO = [
 @pytest.mark.parametrize("job", jobs(__name__, CHECKS, (3, "shm")) + jobs(__name__, ON_GLOO, (3, "gloo")))
 def test_same(job: Job, request: pytest.FixtureRequest) -> None:
     passed(job, request)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])
+def test_a_digest_is_of_all_bits_wherever_they_lie(dtype: torch.dtype) -> None:
+    memory = torch.arange(200).to(dtype)
+    for start in range(9):
+        for length in (0, 1, 2, 7, 8, 64):
+            part = memory[start : start + length]
+            copied = part.clone()
+            assert torch.equal(digest(part), digest(copied))
+            assert torch.equal(part, copied), "it only looks"
+            for at in range(length):
+                copied.view(torch.uint8)[at * dtype.itemsize] ^= 1
+                assert not torch.equal(digest(part), digest(copied))
+                copied.copy_(part)
+    words = memory[:64].view(torch.int64)
+    assert not torch.equal(digest(words), digest(words.flip(0)))

@@ -119,12 +119,16 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     if is_made_of_others(tensor):
         return digest(torch.stack([digest(each) for each in tensors_inside(tensor)]))
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    padded = raw.new_zeros(-(-raw.numel() // 8) * 8)
-    padded[: raw.numel()] = raw
-    words = padded.view(torch.int64)
+    if raw.numel() % 8 or raw.storage_offset() % 8:
+        padded = raw.new_zeros(-(-raw.numel() // 8) * 8)
+        padded[: raw.numel()] = raw
+        raw = padded
+    words = raw.view(torch.int64)
+    mixed = words >> 29
+    mixed ^= words
     # A plain sum would not see two words that changed places.
-    places = torch.arange(words.numel(), device=words.device, dtype=torch.int64)
-    return ((words ^ (words >> 29)) * (2 * places + 1)).sum()
+    mixed *= torch.arange(1, 2 * words.numel() + 1, 2, device=words.device)
+    return mixed.sum()
 
 
 def is_made_of_others(tensor: object) -> bool:
