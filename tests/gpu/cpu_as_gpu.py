@@ -32,6 +32,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from imece.collectives import checks, execute, native, streams, wire
+from imece.data_parallel import shard
 
 CUDA, _CPU = torch.device("cuda", 0), torch.device("cpu")
 _DEVICE, _RESIZE, _RUN = torch.Tensor.device, torch.UntypedStorage.resize_, threading.Thread.run
@@ -438,6 +439,7 @@ def cpu_as_gpu() -> Iterator[_Gpu]:
         (wire, {"post": _post}),
         (checks.Checker, {"is_nccls": lambda _, device: device is not None and device.type == "cuda"}),
         (streams, {"_here": streams._Here()}),
+        (shard, {"_has_others": lambda _: True}),
         (torch.UntypedStorage, {"resize_": _resize}),
         (threading.Thread, {"run": _run}),
     ]  # fmt: skip

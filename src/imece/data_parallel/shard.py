@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from imece.collectives import ops
@@ -300,6 +301,8 @@ class Sharding(Gradients):
         self.note_versions()
 
     def _gather(self, store: Store) -> None:
+        if not _has_others(self.groups.shard):
+            return
         label = f"parameters of {store.label}"
         in_background = self.offload is not None or self._way.schedule is not None or store.parameters.is_cuda
         with self.lane.within():
@@ -357,6 +360,11 @@ class Sharding(Gradients):
         """RuntimeError that names a parameter whose part was written into outside of a step."""
         for store in self.stores:
             store.check_parts()
+
+
+def _has_others(group: dist.ProcessGroup) -> bool:
+    """Whether a gather of parameters in place brings any."""
+    return group.size() > 1
 
 
 def _bucket(store: Store) -> Bucket:
