@@ -24,9 +24,10 @@ from imece.data_parallel import shard
 from imece.data_parallel.footprint import counted, expected
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.sharding import stores
+from imece.models import transformer
 from imece.models.cross_entropy import cross_entropy
 from imece.models.shape import TransformerConfig
-from imece.models.transformer import Transformer
+from imece.models.transformer import Transformer, units_of
 from imece.plan.memory.frameworks import IMECE
 from imece.plan.memory.memory import Memory, memory
 from imece.plan.models.from_code import of_module
@@ -169,6 +170,7 @@ def _measure(
         wrapped, optimizer = imece.parallelize(
             model, lambda parameters: torch.optim.AdamW(parameters, fused=True), strategy, dist.group.WORLD,
             precision=imece.MixedPrecision(bf16, bf16), bucket_cap_mb=bucket_mb, init=fill,
+            units=units_of(shape),
         )  # fmt: skip
         predicted = expected(wrapped, [optimizer])
         assert predicted is not None
@@ -195,7 +197,8 @@ def _measure(
 
 def plan(model: Model, world_size: int, strategy: Strategy, seq: int, bucket_mb: float) -> Memory:
     """What the planner says of the same."""
-    recipe = Recipe(seq, bucket_bytes=int(bucket_mb * 2**20))
+    apart = not model.tied_head and model.table_parameters >= transformer.LARGE_TABLE
+    recipe = Recipe(seq, bucket_bytes=int(bucket_mb * 2**20), table_units=apart)
     return memory(Setup(model, Parallel(strategy, world_size, world_size), recipe), framework=IMECE)
 
 

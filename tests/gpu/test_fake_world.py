@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 
+from imece.models import transformer
 from imece.models.shape import TransformerConfig
 from imece.plan.setup import Strategy
 from tests.gpu.fake_world import measure, peak_of_fully_shard
@@ -57,6 +58,18 @@ def test_a_gpu_has_allocated_less_of_7b_than_with_fully_shard(world_size: int) -
     gc.collect()
     torch.cuda.empty_cache()
     assert ours < peak_of_fully_shard("cuda", LARGE, world_size, 1024)
+
+
+@pytest.mark.parametrize("world_size", [8, pytest.param(64, marks=pytest.mark.slow)])
+def test_no_more_lives_at_a_time_than_with_fully_shard(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformer, "LARGE_TABLE", 0)
+    ours = measure("cpu", NARROW, world_size, "zero3", NARROW_SEQ, SMALL_BUCKET_MB)
+    assert ours.peak < peak_of_fully_shard("cpu", NARROW, world_size, NARROW_SEQ)
+    total = sum(ours.counted.values())
+    assert total == pytest.approx(sum(ours.predicted.values()), rel=ROOM)
+    assert total == pytest.approx(ours.planned, rel=ROOM)
 
 
 def test_what_a_gpu_lets_go_of() -> None:

@@ -11,12 +11,16 @@ from typing import Any, cast
 import pytest
 
 from imece.footprint import Footprint
+from imece.models.shape import TransformerConfig
+from imece.models.transformer import LARGE_TABLE, Block, Transformer
 from imece.plan.check import PLAN_FILE, read_plan, rows
 from imece.plan.hardware import find_cluster
 from imece.plan.here import cluster_of, keep, to_toml
+from imece.plan.models.by_name import from_shape
 from imece.train import prediction
 from imece.train.batch import BatchPlan, plan_batch
-from imece.train.config import LINEAR, LoraSection, OptimizerSection, TrainConfig
+from imece.train.config import LINEAR, LoraSection, MeshSection, OptimizerSection, TrainConfig
+from imece.train.dividing import train_units
 from imece.train.precision import Precision
 from imece.train.prediction import Machine, Prediction, choose, chosen_before, compared, measured, predict
 from tests.plan.test_here import FIGURES, NOW, without_home
@@ -27,6 +31,7 @@ BF16 = Precision("bf16", "cpu")
 ONE_HOST: Any = SimpleNamespace(hosts=((0, 1),), cross_group=None, device=SimpleNamespace(type="cpu"))
 TWO_HOSTS: Any = SimpleNamespace(hosts=((0,), (1,)), cross_group=object(), device=SimpleNamespace(type="cpu"))
 CPU = find_cluster("CPU", 2)
+TINY = TransformerConfig(vocab_size=8, layers=1, width=8, heads=1, kv_heads=1, mlp_width=8, max_seq=8)
 
 
 def machine(memory_bytes: int = 10**12, is_measured: bool = False) -> Machine:
@@ -169,6 +174,27 @@ def test_micro_batches_are_accumulated_whole() -> None:
     more = twice.candidate.memory.gradients - once.candidate.memory.gradients
     assert more == twice.needed - once.needed == 4 * SHAPE.parameter_count
     assert twice.as_json()["counted_bytes"] == once.as_json()["counted_bytes"]
+
+
+def test_large_tables_are_gathered_for_their_own_time() -> None:
+    on = Machine(find_cluster("H100", 8), False)
+    large = replace(SHAPE, vocab_size=LARGE_TABLE // SHAPE.width, tied_head=False)
+    small = replace(large, vocab_size=large.vocab_size - 1)
+
+    def gathered(shape: TransformerConfig, config: TrainConfig = CONFIG) -> float:
+        plan = plan_batch(config.batch, shape.max_seq, 8)
+        return predict("zero3", config, shape, plan, BF16, on).candidate.memory.gathered
+
+    table = 4 * large.vocab_size * large.width
+    block = 4 * from_shape("", large).layer_parameters
+    root = 4 * large.width  # the last norm
+    assert gathered(small) == pytest.approx(2 * table + 2 * block, rel=0.01)
+    assert gathered(large) == pytest.approx(root + sum(sorted([table, table, block, block])[2:]), rel=0.01)
+    assert train_units(CONFIG, large) == (Block, type(Transformer(TINY).embed), type(Transformer(TINY).head))
+    adapters = replace(CONFIG, lora=LoraSection(rank=2))
+    divided = replace(CONFIG, mesh=MeshSection(tensor=2))
+    assert train_units(CONFIG, small) is None and train_units(CONFIG, replace(large, tied_head=True)) is None
+    assert train_units(adapters, large) is None and train_units(divided, large) is None
 
 
 def test_predicted_and_measured_are_kept(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from imece.models.shape import TransformerConfig
 Rotation = tuple[Tensor, Tensor]
 
 INIT_STD = 0.02
+LARGE_TABLE = 2**22  # elements that take longer to travel than a gather takes to begin
 
 
 class Transformer(nn.Module):
@@ -319,3 +320,11 @@ class _Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """`Transformer.reset_parameters` does it."""
+
+
+def units_of(config: TransformerConfig) -> tuple[type[nn.Module], ...] | None:
+    """For `imece.parallelize(units=)`: blocks, and an embedding and a head that are large and not tied, which
+    are then there for their own time alone. None: they stay with the norm, as what is in no block does.
+    """
+    large = config.vocab_size * config.width >= LARGE_TABLE
+    return (Block, _Embedding, _Linear) if large and not config.tied_head else None

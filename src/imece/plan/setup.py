@@ -78,6 +78,7 @@ class Recipe:
     compiled: bool = False  # torch.compile or hand-fused kernels: fewer passes over activations
     bucket_bytes: int = 25 * 2**20
     dropout: bool = False  # of what attention and MLP add, and of scores: its masks are kept
+    table_units: bool = False  # embedding and head, if not tied, are gathered for their own time alone
     accumulates_whole: bool = False  # in no_sync: sharded gradients are whole until the last micro-batch
 
 

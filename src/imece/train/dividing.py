@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from imece.data_parallel.strategy import find_strategy
 from imece.errors import UserError
 from imece.mesh import Mesh
@@ -11,7 +13,7 @@ from imece.model_parallel.plan import check_counts
 from imece.model_parallel.schedules import Loss
 from imece.model_parallel.tensor import tensor_parallel
 from imece.models.shape import TransformerConfig
-from imece.models.transformer import Transformer
+from imece.models.transformer import Transformer, units_of
 from imece.train.batch import BatchPlan
 from imece.train.config import MeshSection, TrainConfig
 
@@ -172,3 +174,9 @@ def _asked(section: MeshSection) -> str:
         if (size := getattr(section, name)) > 1
     ]
     return " and ".join(said)
+
+
+def train_units(config: TrainConfig, shape: TransformerConfig) -> tuple[type[nn.Module], ...] | None:
+    """What is gathered as one where parameters are sharded; None: what is found by itself."""
+    divided = config.mesh.tensor * config.mesh.pipeline > 1
+    return None if divided or config.lora.rank else units_of(shape)

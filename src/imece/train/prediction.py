@@ -39,7 +39,7 @@ from imece.plan.setup import Adapters, Parallel, Recipe, Setup, Strategy
 from imece.plan.setup import Precision as Bytes
 from imece.train.batch import BatchPlan
 from imece.train.config import LoraSection, TrainConfig
-from imece.train.dividing import goes_with_stages
+from imece.train.dividing import goes_with_stages, train_units
 from imece.train.precision import Precision
 from imece.writing import write_whole
 
@@ -152,6 +152,7 @@ def predict(
         micro_batch=plan.micro,
         accumulation=plan.accumulation,
         accumulates_whole=True,  # as step.py does
+        table_units=train_units(config, shape) is not None,
         recompute="full" if config.compute.recompute else "none",
         optimizer=config.optimizer.kind,
         compiled=config.compute.compile,

@@ -41,7 +41,7 @@ from imece.train.beginning import begin_again, begin_with, empty, new_model
 from imece.train.clock import Clock
 from imece.train.compiling import compile_now
 from imece.train.config import TrainConfig
-from imece.train.dividing import check_divided, dealt, divided
+from imece.train.dividing import check_divided, dealt, divided, train_units
 from imece.train.evaluate import windows_read
 from imece.train.optimizer import make_optimizers
 from imece.train.origin import keep, open_base, sequence_length, shape_of
@@ -489,7 +489,10 @@ def _parallelize(
     # The micro-batches of a pipeline are all as long, and their mean is that of tokens.
     over: Over = "ranks" if config.mesh.pipeline > 1 else "tokens"
     try:
-        wrapped, _ = parallelize(model, optimizers, strategy, mesh, average=over, offload=offload, init=empty)
+        wrapped, _ = parallelize(
+            model, optimizers, strategy, mesh, average=over, offload=offload, init=empty,
+            units=train_units(config, model.config) if isinstance(model, Transformer) else None,
+        )  # fmt: skip
     except ValueError as error:  # what cannot be on these hosts, or with this strategy
         option = f" --offload {offload}" if offload is not None else ""
         raise UserError(f"--strategy {strategy}{option}: {error}") from None

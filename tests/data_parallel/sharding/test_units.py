@@ -392,6 +392,7 @@ CHECKS: dict[str, Check] = {
     "many in flight": same_bits(gathers_in_flight=9),
     "units by class": same_bits(units=(nn.Linear,)),
     "units by size": same_bits(units=300),
+    "tables are units": same_bits(units=(Block, nn.Embedding, nn.Linear), steps=4),
     "muon": same_bits(both={"make": muon_and_adamw}, steps=4),
     "half": same_bits(both={"precision": MixedPrecision(param=torch.bfloat16)}, against="zero2", steps=4),
     "frozen": same_bits(partly_frozen),

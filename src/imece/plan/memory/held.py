@@ -106,16 +106,19 @@ def sizes(model: Model, parallel: Parallel, recipe: Recipe, part: Held, framewor
     if parallel.tensor == parallel.pipeline == 1 and not model.experts and model.layers * 9 < _MOST_LAID:
         return _laid(
             model, parallel.strategy, parallel.shard, recipe.bucket_bytes, itemsize, by_unit,
-            framework.units_at_once, max(1, framework.grown_units),
+            framework.units_at_once, max(1, framework.grown_units), recipe.table_units,
         )  # fmt: skip
-    root = part.tables + part.rest
+    root, largest = part.tables + part.rest, part.layer
+    if recipe.table_units and not model.tied_head and part.tables:
+        root = part.rest
+        largest = max(largest, model.table_parameters / model.table_parts(parallel.tensor))
     filling = 0.0
     if by_unit:
-        filling = root + part.layer * framework.grown_units
+        filling = root + largest * framework.grown_units
     elif divides.gradients:
         bucket = max(recipe.bucket_bytes / itemsize, _largest(model, part) / parallel.tensor)
         filling = min(part.total, max(1, framework.grown_units) * bucket)
-    gathered = root + framework.units_at_once * part.layer if by_unit else 0.0
+    gathered = root + framework.units_at_once * largest if by_unit else 0.0
     return Sizes(part.dense, part.dense / parallel.shard, filling, gathered)
 
 
@@ -145,12 +148,13 @@ def _laid(
     by_unit: bool,
     units_at_once: int,
     grown_units: int,
+    table_units: bool,
 ) -> Sizes:
     """From layout.py, with the arguments that data_parallel/sharding/trained.py gives it."""
     divides = DIVIDED[strategy]
     shards = shards if divides.optimizer else 1
     laid = layout.build(
-        items(model, itemsize, by_unit),
+        items(model, itemsize, by_unit, table_units),
         cap_bytes=2**62 if by_unit else cap_bytes,
         shards=shards,
         align_bytes=_ALIGN_BYTES,
@@ -161,17 +165,20 @@ def _laid(
     filling = gathered = 0
     if by_unit:
         root = sum(bucket.numel for bucket in laid.buckets if bucket.group == 0)
-        largest = max(bucket.numel for bucket in laid.buckets if bucket.group)
-        filling = root + min(grown_units, model.layers) * largest
-        gathered = root + min(units_at_once, model.layers) * largest
+        units = sorted((bucket.numel for bucket in laid.buckets if bucket.group), reverse=True)
+        filling = root + min(grown_units, len(units)) * units[0]
+        gathered = root + sum(units[:units_at_once])
     elif divides.gradients:  # each has memory for the largest, which they hand on: data_parallel/shard.py
         filling = min(grown_units, len(laid.buckets)) * max(bucket.numel for bucket in laid.buckets)
     return Sizes(whole, whole / shards, filling, gathered)
 
 
-def items(model: Model, itemsize: int, by_unit: bool) -> list[layout.Item]:
-    """The tensors of a model in the order of its modules; group: the layer, from 1 on, or all of them 0."""
-    found: list[tuple[str, tuple[int, ...], int]] = [("embed.weight", (model.vocab_size, model.width), 0)]
+def items(model: Model, itemsize: int, by_unit: bool, table_units: bool = False) -> list[layout.Item]:
+    """The tensors of a model in the order of its modules; group: the layer, from 1 on, then tables that are
+    units; or all of them 0."""
+    apart = by_unit and table_units and not model.tied_head
+    embed, head = (model.layers + 1, model.layers + 2) if apart else (0, 0)
+    found: list[tuple[str, tuple[int, ...], int]] = [("embed.weight", (model.vocab_size, model.width), embed)]
     if model.learned_positions:
         found.append(("positions.weight", (model.learned_positions, model.width), 0))
     for at in range(model.layers):
@@ -182,7 +189,7 @@ def items(model: Model, itemsize: int, by_unit: bool) -> list[layout.Item]:
     elif model.others:
         found.append(("norm", (model.others,), 0))
     if not model.tied_head:
-        found.append(("head.weight", (model.vocab_size, model.width), 0))
+        found.append(("head.weight", (model.vocab_size, model.width), head))
     dtype = f"bytes{itemsize}"
     return [layout.Item(name, shape, dtype, itemsize, group=group) for name, shape, group in found]
 
