@@ -180,7 +180,7 @@ def clipped(model: Any, optimizers: Sequence[Optimizer], steps: int) -> Iterator
         for one in optimizers:
             one.step()
             one.zero_grad()
-        yield torch.stack([loss.detach(), torch.tensor(norm)])
+        yield torch.stack([loss.detach(), torch.as_tensor(norm).to(loss.device)])
 
 
 def accumulated(model: Any, optimizers: Sequence[Optimizer], steps: int) -> Iterator[torch.Tensor]:
