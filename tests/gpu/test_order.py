@@ -44,6 +44,7 @@ class Way:
     steps_beside: bool = False  # the optimizer, on another stream than backward
     elsewhere: bool = False  # on another stream than that on which the model was wrapped
     regroups: bool = False  # before the last step
+    writes: bool = False  # what the optimizer steps, behind each step
 
 
 HOSTED: dict[str, Any] = {"offload": "optimizer"}
@@ -53,6 +54,7 @@ WAYS = {
     "zero1": Way("zero1"),
     "zero2": Way("zero2"),
     "zero2, offload": Way("zero2", HOSTED),
+    "zero1, written": Way("zero1", writes=True),
     "zero3": Way("zero3"),
     "zero3, offload": Way("zero3", {"offload": "parameters"}),
     "zero3, branches": Way("zero3", branches=True),
@@ -72,6 +74,10 @@ MORE_WAYS = {
     "zero2, added": Way("zero2", adds=True),
     "zero2, stepped beside": Way("zero2", bf16=True, steps_beside=True),
     "zero2, elsewhere": Way("zero2", elsewhere=True),
+    "zero1, bf16, written": Way("zero1", bf16=True, writes=True),
+    "zero2, written": Way("zero2", writes=True),
+    "zero2, offload, written": Way("zero2", HOSTED, writes=True),
+    "zero3, written": Way("zero3", writes=True),
     "zero3, bf16": Way("zero3", bf16=True),
     "zero3, kept": Way("zero3", {"reshard_after_forward": False}),
     "zero3, far ahead": Way("zero3", {"gathers_in_flight": 4}),
@@ -156,6 +162,11 @@ def _trained(way: Way) -> list[str]:
                     optimizer.step()
                     optimizer.zero_grad()
                 stream.wait_stream(beside)
+            if way.writes:
+                with torch.no_grad():
+                    for part in optimizer.param_groups[0]["params"]:
+                        part.clamp_(-1.0, 1.0)
+                model.take_over_masters()
         waits = list(gpu.waits)
         assert gpu.nccl, "nothing was moved"
         model.state_dict()

@@ -35,7 +35,7 @@ def slices_of(model: ShardedDataParallel, kept: Entries) -> dict[str, Tensor | S
     for index, slot in enumerate(sharding.slots):
         shape, part = tuple(slot.parameter.shape), parts.get(index)
         start = part.start if part else 0
-        master = part.parameter.detach() if part else torch.empty(0, dtype=sharding.trained.dtypes[index])
+        master = part.values if part else torch.empty(0, dtype=sharding.trained.dtypes[index])
         found[MODEL + slot.name] = share(Slice(master, shape, start), *piece)
         maker, of_all = keys.get(slot.name, ("", {}))
         found |= tag_of(slot.name, maker)

@@ -176,7 +176,9 @@ class TrainingState:
                     found.append(value)
                 elif value is not None:
                     return None
-        return [(each, each.data_ptr()) for each in found] if all(map(Tensor.is_contiguous, found)) else None
+        with torch._C.DisableTorchFunctionSubclass():  # parts may be coming
+            lies_flat = all(map(Tensor.is_contiguous, found))
+            return [(each, each.data_ptr()) for each in found] if lies_flat else None
 
     def _find_own(self) -> dict[str, Tensor | Slice]:
         parts = self._parts()
@@ -184,7 +186,7 @@ class TrainingState:
         found: dict[str, Tensor | Slice] = dict(self._whole_parameters()) if is_whole else {}
         found |= self._of_modules()
         for part in parts.values():
-            found[MODEL + part.name] = Slice(part.parameter.detach(), part.shape, part.start)
+            found[MODEL + part.name] = Slice(part.values, part.shape, part.start)
         for name, stepped, kept in self._stepped():
             of = parts.get(stepped)
             for key, (value, per) in self._entries(name, stepped, kept).items():

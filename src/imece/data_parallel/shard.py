@@ -312,7 +312,9 @@ class Sharding(Gradients):
             )  # fmt: skip
         if isinstance(work, Pending):
             modules = {module for each in store.members for module in self._owners.get(id(each), ())}
-            store.coming = Coming(store.members, modules, work)
+            # It reads this rank's own elements where they lie, and may write them back.
+            lies_there = [part.parameter for part in store.parts] if store.own is store.master else []
+            store.coming = Coming([*store.members, *lies_there], modules, work)
 
     @property
     def every_store(self) -> list[Store]:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,8 +20,10 @@ from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel
 
 import imece
+from imece.checkpoint import TrainingState
 from imece.collectives import hierarchical
 from imece.collectives.pending import Pending
+from imece.data_parallel.footprint import counted
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.sharding import coming as sharding_coming
 from imece.data_parallel.sharding.coming import Coming, ComingParameter
@@ -74,7 +77,7 @@ def model_of(
 
 def stepped(model: nn.Module, optimizer: SGD, seed: int = 0) -> None:
     torch.manual_seed(100 * seed + dist.get_rank())
-    model(torch.randn(8, WIDTH)).square().sum().backward()
+    model(torch.randn(8, WIDTH).to(next(model.parameters()).dtype)).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -278,6 +281,132 @@ def test_modules_wait_for_what_they_have() -> None:
     run_ranks(in_an_extension, 2, backend=None, ranks_per_host=1)
 
 
+# --- whoever writes what the optimizer steps, which a gather reads where it lies
+
+
+def through_numpy(parts: list[Tensor]) -> None:
+    for each in parts:
+        each.detach().numpy()[:] *= 0.5
+
+
+def through_a_vector(parts: list[Tensor]) -> None:
+    nn.utils.vector_to_parameters(0.5 * nn.utils.parameters_to_vector(parts), parts)
+
+
+def each_by(write: Callable[[Tensor], object]) -> Callable[[list[Tensor]], None]:
+    def write_all(parts: list[Tensor]) -> None:
+        for each in parts:
+            write(each)
+
+    return write_all
+
+
+WRITES: dict[str, Callable[[list[Tensor]], None]] = {
+    "in place": each_by(lambda part: part.mul_(0.5)),
+    "clamped": each_by(lambda part: torch.clamp(part, -0.01, 0.01, out=part)),
+    "data": each_by(lambda part: part.data.mul_(0.5)),
+    "other data": each_by(lambda part: setattr(part, "data", 0.5 * part.data)),
+    "a view": each_by(lambda part: part[:1].fill_(2.0)),
+    "initialised": each_by(nn.init.zeros_),
+    "foreach": lambda parts: torch._foreach_mul_(parts, 0.5),
+    "numpy": through_numpy,
+    "a vector": through_a_vector,
+}
+
+
+def written_with(write: Callable[[list[Tensor]], None], overlap: bool) -> list[list[Tensor]]:
+    """All parameters, before and after the others were told."""
+    model, optimizer = model_of(overlap=overlap)
+    parts: list[Tensor] = optimizer.param_groups[0]["params"]
+    with held() as gathers:
+        if not overlap:
+            gathers.go_on.set()
+        stepped(model, optimizer)
+        assert [isinstance(each, ComingParameter) for each in parts] == [overlap] * len(parts)
+        timer = threading.Timer(0.05, gathers.go_on.set)
+        timer.start()
+        with torch.no_grad():
+            write(parts)
+        assert gathers.go_on.is_set(), "it has written what a gather was to read"
+        assert not any(isinstance(each, ComingParameter) for each in parts)
+    before = [each.detach().clone() for each in model.parameters()]
+    model.take_over_masters()
+    return [before, [each.detach().clone() for each in model.parameters()]]
+
+
+def whoever_writes() -> list[str]:
+    imece.init()
+    wrong = []
+    for name, write in WRITES.items():
+        wanted, got = (written_with(write, overlap) for overlap in (False, True))
+        assert not all(map(torch.equal, *wanted)), f"{name}: nothing is written"
+        for when, right, mine in zip(("before", "after"), wanted, got, strict=True):
+            wrong += [f"{name}: {when}"] * (not all(map(torch.equal, right, mine)))
+    return wrong
+
+
+def test_whoever_writes_what_is_stepped_waits_for_the_gather() -> None:
+    """Else the others would get now what they are to get by take_over_masters, or half of it."""
+    assert run_ranks(whoever_writes, 2, backend=None, ranks_per_host=1, timeout_s=200) == [[]] * 2
+
+
+def without_a_word() -> None:
+    """As compiled code writes that finds parts through their optimizer; and a tensor made before the step."""
+    imece.init()
+    model, optimizer = model_of()
+    parts: list[Tensor] = optimizer.param_groups[0]["params"]
+    before = [each.detach() for each in parts]
+    for written in (before, parts):
+        with held() as gathers:
+            stepped(model, optimizer)
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                written[0].mul_(0.5)
+            gathers.go_on.set()
+            with pytest.raises(RuntimeError, match=r"this rank's part of parameter .* by code that does not"):
+                model.take_over_masters()
+            model.take_over_masters()
+            stepped(model, optimizer)
+            model.settle()
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                written[0].mul_(0.5)
+            model.take_over_masters()
+            model.settle()
+
+
+def test_what_does_not_wait_is_refused() -> None:
+    run_ranks(without_a_word, 2, backend=None, ranks_per_host=1)
+
+
+def nobody_else() -> None:
+    """What training does between two steps leaves parts alone, or reads them."""
+    imece.init()
+    for bf16 in (False, True):
+        model, optimizer = model_of(precision=imece.MixedPrecision(param=torch.bfloat16) if bf16 else None)
+        parts, state = optimizer.param_groups[0]["params"], TrainingState(model, optimizer)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        with held():
+            stepped(model, optimizer)
+            scheduler.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+            nn.utils.clip_grad_norm_(parts, 1.0)
+            optimizer.zero_grad(set_to_none=False)
+            model.sharding.check_parts()
+            assert counted(model, [optimizer])
+            own = state.own()
+            assert own is state.own()
+            assert all(coming(model))
+            assert [isinstance(each, ComingParameter) for each in parts] == [not bf16] * len(parts)
+            with torch.no_grad():
+                for each in parts if bf16 else ():
+                    each.mul_(0.5)
+            assert all(coming(model)), "masters of more bits are not what is gathered"
+        model.take_over_masters()
+
+
+def test_nobody_else_waits() -> None:
+    run_ranks(nobody_else, 2, backend=None, ranks_per_host=1, timeout_s=200)
+
+
 # --- on a GPU, which is made up
 
 
@@ -350,7 +479,7 @@ def steps_without_a_forward() -> None:
                 gathers.go_on.set()
             for turn in range(2):
                 for part in optimizer.param_groups[0]["params"]:
-                    part.grad = torch.full_like(part, turn + 1.0)
+                    part.grad = torch.full(part.shape, turn + 1.0)
                 if turn == 1 and overlap:
                     assert all(coming(model))
                     threading.Timer(0.2, gathers.go_on.set).start()

@@ -6,12 +6,16 @@ calls it overlap-param-gather). Until a bucket has come its parameters are Comin
 one of them, in a forward or anywhere else, waits for that bucket, and finds an ordinary parameter. Code in
 C++ may take a tensor without a word: so the modules that have them wait too, before their forward.
 
+So are this rank's parts, where the gather reads them in place: whoever writes one before it has come would
+write what others are to get from the step. What only reads them goes around (Part.values).
+
 On a GPU it is the current stream that waits, and a branch of a model, or an average of weights, may run on
 another: until the GPU has filled the bucket, every operation on its parameters lets its own stream wait.
 
 What cannot see it is a tensor made from a parameter before the step, `parameter.detach()` say, and read after
 it: it shares the memory and does not wait. And compiled code takes parameters as they are: the stream that
-runs the first block with some of a bucket waits for all of it, and no other one.
+runs the first block with some of a bucket waits for all of it, and no other one. Compiled code that finds
+parts through their optimizer waits for nothing. What either of them has written into parts Store.settle sees.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ _KNOWN = freed.KNOWN - {
 
 
 class Coming:
-    """The parameters of one bucket while an all-gather fills it."""
+    """The parameters of one bucket while an all-gather fills it, and what it reads of them."""
 
     def __init__(
         self, parameters: Iterable[torch.Tensor], modules: Iterable[nn.Module], work: Pending
@@ -52,6 +56,11 @@ class Coming:
         for each in self._kinds:
             each._imece_coming = self  # type: ignore[attr-defined]
             each.__class__ = ComingParameter
+
+    @property
+    def nobody_waited(self) -> bool:
+        """For any of them, so far."""
+        return self._came is None and bool(self._kinds)
 
     def wait(self) -> None:
         """They have come when this returns: for the current stream. What `Pending.wait` raises, again each

@@ -40,9 +40,10 @@ class _Seen(NamedTuple):
     @property
     def has_moved(self) -> bool:
         """Whether it was written into. What goes by `.data`, or a pointer, is in no version."""
-        if self.part._version != self.version:
-            return True
-        return not torch.equal(_numbers(self.part)[self.places], self.value)
+        with torch._C.DisableTorchFunctionSubclass():  # it may be coming
+            if self.part._version != self.version:
+                return True
+            return not torch.equal(_numbers(self.part)[self.places], self.value)
 
 
 class Moved:

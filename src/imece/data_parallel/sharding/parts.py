@@ -40,6 +40,12 @@ class Part:
     def numel(self) -> int:
         return self.stop - self.start
 
+    @property
+    def values(self) -> torch.Tensor:
+        """To be read, and no more: a gather that reads them too is not waited for."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameter.detach()
+
     def of(self, shard: torch.Tensor) -> torch.Tensor:
         """This part of a shard, [shard_numel], shaped as the optimizer's parameter."""
         return shard[self.offset : self.offset + self.numel].view(self.parameter.shape)

@@ -98,10 +98,20 @@ class Store:
         return self.parameters.dtype != self.master.dtype
 
     def settle(self) -> None:
-        """What the latest step gathers has come."""
+        """What the latest step gathers has come.
+
+        RuntimeError that names a parameter whose part was written into before that.
+        """
         if self.coming is not None:
+            early = self._written_part() if self.own is self.master and self.coming.nobody_waited else None
             self.coming.settle()
             self.coming = None
+            if early is not None:
+                raise RuntimeError(
+                    f"this rank's part of parameter {early.name} was written into while other ranks still "
+                    f"got it from the latest step, by code that does not wait for that (compiled, or with a "
+                    f"tensor made of the part before the step): call model.settle() before it"
+                )
 
     def check_views(self) -> None:
         """RuntimeError that names a parameter which no longer lies where its bucket is."""
@@ -140,18 +150,23 @@ class Store:
 
     def check_parts(self) -> None:
         """RuntimeError that names a parameter whose part was written into since `note_parts`."""
-        for part, noted in zip(self.parts, self._noted, strict=True):
-            if _written(part) != noted:
-                raise RuntimeError(
-                    f"this rank's part of parameter {part.name} was written into outside of its optimizer's "
-                    f"step, and the other ranks do not have that: call model.take_over_masters() after it, "
-                    f"on all ranks"
-                )
+        if (part := self._written_part()) is not None:
+            raise RuntimeError(
+                f"this rank's part of parameter {part.name} was written into outside of its optimizer's "
+                f"step, and the other ranks do not have that: call model.take_over_masters() after it, on "
+                f"all ranks"
+            )
+
+    def _written_part(self) -> Part | None:
+        """The first that was written into since `note_parts`."""
+        pairs = zip(self.parts, self._noted, strict=True)
+        return next((part for part, noted in pairs if _written(part) != noted), None)
 
 
 def _written(part: Part) -> tuple[int, int]:
     """Another one after it was written into, or given other memory."""
-    return part.parameter._version, part.parameter.data_ptr()
+    with torch._C.DisableTorchFunctionSubclass():  # it may be coming
+        return part.parameter._version, part.parameter.data_ptr()
 
 
 def make_stores(
