@@ -49,16 +49,22 @@ class Watching:
 
     def __init__(self) -> None:
         self.waits: list[list[str]] = []
+        self.told = 0
 
     def start(self, done: int) -> None:
         gpu.waits.clear()
 
-    def step(self, record: Mapping[str, Any]) -> None:
+    def step(self, record: Mapping[str, Any], late: bool) -> None:
+        assert late and self.told == 1 + len(self.waits)
         assert record["loss"] > 0 and record["grad_norm"] > 0 and not record.get("skipped")
         self.waits.append(list(gpu.waits))
         gpu.waits.clear()
         if len(self.waits) == STEPS:
             raise Enough
+
+    def tell(self) -> None:
+        assert not gpu.waits, "the GPU has had nothing to do"
+        self.told += 1
 
 
 def session_of(strategy: str, clip: float, replaces: bool) -> Session:
@@ -105,6 +111,7 @@ def waits(strategy: str, replaces: bool) -> list[list[str]]:
             loop = Loop(session_of(strategy, 1e-3, replaces), watching, Stop())
             with pytest.raises(Enough):
                 loop.run()
+            assert watching.told == STEPS + 1, "in each step, and in the end"
             return list(watching.waits)
     finally:
         dist.destroy_process_group()

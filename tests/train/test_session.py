@@ -18,6 +18,7 @@ import torch
 from imece.collectives import ops
 from imece.errors import PeerLostError, UserError
 from imece.membership.recovery import MovedOnError
+from imece.observe.metrics import read_metrics
 from imece.train import loop as loops
 from imece.train import session as sessions
 from imece.train.batch import BatchPlan
@@ -27,6 +28,7 @@ from imece.train.precision import Precision
 from imece.train.same_run import computed_with
 from imece.train.session import Session, _first_ranks
 from imece.train.step import Outcome, Step
+from imece.train.watching import Watching
 
 CPU = torch.device("cpu")
 
@@ -123,22 +125,64 @@ def test_numbers_of_an_aborted_call_are_not_believed(
         loop.validate(8)
 
 
-def saves_of(session: Session, skipped: list[int], steps: int, signal_at: int = 0) -> list[tuple[int, bool]]:
+def saves_of(
+    session: Session, skipped: list[int], steps: int, signal_at: int = 0, watching: Any = None
+) -> list[tuple[int, bool]]:
     """The steps that a run from step 8 on saves, and whether older ones make room for them."""
     loop = loop_of(session)
+    loop._watching = watching or loop._watching
     session.config = TrainConfig(steps=steps, checkpoint=CheckpointSection(every=2))
     session.prepared.tokens.validation.tokens = range(0)  # type: ignore[misc, assignment]
     session.batches.epoch.return_value = 0.0  # type: ignore[attr-defined]
     session.step.blame.return_value = []  # type: ignore[attr-defined]
     session.recovery.border.return_value = False  # type: ignore[union-attr]
-    session.step.run = lambda index, lr: Outcome(  # type: ignore[method-assign]
-        1.0, 32, 1.0, "not finite" if index + 1 in skipped else ""
-    )
+
+    def run(index: int, lr: float) -> Outcome:
+        loop._watching.tell()  # meanwhile
+        return Outcome(1.0, 32, 1.0, "not finite" if index + 1 in skipped else "")
+
+    session.step.run = run  # type: ignore[method-assign]
     loop._stragglers.slow = None
     loop._gather = lambda _: _Together(1.0, 32, 1, 15 if session.done == signal_at else 0)
     assert loop.run() == (15 if signal_at else 0)
     calls = session.checkpoints.save.call_args_list  # type: ignore[attr-defined]
     return [(call.args[0], not call.kwargs["keep_all"]) for call in calls]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_record_is_there_before_its_checkpoint(
+    session: Session, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU else once it has the next step to do; and where the run ends by an error."""
+    session.mesh.device = torch.device(device)
+    there: list[tuple[str, int]] = []
+
+    def note(what: str) -> None:
+        there.append((what, max((each["step"] for each in read_metrics(tmp_path)), default=8)))
+
+    def next_rate(index: int, *_: object) -> float:
+        note("next")
+        if index == 13:
+            raise OSError
+        return 0.1
+
+    checkpoints: Any = session.checkpoints
+    recovery: Any = session.recovery
+    checkpoints.save.side_effect = lambda *_, **__: note("save")
+    recovery.finished.side_effect = lambda _: note("made")
+    monkeypatch.setattr(loops, "learning_rate", next_rate)
+    watching = Watching(tmp_path, 0, 12, 8, deque())
+    saves_of(session, [], steps=12, watching=watching)
+    late = device == "cuda"
+    assert there == [
+        ("next", 8), ("made", 8), ("next", 9 - late), ("made", 9), ("save", 10), ("next", 10), ("made", 10),
+        ("next", 11 - late), ("made", 11), ("save", 12),
+    ]  # fmt: skip
+    with pytest.raises(OSError):
+        saves_of(session, [], steps=15, watching=watching)
+    note("end")
+    assert there[-1] == ("end", 13)
+    watching.close()
 
 
 @pytest.mark.parametrize("scale", [0.0, 1024.0])  # of fp16: such steps are nothing bad, and wait as well

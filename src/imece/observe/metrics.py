@@ -1,4 +1,4 @@
-"""metrics.jsonl and TensorBoard's events: what each step was like, on disk the moment it is over.
+"""metrics.jsonl and TensorBoard's events: what each step was like, on disk the moment it is told.
 
 Figures are worth less than the training they are of: no trouble with the disk ends it. It is told once, and
 each step tries again.

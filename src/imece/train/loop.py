@@ -55,6 +55,7 @@ class Loop:
         self._save_s: float | None = None  # how long a save has held up the next step
         mesh = session.mesh
         self._memory = UsedMemory(mesh)
+        session.step.meanwhile = watching.tell
         self._pending: dict[str, Any] | None = None  # of a step that is made and not yet told
         self._made: tuple[int, Outcome, float] | None = None  # the newest step
         self._recovered: Recovered | None = None  # since the last step
@@ -71,6 +72,12 @@ class Loop:
 
         NotFiniteError after `bad_steps` updates in a row that could not be made; DriftError.
         """
+        try:
+            return self._run()
+        finally:
+            self._watching.tell()
+
+    def _run(self) -> int:
         session, config = self._session, self._session.config
         self._watching.start(session.done)
         if self._pending is not None:
@@ -95,10 +102,11 @@ class Loop:
             session.step_judged()
             if outcome.skipped:
                 self._skipped(index, outcome, record)
-            # Before its checkpoint: a run that is killed and goes on from there would never have the record.
             self._tell(record)
             ends = last or together.signal > 0
             if ends or session.owes_save or _due(session.done, config.checkpoint.every):
+                # Before its checkpoint: who is killed and goes on from there would never have the record.
+                self._watching.tell()
                 began = time.perf_counter()
                 if self._save(ends):
                     self._save_s = time.perf_counter() - began
@@ -172,8 +180,9 @@ class Loop:
         return together.owes_save
 
     def _tell(self, record: dict[str, Any]) -> None:
+        """On a GPU once it has the next step to do, which the host would keep it from."""
         self._pending = None
-        self._watching.step(record)
+        self._watching.step(record, self._session.mesh.device.type == "cuda")
 
     def validate(self, most_tokens: int) -> float:
         """Nats a token of the held-out part, over all ranks."""

@@ -81,6 +81,8 @@ class Step:
         self._together = mesh.group(*together) if several else None  # ranks that make each forward together
         self._batches, self._plan, self.passes = batches, plan, passes
         self._scaler, self._clip, self._clock = scaler, clip, clock
+        self.meanwhile: Callable[[], None] = lambda: None
+        """Called once a GPU has all to do that comes before the update."""
         self.when_summed: Callable[[], None] = lambda: None
         """Called once the host has the norm, which is made of all sums that the updates take."""
         self._ahead: tuple[int, list[MicroBatch]] | None = None  # what was read of a step that is to come
@@ -98,6 +100,7 @@ class Step:
         with self._clock.phase("optimizer"):
             both = torch.stack((self._norm().double(), found))
         self._ahead = index + 1, self._read(index + 1)
+        self.meanwhile()
         with self._clock.phase("optimizer"):
             norm, nats = both.tolist()
             self.when_summed()

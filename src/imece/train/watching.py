@@ -18,10 +18,16 @@ class Watching:
         self._folder, self._steps, self._alarms = folder, steps, alarms
         self._display: Display | None = None
         self._metrics: Metrics | None = None
+        self._late: Mapping[str, Any] | None = None  # of a step that the first rank may not have told yet
         self.take_over(rank, done)
 
     def take_over(self, rank: int, done: int) -> None:
-        """From now on this is rank `rank`: if it is the first, it does what the one before it did."""
+        """From now on this is rank `rank`: if it is the first, it does what the one before it did.
+
+        What was late of the step before is told then, though the one that is gone may have done so.
+        """
+        if self._late is not None and self._late["step"] > done:
+            self._late = None
         if rank == 0 and self._display is None:
             self._display = Display(self._steps)
             self._metrics = Metrics(self._folder, from_step=done, alarm=self._alarms.append)
@@ -36,10 +42,19 @@ class Watching:
         if self._display is not None:
             self._display.start(done)
 
-    def step(self, record: Mapping[str, Any]) -> None:
-        """One step is over."""
+    def step(self, record: Mapping[str, Any], late: bool = False) -> None:
+        """One step is over. late: it is shown and written when `tell` is called."""
         self.pass_on()
-        if self._display is not None and self._metrics is not None:
+        self.tell()
+        self._late = record
+        if not late:
+            self.tell()
+            self._late = None
+
+    def tell(self) -> None:
+        """What is late. The other ranks keep theirs until the next one: the first may die before."""
+        if self._late is not None and self._display is not None and self._metrics is not None:
+            record, self._late = self._late, None
             self._metrics.write(record)
             self._display.step(record)
 

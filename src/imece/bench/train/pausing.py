@@ -25,8 +25,8 @@ class _Watching(Watching):
         self.ordered = 0
         self.records: list[dict[str, Any]] = []
 
-    def step(self, record: Mapping[str, Any]) -> None:
-        super().step(record)
+    def step(self, record: Mapping[str, Any], late: bool = False) -> None:
+        super().step(record, late)
         self.records.append(dict(record))
         if len(self.records) == self.ordered:
             raise _EnoughError
