@@ -146,7 +146,7 @@ class Store:
 
     def note_parts(self) -> None:
         """What is in the parts now all ranks have, or are about to have."""
-        self._noted = [_written(part) for part in self.parts]
+        self._noted = _written(self.parts)
 
     def check_parts(self) -> None:
         """RuntimeError that names a parameter whose part was written into since `note_parts`."""
@@ -159,14 +159,14 @@ class Store:
 
     def _written_part(self) -> Part | None:
         """The first that was written into since `note_parts`."""
-        pairs = zip(self.parts, self._noted, strict=True)
-        return next((part for part, noted in pairs if _written(part) != noted), None)
+        trios = zip(self.parts, _written(self.parts), self._noted, strict=True)
+        return next((part for part, now, noted in trios if now != noted), None)
 
 
-def _written(part: Part) -> tuple[int, int]:
-    """Another one after it was written into, or given other memory."""
-    with torch._C.DisableTorchFunctionSubclass():  # it may be coming
-        return part.parameter._version, part.parameter.data_ptr()
+def _written(parts: Sequence[Part]) -> list[tuple[int, int]]:
+    """Of each; another one after it was written into, or given other memory."""
+    with torch._C.DisableTorchFunctionSubclass():  # they may be coming
+        return [(part.parameter._version, part.parameter.data_ptr()) for part in parts]
 
 
 def make_stores(
