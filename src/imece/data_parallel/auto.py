@@ -160,7 +160,11 @@ def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | 
     under_way = most_under_way(groups, given.device, schedule)
     units = find_units(given.model, given.options.units) if gathers else []
     trained = Trained.of(named, given.optimizers, given.model, units)
-    cap_bytes = default_cap_bytes(schedule, on_cpu=on_cpu, borrows=strategy.gradients)
+    precision = given.precision or MixedPrecision()
+    gradients_bytes = 0 if on_cpu else precision.gradients_bytes(named)
+    cap_bytes = default_cap_bytes(
+        schedule, on_cpu=on_cpu, borrows=strategy.gradients, gradients_bytes=gradients_bytes
+    )
     if given.cap_mb is not None:
         cap_bytes = int(given.cap_mb * MIB)
     shards = groups.shard.size() if strategy.hybrid else size
@@ -168,7 +172,6 @@ def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | 
     numbered = [(*trained.pairs[bucket.group], bucket) for bucket in laid.buckets]
     at_once = units_at_once(schedule)
     master = named[0][1].itemsize
-    precision = given.precision or MixedPrecision()
     parameter = precision.param.itemsize if precision.param is not None else master
     frozen = Trained.frozen(still, given.model, units, precision.param)
     frozen_laid = frozen.lay(shards, None if gathers else cap_bytes)

@@ -72,8 +72,8 @@ def parallelize(
     model's `clip_grad_norm_`. In `no_sync` whole gradients are kept on each rank, and nothing moves.
 
     mesh: by default that of imece.init(); a process group instead shards over its ranks. average,
-    bucket_cap_mb (5 MiB where gradients are sharded on CPUs; with zero1 on GPUs at least a 32nd of all
-    gradients), overlap: as for DistributedDataParallel; where
+    bucket_cap_mb (5 MiB where gradients are sharded on CPUs; with zero1 and zero2 on GPUs a 32nd of
+    all gradients if that is more, with zero2 up to 100), overlap: as for DistributedDataParallel; where
     parameters are whole, overlap also lets a step over a network return while they are gathered: whoever uses
     one waits for it, but not a tensor made from one before, `parameter.detach()`, and read after.
 

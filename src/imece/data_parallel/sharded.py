@@ -245,12 +245,10 @@ class ShardedDataParallel(DistributedDataParallel):
         borrows = self._options.strategy.gradients
         together = not borrows and leave_together(self._way, self._groups.shard, self.device)
         on_cpu = self.device_type == "cpu"
-        dtype = self._options.precision.reduce or self._options.precision.param
-        grown = () if on_cpu or borrows else self._named_parameters()
-        gradients_bytes = sum(each.numel() * (dtype or each.dtype).itemsize for _, each in grown)
+        precision = self._options.precision
         return default_cap_bytes(
             self._way.schedule, on_cpu=on_cpu, borrows=borrows, together=together,
-            gradients_bytes=gradients_bytes,
+            gradients_bytes=0 if on_cpu else precision.gradients_bytes(self._named_parameters()),
         )  # fmt: skip
 
     @property

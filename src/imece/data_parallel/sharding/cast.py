@@ -40,6 +40,11 @@ class MixedPrecision:
             if dtype is not None and not isinstance(dtype, torch.dtype):
                 raise TypeError(f"MixedPrecision({what}={dtype!r}): a dtype, such as torch.bfloat16")
 
+    def gradients_bytes(self, named: Sequence[tuple[str, Tensor]]) -> int:
+        """Of all their gradients in buckets."""
+        dtype = self.reduce or self.param
+        return sum(each.numel() * (dtype or each.dtype).itemsize for _, each in named)
+
     def check(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """ValueError that names a complex parameter, of which param or reduce would keep the real part."""
         for what, dtype in (("param", self.param), ("reduce", self.reduce)):
