@@ -99,10 +99,10 @@ def test_what_is_shown_has_the_buckets_that_are_recommended(capsys: pytest.Captu
 
 
 def test_what_leaves_no_reserve_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    """It needs 83.0 of 85.2 GB, of which 4 % are to stay free."""
-    argv = ["13B", "--gpus", "8xA100-80", "--global-batch", "256", "--tensor", "1", "--pipeline", "1"]
+    """It needs 82.2 of 85.2 GB, of which 4 % are to stay free."""
+    argv = ["13.9B", "--gpus", "8xA100-80", "--global-batch", "256", "--tensor", "1", "--pipeline", "1"]
     others = {each["name"]: each for each in found(capsys, *argv)["others"]}
-    assert others["ZeRO-1"]["why"].startswith("does not fit: needs 83.0 of 81.8 GB")
+    assert others["ZeRO-1"]["why"].startswith("does not fit: needs 82.2 of 81.8 GB")
     assert {each["fits"] for each in others.values()} == {True, False}
     for each in others.values():
         assert each["fits"] == (not each["why"].startswith("does not fit"))
@@ -209,7 +209,7 @@ def accepted(calls: Sequence[str]) -> list[str]:
 
 
 DIVIDED = {  # plan of 4 GPUs -> its mesh, and some of what is left to the script
-    "13B --gpus 4xA100-80 --global-batch 64": (
+    "13B --gpus 4xA100-80 --global-batch 64 --pipeline 1": (
         '{"replicate": 2, "tensor": 2}',
         "1 sequence a group of 2 GPUs, 32 times",
     ),
@@ -259,15 +259,17 @@ def test_what_has_no_bf16_is_told_fp16(capsys: pytest.CaptureFixture[str]) -> No
     )
     assert "param=torch.float16, reduce=torch.float16" in told["next"]["call"]
     assert told["next"]["left"]["backward"].startswith("through imece.GradScaler()")
-    assert told["notes"] == ["V100 has no bf16: parameters and activations are in fp16"]
+    assert "V100 has no bf16: parameters and activations are in fp16" in told["notes"]
 
 
 def test_what_is_taken_of_experts_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(_QWEN_MIXTURE))
-    (note,) = found(capsys, str(tmp_path), "--gpus", "8xA100-80", "--global-batch", "64")["notes"]
+    notes = found(capsys, str(tmp_path), "--gpus", "8xA100-80", "--global-batch", "64")["notes"]
+    (note,) = (each for each in notes if "experts" in each)
     assert note.startswith("each token goes through 2 of 16 experts, as if all had as many tokens")
     assert note.endswith("expert parallelism is not planned")
-    assert not found(capsys, "llama-3.2-1b", "--gpus", "8xA100-80", "--global-batch", "64")["notes"]
+    (note,) = found(capsys, "llama-3.2-1b", "--gpus", "8xA100-80", "--global-batch", "64")["notes"]
+    assert note.endswith("GB of summed gradients come as backward lets go of activations, and count once")
 
 
 _QWEN_MIXTURE = {
@@ -301,8 +303,8 @@ def test_what_is_next_is_the_whole_plan_and_parallelize_takes_it(capsys: pytest.
 
 def test_what_imece_does_not_do_by_itself_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     call, left = next_of(capsys, "7B --gpus 4xA100-40 --global-batch 64")
-    assert 'strategy="zero3"' in call and left.startswith(
-        "what imece does by itself, 19 % slower, 39.4 GB a GPU: "
+    assert 'strategy="zero1"' in call and left.startswith(
+        "what imece does by itself, as fast, 39.8 GB a GPU: TP 2 x PP 2"
     )
     assert main(["plan", *NO_WAY]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -345,7 +347,7 @@ def test_what_is_next_may_be_without_what_was_pinned(capsys: pytest.CaptureFixtu
 def test_what_is_next_is_told_to_programs_too(capsys: pytest.CaptureFixture[str]) -> None:
     for argv, tensor in (
         ("7B --gpus 4xA100-80 --global-batch 256", 1),
-        ("13B --gpus 8xA100-80 --global-batch 256", 2),
+        ("15B --gpus 8xA100-80 --global-batch 64", 2),
     ):
         call, left = next_of(capsys, argv)
         told = found(capsys, *argv.split())["next"]

@@ -73,9 +73,9 @@ def parallelize(
 
     mesh: by default that of imece.init(); a process group instead shards over its ranks. average,
     bucket_cap_mb (5 MiB where gradients are sharded on CPUs; with zero1 and zero2 on GPUs a 32nd of
-    all gradients if that is more, with zero2 up to 100), overlap: as for DistributedDataParallel; where
-    parameters are whole, overlap also lets a step over a network return while they are gathered: whoever uses
-    one waits for it, but not a tensor made from one before, `parameter.detach()`, and read after.
+    all gradients, up to 100, if that is more), overlap: as for DistributedDataParallel; where parameters are
+    whole, overlap also lets a step over a network return while they are gathered: whoever uses one waits for
+    it, but not a tensor made from one before, `parameter.detach()`, and read after.
 
     precision: in which dtypes a sharded model is kept and its gradients are summed; by default its own.
     wire="bf16": gradients travel in bf16 and are summed in fp32, between hosts only in hybrid strategies and

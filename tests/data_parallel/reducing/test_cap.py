@@ -116,5 +116,5 @@ def test_auto(job: Job, request: pytest.FixtureRequest) -> None:
 
 def test_large_models_have_no_more_buckets_for_it_and_small_ones_the_usual() -> None:
     assert default_cap_bytes(None, gradients_bytes=100 * MIB) == default_cap_bytes(None) == 25 * MIB
-    assert default_cap_bytes(None, gradients_bytes=6400 * MIB) == 200 * MIB
+    assert default_cap_bytes(None, gradients_bytes=1600 * MIB) == 50 * MIB
     assert default_cap_bytes(None, gradients_bytes=6400 * MIB, borrows=True) == 100 * MIB

@@ -16,7 +16,9 @@ from imece.data_parallel.strategy import ShardGroups
 from imece.errors import UserError
 
 _MOST_BUCKETS = 32  # of one model, about
-_MOST_BORROWED_BYTES = 100 * MIB
+_LARGEST_BYTES = (
+    100 * MIB
+)  # for the sake of that many: the first is waited for in forward, the last in backward
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,7 @@ def default_cap_bytes(
     if together:
         return 4 * MIB
     usual = (5 if schedule == "hierarchical" or (borrows and on_cpu) else 25) * MIB
-    few = gradients_bytes // _MOST_BUCKETS
-    return max(usual, min(few, _MOST_BORROWED_BYTES) if borrows else few)
+    return max(usual, min(gradients_bytes // _MOST_BUCKETS, _LARGEST_BYTES))
 
 
 def has_spare_core(group: dist.ProcessGroup, device: torch.device) -> bool:
