@@ -75,7 +75,7 @@ def test_ranks_are_killed_in_the_middle_of_a_message(tmp_path: Path, strategy: s
             return {line.pid for line in agent.steps() if line.slot == 3} - killed
 
         def without_it(since_s: float, _: object = None) -> list[float]:
-            """When steps ended: of three ranks, or of its replacement where that came before there was one."""
+            """When steps ended: of three ranks, or of its replacement where that came before any."""
             three = [line.time_s for line in a.steps() if line.ranks == 3 and line.time_s > since_s]
             return three or [line.time_s for line in b.steps() if line.pid in newest(b)]
 
