@@ -32,7 +32,7 @@ def has_streams(tensor: torch.Tensor) -> bool:
 
 def is_current(stream: torch.cuda.Stream) -> bool:
     """Whether this thread's current device and stream are this one and its device. torch's own functions make
-    objects to be compared, which takes thirty times as long."""
+    objects to be compared, which takes longer."""
     index = stream.device.index
     raw = getattr(stream, "cuda_stream", None)
     if raw is None:  # no stream of torch's

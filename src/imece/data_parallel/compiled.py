@@ -97,5 +97,5 @@ def waits_before_compiled(model: nn.Module) -> bool:
         if not isinstance(call, _Waits):
             model._compiled_call_impl = _Waits(model, call)
         return True
-    # Asked in each step; `children` takes ten times as long.
+    # Asked in each step; `children` takes longer.
     return all(waits_before_compiled(each) for each in model._modules.values() if each is not None)

@@ -15,10 +15,9 @@ from imece.data_parallel.arguments import MIB
 from imece.data_parallel.strategy import ShardGroups
 from imece.errors import UserError
 
-_MOST_BUCKETS = 32  # of one model, about
-_LARGEST_BYTES = (
-    100 * MIB
-)  # for the sake of that many: the first is waited for in forward, the last in backward
+# A bucket is larger than usual where there would be more than so many, but no larger than so much: in forward
+# the first one is waited for, in backward the last.
+_MOST_BUCKETS, _LARGEST_BYTES = 32, 100 * MIB
 
 
 @dataclass(frozen=True)
