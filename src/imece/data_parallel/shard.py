@@ -81,9 +81,8 @@ class Sharding(Gradients):
         self.slots = [by_index[index] for index in range(len(trained.named))]
         as_it_is = self._way.schedule is None and self._way.wire is None
         self.may_be_posted = as_it_is and not self.borrows and self.groups.replicas is None
-        self._owns: dict[
-            int, tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # buckets' memory, this rank's shard of it
+        # By bucket: its memory, and this rank's shard of it.
+        self._owns: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._landed: set[int] = set()  # buckets whose sums under way, or done, land in what is kept
         self.has_private = False  # parameters: this rank a copy of those in common memory, which is to stay
         self.accumulated = Accumulated(trained.kinds)
