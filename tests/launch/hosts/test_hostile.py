@@ -179,6 +179,26 @@ def test_a_crowd_of_strangers_does_not_keep_an_agent_out(pair: list[Agent]) -> N
             sock.close()
 
 
+def test_a_crowd_that_waited_in_the_queue_is_met_and_closed(pair: list[Agent]) -> None:
+    """All at once, as when the agent had no processor for a while: none is turned away unmet."""
+    zero, more = pair[0], 3
+    zero._links.door._limit_s = 30.0
+    is_there = threading.Event()
+    zero._call(is_there.wait)
+    try:
+        crowd = [knock(zero) for _ in range(MOST_STRANGERS + more)]
+    finally:
+        is_there.set()
+    try:
+        assert zero.next(Refused).why == "too many strangers at a time"
+        assert [all_that_comes(sock) for sock in crowd[:more]] == [b""] * more
+        assert all(map(is_open, crowd[more:]))
+        undisturbed(pair)
+    finally:
+        for sock in crowd:
+            sock.close()
+
+
 @settings(max_examples=20)
 @given(st.binary(max_size=200))
 def test_nothing_that_comes_in_is_believed(data: bytes) -> None:

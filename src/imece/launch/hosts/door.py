@@ -30,8 +30,8 @@ class Door:
         emit: Callable[[Refused], None],
         spawn: Callable[[Work], Task],
     ) -> None:
-        """`incoming` gets the connection of whoever has come in within `limit_s`, and closes it. `spawn` runs
-        what may take long, and ends it when all is closed."""
+        """`incoming` gets the connection of whoever has come in within `limit_s`, which is closed when it
+        returns. `spawn` runs what may take long, and ends it when all is closed."""
         self._token, self._limit_s = token, limit_s
         self._incoming, self._emit, self._spawn = incoming, emit, spawn
         self._complaints = Complaints()
@@ -52,6 +52,9 @@ class Door:
                 oldest = next(iter(self._strangers))
                 self.complain(self._strangers.pop(oldest), "too many strangers at a time")
                 oldest.cancel()
+            # Of those that wait in the listener's queue each begins before the next comes: a task that is
+            # cancelled before it has begun closes nothing.
+            await asyncio.sleep(0)
 
     def complain(self, address: str, why: str) -> None:
         """Tell that somebody was not let in, if not too much was told lately."""
@@ -60,11 +63,10 @@ class Door:
             self._emit(refused)
 
     async def refuse(self, sock: socket.socket, address: str, why: str, again_s: float) -> None:
-        """Say why, and for how long it is worth trying again; and close."""
+        """Say why, and for how long it is worth trying again."""
         if not again_s:
             self.complain(address, why)
         await self.answer(sock, {"no": why, "again_s": again_s})
-        sock.close()
 
     async def answer(self, sock: socket.socket, message: dict[str, Any]) -> None:
         """Answer an introduction; it does not matter whether that arrives."""
@@ -75,6 +77,14 @@ class Door:
             return
 
     async def _meet(self, sock: socket.socket, address: str) -> None:
+        """One stranger, and all that it does here if it is none."""
+        with sock:
+            peer = await self._introduced(sock, address)
+            if peer is not None:
+                await self._incoming(sock, address, peer)
+
+    async def _introduced(self, sock: socket.socket, address: str) -> Hello | None:
+        """Who it is that comes; None, with a complaint, if it does not prove that it may or say who it is."""
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -82,7 +92,7 @@ class Door:
             async with asyncio.timeout(self._limit_s):
                 await demand(sock, self._token)
                 self._strangers.pop(task, None)
-                peer = Hello.of(await frames.read(sock))
+                return Hello.of(await frames.read(sock))
         except TimeoutError:
             self.complain(address, f"it has not said who it is within {self._limit_s:g} s")
         except EOFError as error:
@@ -92,12 +102,6 @@ class Door:
             self.complain(address, str(error))
         except OSError as error:
             self.complain(address, error.strerror or str(error))
-        except BaseException:
-            sock.close()
-            raise
-        else:
-            self._spawn(self._incoming(sock, address, peer))
-            return
         finally:
             self._strangers.pop(task, None)
-        sock.close()
+        return None

@@ -115,7 +115,7 @@ class Links:
         return sock, peer
 
     async def _incoming(self, sock: socket.socket, address: str, peer: Hello) -> None:
-        """Whoever has proved that it knows the token; `sock` is ours to close."""
+        """Whoever has proved that it knows the token; the door closes `sock` after this."""
         why_not = self._why_not(peer)
         if why_not is not None:
             await self.door.refuse(sock, address, *why_not)
@@ -127,7 +127,6 @@ class Links:
             await self.door.answer(sock, self._hello(peer.purpose).message())
             if peer.purpose == "tunnel":
                 await self.tunnels.serve(sock, peer.host)
-            sock.close()
 
     def _why_not(self, peer: Hello) -> tuple[str, float] | None:
         """Why not to let it in, and for how long it may try again; None if it may come in."""
