@@ -21,6 +21,21 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+MIB = 1 << 20
+# A bucket is larger than usual where there would be more than so many, but no larger than so much: in forward
+# the first one is waited for, in backward the last.
+_MOST_BUCKETS, _LARGEST_MIB = 32, 100
+
+
+def usual_cap_bytes(gradients_bytes: int = 0, *, small: bool = False) -> int:
+    """Of a bucket, where nobody says it.
+
+    small: where a message costs little, or a slow wire waits for the first. gradients_bytes: of all, where
+    buckets are not to be too many: each is a sum and a gather, and a host that is busy with hundreds of them
+    is late with the kernels of a GPU.
+    """
+    return max(5 if small else 25, min(gradients_bytes // _MOST_BUCKETS // MIB, _LARGEST_MIB)) * MIB
+
 
 @dataclass(frozen=True)
 class Item:

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from imece.collectives.calls import group_or_default
 from imece.collectives.schedules import check_name
 from imece.collectives.wire import check_wire
-
-MIB = 2**20
+from imece.layout import MIB
 
 
 def refuse(delayed: object, delayed_by: object, mixed_precision: object, check_reduction: bool) -> None:

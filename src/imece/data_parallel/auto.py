@@ -23,7 +23,6 @@ from imece import mesh as meshes
 from imece.collectives.shared_memory.segment import available_bytes
 from imece.collectives.texts import gather_texts
 from imece.data_parallel import arguments
-from imece.data_parallel.arguments import MIB
 from imece.data_parallel.footprint import filling, gathered, optimizer_tensors, predict
 from imece.data_parallel.optimizer import is_element_wise, kinds_of
 from imece.data_parallel.reducing.way import best_schedule, default_cap_bytes, most_under_way, units_at_once
@@ -38,6 +37,7 @@ from imece.data_parallel.strategy import STRATEGIES, ShardGroups, Strategy, usua
 from imece.device import casts_fast
 from imece.footprint import OFFLOADS, Footprint
 from imece.footprint import Offload as Hosted
+from imece.layout import MIB
 from imece.mesh import Mesh
 
 if TYPE_CHECKING:  # of use to no other strategy

@@ -21,7 +21,6 @@ from imece.collectives.calls import group_or_default
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel import arguments, other_models
 from imece.data_parallel.across import AcrossModel, refuse_other_parts
-from imece.data_parallel.arguments import MIB
 from imece.data_parallel.average import Average, Over
 from imece.data_parallel.batch_norm import meet_in, refuse_uneven
 from imece.data_parallel.buffers import BufferSync
@@ -47,6 +46,7 @@ from imece.data_parallel.regroup import Kept, leave, regroup, wanting_gradients
 from imece.data_parallel.same import check_drift, check_same_shapes, sync_from
 from imece.data_parallel.sharding.parts import Part
 from imece.data_parallel.torch_names import TorchNames
+from imece.layout import MIB
 from imece.mesh import Mesh
 from imece.model_parallel.divided import divided_parameters
 

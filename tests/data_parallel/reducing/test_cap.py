@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from imece import DistributedDataParallel
-from imece.data_parallel.arguments import MIB
 from imece.data_parallel.reducing.cap import CAPS_BYTES, EACH_S, best_cap
 from imece.data_parallel.reducing.way import default_cap_bytes
 from imece.data_parallel.reducing.whole import WholeGradients
+from imece.layout import MIB
 from tests.data_parallel.checks import Check, Job, gathered, jobs, passed
 
 ARRIVALS = [(MIB, 0.010 * (at + 1)) for at in range(16)]  # 16 gradients of 1 MiB, one each 10 ms

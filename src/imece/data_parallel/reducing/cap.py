@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from imece.collectives.choice import predict
 from imece.collectives.link_types import Links
-from imece.data_parallel.arguments import MIB
+from imece.layout import MIB
 
 CAPS_BYTES = tuple(int(mb * MIB) for mb in (0.5, 1, 2, 4, 8, 16, 25, 50, 100))
 EACH_S = 150e-6  # of our Python, for each bucket

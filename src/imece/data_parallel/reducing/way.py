@@ -11,13 +11,9 @@ import torch.distributed as dist
 from imece import mesh
 from imece.collectives import over_hosts
 from imece.collectives.shared_memory.group import SharedMemoryGroup
-from imece.data_parallel.arguments import MIB
 from imece.data_parallel.strategy import ShardGroups
 from imece.errors import UserError
-
-# A bucket is larger than usual where there would be more than so many, but no larger than so much: in forward
-# the first one is waited for, in backward the last.
-_MOST_BUCKETS, _LARGEST_BYTES = 32, 100 * MIB
+from imece.layout import MIB, usual_cap_bytes
 
 
 @dataclass(frozen=True)
@@ -73,13 +69,11 @@ def default_cap_bytes(
 
     Small ones where that is so, on CPUs, where a message costs less than on a GPU; between hosts, where a
     slow wire would wait for the first; and where they leave `together`, so that little is left for the end.
-    gradients_bytes: of all, where buckets are not to be too many: each is a sum and a gather, and a host that
-    is busy with hundreds of them is late with the kernels of a GPU.
+    gradients_bytes: of all, where buckets are not to be too many.
     """
     if together:
         return 4 * MIB
-    usual = (5 if schedule == "hierarchical" or (borrows and on_cpu) else 25) * MIB
-    return max(usual, min(gradients_bytes // _MOST_BUCKETS, _LARGEST_BYTES))
+    return usual_cap_bytes(gradients_bytes, small=schedule == "hierarchical" or (borrows and on_cpu))
 
 
 def has_spare_core(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from imece.footprint import DIVIDED
 from imece.plan.answer.explain import unpinned
 from imece.plan.answer.search import (
-    USUAL_BUCKET,
     Answer,
     Candidate,
     fastest,
     framework_on,
     judge,
+    usual_buckets,
     with_best_bucket,
 )
 from imece.plan.answer.space import Question
@@ -21,7 +21,6 @@ from imece.plan.answer.words import compared, count, device, gb, is_cpu, title
 from imece.plan.memory.memory import more_with_torchs_loss
 from imece.plan.setup import Parallel, Setup
 
-_CPU_BUCKET = 5 * 2**20  # bytes: what parallelize takes by itself on CPUs, where gradients are sharded
 _WHOLE = "the schedule of a pipeline keeps gradients whole"
 _MENTIONED = 10**7  # bytes: 0.01 GB
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp8": "torch.bfloat16"}
@@ -83,7 +82,7 @@ class Call:
             arguments.append(f"precision=imece.MixedPrecision(param={dtype}, reduce={dtype})")
         if recipe.offload:
             arguments.append(f'offload="{recipe.offload}"')
-        if self._has_buckets() and recipe.bucket_bytes != self._usual_bucket():
+        if self._has_buckets() and usual_buckets(setup, self.question.cluster) != {recipe.bucket_bytes}:
             arguments.append(f"bucket_cap_mb={recipe.bucket_bytes / 2**20:g}")
         result, model = ("stage", "pipeline.part") if parallel.pipeline > 1 else ("model", "model")
         return f"{result}, optimizer = imece.parallelize({model}, optimizer, {', '.join(arguments)})"
@@ -168,10 +167,6 @@ class Call:
         parallel, cluster = self.candidate.setup.parallel, self.question.cluster
         gathered = DIVIDED[parallel.strategy].parameters and framework_on(cluster).gathers
         return parallel.data * parallel.context > 1 and not gathered
-
-    def _usual_bucket(self) -> int:
-        divides = DIVIDED[self.candidate.setup.parallel.strategy]
-        return _CPU_BUCKET if divides.gradients and self._is_cpu() else USUAL_BUCKET
 
     def _is_cpu(self) -> bool:
         return is_cpu(self.question.cluster)

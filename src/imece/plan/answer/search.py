@@ -6,10 +6,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from imece.footprint import DIVIDED
+from imece.layout import usual_cap_bytes
 from imece.plan.answer.space import Question, setups
 from imece.plan.answer.words import is_cpu
 from imece.plan.hardware import Cluster
 from imece.plan.memory.frameworks import IMECE, IMECE_CPU, IMECE_HOSTS, Framework
+from imece.plan.memory.held import trained_elements
 from imece.plan.memory.memory import Memory, memory
 from imece.plan.setup import Parallel, Recomputation, Setup
 from imece.plan.speed.step_time import StepTime, step_time
@@ -19,7 +22,6 @@ from imece.plan.speed.step_time import StepTime, step_time
 # least memory.
 SAME = 0.01
 BUCKETS = tuple(size * 2**20 for size in (1, 5, 10, 25, 50, 100, 200, 400))  # bytes
-USUAL_BUCKET = 25 * 2**20
 _PER_HOUR = 3600.0
 
 
@@ -147,14 +149,24 @@ def with_best_bucket(candidate: Candidate, question: Question) -> Candidate:
     nearest to the usual.
     """
     setup = candidate.setup
-    sizes = (replace(setup.recipe, bucket_bytes=size) for size in BUCKETS)
+    usual = max(usual_buckets(setup, question.cluster))
+    sizes = (replace(setup.recipe, bucket_bytes=size) for size in {*BUCKETS, usual})
     found = [judge(replace(setup, recipe=recipe), question.cluster) for recipe in sizes]
     fits = [each for each in found if each.needed <= question.room_bytes]
     most = 1.001 * min(each.seconds for each in fits)
     return min(
         (each for each in fits if each.seconds <= most),
-        key=lambda each: abs(math.log(each.setup.recipe.bucket_bytes / USUAL_BUCKET)),
+        key=lambda each: abs(math.log(each.setup.recipe.bucket_bytes / usual)),
     )
+
+
+def usual_buckets(setup: Setup, cluster: Cluster) -> set[int]:
+    """Bytes of those that parallelize makes by itself, on each stage of a pipeline."""
+    divides, framework = DIVIDED[setup.parallel.strategy], framework_on(cluster)
+    if not divides.optimizer or is_cpu(cluster):
+        return {usual_cap_bytes(small=divides.gradients)}
+    size, stages = setup.recipe.precision.parameters, range(setup.parallel.pipeline)
+    return {usual_cap_bytes(int(size * trained_elements(setup, stage, framework))) for stage in stages}
 
 
 def pareto(candidates: tuple[Candidate, ...]) -> list[Candidate]:

@@ -14,7 +14,7 @@ from imece import layout
 from imece.footprint import DIVIDED, Sizes
 from imece.plan.memory.frameworks import Framework
 from imece.plan.models.model import Model
-from imece.plan.setup import Parallel, Recipe
+from imece.plan.setup import Parallel, Recipe, Setup
 
 _ALIGN_BYTES, _ITEM_ALIGN_BYTES = 128, 32  # of a shard and in it, as data_parallel/sharding/parts.py has it
 _MOST_LAID = 4000  # items; laying more takes long, and what they are padded with is nothing
@@ -95,6 +95,14 @@ def adapter_parameters(model: Model, rank: int) -> int:
     sides = 2 * (model.width + query) + 2 * (model.width + key)
     mlp = (3 if model.gated else 2) * (model.width + model.mlp_width)
     return rank * (sides + mlp * max(1, model.experts))
+
+
+def trained_elements(setup: Setup, stage: int, framework: Framework) -> float:
+    """Of those on one rank of `stage`, as if nothing were sharded by data parallelism."""
+    part, recipe = held(setup.model, setup.parallel, stage, framework), setup.recipe
+    if recipe.adapters == "none":
+        return part.total
+    return part.layers * adapter_parameters(setup.model, recipe.adapter_rank) / setup.parallel.tensor
 
 
 def sizes(model: Model, parallel: Parallel, recipe: Recipe, part: Held, framework: Framework) -> Sizes:
