@@ -243,7 +243,7 @@ BENCHMARKS = {
         failed=lambda results: bool(results.odd_ones),
     ),
     "gpu": Benchmark(
-        "one GPU: imece beside the bare model and torch's DDP, compiled, loop, optimizer",
+        "one GPU: imece beside the bare model, torch's DDP and fully_shard; loop, optimizer",
         "Time a 1.3B model in bf16 on one GPU: bare, in imece's and in torch's DistributedDataParallel.",
         GpuOptions,
         gpu.run,
