@@ -62,8 +62,8 @@ class Benchmark:
     """With a plan(), and the files to write to."""
     run: Callable[[Any, Callable[[str], None]], Any]
     """Of a plan and of who is told of it line by line: results."""
-    judged: Callable[[Any, Any], Sequence[str]] | None = None
-    """Of plan and results: a line for each target."""
+    judged: Callable[[Any], Sequence[str]] | None = None
+    """Of results: a line for each target."""
     whose: str = ""
     """What its targets take for granted."""
     as_json: Callable[[Any, Any], Mapping[str, Any]] = lambda plan, results: results.as_json()
@@ -115,7 +115,7 @@ def _measure(bench: Benchmark, options: Any) -> int:
         trial = "--device cpu" if getattr(options, "device", None) == "cpu" else trial
         unjudged = f"; none is judged, for {trial} is not to quote" if trial else ""
         print(f"\ntargets (set before any of it was measured{bench.whose}){unjudged}")
-        lines = bench.judged(plan, results)
+        lines = bench.judged(results)
         print(*(map(targets.without_verdict, lines) if trial else lines), sep="\n")
     if options.json is not None:
         report.write_json(options.json, bench.as_json(plan, results))
@@ -152,7 +152,7 @@ BENCHMARKS = {
         "Time the collectives of one host, one thread a rank, beside other libraries.",
         CollectivesOptions,
         collectives.run,
-        lambda plan, results: targets.lines(targets.COLLECTIVES, collectives.ratio_in(results)),
+        lambda results: targets.lines(targets.COLLECTIVES, collectives.ratio_in(results)),
         _IDLE,
         as_json=collectives.as_json,
         failed=lambda results: not all(each.right for each in results),
@@ -163,7 +163,7 @@ BENCHMARKS = {
         "Two network namespaces with 2 ranks each, joined by a slow cable (needs root and iproute2).",
         HostsOptions,
         hosts.run,
-        lambda plan, results: targets.lines(targets.HOSTS, results.ratio),
+        lambda results: targets.lines(targets.HOSTS, results.ratio),
         failed=lambda results: not all(results.right.values()),
         measures=False,
     ),
@@ -179,7 +179,7 @@ BENCHMARKS = {
         "Time a training step of imece.DistributedDataParallel beside no synchronisation and other wrappers.",
         StepOptions,
         step.run,
-        lambda plan, results: targets.lines(plan.targets, results.found),
+        lambda results: targets.lines(results.plan.targets, results.found),
         _IDLE,
         failed=lambda results: bool(results.odd_ones),
         finish=lambda options, results: step.write_timelines(results, options.trace, options.plot, _say),
@@ -214,14 +214,14 @@ BENCHMARKS = {
         "Save checkpoints beside training in every strategy: the delay, what each rank writes and holds.",
         SaveOptions,
         save.run,
-        lambda plan, results: save.judged(results),
+        save.judged,
     ),
     "recovery": Benchmark(
         "ranks of a real training are killed at random, beside torchrun",
         "Kill ranks of a training at random instants in every strategy; recovery, goodput, cost, torchrun.",
         RecoveryOptions,
         recovery.run,
-        lambda plan, results: recovery_targets.judged(results),
+        recovery_targets.judged,
         failed=lambda results: not results.all_survived,
     ),
     "planner": Benchmark(
@@ -229,7 +229,7 @@ BENCHMARKS = {
         "Predict published step times and memory, and say how far off and how good a choice that would be.",
         PlannerOptions,
         planner.run,
-        lambda plan, results: planner.judged(results),
+        planner.judged,
         finish=_finish_planner,
         measures=False,
     ),
@@ -238,7 +238,7 @@ BENCHMARKS = {
         "Time the steps of imece train beside a plain loop with torch's DistributedDataParallel on Gloo.",
         TrainOptions,
         train.run,
-        lambda plan, results: targets.lines(train_targets.TRAIN, results.found),
+        lambda results: targets.lines(train_targets.TRAIN, results.found),
         _IDLE,
         failed=lambda results: bool(results.odd_ones),
     ),
@@ -247,7 +247,7 @@ BENCHMARKS = {
         "Time a 1.3B model in bf16 on one GPU: bare, in imece's and in torch's DistributedDataParallel.",
         GpuOptions,
         gpu.run,
-        lambda plan, results: targets.lines(gpu_targets.GPU, results.found),
+        lambda results: targets.lines(gpu_targets.GPU, results.found),
         ", on an idle GPU",
         failed=lambda results: bool(results.odd_ones),
     ),
@@ -257,5 +257,5 @@ _PARAMETERS = Benchmark(  # of `step`, with --parameters
     "",
     StepOptions,
     parameter_cost.run,
-    lambda plan, results: parameter_cost.judged(results),
+    parameter_cost.judged,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,14 +169,14 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != slurm.FINISHED}
 
 
-def finished(status: int, environ: Mapping[str, str] = os.environ) -> None:
+def finished(status: int) -> None:
     """The launcher of one node is about to end with this status: if all is well, the batch file is told."""
-    if status == 0 and slurm.FINISHED in environ:
+    if status == 0 and slurm.FINISHED in os.environ:
         try:
-            Path(environ[slurm.FINISHED]).touch()
+            Path(os.environ[slurm.FINISHED]).touch()
         except OSError as error:
             why = f"{error.strerror}: SLURM may start the job again, though it has finished"
-            print(f"imece: cannot write {environ[slurm.FINISHED]!r} ({why})", file=sys.stderr)
+            print(f"imece: cannot write {os.environ[slurm.FINISHED]!r} ({why})", file=sys.stderr)
 
 
 def _task(wanted: Wanted, own: Sequence[str], script: Sequence[str]) -> list[str]:

@@ -98,7 +98,7 @@ class Job:
         self.generations.note_steps(self._steps([*self.generations.slots]))
         verdict = self.generations.judge(judged, self._all_resilient, now)
         if verdict is not None:
-            self._follow(verdict, now)
+            self._follow(verdict)
 
     def signalled(self, number: int, where: str = "") -> None:
         """A launcher (`where`, in words) has got a signal that ends the job: it is passed on to all ranks."""
@@ -143,7 +143,7 @@ class Job:
         """Do what is due."""
         blame_at = self.generations.blame_at
         if blame_at is not None and now >= blame_at:
-            self._follow(self.generations.overdue(self._all_resilient, now), now)
+            self._follow(self.generations.overdue(self._all_resilient, now))
         if self._again_at is not None and now >= self._again_at and not self.generations.slots:
             self._start_again()
         if self.is_calm:
@@ -227,7 +227,7 @@ class Job:
             (why,) = generation.lost
             self.say(f"imece: {why}; {len(generation.members)} ranks go on")
 
-    def _follow(self, verdict: Verdict, now: float) -> None:
+    def _follow(self, verdict: Verdict) -> None:
         """Do what was found to follow from the last ends."""
         if isinstance(verdict, End):
             self._over = True

@@ -19,11 +19,11 @@ _MODULE = "imece.bench.ddp.rank"
 class Plan:
     """What to measure."""
 
-    ranks: int = 2
-    rounds: int = 7
-    steps: int = 4
+    ranks: int
+    rounds: int
+    steps: int
     """Training steps of a round."""
-    wrap: str = "ddp"
+    wrap: str
     """"ddp" or "fully_shard"."""
 
 

@@ -74,12 +74,12 @@ class Hosts:
         self._started.append(process)
         return process
 
-    def run(self, host: str, argv: Sequence[str], *, timeout_s: float = 60.0) -> str:
+    def run(self, host: str, argv: Sequence[str]) -> str:
         """Run `argv` on `host` to its end and return what it printed; CalledProcessError if it fails."""
         environ = {**os.environ, **self.environment(host)}
         done = subprocess.run(
             self.command(host, argv), env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=timeout_s, check=True,
+            timeout=60.0, check=True,
         )  # fmt: skip
         return done.stdout
 

@@ -16,7 +16,7 @@ from imece.bench.crew import Crew
 from imece.bench.pipeline.rank import BLOCKS, EMULATED, SHAPE, WAIT_S
 from imece.bench.report import size_text
 from imece.cores import usable_cores
-from imece.model_parallel.schedules import SCHEDULES, check_schedule, ideal_bubble
+from imece.model_parallel.schedules import check_schedule, ideal_bubble
 
 _MODULE = "imece.bench.pipeline.rank"
 
@@ -25,12 +25,12 @@ _MODULE = "imece.bench.pipeline.rank"
 class Plan:
     """What to measure."""
 
-    stages: tuple[int, ...] = (2, 4)
+    stages: tuple[int, ...]
     """Ranks of a pipeline."""
-    micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16)
-    schedules: tuple[str, ...] = SCHEDULES
-    steps: int = 5
-    wait: bool = False
+    micro_batches: tuple[int, ...]
+    schedules: tuple[str, ...]
+    steps: int
+    wait: bool
     """Emulate all blocks."""
 
 

@@ -153,7 +153,7 @@ class WideJob(Job):
         closed = [member for host, members in leaving for member in self.hands[host].closed(members)]
         verdict = self.generations.closed(closed, now)
         if verdict is not None:
-            self._follow(verdict, now)
+            self._follow(verdict)
 
     def _begin_anew(self) -> None:
         super()._begin_anew()

@@ -45,9 +45,9 @@ def _llama(
     )  # fmt: skip
 
 
-def _gpt(name: str, layers: int, width: int, heads: int, vocab_size: int = 51200) -> Model:
+def _gpt(name: str, layers: int, width: int, heads: int) -> Model:
     return Model(
-        name, layers, width, heads, heads, width // heads, 4 * width, gated=False, vocab_size=vocab_size,
+        name, layers, width, heads, heads, width // heads, 4 * width, gated=False, vocab_size=51200,
         learned_positions=2048, biases=True, norm="layer", ours=False,
     )  # fmt: skip
 
