@@ -254,31 +254,27 @@ def two_models(group: dist.ProcessGroup) -> None:
     plain_steps(second, group)
 
 
+def uneven_steps(model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+    steps = lengths(group.size())
+    with model.join():
+        for step in range(steps[dist.get_rank()]):
+            there = [rank for rank in range(group.size()) if step < steps[rank]]
+            model.zero_grad()
+            model(own(step)).backward()
+            near(grad(model), brought(there, step) / group.size(), f"step {step}")
+    plain_steps(model, group)
+
+
 def with_a_hook(group: dist.ProcessGroup) -> None:
     """Hooks take the mean over all ranks, as torch's do."""
     model = wrap(group)
     model.register_comm_hook(group, default_hooks.allreduce_hook)
-    steps = lengths(group.size())
-    with model.join():
-        for step in range(steps[dist.get_rank()]):
-            there = [rank for rank in range(group.size()) if step < steps[rank]]
-            model.zero_grad()
-            model(own(step)).backward()
-            near(grad(model), brought(there, step) / group.size(), f"step {step}")
-    plain_steps(model, group)
+    uneven_steps(model, group)
 
 
 def with_a_static_graph(group: dist.ProcessGroup) -> None:
     """The first backward, in which the graph is learnt, is without some ranks."""
-    model = wrap(group, static_graph=True)
-    steps = lengths(group.size())
-    with model.join():
-        for step in range(steps[dist.get_rank()]):
-            there = [rank for rank in range(group.size()) if step < steps[rank]]
-            model.zero_grad()
-            model(own(step)).backward()
-            near(grad(model), brought(there, step) / group.size(), f"step {step}")
-    plain_steps(model, group)
+    uneven_steps(wrap(group, static_graph=True), group)
 
 
 def with_a_synchronised_batch_norm(group: dist.ProcessGroup) -> None:
