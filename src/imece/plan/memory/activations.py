@@ -17,6 +17,8 @@ from imece.plan.setup import Parallel, Recipe
 
 _MASK = 1  # bytes of an element of a dropout mask
 _STATISTIC = 4  # bytes of a number that a row has, in fp32
+_PLAIN_COPIES = 2  # of an MLP's width that is not gated: before and after its activation
+_COMPILED_COPIES = 3  # of either, at most, where a compiler computes again what is cheap
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,9 @@ def _of_residual(recipe: Recipe) -> int:
 
 def _mlp(model: Model, count: float, recipe: Recipe, framework: Framework) -> float:
     size = recipe.precision.activations
-    copies = framework.gated_copies if model.gated else framework.plain_copies
+    copies = framework.gated_copies if model.gated else _PLAIN_COPIES
     if recipe.compiled:
-        copies = min(copies, framework.compiled_copies + 1)
+        copies = min(copies, _COMPILED_COPIES)
     if not model.experts:
         return count * copies * model.mlp_width * size
     chosen = count * model.active_experts

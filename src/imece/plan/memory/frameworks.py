@@ -32,8 +32,6 @@ class Framework:
     query_copies: int = 0  # of queries or of what attention gives out, besides those that it keeps
     key_copies: int = 0  # of keys or values likewise
     gated_copies: int = 4  # of a gated MLP's width: gate, its activation, up, and their product
-    plain_copies: int = 2  # of an MLP's width that is not gated: before and after its activation
-    compiled_copies: int = 2  # of either, where a compiler computes again what is cheap
     norm_copies: int = 1  # of a norm's input
     gathered_inputs: bool = False  # with sequence parallelism: what products read is kept gathered
     logit_bytes: float | None = None  # of each where most are alive, from the head to its gradient; None:
@@ -112,8 +110,3 @@ TORCHTITAN = Framework(
     "torchtitan", Precision(2, 4, 0, 4, 4, 2), masters_are_shards=True, units_at_once=3,
     logit_bytes=TORCH_LOSS_BYTES, selective="matrices", slack=0.05,
 )  # fmt: skip
-
-FRAMEWORKS = {
-    each.name: each
-    for each in (IMECE, IMECE_CPU, IMECE_HOSTS, PAPER, NANOTRON, MEGATRON, DEEPSPEED, LLM_FOUNDRY, TORCHTITAN)
-}
