@@ -99,11 +99,10 @@ def run(argv: Sequence[str]) -> int:
     """`imece launch ARGV`: the exit status of the ranks (see launch/local.py)."""
     own, command = split(argv, launch_slurm.WITH_VALUE)
     asked, own = launch_slurm.take(own)
-    if asked is not None:
-        hosts.refuse(own)
-    else:
+    if asked is None:
         options, _, words = read(LaunchOptions, argv, PROG, DESCRIPTION)
         return start(options, words)
+    hosts.refuse(own)
     wanted = launch_slurm.read(asked)
     meant = [*wanted.words(own), "--", *command]
     options, command, words = read(LaunchOptions, meant, launch_slurm.PROG, DESCRIPTION)

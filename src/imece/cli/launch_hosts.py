@@ -50,9 +50,9 @@ def check(ranks: int, hosts: int, host_rank: int | None, rendezvous: str | None)
     if host_rank is not None and not 0 <= host_rank < hosts:
         of = "there is one host" if hosts == 1 else f"{hosts} hosts have the numbers 0 to {hosts - 1}"
         raise ValueError(f"--host-rank {host_rank}: {of}")
-    if hosts > 1 and rendezvous is None:
-        raise ValueError(f"where do the {hosts} hosts meet? --rendezvous HOST:PORT, an address of host 0")
-    if hosts > 1 and rendezvous is not None:
+    if hosts > 1:
+        if rendezvous is None:
+            raise ValueError(f"where do the {hosts} hosts meet? --rendezvous HOST:PORT, an address of host 0")
         parse_endpoint(rendezvous)
 
 

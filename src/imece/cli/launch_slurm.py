@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import tyro
@@ -88,10 +89,7 @@ def take(own: Sequence[str]) -> tuple[list[str] | None, list[str]]:
         name = typed.replace("_", "-")
         name = _SAME.get(name, name) if wanted else name
         if name in WITH_VALUE:
-            ours += [
-                name,
-                *([value] if equals else [each for each in [next(words, None)] if each is not None]),
-            ]
+            ours += [name, *([value] if equals else islice(words, 1))]
         elif name in _FLAGS or (wanted and name in ("-h", "--help")):
             ours.append(name)
         elif name != "--slurm":

@@ -25,7 +25,7 @@ class Plan:
     """What to measure."""
 
     ways: tuple[str, ...]
-    """Of step_ways.WAYS; ALONE is among them."""
+    """Of ways.WAYS; ALONE is among them."""
     tokens: tuple[int, ...] = (128, 512)
     """Of one rank in one step."""
     ranks: int = 2
