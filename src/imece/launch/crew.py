@@ -167,33 +167,28 @@ class Crew:
             if listens:  # while it imports, half a module would be left, and the others without it
                 signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
 
-        try:
-            popen = subprocess.Popen(
-                command,
-                env={**environ, RECORD: str(record)},
-                stdin=subprocess.DEVNULL,  # a background group that reads the terminal would be stopped
-                stdout=None if direct else subprocess.PIPE,
-                stderr=None if direct else subprocess.PIPE,
-                pass_fds=(record, reader),
-                process_group=0,
-                preexec_fn=prepare,
-            )
-        except BaseException:
-            os.close(record)
-            os.close(lifeline)
-            raise
-        finally:
-            os.close(reader)
-        if log is not None:
-            log.begin(slot, popen.pid)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, record)
+            undo.callback(os.close, lifeline)
+            try:
+                popen = subprocess.Popen(
+                    command,
+                    env={**environ, RECORD: str(record)},
+                    stdin=subprocess.DEVNULL,  # a background group that reads the terminal would be stopped
+                    stdout=None if direct else subprocess.PIPE,
+                    stderr=None if direct else subprocess.PIPE,
+                    pass_fds=(record, reader),
+                    process_group=0,
+                    preexec_fn=prepare,
+                )
+            finally:
+                os.close(reader)
+            undo.callback(popen.wait)
+            undo.callback(kill_group, popen.pid)
+            if log is not None:
+                log.begin(slot, popen.pid)
             pidfd = os.pidfd_open(popen.pid)
-        except OSError:
-            kill_group(popen.pid)
-            popen.wait()
-            os.close(record)
-            os.close(lifeline)
-            raise
+            undo.pop_all()
         if direct:
             self._watch_readers()
         may_wrap = command[0] != sys.executable
@@ -221,7 +216,7 @@ class Crew:
         signals, self._signals = self._signals, []
         return news, signals
 
-    def signal(self, member: int, number: int, pid: int | None = None) -> None:
+    def signal(self, member: int, number: int, pid: int | None) -> None:
         """Send a signal to one living rank. pid: which of its processes that is, if it is known.
 
         What a rank has started, a loader's workers say, is the rank's own to end. But all that a wrapper has
