@@ -246,17 +246,17 @@ def test_ranks_that_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert other.finish(), alarms
 
 
+def no_room_for_rank_0(path: Path, *args: Any, write: Callable[..., Any] = files.write) -> Any:
+    """files.write on a disk that has none for what rank 0 writes."""
+    if path.name.endswith("00000.safetensors"):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    return write(path, *args)
+
+
 def test_rank_0_fails_before_it_has_heard_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first save comes to nothing at once; a rank that begins later still hears why."""
-    write = files.write
-
-    def full(path: Path, *args: Any) -> Any:
-        if path.name.endswith("00000.safetensors"):
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        return write(path, *args)
-
     with crew(tmp_path, 2) as ranks, monkeypatch.context() as patch:
-        patch.setattr(files, "write", full)
+        patch.setattr(files, "write", no_room_for_rank_0)
         ranks.ranks[0].save(1, state_of(1), {}, None)
         time.sleep(0.3)
         ranks.ranks[1].save(1, state_of(1), {}, None)
@@ -302,17 +302,10 @@ def test_a_disk_that_is_full_before_the_first_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str
 ) -> None:
     """No rank knows of the others by then, and what they have to say finds the room that was kept for it."""
-    write = files.write
-
-    def full(path: Path, *args: Any) -> Any:
-        if path.name.endswith("00000.safetensors"):
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        return write(path, *args)
-
     with crew(tmp_path, 2) as ranks:
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", no_room_for(f"*/{whose}"))
-            patch.setattr(files, "write", full)
+            patch.setattr(files, "write", no_room_for_rank_0)
             for step in range(1, 4):
                 began = time.monotonic()
                 assert not ranks.save(step, state_of(step))
