@@ -40,7 +40,7 @@ def parts_of(nbytes: int, group: dist.ProcessGroup, device: torch.device | str =
     return best_parts(nbytes, links) if links is not None else DEFAULT_PARTS
 
 
-def links_of(group: dist.ProcessGroup, device: torch.device | str = "cpu") -> Links:
+def links_of(group: dist.ProcessGroup, device: torch.device | str) -> Links:
     """The measured links of a group, between memories of this type of device. The first call measures them:
     all ranks of the group make it."""
     kind = torch.device(device).type

@@ -136,7 +136,7 @@ def find(job: str | None = None) -> list[Recording]:
     return sorted(found, key=lambda recording: (recording.job, recording.rank, recording.pid))
 
 
-def read(view: mmap.mmap, process_state: str = "?") -> Recording | None:
+def read(view: mmap.mmap, process_state: str) -> Recording | None:
     """The recording in a mapping of a recorder's memory; None if that holds something else."""
     header = HEADER.unpack_from(view, 0)
     magic, version, pid, rank, _world_size, capacity, record_bytes, _started_ns, _host, job = header

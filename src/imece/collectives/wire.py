@@ -46,9 +46,7 @@ class Bf16Sum:
     fp32 tensor. Scratch: M, and M/N in fp32.
     """
 
-    def __init__(
-        self, flat: torch.Tensor, group: dist.ProcessGroup, op: str = "sum", *, collective: bool = True
-    ) -> None:
+    def __init__(self, flat: torch.Tensor, group: dist.ProcessGroup, op: str, *, collective: bool) -> None:
         """flat: 1D and contiguous, any floating dtype; the result is written into it. op: sum or avg.
 
         collective: whether the group's own all_to_all and all_gather may be used; the background thread must

@@ -179,7 +179,7 @@ def common_folder(files: Sequence[Path]) -> str:
     return os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in files]) if files else "/"
 
 
-def held_out(text: str, share: float = 0.02, seed: int = 0) -> bool:
+def held_out(text: str, share: float, seed: int = 0) -> bool:
     """Whether a document is for validation: by its content alone, wherever it lies and what is beside it.
 
     share: of the documents, in the mean; 0 holds out none. See `share_of_one`.

@@ -128,7 +128,7 @@ class Reading:
         """The error for a value that cannot be."""
         return self._wrong(name, self._open.get(name), wanted)
 
-    def finish(self, known: Collection[str] = ()) -> tuple[Value, ...]:
+    def finish(self, known: Collection[str]) -> tuple[Value, ...]:
         """All values, those that nobody asked for as unknown, with the nearest of those that are."""
         for name in [*self._open]:
             near = difflib.get_close_matches(name, [*self._known, *known], n=1, cutoff=0.8)

@@ -439,7 +439,7 @@ class TrainConfig:
             )
 
 
-def defaults(weights: str = "", rank: int = 0) -> TrainConfig:
+def defaults(weights: str, rank: int) -> TrainConfig:
     """What is not said: for a model of random weights, or one that begins with those of a folder.
 
     rank: of adapters, if they alone are to be trained.

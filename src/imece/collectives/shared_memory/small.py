@@ -52,7 +52,7 @@ class Small:
             for ranks in engine.board.slots
         ]  # [slot][rank], each [numel]
 
-    def begin(self, source: Tensor | None, label: str = "") -> None:
+    def begin(self, source: Tensor | None, label: str) -> None:
         """Send `source`, [numel], and announce the call."""
         engine = self.engine
         engine.shape, engine.label, engine.way = self.shape, label, self.way
@@ -100,7 +100,7 @@ class SmallGather(Small):
 class SmallBroadcast(Small):
     """Broadcast: only the root sends."""
 
-    def begin(self, source: Tensor | None, label: str = "") -> None:
+    def begin(self, source: Tensor | None, label: str) -> None:
         super().begin(source if self.root == self.engine.rank else None, label)
 
     def end(self, target: Tensor | None) -> None:
