@@ -321,9 +321,9 @@ class Recovery:
         found = self._copies.recovered([note["copies"] for note in notes], needs, model.device)
         if found is not None and not any(note["has_frozen"] for note in notes) and self._lacks(found[1]):
             found = None
-        if found is None and self._fallback is not None:
-            return self._fallback()
         if found is None:
+            if self._fallback is not None:
+                return self._fallback()
             raise LostStateError(
                 "a rank that is gone held a part of the model, and with it went every copy of it: what was "
                 f"learned until step {notes[furthest]['far'][0]} is lost, but for what a checkpoint has"

@@ -180,15 +180,16 @@ class Session:
 
     def begin(self) -> Recovered | None:
         """All ranks are about to make steps; one that joins comes to where the others are, and says how."""
-        if self.recovery is not None and self.recovery.member.is_joining:
+        if self.recovery is None:
+            return None
+        if self.recovery.member.is_joining:
             measured_peak(self.mesh.device, self.precision.dtype)  # now, and not while the others wait
             return self.recover(None)
-        if self.recovery is not None:
-            self.recovery.begin(self.done)
-            if (why := self.recovery.without_copies) and self.recovery.needs_copies:
-                self.alarms.append(
-                    f"no copies in memory ({why}): a rank that dies takes the run back to a checkpoint"
-                )
+        self.recovery.begin(self.done)
+        if (why := self.recovery.without_copies) and self.recovery.needs_copies:
+            self.alarms.append(
+                f"no copies in memory ({why}): a rank that dies takes the run back to a checkpoint"
+            )
         return None
 
     def step_done(self) -> None:

@@ -127,11 +127,11 @@ class Gathering:
 
     def _enter(self, unit: Unit, _inputs: Any) -> None:
         unit.depth += 1
-        if unit.depth > 1 and not _in_backward():
-            return
         if _in_backward():
             unit.entered = max(unit.calls, default=0)  # a checkpoint runs this one again
             self._gather(unit, unit.earlier)
+            return
+        if unit.depth > 1:
             return
         self._clock += 1
         unit.entered = self._clock
@@ -148,18 +148,19 @@ class Gathering:
         self._gather(unit, self._order[at : at + self._ahead] if expected else (), at_end=False)
 
     def _leave(self, unit: Unit, _inputs: Any, output: Any) -> None:
-        if unit.depth > 1 and not _in_backward():
-            return
-        if unit.number == 0 and not _in_backward():
-            unit.earlier = tuple(self._path[::-1][: self._ahead])
-            self._order = self._path
-        if not _in_backward():
+        in_backward = _in_backward()
+        if not in_backward:
+            if unit.depth > 1:
+                return
+            if unit.number == 0:
+                unit.earlier = tuple(self._path[::-1][: self._ahead])
+                self._order = self._path
             self._clock += 1
             # A re-entrant checkpoint runs it without gradients at first.
             if self._training or torch.is_grad_enabled():
                 unit.calls[unit.entered] = self._clock
         comes = torch.is_grad_enabled() and self._await_backward(unit, output)
-        if _in_backward():
+        if in_backward:
             return
         unit.awaited = comes or unit.pinned or (self._training and not torch.is_grad_enabled())
         if unit.number == 0:
