@@ -159,9 +159,9 @@ def of_this_start(
             return dist.PrefixStore(name, store)
         if starts.get(f"says/{rank}") != mine.encode():
             raise _claimed_twice(rank, world_size)
-        if waiting and time.monotonic() > deadline:
-            raise _never_came(rank, world_size, waiting, timeout)
         if waiting:
+            if time.monotonic() > deadline:
+                raise _never_came(rank, world_size, waiting, timeout)
             time.sleep(_POLL_S)
     return dist.PrefixStore(mine, store)
 
@@ -181,12 +181,10 @@ def swap_notes(
     store.set(f"note/{rank}", message)
     deadline = time.monotonic() + timeout.total_seconds()
     waiting = list(range(world_size))
-    while waiting:
-        waiting = [other for other in waiting if not store.check([f"note/{other}"])]
-        if waiting and time.monotonic() > deadline:
+    while waiting := [other for other in waiting if not store.check([f"note/{other}"])]:
+        if time.monotonic() > deadline:
             raise _never_came(rank, world_size, waiting, timeout)
-        if waiting:
-            time.sleep(_POLL_S)
+        time.sleep(_POLL_S)
     return [read_note(store.get(f"note/{other}"), f"rank {other}") for other in range(world_size)]
 
 

@@ -314,14 +314,14 @@ def _check_nested(inner: _Claim, outer: _Claim, inner_nodes: int | None) -> None
 
 def _check_allocation(environ: Mapping[str, str], claim: _Claim | None) -> None:
     """Refuse one process in an allocation of several tasks, which srun was meant to start."""
-    if "SLURM_NTASKS" not in environ:
+    tasks = _number(environ, "SLURM_NTASKS", least=1) if "SLURM_NTASKS" in environ else 1
+    if tasks == 1:
         return
-    tasks = _number(environ, "SLURM_NTASKS", least=1)
-    if claim is None and tasks > 1:
+    if claim is None:
         raise UserError(
             f"SLURM_NTASKS={tasks}, but this is one process outside of any job step: start it with srun"
         )
-    if claim is not None and tasks > 1 and claim.world_size != tasks:
+    if claim.world_size != tasks:
         raise UserError(f"SLURM_NTASKS={tasks}, but {claim.said_in}={claim.world_size}: start it with srun")
 
 

@@ -60,38 +60,36 @@ def train_toml(settings: Settings) -> str:
 
 def _values(settings: Settings) -> dict[str, Any]:
     """Dotted names of TrainConfig's."""
-    values: dict[str, Any] = {"strategy": settings.strategy}
-    if settings.dtype != "fp32" or not {*_DTYPES} & {*settings.autos}:
-        values["compute.dtype"] = settings.dtype
-    if settings.ranks is not None and settings.hosts == 1:
-        values["ranks"] = settings.ranks
-    if settings.global_batch is not None:
-        values["batch.sequences"] = settings.global_batch
-    if settings.micro_batch is not None:
-        values["batch.micro"] = settings.micro_batch
+    says_dtype = settings.dtype != "fp32" or not {*_DTYPES} & {*settings.autos}
+    values: dict[str, Any] = {
+        "strategy": settings.strategy,
+        "compute.dtype": settings.dtype if says_dtype else None,
+        "ranks": settings.ranks if settings.hosts == 1 else None,
+        "batch.sequences": settings.global_batch,
+        "batch.micro": settings.micro_batch,
+    }
     optimizer, schedule = settings.optimizer, settings.schedule
     if optimizer is not None:
-        values["optimizer.kind"] = "adamw"
-        pairs = {"lr": optimizer.lr, "eps": optimizer.eps, "weight_decay": optimizer.weight_decay}
-        if optimizer.betas is not None:
-            pairs |= dict(zip(("beta1", "beta2"), optimizer.betas, strict=True))
-        values |= {f"optimizer.{name}": value for name, value in pairs.items() if value is not None}
+        beta1, beta2 = optimizer.betas or (None, None)
+        values |= {
+            "optimizer.kind": "adamw",
+            "optimizer.lr": optimizer.lr,
+            "optimizer.eps": optimizer.eps,
+            "optimizer.weight_decay": optimizer.weight_decay,
+            "optimizer.beta1": beta1,
+            "optimizer.beta2": beta2,
+        }
     if schedule is not None:
-        values["optimizer.schedule"] = schedule.kind
-        if schedule.warmup is not None:
-            values["optimizer.warmup"] = schedule.warmup
-        if schedule.kind == "cosine" and schedule.least is not None:
-            values["optimizer.min_lr"] = schedule.least
-        if schedule.kind == "cosine" and schedule.steps is not None:
-            values["steps"] = schedule.steps
-    if settings.clip is not None:
-        values["optimizer.clip"] = settings.clip
-    for name, wanted in (("recompute", settings.recompute), ("compile", settings.compile)):
-        if wanted:
-            values[f"compute.{name}"] = True
-    if settings.offload is not None:
-        values["compute.offload"] = settings.offload
-    return values
+        values |= {"optimizer.schedule": schedule.kind, "optimizer.warmup": schedule.warmup}
+        if schedule.kind == "cosine":
+            values |= {"optimizer.min_lr": schedule.least, "steps": schedule.steps}
+    values |= {
+        "optimizer.clip": settings.clip,
+        "compute.recompute": settings.recompute or None,
+        "compute.compile": settings.compile or None,
+        "compute.offload": settings.offload,
+    }
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _is_adamw(optimizer: OptimizerSettings) -> bool:

@@ -161,10 +161,10 @@ def _train(session: Session, stop: Stop, joined: Recovered | None) -> int:
         loop = Loop(session, watching, stop)
         signal = _run(session, loop, watching, joined)
         saved = session.checkpoints.finish()
-        if signal and saved:
-            run = as_argument(path)
-            watching.note(f"saved after step {session.done}; go on with: imece train --run {run}")
         if signal:
+            if saved:
+                run = as_argument(path)
+                watching.note(f"saved after step {session.done}; go on with: imece train --run {run}")
             end_early(session, f"stopped by {Signals(signal).name}")
         return 128 + signal if signal else 0 if saved else 1
     except (NotFiniteError, DriftError) as error:  # on all ranks

@@ -187,9 +187,9 @@ class Step:
     def _update(self, length: float) -> str:
         """length: of the gradient. Returns why the update was not made, if so."""
         finite = math.isfinite(length)
-        if finite and 0 < self._clip < length:
-            self._model.scale_gradients(self._clip / length)
         if finite:  # of all gradients: the scaler alone would make the update of each optimizer that can
+            if 0 < self._clip < length:
+                self._model.scale_gradients(self._clip / length)
             for optimizer in self._optimizers:
                 self._scaler.step(optimizer) if self._scaler is not None else optimizer.step()
         if self._scaler is not None:

@@ -259,9 +259,9 @@ def _memory(division: Division, numel: int, dtype: torch.dtype, device: torch.de
 def _kept(division: Division, own: torch.Tensor, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Both where they stay: in memory of their own if units are gathered, and in the host's."""
     offload, same = division.offload, master is own
-    if division.gathering is not None and offload is None and not same and casts_fast(own.device):
-        return master, master
     if division.gathering is not None:
+        if offload is None and not same and casts_fast(own.device):
+            return master, master
         own = offload.hosted(own) if offload is not None and offload.parameters else own.clone()
         master = own if same else master
     if offload is not None and not (offload.parameters and same):

@@ -337,10 +337,10 @@ class Coordinator:
         missing = [host for host in range(here.plan.hosts) if host not in (*self._far, here.me)]
         who = ", ".join(f"host {host}" for host in missing[:8]) + (", ..." if len(missing) > 8 else "")
         where = describe(here.plan.rendezvous)
-        if now >= self._say_at and missing:
-            here.say(f"waiting at {where} for {who} of {here.plan.hosts} hosts")
         if now >= self._say_at:
             self._say_at = _NEVER
+            if missing:
+                here.say(f"waiting at {where} for {who} of {here.plan.hosts} hosts")
         if now >= self._until:
             hosts, patience = here.plan.hosts, f"{here.plan.patience_s:.0f} s"
             why = f"{who} of {hosts} hosts did not come to {where} within {patience}"

@@ -105,9 +105,9 @@ class Tunnels:
                     far = await (connect_loopback(target) if isinstance(target, int) else self._reach(target))
                 except OSError:
                     far = None
-                if far is not None and target == self._target:
-                    return target, far
                 if far is not None:
+                    if target == self._target:
+                        return target, far
                     far.close()
                     continue
             try:

@@ -187,11 +187,11 @@ def _with_adapters(setup: Setup, part: Held, framework: Framework) -> _States:
     plain = (part.total - part.layers * in_codes) * size + part.layers * in_codes * _CODE
     of_layer = adapter_parameters(model, recipe.adapter_rank) / parallel.tensor
     trained, gathered, units = part.layers * of_layer, 0.0, 0
-    if divides.parameters and framework.gathers:
-        units = min(framework.units_at_once, part.layers)
-        layer = part.layer + part.experts - in_codes
-        gathered = (part.tables + part.rest + units * layer) * size + units * in_codes * _CODE
     if divides.parameters:
+        if framework.gathers:
+            units = min(framework.units_at_once, part.layers)
+            layer = part.layer + part.experts - in_codes
+            gathered = (part.tables + part.rest + units * layer) * size + units * in_codes * _CODE
         plain /= parallel.shard
     hosted = plain if divides.parameters and recipe.offload == "parameters" else 0.0
     if recipe.adapters == "qlora":  # the largest matrix, unpacked while it is multiplied with
