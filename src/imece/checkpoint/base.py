@@ -26,6 +26,7 @@ from imece.collectives.texts import gather_json
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.errors import UserError
+from imece.listing import some
 
 LEFT_OUT, BESIDE = "left_out/", "beside/"
 _CHUNK = 4 << 20  # bytes of a tensor that are on the CPU at once
@@ -166,10 +167,9 @@ class Expected:
         ]
         wrong += [f"{name} is another" for name in looked_at if now[name] != expected[name]]
         if wrong:
-            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise UserError(
                 f"{source} was trained on a frozen base that it does not hold, and this model has another: "
-                f"{'; '.join(wrong[:_SHOWN])}{more}. Begin with the same base, of the same dtype, or "
+                f"{some(wrong, _SHOWN, '; ')}. Begin with the same base, of the same dtype, or "
                 "take what it holds with imece.load_weights(model, folder, strict=False)"
             )
 

@@ -51,6 +51,7 @@ from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.sharding.parts import Part
 from imece.errors import UserError
+from imece.listing import some
 from imece.model_parallel.divided import divided_parameters
 
 _STATE = "state"
@@ -324,9 +325,8 @@ class TrainingState:
             foreign = [each for each in given if not self._names.keys() >= {*parameters_of(each)}]
             left = [name for name, each in self._model._trained if each not in stepped] if given else []
             if left and not foreign:
-                more = f" and {len(left) - 1} more" if len(left) > 1 else ""
                 warnings.warn(
-                    f"TrainingState: none of the optimizers given steps {left[0]}{more}: if another one "
+                    f"TrainingState: none of the optimizers given steps {some(left, 1)}: if another one "
                     "does, give it too, or what it keeps is not saved",
                     stacklevel=3,
                 )

@@ -28,6 +28,7 @@ from imece.collectives.mistakes import tried
 from imece.collectives.texts import gather_texts
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
+from imece.listing import some
 
 Result = TypeVar("Result")
 
@@ -190,9 +191,8 @@ def check_shapes(saved: Source, wanted: Mapping[str, tuple[int, ...]], strict: b
     if strict:
         wrong += [f"it has {name} too" for name in sorted(kept - wanted.keys())]
     if wrong:
-        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise UserError(
-            f"{saved.folder} is of another model: {'; '.join(wrong[:_SHOWN])}{more}. Name another run folder"
+            f"{saved.folder} is of another model: {some(wrong, _SHOWN, '; ')}. Name another run folder"
         )
 
 

@@ -11,11 +11,11 @@ import json
 import os
 import reprlib
 from collections.abc import Collection, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from imece.errors import UserError
+from imece.listing import some
 
 SUFFIXES = (".parquet", ".arrow")
 
@@ -124,8 +124,7 @@ def _check(arrow: Any, schema: Any, path: Path, field: str) -> None:
 
 def few(names: Collection[str]) -> str:
     """The first of them, shortened: a message is one line, whatever is in a file."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return (", ".join(map(reprlib.repr, islice(names, _NAMED))) or "none at all") + more
+    return some([reprlib.repr(name) for name in names], _NAMED) or "none at all"
 
 
 def _package(name: str) -> Any:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import signal
 import statistics
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from imece.launch.processes import name_of
+from imece.listing import some
 
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
@@ -203,8 +203,4 @@ def lines(record: Record) -> list[str]:
             f"goodput  {record.goodput:.0%} of the {record.calm_steps_per_s:.3g} steps/s "
             "before the first fault"
         )
-    return [*shown, f"left     {_listed(record.left) or 'no process, nothing in /dev/shm'}"]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return [*shown, f"left     {some(record.left, 8) or 'no process, nothing in /dev/shm'}"]

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from imece.errors import UserError
+from imece.listing import some
 from imece.models.hugging_face_config import Json, content_of, shape_from
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
@@ -244,9 +245,8 @@ def _places(folder: Path, files: Mapping[str, Path], config: TransformerConfig) 
             f"{folder}: there is no tensor {missing[0]}{more}, but {CONFIG} asks for it: get the folder again"
         )
     if extra := [key for key in files if key not in shapes and not key.endswith(_COMPUTED)]:
-        more = f" and {len(extra) - _SHOWN} more" if extra[_SHOWN:] else ""
         raise UserError(
-            f"{folder}: {', '.join(extra[:_SHOWN])}{more}, of which {CONFIG} knows nothing: get the folder "
+            f"{folder}: {some(extra, _SHOWN)}, of which {CONFIG} knows nothing: get the folder "
             "again, or name another"
         )
     places = {}

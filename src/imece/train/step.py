@@ -15,6 +15,7 @@ from imece.collectives.texts import gather_json
 from imece.data.batches import Batches, rows
 from imece.data_parallel.grad_scaler import GradScaler, forget_stage
 from imece.data_parallel.replicate import DistributedDataParallel
+from imece.listing import some
 from imece.membership.draws import begin_draws
 from imece.mesh import Mesh
 from imece.model_parallel.context import ContextParallel
@@ -131,7 +132,7 @@ class Step:
         mine = [self._mesh.batch_rank, spoilt, found, largest]
         every = gather_json(mine, self._mesh.world_group, model.device, "who brought what is not finite")
         if all(spoilt for _, spoilt, *_ in every):
-            return [f"weights that are not finite since an earlier update: {_names(every[0][1])}"]
+            return [f"weights that are not finite since an earlier update: {some(every[0][1], 1)}"]
         by_group = _by_group(every)
         everywhere = [each for found in by_group.values() for each in found]
         if len(everywhere) > 1 and all(everywhere) and not any(spoilt for _, spoilt, *_ in every):
@@ -143,7 +144,7 @@ class Step:
         lines = []
         for rank, (group, spoilt, *_) in enumerate(every):
             if spoilt:
-                lines.append(f"rank {rank}: weights that are not finite: {_names(spoilt)}")
+                lines.append(f"rank {rank}: weights that are not finite: {some(spoilt, 1)}")
             those = [other for other, (its, *_) in enumerate(every) if its == group]
             if rank == those[0]:
                 lines += [_describe(those, *each) for each in by_group[group] if each]
@@ -242,15 +243,6 @@ def _merged(of_ranks: Sequence[_Found]) -> _Found:
 
 def _describe(ranks: Sequence[int], loss: float | None, bad: list[str], documents: list[int]) -> str:
     assert loss is not None, "one of the ranks knows it"
-    where = f"gradient of {_names(bad)}" if bad else "finite gradients"
+    where = f"gradient of {some(bad, 1)}" if bad else "finite gradients"
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return f"{who}: loss {loss:g}, {where}; documents {_listed(documents)}"
-
-
-def _names(names: list[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
-def _listed(numbers: list[int], most: int = 8) -> str:
-    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
-    return ", ".join(map(str, numbers[:most])) + more
+    return f"{who}: loss {loss:g}, {where}; documents {some(documents, 8)}"
