@@ -121,7 +121,7 @@ def why_no_fp8(question: Question) -> str | None:
         return f"torchao makes gradients of frozen matrices too: leave out --adapters {question.adapters}"
     if model.experts:
         return f"torchao multiplies no experts in it, and {model.name} has {model.experts} a layer"
-    query, key = model.heads * model.head_width, model.kv_heads * model.head_width
+    query, key = model.q_width, model.kv_width
     for side in (question.seq, model.width, query, key, model.mlp_width):
         if side % _FP8_SIDE:
             return f"GPUs multiply sides in it that are multiples of {_FP8_SIDE}, and here one is {side}"

@@ -55,7 +55,7 @@ def whole_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Fra
     if recipe.precision.autocast:  # a copy for each product: queries, keys, values; gate, up
         read = 5 if model.gated else 4
     inputs = count * read * model.width * size / (1 if framework.gathered_inputs else sharded)
-    query, key = model.heads * model.head_width, model.kv_heads * model.head_width
+    query, key = model.q_width, model.kv_width
     widths = (2 + framework.query_copies) * query + (2 + framework.key_copies) * key
     widths += (query + key) if model.head_norms else 0
     attention = count * widths * size / tensor
@@ -111,7 +111,7 @@ def _half_of_products(model: Model, parallel: Parallel, recipe: Recipe) -> Layer
     gives out, and the layer's input."""
     count, tensor, size = tokens(recipe, parallel), parallel.tensor, recipe.precision.activations
     sharded = tensor if parallel.sequence else 1
-    query, key = model.heads * model.head_width, model.kv_heads * model.head_width
+    query, key = model.q_width, model.kv_width
     return Layer(
         norms=2 * count * model.width * size / sharded,
         attention=count * (2 * query + key) * size / tensor,

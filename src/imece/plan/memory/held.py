@@ -91,7 +91,7 @@ def _held(
 
 def adapter_parameters(model: Model, rank: int) -> int:
     """Of low-rank adapters on every matrix of a layer."""
-    query, key = model.heads * model.head_width, model.kv_heads * model.head_width
+    query, key = model.q_width, model.kv_width
     sides = 2 * (model.width + query) + 2 * (model.width + key)
     mlp = (3 if model.gated else 2) * (model.width + model.mlp_width)
     return rank * (sides + mlp * max(1, model.experts))
@@ -142,7 +142,7 @@ def expert_sizes(parallel: Parallel, part: Held, framework: Framework) -> Sizes:
 
 def _largest(model: Model, part: Held) -> int:
     """Elements of the largest tensor, which no bucket is smaller than."""
-    layer = model.width * max(model.mlp_width, model.heads * model.head_width)
+    layer = model.width * max(model.mlp_width, model.q_width)
     return max(layer, model.table_parameters if part.tables else 0)
 
 
@@ -203,7 +203,7 @@ def items(model: Model, itemsize: int, by_unit: bool, table_units: bool = False)
 
 
 def _layer_items(model: Model) -> list[tuple[str, tuple[int, ...]]]:
-    query, key = model.heads * model.head_width, model.kv_heads * model.head_width
+    query, key = model.q_width, model.kv_width
     matrices = [
         ("attention.q", query, model.width), ("attention.k", key, model.width),
         ("attention.v", key, model.width), ("attention.out", model.width, query),

@@ -195,9 +195,7 @@ def _with_adapters(setup: Setup, part: Held, framework: Framework) -> _States:
         plain /= parallel.shard
     hosted = plain if divides.parameters and recipe.offload == "parameters" else 0.0
     if recipe.adapters == "qlora":  # the largest matrix, unpacked while it is multiplied with
-        gathered += (
-            size * model.width * max(model.mlp_width, model.heads * model.head_width) / parallel.tensor
-        )
+        gathered += size * model.width * max(model.mlp_width, model.q_width) / parallel.tensor
     base = Footprint(round(scales + plain - hosted), 0, 0, round(gathered), round(hosted))
     filling = 0.0
     if divides.gradients:
@@ -237,7 +235,7 @@ def _buffers(setup: Setup) -> float:
     if parallel.tensor > 1:
         total += 2 * hidden * model.width
     if parallel.context > 1:
-        total += 2 * 2 * hidden * model.kv_heads * model.head_width / parallel.tensor
+        total += 2 * 2 * hidden * model.kv_width / parallel.tensor
     if parallel.pipeline > 1:
         total += 2 * hidden * model.width / (parallel.tensor if parallel.sequence else 1)
     return total

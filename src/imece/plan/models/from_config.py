@@ -322,7 +322,7 @@ class _Asks:
 
 def _vectors(model: Model, family: _Family, asks: _Asks) -> int:
     """Numbers of a layer's norms and biases."""
-    query, key = model.heads * model.head_width, model.kv_heads * model.head_width
+    query, key = model.q_width, model.kv_width
     found = model.norms * family.norm_vectors * model.width
     found += 2 * model.head_width if asks(family.head_norms) else 0
     found += query + key if asks(family.own_head_norms) else 0

@@ -58,17 +58,26 @@ class Model:
         return self.learned_positions or self.max_seq
 
     @property
+    def q_width(self) -> int:
+        """Of the queries of all heads together."""
+        return self.heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """Of all keys together, and of all values."""
+        return self.kv_heads * self.head_width
+
+    @property
     def layer_parameters(self) -> int:
         """Of one block, all its experts included."""
-        query, key_value = self.heads * self.head_width, self.kv_heads * self.head_width
-        attention = self.width * (2 * query + 2 * key_value)
+        attention = 2 * self.width * (self.q_width + self.kv_width)
         mlp = (3 if self.gated else 2) * self.width * self.mlp_width
         if self.vectors is not None:
             vectors = self.vectors
         else:
             vectors = self.norms * self.norm_parameters
             if self.biases:
-                vectors += query + 2 * key_value + self.width
+                vectors += self.q_width + 2 * self.kv_width + self.width
                 mlp += (2 if self.gated else 1) * self.mlp_width + self.width
         if self.experts:
             mlp = self.experts * mlp + self.experts * self.width

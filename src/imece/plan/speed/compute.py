@@ -250,7 +250,7 @@ def flops_a_token(model: Model, seq: int, frozen: bool = False) -> float:
     if model.experts:
         one = (3 if model.gated else 2) * model.width * model.mlp_width
         active -= model.layers * (model.experts - model.active_experts) * one
-    heads = model.heads * model.head_width * model.scores_part(seq)
+    heads = model.q_width * model.scores_part(seq)
     return (4 if frozen else 6) * active + 12 * model.layers * heads * seq
 
 

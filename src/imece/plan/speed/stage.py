@@ -219,7 +219,7 @@ def _ring(
     if context == 1:
         return _Talk(0.0, 0.0, 0)
     tokens = recipe.micro_batch * recipe.seq // context
-    sent = 2 * recipe.precision.activations * tokens * model.kv_heads * model.head_width / tensor
+    sent = 2 * recipe.precision.activations * tokens * model.kv_width / tensor
     hop = send_s(cluster, sent, along(cluster, context, tensor).hosts > 1)
     forwards = 2 if scores_again(manner, recipe) else 1
     exposed = forwards * max(0.0, hop - layer.core / context)
