@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from imece.data_parallel.across import AcrossModel
+from imece.data_parallel.optimizer import parameters_of
 from imece.data_parallel.sharding.stepped import SteppedParts
 
 
@@ -71,5 +72,4 @@ def _bring_to_cpu(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _on_cpu(optimizer: Optimizer) -> bool:
-    parameters = (each for group in optimizer.param_groups for each in group["params"])
-    return any(each.grad is not None and each.grad.is_cpu for each in parameters)
+    return any(each.grad is not None and each.grad.is_cpu for each in parameters_of(optimizer))

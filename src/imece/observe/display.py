@@ -66,7 +66,7 @@ class Display:
         self._next_step = step
         self._next_s = now
         if self._draws:
-            self._draw(self._progress.drawn(self._width, self._blocks))
+            self._draw(self._progress)
 
     def step(self, record: Mapping[str, Any]) -> None:
         """A step is done: its record, as metrics.jsonl has it. Costs microseconds unless the line is due."""
@@ -74,7 +74,7 @@ class Display:
         self._progress.add(record, self._clock())
         if self._draws:
             if self._is_due():
-                self._draw(self._progress.drawn(self._width, self._blocks))
+                self._draw(self._progress)
         elif self._is_due() or self._progress.step >= min(self._next_step, self._total_steps):
             tenth = max(1, self._total_steps // 10)
             self._next_step = (self._progress.step // tenth + 1) * tenth
@@ -115,7 +115,7 @@ class Display:
         """The live line stays as the last step left it; what is printed from now on comes below."""
         if self._live is not None:
             if self._progress is not None:
-                self._draw(self._progress.drawn(self._width, self._blocks))
+                self._draw(self._progress)
             with self._whatever_the_output_says():
                 self._live.stop()
             self._live = None
@@ -136,7 +136,8 @@ class Display:
     def _is_due(self) -> bool:
         return self._clock() >= self._next_s
 
-    def _draw(self, line: Text) -> None:
+    def _draw(self, progress: Progress) -> None:
+        line = progress.drawn(self._width, self._blocks)
         self._next_s = self._clock() + _DRAW_S
         with self._whatever_the_output_says():
             if self._live is None:

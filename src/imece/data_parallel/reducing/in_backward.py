@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from imece.data_parallel.optimizer import parameters_of
 from imece.data_parallel.reducing import refusals, sharing, task
 
 
@@ -52,7 +53,7 @@ def refuse_early_steps() -> None:
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if task.current() == task.NO_TASK:
         return
-    ids = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    ids = {id(each) for each in parameters_of(optimizer)}
     for reducer in sharing.living():
         # A hook on buckets may step what it has reduced. Alone, a rank's gradient is the mean.
         if reducer.has_unsummed and reducer.leaving.hook is None and reducer.group.size() > 1:

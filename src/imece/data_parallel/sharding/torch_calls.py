@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from imece.data_parallel.optimizer import parameters_of
 from imece.data_parallel.sharding.stepped import SteppedParts
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def _norm(
 def _before_step(optimizer: Optimizer, *args: Any) -> None:
     if SteppedParts.of(optimizer) is not None:
         return
-    given = [each for group in optimizer.param_groups for each in group["params"]]
+    given = parameters_of(optimizer)
     for stepped in _steppers_of(given):
         stepped.before(optimizer)
     for slot in (each for _, slots, _ in _sharded(given) for each in slots):
@@ -190,7 +191,7 @@ def _before_step(optimizer: Optimizer, *args: Any) -> None:
 @torch._disable_dynamo(recursive=True)
 def _after_step(optimizer: Optimizer, *args: Any) -> None:
     if SteppedParts.of(optimizer) is None:
-        for stepped in _steppers_of([each for group in optimizer.param_groups for each in group["params"]]):
+        for stepped in _steppers_of(parameters_of(optimizer)):
             stepped.after(optimizer)
 
 
@@ -261,7 +262,7 @@ def _of_others(given: list[torch.Tensor]) -> ShardedDataParallel | None:
     return models[0] if models else None
 
 
-def _sharded(given: list[torch.Tensor]) -> list[tuple[ShardedDataParallel, list[Slot], list[Part]]]:
+def _sharded(given: Sequence[torch.Tensor]) -> list[tuple[ShardedDataParallel, list[Slot], list[Part]]]:
     """Each sharded model that has some of these, with its slots of parameters and its parts among them."""
     ids = {id(each) for each in given}
     found = [
@@ -275,7 +276,7 @@ def _sharded(given: list[torch.Tensor]) -> list[tuple[ShardedDataParallel, list[
     return [each for each in found if each[1] or each[2]]
 
 
-def _steppers_of(given: list[torch.Tensor]) -> list[SteppedParts]:
+def _steppers_of(given: Sequence[torch.Tensor]) -> list[SteppedParts]:
     """Those that step some of these, which are parts of sharded models."""
     ids = {id(each) for each in given}
     return [each for model in _models for each in model.stepped if not ids.isdisjoint(each.ids_of_parts)]
