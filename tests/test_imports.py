@@ -20,7 +20,7 @@ import imece
 
 SRC = Path(__file__).parent.parent / "src"
 
-_BASE = {"errors", "listing", "writing"}
+_BASE = {"errors", "listing", "open_files", "writing"}
 _RANKS = _BASE | {
     "layout",
     "footprint",
@@ -41,6 +41,7 @@ _TRAIN = _ENGINE | {"data", "models", "checkpoint", "membership", "observe"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "listing": set(),
+    "open_files": set(),
     "writing": set(),
     "opening": set(),
     "heap": set(),

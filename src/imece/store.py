@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from imece.errors import UserError
+from imece.open_files import allow_open_files
 from imece.world import LOOPBACK, World, derived_port
 
 if TYPE_CHECKING:  # a launcher does not wait for torch before it starts ranks
@@ -62,6 +63,7 @@ def serve(listener: socket.socket) -> dist.Store:
     """
     import torch.distributed as dist
 
+    allow_open_files()  # each rank has connections to it
     address, port = listener.getsockname()[:2]
     return dist.TCPStore(
         LOOPBACK if address in ("0.0.0.0", "::") else address,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -36,6 +37,24 @@ def script(tmp_path: Path) -> Script:
         return path
 
     return write
+
+
+def test_ranks_beyond_the_soft_limit_of_open_files(script: Script) -> None:
+    """As shells give it, a launcher of 128 ranks would need more: for pipes, and connections to its store."""
+    text = "import resource\nprint(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    path = script(text)
+
+    def launch() -> int:
+        used = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 9, hard))
+        return main(["launch", "--ranks", "6", str(path)])
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with Launcher(call=launch) as launcher:
+        outcome = launcher.wait()
+    assert outcome.status == 0 and outcome.err == ""
+    allowed = {int(line.split()[-1]) for line in outcome.out.splitlines()}
+    assert len(allowed) == 1 and min(allowed) == (min(hard, 65_536) if hard != -1 else 65_536)
 
 
 def test_what_a_rank_finds(script: Script) -> None:

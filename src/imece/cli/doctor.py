@@ -97,7 +97,7 @@ def host_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from host_name(environ, socket.gethostname(), socket.getaddrinfo)
     yield from launcher(environ, socket.getaddrinfo)
     yield from own_variables(environ)
-    yield from open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield from open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     yield from locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], Path("/dev/infiniband").exists())
 
 
@@ -257,7 +257,7 @@ def open_files(limit: int) -> Iterator[Finding]:
     """Sockets and segments are files."""
     if limit != resource.RLIM_INFINITY and limit < _FEW_FILES:
         yield Finding(
-            "warn", f"only {limit} open files are allowed (ulimit -n): many ranks need 1,024 or more"
+            "warn", f"only {limit} open files are allowed (ulimit -Hn): many ranks need 1,024 or more"
         )
 
 

@@ -27,6 +27,7 @@ from imece.launch.output import LogFile, Outlet, Printed, RankOutput, own_line, 
 from imece.launch.processes import die_together, die_with_parent, group_lives, kill_group
 from imece.launch.signals import ENDING, hear_all, signals_as_bytes
 from imece.membership.where import RECORD, new_record, read_record
+from imece.open_files import allow_open_files
 from imece.writing import try_folder
 
 _READ_BYTES = 65_536
@@ -78,6 +79,7 @@ class Crew:
                 raise UserError(
                     f"the folder {str(logs)!r} for logs cannot be written: {error.strerror}"
                 ) from None
+        allow_open_files()
         self.living: dict[int, Process] = {}
         self.ended: dict[int, Process] = {}
         """Not reaped yet."""

@@ -186,6 +186,18 @@ def use_a_group(used: bool) -> None:
     dist.destroy_process_group(group)
 
 
+def groups_beyond_the_soft_limit() -> None:
+    """More files than a shell gives its programs, where the system admits them."""
+    used = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 4, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    for _ in range(3):
+        use_a_group(used=True)
+
+
+def test_groups_beyond_the_soft_limit_of_open_files() -> None:
+    run_ranks(groups_beyond_the_soft_limit, 3, backend="shm")
+
+
 def slots_bytes(group: Any) -> int:
     """What this rank's segment of a group takes."""
     board = group._engine.board

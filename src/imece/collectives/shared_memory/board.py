@@ -40,6 +40,7 @@ from imece.collectives.shared_memory import arena, futex, segment
 from imece.collectives.shared_memory.segment import Segment
 from imece.cores import usable_cores
 from imece.errors import CollectiveError, CollectiveTimeoutError, UserError
+from imece.open_files import allow_open_files
 from imece.status import says_timed_out
 from imece.world import host_id
 
@@ -87,6 +88,7 @@ class Board:
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
         """Raises as `_meet` does, and CollectiveError where one that has come is gone."""
+        allow_open_files()
         self.rank = rank
         self.world_size = world_size
         slots_byte = -(-(_CHANNELS_BYTE + world_size * CHANNEL_WORDS * 8) // 4096) * 4096
