@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from imece import MixedPrecision, parallelize
@@ -683,6 +684,29 @@ def within_torch_func(group: dist.ProcessGroup) -> None:
         assert torch.equal(got, expected)
 
 
+def forward_mode(group: dist.ProcessGroup) -> None:
+    """A unit is there for the backward of its tangents, which have a graph of their own."""
+
+    def weights(strategy: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        model, optimizer = wrap(layers, group, strategy)
+        for _ in range(2):
+            optimizer.zero_grad()
+            with forward_ad.dual_level():
+                slope = forward_ad.unpack_dual(
+                    model(forward_ad.make_dual(torch.ones(2, 4), torch.ones(2, 4)))
+                )
+                slope.tangent.square().sum().backward()
+            optimizer.step()
+        if strategy == "zero3":
+            assert_freed(model)
+        return [each.clone() for each in model.state_dict().values()]
+
+    for got, expected in zip(weights("zero3"), weights("replicate"), strict=True):
+        assert torch.equal(got, expected)
+
+
 def resized(group: dist.ProcessGroup) -> None:
     model, optimizer = wrap(made(), group)
     with pytest.raises(RuntimeError, match=r"blocks.2.up.bias was"), model.gathered(write=True):
@@ -999,6 +1023,7 @@ CHECKS |= {
     "gradient penalty": gradient_penalty,
     "autocast for long": autocast_for_long,
     "within torch.func": within_torch_func,
+    "forward mode": forward_mode,
     "resized": resized,
     "written": written,
     "written and freed": written_and_freed,

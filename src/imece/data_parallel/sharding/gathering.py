@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.forward_ad import unpack_dual
 from torch.utils.hooks import RemovableHandle
 
 from imece.data_parallel.outputs import tensors_in, when_gradient_comes
@@ -200,9 +201,12 @@ class Gathering:
         for tensor in tensors_in(output):
             if tensor is None:
                 unit.pinned = True
-            elif tensor.grad_fn is not None:
-                when_gradient_comes(tensor, on_gradient)
-                comes = True
+                continue
+            # In forward-mode autograd a tangent has a graph of its own, which reads the parameters as well.
+            for each in (tensor, unpack_dual(tensor).tangent):
+                if each is not None and each.grad_fn is not None:
+                    when_gradient_comes(each, on_gradient)
+                    comes = True
         return comes
 
     # Backward.
