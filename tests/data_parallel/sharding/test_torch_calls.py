@@ -316,6 +316,13 @@ class Outer(torch.optim.Optimizer):
         self.base.step()
 
 
+class TakingOver(Outer):
+    """Has what the other one has, and nothing of what Optimizer.__init__ makes."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.param_groups, self.state = base, base.param_groups, base.state
+
+
 def assigns(strategy: str, gather: bool) -> None:
     alone, whole = made(), made()
     optimizers = sgd_of(alone, Assigning), sgd_of(whole, Assigning)
@@ -334,11 +341,11 @@ def assigns(strategy: str, gather: bool) -> None:
         model.sharding.stores[part.bucket].bring_back()
 
 
-def inside(strategy: str, gather: bool) -> None:
+def inside(strategy: str, gather: bool, kind: type[Outer] = Outer) -> None:
     """An optimizer inside of the one that was given, inside of its step and by itself."""
     alone, whole = made(), made()
     sgd, base = sgd_of(alone, momentum=0.9), sgd_of(whole, momentum=0.9)
-    model, outer = wrap(whole, Outer(base), strategy, gather=gather)
+    model, outer = wrap(whole, kind(base), strategy, gather=gather)
     gathers = []
     after = model.sharding.after_step
 
@@ -366,7 +373,8 @@ def inside(strategy: str, gather: bool) -> None:
         model(torch.ones(1, 6, dtype=torch.float64))
     assert str(caught.value) == (
         f"this rank's part of parameter {name} was written into outside of its optimizer's step, and the "
-        "other ranks do not have that: call model.take_over_masters() after it, on all ranks"
+        "other ranks do not have that: call imece.barrier() before it and model.take_over_masters() after "
+        "it, on all ranks"
     )
     model.take_over_masters()
     loss(model)
@@ -542,6 +550,7 @@ def go() -> None:
     for way in (("zero1", False), ("zero2", False), ("zero3", False), ("zero3", True)):
         for each in (assigns, inside, old_graphs, gone, clip_by_groups, frozen_by_groups):
             each(*way)
+        inside(*way, TakingOver)
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     of_whole("zero1", alone)  # parts of as many elements, flat
     gc.collect()

@@ -51,6 +51,7 @@ class SteppedParts:
         self._in_step: Optimizer | None = None  # this one, or one that shares its groups
         self._whole: list[dict[str, list[Any]]] = []  # by group: what lay in it before it was divided
         self._moved = Moved()
+        _complete(optimizer)
         self.divide(model.sharding)
         optimizer.register_step_pre_hook(self._before)
         first = optimizer.register_step_post_hook(self._after)
@@ -388,6 +389,15 @@ class _StateOfParts(defaultdict[Any, Any]):
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict, dict(self))
+
+
+def _complete(optimizer: Optimizer) -> None:
+    """With what `Optimizer.__init__` sets up, so that its steps run hooks: one that has another inside, such
+    as a Lookahead, may take over its groups and not call that.
+    """
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        vars(optimizer).setdefault("defaults", {})
+        Optimizer.__setstate__(optimizer, {})
 
 
 def _unkept(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -103,7 +103,7 @@ class Store:
         RuntimeError that names a parameter whose part was written into before that.
         """
         if self.coming is not None:
-            early = self._written_part() if self.own is self.master and self.coming.nobody_waited else None
+            early = self.written_part() if self.own is self.master and self.coming.nobody_waited else None
             self.coming.settle()
             self.coming = None
             if early is not None:
@@ -150,14 +150,14 @@ class Store:
 
     def check_parts(self) -> None:
         """RuntimeError that names a parameter whose part was written into since `note_parts`."""
-        if (part := self._written_part()) is not None:
+        if (part := self.written_part()) is not None:
             raise RuntimeError(
                 f"this rank's part of parameter {part.name} was written into outside of its optimizer's "
-                f"step, and the other ranks do not have that: call model.take_over_masters() after it, on "
-                f"all ranks"
+                f"step, and the other ranks do not have that: call imece.barrier() before it and "
+                f"model.take_over_masters() after it, on all ranks"
             )
 
-    def _written_part(self) -> Part | None:
+    def written_part(self) -> Part | None:
         """The first that was written into since `note_parts`."""
         trios = zip(self.parts, _written(self.parts), self._noted, strict=True)
         return next((part for part, now, noted in trios if now != noted), None)
