@@ -458,6 +458,7 @@ def not_gathered(self: Sharding, kinds: Collection[int]) -> None:
         self.parts[0].parameter.data.copy_(self.parts[0].parameter + 1)
     for store in self.stores:
         store.note_parts()
+    self.note_versions()
 
 
 def own_norm(self: ShardedDataParallel, **_: Any) -> torch.Tensor:

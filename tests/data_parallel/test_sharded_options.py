@@ -505,6 +505,31 @@ def written_in_common(group: dist.ProcessGroup) -> None:
     )
 
 
+def written_by_data(group: dist.ProcessGroup) -> None:
+    """What is in no version is seen by each rank, in the part that it has itself."""
+    for frozen in (False, True):
+        inner = two_layers()
+        inner[0].requires_grad_(not frozen)
+        model, optimizer = wrap(inner, group, gather=False)
+
+        def step(value: float, model: Any = model, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            model(torch.full((2, 16), value)).mean().backward()
+            optimizer.step()
+
+        for value in (1.0, math.nan, 1.0):  # NaN stays what it is
+            step(value)
+        with torch.no_grad(), model.gathered(write=True):
+            for each in inner.parameters():
+                each.fill_(1.0)
+        dist.barrier(group)
+        for each in inner[0].parameters() if frozen else inner.parameters():
+            each.data.mul_(0.5)
+        with pytest.raises(RuntimeError, match=r"parameter .* was written into, and the ranks of this host"):
+            step(1.0)
+        dist.barrier(group)
+
+
 def read_in_a_closure(group: dist.ProcessGroup) -> None:
     """What it reads when all gradients are there no rank has stepped yet, and all of it the next one sees."""
     model, optimizer = wrap(two_layers(), group, gather=False)
@@ -560,6 +585,7 @@ CHECKS: dict[str, Check] = {
     "old gradients": old_gradients,
     "written in common": written_in_common,
     "read in a closure": read_in_a_closure,
+    "written by data": written_by_data,
     "written beside masters": written_beside_masters,
     "hooked": hooked,
     "hook of many calls": hook_of_many_calls,
@@ -583,9 +609,10 @@ JOBS = [
     *jobs(__name__, ["late groups", "old gradients", "frozen in bf16"], (2, "gloo")),
     *jobs(
         __name__,
-        ["averaged weights", "written in common", "written beside masters", "read in a closure"],
+        ["averaged weights", "written in common", "written by data", "written beside masters"],
         (2, "shm"),
     ),
+    *jobs(__name__, ["read in a closure"], (2, "shm")),
     *jobs(__name__, ["hybrid wire", "hybrid models"], (4, "gloo")),
 ]
 

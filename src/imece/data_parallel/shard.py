@@ -286,8 +286,6 @@ class Sharding(Gradients):
             for store in reversed(stepped):
                 store.settle()
         self.lane.wait()  # or the next one to write masters, a checkpoint say, would write what still goes up
-        if self.common_parameters:
-            ops.barrier(group=self.groups.shard)
         # A graph of before this step has saved them, and nothing else counts what ranks write into buckets.
         torch.autograd.graph.increment_version(
             [
@@ -298,6 +296,8 @@ class Sharding(Gradients):
             ]
         )
         self.note_versions()
+        if self.common_parameters:  # last: whoever goes on may write what would be noted
+            ops.barrier(group=self.groups.shard)
 
     def _gather(self, store: Store) -> None:
         if not _has_others(self.groups.shard):

@@ -22,10 +22,13 @@ class Written:
     """Counts how often the parameters of one sharded model were, those of which it would be lost.
 
     A step writes into parts, and a gather into buckets, which count their own versions. Parameters that are
-    gathered by unit are freed between, and say so by themselves; or gathered, see Gathering.
+    gathered by unit are freed between, and say so by themselves; or gathered, see Gathering. What goes by
+    `.data` counts none: of those in common memory, into which nobody but a step is to write, some elements
+    are compared.
     """
 
     def __init__(self, stores: Sequence[Store], division: Division) -> None:
+        self._probes: list[_Probe] = []
         self._guarded: list[tuple[str, torch.Tensor, str]] = []  # name, parameter, what becomes of it
         self._versions: list[int] = []  # of those
         common = division.common_parameters and division.groups.shard.size() > 1
@@ -35,17 +38,60 @@ class Written:
                 self._guarded += (
                     (item.name, each, lost) for item, each in zip(store.items, store.members, strict=True)
                 )
+            if common:
+                self._probes.append(_Probe(store, division.groups.shard.rank()))
         self.note()
 
     def note(self) -> None:
         """What has been written until now was meant to be."""
         self._versions = [_version(parameter) for _, parameter, _ in self._guarded]
+        for probe in self._probes:
+            probe.note()
 
     def check(self) -> None:
         """RuntimeError that names a parameter which was written into since `note`."""
         for (name, parameter, lost), version in zip(self._guarded, self._versions, strict=True):
             if _version(parameter) != version:
                 raise RuntimeError(f"parameter {name} was written into, {lost}")
+        for probe in self._probes:
+            if (changed := probe.changed()) is not None:
+                raise RuntimeError(f"parameter {changed} was written into, {_COMMON}")
+
+
+class _Probe:
+    """Of each parameter that this rank has a part of in common memory the first, the middle and the last
+    element of that part: what goes by `.data` is in no version, and here nobody else is to write.
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._memory = store, store.parameters
+        first, end = store.plan.shard(rank)
+        looked = [
+            (item.name, at)
+            for item, place in zip(store.items, store.plan.places, strict=True)
+            if (start := max(place.start, first)) < (stop := min(place.stop, end))
+            for at in (start, (start + stop) // 2, stop - 1)
+        ]
+        self._names = [name for name, _ in looked]
+        self._places = torch.tensor([at for _, at in looked], dtype=torch.int64, device=self._memory.device)
+        self.note()
+
+    def _bytes(self) -> torch.Tensor:
+        """1D; as bytes NaN is equal to itself."""
+        return self._memory[self._places].view(torch.uint8)
+
+    def note(self) -> None:
+        """What is there now is to be."""
+        self._noted = self._bytes()
+
+    def changed(self) -> str | None:
+        """The name of a parameter that has other bits than those noted, not by a write into its part."""
+        now = self._bytes()
+        if torch.equal(now, self._noted):
+            return None
+        if not self._store.is_frozen and self._store.written_part() is not None:
+            return None
+        return self._names[int((now != self._noted).nonzero()[0]) // self._memory.itemsize]
 
 
 def _version(parameter: torch.Tensor) -> int:
