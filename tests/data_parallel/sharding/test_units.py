@@ -723,6 +723,14 @@ def resized(group: dist.ProcessGroup) -> None:
         RuntimeError, match=r"was \[.*\], torch.float32 on cpu, .* torch.float16 on cpu, in oth"
     ):
         optimizer.step()
+    model, optimizer = wrap(made(), group, "zero1")
+    model.module.blocks[2].up.bias.data = torch.zeros(25)
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    assert str(caught.value) == (
+        "parameter blocks.2.up.bias was given other memory (`p.data = ...`) after parallelize: write into "
+        "what it has, `p.copy_(...)`"
+    )
 
 
 def one_rank_alone(group: dist.ProcessGroup) -> None:

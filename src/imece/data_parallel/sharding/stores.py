@@ -120,6 +120,12 @@ class Store:
         with torch._C.DisableTorchFunctionSubclass():  # some may be freed, or be coming
             for item, parameter in zip(self.items, self.members, strict=True):
                 if parameter.shape != item.shape or parameter.untyped_storage()._cdata != memory:
+                    kind = parameter.shape, parameter.dtype, parameter.device
+                    if kind == (item.shape, home.dtype, home.device):
+                        raise RuntimeError(
+                            f"parameter {item.name} was given other memory (`p.data = ...`) after "
+                            f"parallelize: write into what it has, `p.copy_(...)`"
+                        )
                     raise RuntimeError(
                         f"parameter {item.name} was {list(item.shape)}, {home.dtype} on {home.device}, in "
                         f"parallelize, and is {list(parameter.shape)}, {parameter.dtype} on "
