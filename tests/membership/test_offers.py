@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from itertools import product
 
 import pytest
@@ -82,3 +83,25 @@ def test_who_leaves_is_told() -> None:
         Roster(store).generation(1)
     store.set("imece/members/1", '{"members": [1]}')  # of a launcher that knows nothing of it
     assert Roster(store).generation(1).leaving == ()
+
+
+def test_a_member_that_is_forgotten_while_its_beat_is_asked_for_holds_nobody_up() -> None:
+    """A drill asks in a thread of its own."""
+
+    class Forgets(dist.Store):
+        """Between a question and its answer."""
+
+        def check(self, keys: list[str]) -> bool:
+            known = store.check(keys)
+            Roster(store).forget(7)
+            return known
+
+        def get(self, key: str) -> bytes:
+            return store.get(key)
+
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    store.set("imece/members/beat/7", "3 1")
+    assert Roster(store).beat(7) == (3, 1)
+    assert Roster(Forgets()).beat(7) is None
+    assert Roster(store).beat(7) is None

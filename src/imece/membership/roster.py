@@ -85,8 +85,10 @@ class Roster:
 
     def forget(self, member: int) -> None:
         """One that has ended: what it has said of itself is not asked for any more."""
-        for what in ("resilient", "ready", "beat", "lost"):
+        for what in ("resilient", "ready", "lost"):
             self._store.delete_key(f"{_PREFIX}{what}/{member}")
+        # Not deleted: a drill's thread may have seen that it is there, and would wait for it to come again.
+        self._store.set(f"{_PREFIX}beat/{member}", "")
 
     def all_resilient(self, members: Iterable[int]) -> bool:
         """Whether each of them would go on without another. False for none."""
