@@ -28,6 +28,7 @@ from imece.collectives import execute, native, wire
 from imece.data_parallel import norm
 from imece.data_parallel.norm import norm_of
 from imece.data_parallel.sharded import ShardedDataParallel
+from imece.errors import MismatchError
 from tests.data_parallel.checks import Check, Job, jobs, passed, slow
 from tests.data_parallel.sharding.test_units import (
     LAYERS,
@@ -580,7 +581,40 @@ def written_beside_masters(group: dist.ProcessGroup) -> None:
         optimizer.step()
 
 
+def other_rates(group: dist.ProcessGroup) -> None:
+    """Each rank would step its part by a rate of its own, and those that keep whole parameters would part."""
+    rank = group.rank()
+    for way in (Way("replicate"), *WAYS):
+        model, optimizer = wrapped(way, group)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        for number, losses in enumerate(([1.0, 1.0], [2.0, 2.0], [3.0, 0.5])):
+            assert len(list(plain(model, optimizer, 1))) == 1, f"step {number}: the rates are the same"
+            scheduler.step(losses[rank])
+        with pytest.raises(MismatchError) as caught:
+            loss_of(model, 3).backward()
+        rates = ["0.0025 on rank 0", "0.005 on rank 1"]
+        assert str(caught.value) == (
+            f"the ranks' learning rates differ, in parameter group 0: {', '.join(rates)}. Give a scheduler "
+            "that looks at a loss, as ReduceLROnPlateau does, the same one on all ranks: the mean of theirs"
+        )
+        optimizer.param_groups[0]["lr"] = 0.01
+        optimizer.zero_grad()
+        assert len(list(plain(model, optimizer, 1))) == 1, "a loop that mends it goes on"
+
+
+def rates_of_one_that_has_ended(group: dist.ProcessGroup) -> None:
+    """It steps no scheduler any more."""
+    for way in (Way("replicate"), *WAYS[:2]):
+        model, optimizer = wrapped(way, group)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        with model.join():
+            for _ in plain(model, optimizer, 2 + 2 * group.rank()):
+                scheduler.step()
+
+
 CHECKS: dict[str, Check] = {
+    "other rates": other_rates,
+    "rates of one that has ended": rates_of_one_that_has_ended,
     "late groups": late_groups,
     "old gradients": old_gradients,
     "written in common": written_in_common,
@@ -603,6 +637,7 @@ CHECKS: dict[str, Check] = {
 JOBS = [
     *jobs(__name__, ["rounds once", "trains as fp32"], (2, "shm"), (2, "gloo")),
     *jobs(__name__, ["sends half", "unknown wire", "buffers", "buffers from meta"], (2, "gloo")),
+    *jobs(__name__, ["other rates", "rates of one that has ended"], (2, "shm"), (2, "gloo")),
     *jobs(__name__, ["sends half"], (3, "gloo")),
     *slow(jobs(__name__, ["rounds once"], (3, "gloo"))),
     *jobs(__name__, ["hooked", "hook of many calls", "averaged weights"], (2, "gloo")),

@@ -125,6 +125,13 @@ def who_steps(named: Sequence[tuple[str, torch.Tensor]], optimizers: Sequence[Op
     return [f"{name}: {said.get(id(each), 'no optimizer')}" for name, each in named]
 
 
+def rates_of(optimizers: Iterable[Optimizer]) -> list[float]:
+    """The learning rate of each group, in order; not those on a GPU, for which the host would wait."""
+    groups = (group for each in optimizers for group in each.param_groups)
+    rates = (group["lr"] for group in groups if _is_number(group.get("lr")))
+    return [float(rate) for rate in rates if not isinstance(rate, torch.Tensor) or rate.is_cpu]
+
+
 def numbers_of(optimizer: Optimizer) -> list[float]:
     """What schedulers may change: learning rates, momenta, betas, of all groups."""
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -184,6 +185,7 @@ def _known(
     wrapped: DistributedDataParallel, ranks: Mesh | dist.ProcessGroup, optimizers: Sequence[Optimizer]
 ) -> DistributedDataParallel:
     """To the pipeline of which it has a part; and to it, who has the others."""
+    wrapped.stepped_by = [weakref.ref(each) for each in optimizers]
     wrapped.across = across_model(ranks, wrapped, optimizers)
     if wrapped.across is not None and not isinstance(wrapped, ShardedDataParallel):
         watch_divided(wrapped)

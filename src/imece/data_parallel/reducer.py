@@ -66,7 +66,7 @@ class Reducer:
         self.awaited: list[torch.futures.Future[Any]] = []  # of a hook on buffers: done when backward is
         self._line = Line.of(group)
         self._suspicion = suspicion
-        self._used = Used(group, self.slots[0].parameter.device)
+        self._used = Used(group, self.slots[0].parameter.device, len(self.slots))
         self._zeros = array("i", [0] * len(self.slots))
         self._fired = self._zeros[:]  # by parameter: gradients in this backward
         self._touched = self._zeros[:]  # and whether any came in one that was not synchronised
@@ -74,6 +74,7 @@ class Reducer:
         self.armed = False  # the latest forward was prepared: the first gradient begins, of outputs or not
         self._local = False  # this backward comes through an output of a forward in no_sync
         self._syncing = False
+        self._present = True  # this rank has inputs
         self._end: Callable[[], partial[None] | None] = lambda: None  # of that backward, unless it has raised
         self._graphed = False
         self._left: Collection[int] = ()  # parameters that another model reduces in this backward
@@ -85,6 +86,8 @@ class Reducer:
         self.when_newly_unused: Callable[[], Callable[[], None] | None] | None = None
         """A weak reference to what is called after a backward in which no rank used some parameter, or any,
         for the first time: others may be there in their place."""
+        self.rates: Callable[[], Callable[[], list[float]] | None] = lambda: None
+        """A weak reference to what gives the learning rates, which are to be the same on all ranks."""
         self.when_beginning: Callable[[], Callable[[], None] | None] | None = None
         """A weak reference to what is called when a backward begins that is to be synchronised."""
         gradients.when_over(self._over)
@@ -223,6 +226,7 @@ class Reducer:
         self._left, self._careful, self._early = left, self._arrivals.noting or bool(left), set()
         self._absent = []
         self._used.begin()
+        self._present = present
         self._line.stand(self)
         self._graphed = torch.is_grad_enabled() and task.current() != task.NO_TASK  # with create_graph=True
         for bucket in self.buckets:
@@ -464,7 +468,10 @@ class Reducer:
 
     def _exchange_used(self) -> None:
         if self._learning or not self.static_graph:  # otherwise it is known
-            self._used.exchange(self._fired, self._touched, self.leaving.overlap)
+            rates = self.rates() if self._present else None
+            self._used.exchange(
+                self._fired, self._touched, rates() if rates is not None else [], self.leaving.overlap
+            )
 
     def recover(self) -> None:
         """Before a forward: if the last backward raised, buckets that had left end, and all starts anew."""

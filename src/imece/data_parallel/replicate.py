@@ -16,6 +16,7 @@ from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from imece.collectives.calls import group_or_default
 from imece.collectives.shared_memory.group import SharedMemoryGroup
@@ -26,6 +27,7 @@ from imece.data_parallel.batch_norm import meet_in, refuse_uneven
 from imece.data_parallel.buffers import BufferSync
 from imece.data_parallel.joining import DDPJoinHook, agree, common_rank
 from imece.data_parallel.norm import norm_of, rounded
+from imece.data_parallel.optimizer import rates_of
 from imece.data_parallel.outputs import tensors_in, when_gradient_comes
 from imece.data_parallel.reducer import Reducer
 from imece.data_parallel.reducing import in_backward, refusals, task
@@ -151,6 +153,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         self._check_finite = check_finite
         self._kept: Kept | None = None  # between leaving one group and joining another
         self.across: AcrossModel | None = None  # set by `parallelize`
+        self.stepped_by: list[weakref.ref[Optimizer]] = []  # likewise
         self._buffer_sync = BufferSync(module, self.parameters_to_ignore)
         self._synchronised = 0  # forwards whose backward is synchronised
         if init_sync:
@@ -385,6 +388,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         if not self._synchronised:
             self.reducer.stepping = in_backward.take_over(each for _, each in self._named_parameters())
             self.reducer.when_newly_unused = weakref.WeakMethod(self._refuse_newcomers)
+            self.reducer.rates = weakref.WeakMethod(self._rates)
         self._tell_joined()
         if self.will_sync_module_buffers() and not self._buffer_sync.after_forward:
             self._sync_buffers(joining)
@@ -395,6 +399,9 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             if self.drift_check_every and self._synchronised % self.drift_check_every == 0 and not joining:
                 self.check_parameters()
             self.reducer.prepare()
+
+    def _rates(self) -> list[float]:
+        return rates_of(each for known in self.stepped_by if (each := known()) is not None)
 
     def _refuse_thawed(self) -> None:
         for name, parameter in self._frozen:

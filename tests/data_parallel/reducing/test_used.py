@@ -16,7 +16,7 @@ from imece.data_parallel.reducing.used import Used
 def used(monkeypatch: pytest.MonkeyPatch) -> Used:
     monkeypatch.setattr("imece.data_parallel.reducing.used.host_device", lambda *_: torch.device("cpu"))
     group: Any = None
-    return Used(group, torch.device("cpu"))
+    return Used(group, torch.device("cpu"), many=3)
 
 
 def test_flags_move_only_when_they_change(used: Used, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +26,7 @@ def test_flags_move_only_when_they_change(used: Used, monkeypatch: pytest.Monkey
     flags_of = torch.tensor
 
     def all_reduce(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        told.append(tensor.tolist())
+        told.append(tensor.tolist()[:3])
         return tensor.fill_(9)
 
     def noted(*args: Any, **options: Any) -> torch.Tensor:
@@ -35,17 +35,17 @@ def test_flags_move_only_when_they_change(used: Used, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(ops, "all_reduce", all_reduce)
     monkeypatch.setattr(torch, "tensor", noted)
-    fired, nothing = array("i", [0, 0]), array("i", [0, 0])
-    for now in ([1, 0], [1, 0], [2, 1], [1, 0]):
+    fired, nothing = array("i", [0, 0, 0]), array("i", [0, 0, 0])
+    for now in ([1, 0, 0], [1, 0, 0], [2, 1, 0], [1, 0, 0]):
         fired[:] = array("i", now)  # in place, as the reducer counts
-        used.exchange(fired, nothing, async_op=False)
-    assert told == [[1, 0], [1, 0], [1, 1], [1, 0]], "each step's own, whatever came of the last"
+        used.exchange(fired, nothing, [], async_op=False)
+    assert told == [[1, 0, 0], [1, 0, 0], [1, 1, 0], [1, 0, 0]], "each step's own, whatever came of the last"
     assert moved == [0, 2, 3]
 
 
 def test_used_in_a_backward_before_counts(used: Used, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "all_reduce", lambda tensor, *_, **__: tensor)
-    used.exchange(array("i", [0, 2, 0]), array("i", [1, 0, 0]), async_op=False)
+    used.exchange(array("i", [0, 2, 0]), array("i", [1, 0, 0]), [], async_op=False)
     assert used.wait(read=True)
     assert used.anywhere == [1, 1, 0]
 

@@ -1,9 +1,15 @@
-"""Which parameters some rank used in a backward: one small collective at its end, which nobody asks for."""
+"""What ranks tell each other at the end of a backward: one small collective, which nobody asks for.
+
+used     by parameter, whether this rank used it; then whether any rank did
+rates    the learning rates of what steps the model, as a digest that is to be the same on all ranks
+"""
 
 from __future__ import annotations
 
+import zlib
 from array import array
 from collections.abc import Collection
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -11,18 +17,27 @@ import torch.distributed as dist
 from imece.collectives import ops
 from imece.collectives.calls import host_device
 from imece.collectives.pending import Pending
+from imece.collectives.texts import gather_texts
+from imece.data_parallel.same import by_rank
+from imece.errors import MismatchError
 
 _NONE_USED = -1
+_DIGEST_BYTES = 4
+_NO_RATES = bytes(2 * _DIGEST_BYTES)  # of a rank that steps nothing: the largest of all stay the others'
 
 
 class Used:
-    """What the ranks of one group tell each other about the parameters of one model."""
+    """What the ranks of one group tell each other about one model."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """device: of the parameters."""
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, many: int) -> None:
+        """device: of the parameters; many: how many they are."""
         self._group, self._device = group, host_device(group, device)
         self._counts: array[int] = array("i")  # of the latest flags
-        self._flags = self._any = torch.empty(0)  # uint8, by parameter: this rank's, and all ranks'
+        self._rates: list[float] = []
+        self._digest = b""
+        # uint8, by parameter, then the digest and its complement: this rank's, and the largest of all ranks'
+        self._told = torch.zeros(many + len(_NO_RATES), dtype=torch.uint8, device=self._device)
+        self._largest = torch.empty_like(self._told)
         self._coming: Pending | torch.Tensor | None = None
         self._known_unused: set[int] = set()
         self.anywhere: list[int] = []
@@ -32,29 +47,65 @@ class Used:
         """Nothing is exchanged in this backward yet."""
         self._coming = None
 
-    def exchange(self, fired: array[int], touched: array[int], async_op: bool) -> None:
-        """Tell what this rank used. fired, touched: by parameter, not 0 if it did, in one way or another."""
+    def exchange(self, fired: array[int], touched: array[int], rates: list[float], async_op: bool) -> None:
+        """Tell what this rank used. fired, touched: by parameter, not 0 if it did, in one way or another.
+
+        rates: learning rates, to be the same on all ranks; none where they are not known, or of no account.
+        """
         counts = array("i", map(max, fired, touched)) if any(touched) else fired
         if counts != self._counts:  # they seldom change, and to move flags to a GPU waits for all it has
             self._counts = counts[:]
-            self._flags = torch.tensor([bool(count) for count in counts], dtype=torch.uint8).to(self._device)
-            self._any = torch.empty_like(self._flags)
+            self._told[: len(counts)] = torch.tensor([bool(count) for count in counts], dtype=torch.uint8)
+        self._rates = rates
+        digest = _digest(rates) if rates and self._reads else _NO_RATES
+        if digest != self._digest:
+            self._digest = digest
+            self._told[len(counts) :] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         self._coming = ops.all_reduce(
-            self._any.copy_(self._flags), "max", group=self._group, async_op=async_op, label="used parameters"
-        )
+            self._largest.copy_(self._told), "max", group=self._group, async_op=async_op,
+            label="used parameters",
+        )  # fmt: skip
 
     def wait(self, *, read: bool) -> bool:
         """Till all have told. False if nothing was exchanged in this backward.
 
         read: into `anywhere`. On a GPU that waits for all of backward, so only for an unused parameter.
+
+        MismatchError on every rank that names the learning rates, where these differ.
         """
         if self._coming is None:
             return False
-        flags = self._coming.wait() if isinstance(self._coming, Pending) else self._coming
+        told = self._coming.wait() if isinstance(self._coming, Pending) else self._coming
+        self._coming = None
         if read:
-            assert flags is not None
-            self.anywhere = flags.tolist()
+            assert told is not None
+            self.anywhere = told[: -len(_NO_RATES)].tolist()
+        if self._reads:
+            self._compare_rates()
         return True
+
+    @property
+    def _reads(self) -> bool:
+        """Whether to read what was told takes no time: it lies on the CPU, beside a GPU's model too."""
+        return self._device.type == "cpu"
+
+    def _compare_rates(self) -> None:
+        """A digest and its complement add up to 255s, unless the largest are of different ranks."""
+        largest = self._largest[-len(_NO_RATES) :].tolist()
+        sums = {sum(each) for each in zip(largest[:_DIGEST_BYTES], largest[_DIGEST_BYTES:], strict=True)}
+        if sums <= {255} or sums == {0}:
+            return
+        texts = gather_texts(
+            [repr(rate) for rate in self._rates], self._group, self._device, "learning rates that differ"
+        )
+        said = {rank: rates for rank, rates in enumerate(texts) if rates}
+        rows = zip_longest(*said.values(), fillvalue="none")
+        at, row = next((at, row) for at, row in enumerate(rows) if len(set(row)) > 1)
+        rates = by_rank(dict(zip(said, row, strict=True)))
+        raise MismatchError(
+            f"the ranks' learning rates differ, in parameter group {at}: {rates}. Give a scheduler that "
+            f"looks at a loss, as ReduceLROnPlateau does, the same one on all ranks: the mean of theirs"
+        )
 
     def newly_unused(self, absent: Collection[int]) -> bool:
         """Whether no rank used one of these, or any parameter, which was not so before; alike on all ranks.
@@ -74,3 +125,9 @@ class Used:
             self._coming.give_up()
         self._coming = None
         del self._group
+
+
+def _digest(rates: list[float]) -> bytes:
+    """Of _DIGEST_BYTES bytes, and as many which are 255 less those."""
+    digest = zlib.crc32(array("d", rates)).to_bytes(_DIGEST_BYTES, "big")
+    return digest + bytes(255 - each for each in digest)
