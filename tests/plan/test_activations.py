@@ -13,8 +13,8 @@ from imece.models.transformer import Transformer, rotation_at
 from imece.plan.memory.activations import kept_layer, layers_in_flight, whole_layer
 from imece.plan.memory.frameworks import IMECE, IMECE_CPU, NANOTRON, PAPER, TORCHTITAN
 from imece.plan.memory.held import held
-from imece.plan.models.by_name import find_model, from_shape
-from imece.plan.models.model import Model
+from imece.plan.models.by_name import find_model
+from imece.plan.models.model import Model, from_shape
 from imece.plan.setup import Parallel, Recipe, Recomputation
 
 S, B, H, A, T = 2048, 4, 6144, 64, 8

@@ -23,9 +23,10 @@ from imece.plan.memory.activations import whole_layer
 from imece.plan.memory.frameworks import IMECE
 from imece.plan.memory.held import items
 from imece.plan.models import from_config
-from imece.plan.models.by_name import MODELS, find_model, from_shape
+from imece.plan.models.by_name import MODELS, find_model
 from imece.plan.models.from_code import of_module
 from imece.plan.models.from_config import from_content
+from imece.plan.models.model import from_shape
 from imece.plan.setup import Parallel, Recipe
 
 

@@ -16,7 +16,7 @@ from imece.models.transformer import LARGE_TABLE, Block, Transformer
 from imece.plan.check import PLAN_FILE, read_plan, rows
 from imece.plan.hardware import find_cluster
 from imece.plan.here import cluster_of, keep, to_toml
-from imece.plan.models.by_name import from_shape
+from imece.plan.models.model import from_shape
 from imece.train import prediction
 from imece.train.batch import BatchPlan, plan_batch
 from imece.train.config import LINEAR, LoraSection, MeshSection, OptimizerSection, TrainConfig

@@ -18,7 +18,7 @@ from imece.errors import UserError
 from imece.models.presets import preset
 from imece.plan.answer.words import count
 from imece.plan.hardware import Cluster, Gpu, Link, find_cluster, find_gpu
-from imece.plan.models.by_name import from_shape
+from imece.plan.models.model import from_shape
 from imece.plan.setup import Parallel, Precision, Recipe, Setup
 from imece.plan.speed.compute import flash_part, product_s, stream_s
 from imece.plan.speed.manner import IMECE

@@ -34,7 +34,7 @@ from imece.plan.hardware import Cluster, find_cluster
 from imece.plan.here import kept_cluster
 from imece.plan.memory.held import adapter_parameters, held
 from imece.plan.memory.memory import memory, scale_bytes
-from imece.plan.models.by_name import from_shape
+from imece.plan.models.model import from_shape
 from imece.plan.setup import Adapters, Parallel, Recipe, Setup, Strategy
 from imece.plan.setup import Precision as Bytes
 from imece.train.batch import BatchPlan

@@ -12,9 +12,9 @@ from types import MappingProxyType
 
 from imece.errors import UserError
 from imece.models.presets import PRESETS
-from imece.models.shape import TransformerConfig
+from imece.plan.models.from_code import read_code
 from imece.plan.models.from_config import CONFIG, read_config
-from imece.plan.models.model import Model
+from imece.plan.models.model import Model, from_shape
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([mbt])", re.IGNORECASE)
 _OF_META = re.compile(r"(?:meta-llama/)?(?:meta-)?(llama-.+?)(?:-(?:instruct|chat|hf))*")
@@ -23,16 +23,6 @@ _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 _LEAST, _MOST = 1e6, 20e12  # parameters
 _NEAR = 0.06  # a size means a published model that is no further off
 _ASPECT = 100  # width over layers: of published models 60 to 130
-
-
-def from_shape(name: str, shape: TransformerConfig) -> Model:
-    """Of a model that models/transformer.py builds."""
-    return Model(
-        name, shape.layers, shape.width, shape.heads, shape.kv_heads, shape.head_width, shape.mlp_width,
-        gated=True, vocab_size=shape.vocab_size, tied_head=shape.tied_head, window=shape.window or 0,
-        windowed=1 - len(shape.full_layers) / shape.layers if shape.window else 0.0,
-        head_norms=shape.head_norms, max_seq=shape.max_seq,
-    ).with_vectors(shape.vectors, shape.width)  # fmt: skip
 
 
 def _llama(
@@ -80,8 +70,6 @@ def find_model(text: str) -> Model:
     """
     file, colon, function = text.rpartition(":")
     if colon and file.endswith(".py"):
-        from imece.plan.models.from_code import read_code
-
         return read_code(Path(file), function)
     if text.endswith(".py"):
         raise UserError(f"{text}: which function of it builds the model? Say {text}:function")

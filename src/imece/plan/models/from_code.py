@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from imece.errors import UserError
 from imece.plan.models.from_config import from_content, is_known, unplanned
-from imece.plan.models.model import Model
+from imece.plan.models.model import Model, from_shape
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,7 +53,6 @@ def of_module(module: nn.Module, name: str) -> Model:
     from torch import nn
 
     from imece.models.transformer import Transformer
-    from imece.plan.models.by_name import from_shape
 
     has = sum(each.numel() for each in module.parameters())
     if isinstance(module, Transformer) and (own := from_shape(name, module.config)).parameters == has:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from imece.models.shape import TransformerConfig
+
 Norm = Literal["rms", "layer"]
 
 
@@ -130,3 +132,13 @@ class Model:
         """Numbers that are trained; a tied head counts once."""
         tables = 1 if self.tied_head else 2
         return self.layers * self.layer_parameters + tables * self.table_parameters + self.other_parameters
+
+
+def from_shape(name: str, shape: TransformerConfig) -> Model:
+    """Of a model that models/transformer.py builds."""
+    return Model(
+        name, shape.layers, shape.width, shape.heads, shape.kv_heads, shape.head_width, shape.mlp_width,
+        gated=True, vocab_size=shape.vocab_size, tied_head=shape.tied_head, window=shape.window or 0,
+        windowed=1 - len(shape.full_layers) / shape.layers if shape.window else 0.0,
+        head_norms=shape.head_norms, max_seq=shape.max_seq,
+    ).with_vectors(shape.vectors, shape.width)  # fmt: skip
