@@ -59,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
     if options.scale is not None:
         from imece.cli.plan_scale import show
 
-        return show(options, question)
+        return show(options, question, width())
     answer = settled(search(question))
     if answer.winner is None:
         return _nothing_fits(options, answer)

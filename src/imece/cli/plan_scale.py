@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-from imece.cli.plan import width
 from imece.cli.plan_options import PlanOptions
 from imece.errors import UserError
 from imece.plan.answer.scale import MOST_GPUS, Point, curve, draw_scale, scale_json, scale_lines, slower
@@ -17,8 +16,8 @@ _WORDS = (
 )
 
 
-def show(options: PlanOptions, question: Question) -> int:
-    """Exit status 0, or 2 if nothing fits anywhere."""
+def show(options: PlanOptions, question: Question, width: int) -> int:
+    """Exit status 0; UserError if nothing fits anywhere. width: in columns."""
     assert options.scale is not None
     if question.cluster.gpus > MOST_GPUS:
         raise UserError(f"--scale begins with {question.cluster.gpus:,} GPUs: it goes up to {MOST_GPUS:,}")
@@ -39,10 +38,10 @@ def show(options: PlanOptions, question: Question) -> int:
     if options.json:
         print(json.dumps(scale_json(points, options.scale), indent=1))
     else:
-        print("\n".join(wrapped("", f"{options.scale} scaling of {subject(question)}", width())) + "\n")
-        print("\n".join(scale_lines(points, width())) + "\n")
+        print("\n".join(wrapped("", f"{options.scale} scaling of {subject(question)}", width)) + "\n")
+        print("\n".join(scale_lines(points, width)) + "\n")
         for text in (*slower(points), _WORDS):
-            print("\n".join(wrapped("", text, width())))
+            print("\n".join(wrapped("", text, width)))
     if options.plot is not None:
         from imece.cli.plan_page import writing
 

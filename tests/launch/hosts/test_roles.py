@@ -157,7 +157,7 @@ def test_when_no_side_may_go_on_all_start_again_together(cluster: Make) -> None:
 
 def test_a_watcher_sees_and_hits_members_of_all_hosts(cluster: Make) -> None:
     made = cluster(2)
-    view = made.heres[0].view = WideView(made.heres[0])
+    view = made.heres[0].view = WideView(2, made.heres[0].hit)
     assert view.newest() == -1 and not view.living() and not view.signal(3, 9)
     made.settle()
     assert view.living() == {member: (member, 100 + member, member // 2) for member in range(4)}
@@ -176,7 +176,7 @@ def test_a_watcher_sees_and_hits_members_of_all_hosts(cluster: Make) -> None:
 def test_a_watcher_ends_the_job_though_ctrl_c_is_ignored(
     cluster: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    view, sent = WideView(cluster(2).heres[0]), []
+    view, sent = WideView(2, cluster(2).heres[0].hit), []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

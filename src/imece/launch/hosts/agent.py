@@ -70,9 +70,10 @@ def launch_here(
             crew.wakes(network.wake)
             host = Host(order, crew, _environment(plan, network, environ, own, lambda: here.run), plan.me)
             here = Here(plan, host, network)
+            view = WideView(plan.ranks, here.hit)
             if watch is not None:
-                here.view = WideView(here)
-            with watched(watch, lambda: here.view or WideView(here)):
+                here.view = view
+            with watched(watch, lambda: view):
                 outcome = Agent(here).run()
         host.tell(outcome)
     return outcome.status

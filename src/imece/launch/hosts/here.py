@@ -10,19 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from imece.launch.generations import Limits
 from imece.launch.host import Host
 from imece.launch.hosts.addresses import Address
 from imece.launch.hosts.network import Network
 from imece.launch.hosts.succession import Standing
+from imece.launch.hosts.wide_view import WideView
 from imece.launch.hosts.words import Report, Seen, of_report
 from imece.launch.processes import Ending, Outcome
 from imece.membership.roster import Generation
-
-if TYPE_CHECKING:
-    from imece.launch.hosts.wide_view import WideView
 
 
 @dataclass(frozen=True)
@@ -124,6 +122,13 @@ class Here:
         """To the agent of another host, if there is a link."""
         if host in self.up:
             self.network.send(host, message)
+
+    def hit(self, host: int, member: int, number: int) -> None:
+        """Send a signal to a member of any host."""
+        if host == self.me:
+            self.host.hit(member, number)
+        else:
+            self.network.send(host, {"do": "hit", "member": member, "signal": number})
 
     def say(self, line: str) -> None:
         """To the person who looks on here."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from imece.launch.hosts.here import Here
 from imece.launch.hosts.wide_job import WideJob
 from imece.launch.hosts.words import Seen
 from imece.launch.processes import Ending
@@ -29,10 +28,11 @@ class _Known:
 class WideView:
     """Its own roster: what members say comes from the agents of their hosts, and is a moment old."""
 
-    def __init__(self, here: Here) -> None:
+    def __init__(self, per_host: int, hit: Callable[[int, int, int], None]) -> None:
+        """per_host: ranks. hit: called with a host, a member there, and the number of a signal for it."""
         self.over = threading.Event()
         """Set once all is over for this host."""
-        self._here, self._per_host, self._known = here, here.plan.ranks, _Known()
+        self._per_host, self._hit, self._known = per_host, hit, _Known()
         self._gone_on: dict[tuple[int, int], tuple[float, int]] = {}
 
     @property
@@ -67,11 +67,7 @@ class WideView:
         place = self.living().get(member)
         if place is None:
             return False
-        here = self._here
-        if place.host == here.me:
-            here.host.hit(member, number)
-        else:
-            here.network.send(place.host or 0, {"do": "hit", "member": member, "signal": number})
+        self._hit(place.host or 0, member, number)
         return True
 
     def end(self) -> None:
