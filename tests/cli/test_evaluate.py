@@ -19,6 +19,7 @@ from imece.cli.main import main
 from imece.data.baselines import baselines
 from imece.data.prepare import TextSource, prepare
 from imece.data.tokens import open_tokens
+from imece.train.origin import trained_model
 from imece.train.precision import choose_precision
 from imece.train.run_folder import RunFolder
 
@@ -38,7 +39,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 def loss_of(run: Path, tokens: list[int], which: str = "best") -> float:
     """Nats a token, in windows of the context."""
-    model, _ = RunFolder(run).model("best" if which == "best" else "last")
+    model, _ = trained_model(RunFolder(run), "best" if which == "best" else "last")
     nats, before = 0.0, 256
     for first in range(0, len(tokens), 64):
         targets = tokens[first : first + 64]

@@ -28,6 +28,7 @@ from imece.models.hugging_face import from_hugging_face
 from imece.models.hugging_face_files import write_weights
 from imece.models.transformer import Transformer
 from imece.train.config import DataSection
+from imece.train.origin import trained_model
 from imece.train.run_folder import RunFolder
 from tests.cli.conftest import TEXT, make_run
 from tests.ranks import start_ranks
@@ -61,7 +62,7 @@ def test_the_folder_holds_the_model(
     assert sorted(os.listdir(target)) == FILES
     assert os.listdir(target.parent) == ["model"]
     assert len({path.stat().st_mode for path in target.iterdir()}) == 1
-    expected, _ = RunFolder(trained_run).model("best" if which == "best" else "last")
+    expected, _ = trained_model(RunFolder(trained_run), "best" if which == "best" else "last")
     config, tensors = from_hugging_face(target)
     assert config == expected.config
     for name, parameter in expected.named_parameters():
@@ -289,7 +290,7 @@ def test_transformers_reads_it(trained_run: Path, tmp_path: Path) -> None:
     assert len(list(out.glob("model-*.safetensors"))) > 1
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
-    ours, _ = RunFolder(run).model("best")
+    ours, _ = trained_model(RunFolder(run), "best")
     assert isinstance(ours, Transformer)
     own = RunFolder(run).tokenizer()
     text = TEXT.format(number=7) + "  naïve\t日本"

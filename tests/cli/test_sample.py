@@ -21,6 +21,7 @@ from imece.cli.sample import Text
 from imece.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, train_bpe
 from imece.models.generate import generate
 from imece.models.transformer import Transformer
+from imece.train.origin import trained_model
 from imece.train.run_folder import RunFolder
 
 SENTENCE = "çığ 🏔️ a�b 日本語 naïve"
@@ -41,7 +42,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def greedy(run: Path, which: str, prompt: str, new: int) -> str:
-    model, _ = RunFolder(run).model("best" if which == "best" else "last")
+    model, _ = trained_model(RunFolder(run), "best" if which == "best" else "last")
     tokenizer = RunFolder(run).tokenizer()
     ids = [tokenizer.end, *tokenizer.encode(prompt)]
     return tokenizer.decode(list(generate(model, ids, new, temperature=0)))
@@ -92,7 +93,7 @@ def test_beyond_the_context(trained_run: Path, capsys: pytest.CaptureFixture[str
     out, err = written(capsys, *argv, "--prompt", prompt)
     assert "the prompt has 101 tokens, the model's context 64: it reads the last 64" in err
     assert "100 tokens" in err
-    model, _ = RunFolder(trained_run).model("best")
+    model, _ = trained_model(RunFolder(trained_run), "best")
     expected = generate(model, list(prompt.encode())[-64:], 100, temperature=0)
     expected_text = ByteTokenizer().decode(list(expected))
     assert len(set(expected_text)) > 5
@@ -119,15 +120,13 @@ def test_the_end_of_a_document_ends(
 def test_weights_that_are_not_finite(
     trained_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = RunFolder.model
-
     def spoilt(*args: Any) -> tuple[Transformer, Saved]:
-        model, saved = original(*args)
+        model, saved = trained_model(*args)
         with torch.no_grad():
             model.embed.weight.fill_(torch.nan)
         return model, saved
 
-    monkeypatch.setattr(RunFolder, "model", spoilt)
+    monkeypatch.setattr(sample, "trained_model", spoilt)
     for which, step, cure in (
         ("best", 1, "the usual cure is a new run with a lower --optimizer.lr"),
         ("last", 2, "--which best takes step 1"),

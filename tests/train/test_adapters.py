@@ -23,7 +23,7 @@ from imece.models.cross_entropy import cross_entropy
 from imece.models.hugging_face import from_hugging_face
 from imece.models.transformer import Transformer
 from imece.train.config import ADAPTER_LR, LINEAR, TUNING_LR
-from imece.train.origin import open_weights
+from imece.train.origin import open_weights, trained_model
 from imece.train.peak import flops_per_token
 from imece.train.run_folder import RunFolder
 from imece.train.step import Step
@@ -341,7 +341,7 @@ def test_commands_read_the_merged_model(
     """Without peft: sample, eval, export and --from."""
     folder, _ = runs
     expected = merged(folder, "replicate")
-    model, _ = RunFolder(folder / "replicate").model("last")
+    model, _ = trained_model(RunFolder(folder / "replicate"), "last")
     for name, each in model.named_parameters():
         assert torch.equal(each, expected[name].float()), name
     assert main(["export", str(folder / "replicate"), str(tmp_path / "hf"), "--which=last"]) == 0
@@ -378,7 +378,7 @@ def test_a_base_of_four_bits(
         in (told["nf4"])
     )
     base = from_hugging_face(folder / "source")[1]
-    model, _ = RunFolder(run).model("last")
+    model, _ = trained_model(RunFolder(run), "last")
     up, norm = (model.get_parameter(f"blocks.0.mlp.{each}.weight").detach() for each in ("up", "norm"))
     assert all(len(block.unique()) <= 16 for block in up.view(-1, 64))
     assert 0 < float((up - base["blocks.0.mlp.up.weight"]).abs().max()) < 0.2
@@ -427,7 +427,7 @@ def test_peft_reads_the_adapters(runs: tuple[Path, dict[str, Any]], tmp_path: Pa
     assert main(["export", str(run), str(out), "--to=adapter"]) == 0
     assert sorted(path.name for path in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     base = transformers.AutoModelForCausalLM.from_pretrained(folder / "source", dtype=torch.float32)
-    ours, _ = RunFolder(run).model("best")
+    ours, _ = trained_model(RunFolder(run), "best")
     tokens = torch.randint(290, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected, before = ours(tokens), base.eval()(tokens).logits

@@ -25,6 +25,7 @@ from imece.data.tokens import open_tokens
 from imece.models.cross_entropy import cross_entropy
 from imece.observe.metrics import read_metrics
 from imece.plan.check import read_plan
+from imece.train.origin import trained_model
 from imece.train.run_folder import RunFolder
 from imece.train.step import Step
 from tests.train.command import Train, in_fork, train
@@ -191,7 +192,7 @@ def removed(folder: str) -> None:
     (line,) = [line for line in outcome.out.splitlines() if line.startswith("warning: ")]
     assert f"{run} was moved or removed in the middle of the run" in line
     assert [record["step"] for record in read_metrics(run)] == [2, 3, 4, 5, 6, 7]
-    _, saved = RunFolder(run).model()
+    _, saved = trained_model(RunFolder(run))
     assert saved.step == 7 and saved.state["tokenizer_hash"] == RunFolder(run).tokenizer().hash
     assert train(["--run", str(run), "--steps=8"], path).status == 0
     assert [record["step"] for record in read_metrics(run)] == [2, 3, 4, 5, 6, 7, 8]

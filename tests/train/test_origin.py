@@ -39,7 +39,7 @@ from imece.models.hugging_face_files import write_weights
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
 from imece.train.config import TUNING_LR
-from imece.train.origin import open_weights
+from imece.train.origin import open_weights, trained_model
 from imece.train.run_folder import RunFolder
 from imece.train.run_lock import RunLock
 from imece.train.session import Session
@@ -267,10 +267,10 @@ def test_a_run_goes_on_from_its_checkpoints_and_is_exported_as_it_came(
     config, tensors = from_hugging_face(exported)
     assert config == SMOL, "it has all its positions"
     assert content["model_type"] == "smollm3"
-    model, _ = RunFolder(tmp_path / "third").model()
+    model, _ = trained_model(RunFolder(tmp_path / "third"))
     assert all(torch.equal(tensors[name], each) for name, each in model.state_dict().items())
     # And what it had begun with is the other run's best checkpoint.
-    before, _ = RunFolder(tmp_path / "run").model("best")
+    before, _ = trained_model(RunFolder(tmp_path / "run"), "best")
     weights = open_weights(str(tmp_path / "run"))
     for name, each in before.state_dict().items():
         weights.fill(found := torch.empty_like(each), f"model/{name}")
@@ -461,7 +461,7 @@ def test_there_and_back_with_transformers(
     after = transformers.AutoModelForCausalLM.from_pretrained(exported)
     assert type(after) is type(theirs)
     assert after.config.tie_word_embeddings is theirs.config.tie_word_embeddings
-    ours, saved = RunFolder(tmp_path / "zero1").model("last")
+    ours, saved = trained_model(RunFolder(tmp_path / "zero1"), "last")
     assert saved.step == 3
     with torch.no_grad():
         found = after(sequences).logits

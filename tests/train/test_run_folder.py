@@ -20,6 +20,7 @@ from imece.models.presets import PRESETS
 from imece.models.shape import RopeScaling
 from imece.models.transformer import Transformer
 from imece.train.config import TrainConfig
+from imece.train.origin import trained_model
 from imece.train.run_folder import RunFolder, Which, read_shape, shape_as_json
 from imece.train.run_lock import RunLock
 
@@ -69,7 +70,7 @@ def test_best_and_last(folder: RunFolder) -> None:
     save(folder, {1: 3.0, 2: 2.5, 3: 4.0})
     steps: dict[Which, int] = {"last": 3, "best": 2}
     for which, step in steps.items():
-        found, saved = folder.model(which)
+        found, saved = trained_model(folder, which)
         assert saved.step == step and not found.training
         for name, parameter in model(step).named_parameters():
             assert torch.equal(found.get_parameter(name), parameter), name

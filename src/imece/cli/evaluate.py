@@ -27,7 +27,7 @@ from imece.errors import UserError
 from imece.observe.units import si
 from imece.train.config import Dtype, TrainConfig
 from imece.train.evaluate import evaluate
-from imece.train.origin import sequence_length
+from imece.train.origin import sequence_length, trained_model
 from imece.train.precision import Precision, choose_precision
 from imece.train.run_folder import RunFolder, Which
 
@@ -67,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
     options = parse(EvalOptions, argv, PROG, DESCRIPTION)
     folder, device = open_run(options.run), best_device()
     config = folder.config()
-    model, saved = folder.model(options.which, device)
+    model, saved = trained_model(folder, options.which, device)
     tokenizer = tokenizer_of(folder, saved)
     with _data(options, folder, config, tokenizer, saved) as (part, others):
         precision = _precision(config.compute.dtype, device)

@@ -19,6 +19,7 @@ from imece.data.tokenizer import Tokenizer
 from imece.errors import UserError
 from imece.models.generate import LogitsError, generate
 from imece.observe.visible import visible
+from imece.train.origin import trained_model
 from imece.train.run_folder import RunFolder, Which
 
 PROG = "imece sample"
@@ -70,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
     """`imece sample ARGV`: exit status 0 when it has written what was asked for."""
     options = parse(SampleOptions, argv, PROG, DESCRIPTION)
     folder, device = open_run(options.run), best_device()
-    model, saved = folder.model(options.which, device)
+    model, saved = trained_model(folder, options.which, device)
     tokenizer = tokenizer_of(folder, saved)
     prompt = _standard_input() if options.prompt == "-" else options.prompt
     # Training puts this token before each document, so the model knows it as the sign of a beginning.

@@ -20,6 +20,7 @@ from imece.observe.report import write_loss_plot, write_report
 from imece.observe.run_files import CHECKPOINT, ENDED, as_argument
 from imece.observe.units import si
 from imece.train.loop import Loop
+from imece.train.origin import trained_model
 from imece.train.prediction import compared, keep, measured
 from imece.train.session import Session
 from imece.train.watching import Watching
@@ -187,7 +188,7 @@ def _sample(session: Session, prompt: str) -> dict[str, str] | None:
     if session.plan.mesh.deals:  # of which this rank has a part only
         if newest_kept(session) is None:
             return {"prompt": prompt, "text": f"{prompt} (no checkpoint is on the disk to sample from)"}
-        model, _ = session.folder.model(device=session.mesh.device)
+        model, _ = trained_model(session.folder, device=session.mesh.device)
     ids = [tokenizer.before, *tokenizer.encode(prompt)]  # as training puts it before each document
     generator = torch.Generator(session.mesh.device).manual_seed(_SAMPLE_SEED)
     tokens = generate(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from imece.checkpoint.load import Saved
-from imece.checkpoint.weights import MODEL, check_shapes
+from imece.checkpoint.weights import MODEL, check_shapes, fill
 from imece.data.files import other_place
 from imece.data.tokenizer import load_tokenizer
 from imece.errors import UserError
@@ -32,10 +32,11 @@ from imece.models.hugging_face import (
     to_hugging_face,
 )
 from imece.models.shape import TransformerConfig
+from imece.models.transformer import Transformer
 from imece.train.adapters import check_libraries
 from imece.train.config import TrainConfig
 from imece.train.merged import Merged
-from imece.train.run_folder import RunFolder, read_shape
+from imece.train.run_folder import RunFolder, Which, read_shape
 from imece.writing import write_whole
 
 _LONGEST = 512  # tokens of a sequence, where nothing is said: contexts are as long as 131,072
@@ -111,6 +112,20 @@ def trained(run: RunFolder, saved: Saved) -> Saved | Merged:
         return saved
     check_libraries(config.lora, to_train=False)
     return Merged(saved, open_base(config, run), config.model.weights, config.lora)
+
+
+def trained_model(
+    run: RunFolder, which: Which = "last", device: torch.device | str = "cpu"
+) -> tuple[Transformer, Saved]:
+    """What a run has trained, ready for evaluation; adapters are in its weights."""
+    saved = run.saved(which)
+    with torch.device("meta"):
+        model = Transformer(read_shape(saved.state["model"]))
+    model.to_empty(device=device)
+    found = trained(run, saved)
+    check_shapes(found, {name: tuple(each.shape) for name, each in model.named_parameters()})
+    fill(model, found)
+    return model.eval(), saved
 
 
 def open_base(config: TrainConfig, run: RunFolder) -> Weights:

@@ -12,10 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from imece.checkpoint.load import Saved, all_steps, best, newest
-from imece.checkpoint.weights import check_shapes, fill
 from imece.data.build import discard
 from imece.data.files import other_place
 from imece.data.tokenizer import CONFIG as TOKENIZER_CONFIG
@@ -23,7 +20,6 @@ from imece.data.tokenizer import Tokenizer, load_tokenizer
 from imece.errors import UserError
 from imece.models.hugging_face import CONFIG, TOKENIZER_FILES
 from imece.models.shape import RopeScaling, TransformerConfig
-from imece.models.transformer import Transformer
 from imece.observe.metrics import FILE as FIGURES
 from imece.observe.metrics import read_metrics
 from imece.train.config import TrainConfig
@@ -246,19 +242,6 @@ class RunFolder:
         for line in dict.fromkeys(damaged):
             print(f"imece: damaged, so another checkpoint is used: {line}", file=sys.stderr, flush=True)
         return found
-
-    def model(self, which: Which = "last", device: torch.device | str = "cpu") -> tuple[Transformer, Saved]:
-        """The trained model, ready for evaluation; adapters are in its weights."""
-        from imece.train.origin import trained  # which opens other runs
-
-        saved = self.saved(which)
-        with torch.device("meta"):
-            model = Transformer(read_shape(saved.state["model"]))
-        model.to_empty(device=device)
-        found = trained(self, saved)
-        check_shapes(found, {name: tuple(each.shape) for name, each in model.named_parameters()})
-        fill(model, found)
-        return model.eval(), saved
 
 
 def shape_as_json(config: TransformerConfig) -> dict[str, Any]:
