@@ -31,7 +31,7 @@ BACKENDS = ("shm", "gloo", "nccl", "mpi", "ucc", "xccl")
 """What it may name: ours and torch's."""
 SCHEDULE = "IMECE_SCHEDULE"
 """The one with the schedule of every collective that knows it (collectives/auto.py)."""
-MAX_RANKS = 1_000_000
+_MOST_RANKS = 1_000_000
 # Below Linux' ephemeral ports (32768 and up), so that a derived port is rarely taken by a client.
 _FIRST_PORT, _PORTS = 15_000, 17_000
 # Step ids that SLURM gives to batch scripts, interactive shells and the like start here.
@@ -187,7 +187,7 @@ def first_host(nodelist: str) -> str:
     return str(name) + (number or "") + (rest or "")
 
 
-def _number(environ: Mapping[str, str], name: str, *, least: int = 0, most: int = MAX_RANKS) -> int:
+def _number(environ: Mapping[str, str], name: str, *, least: int = 0, most: int = _MOST_RANKS) -> int:
     text = environ[name].strip()
     if not re.fullmatch(r"[0-9]{1,10}", text) or not least <= int(text) <= most:
         raise UserError(f"{name}={environ[name]!r} in the environment is not a number from {least} to {most}")

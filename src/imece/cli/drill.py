@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from imece.bench import report
-from imece.cli.launch import LaunchOptions, read, start
+from imece.cli.launch import read, start
+from imece.cli.launch_options import MAX_SECONDS, LaunchOptions
 from imece.errors import UserError
 from imece.launch.drill import Drill
 from imece.launch.drill_record import Plan, lines
@@ -23,7 +24,6 @@ DESCRIPTION = (
     "several hosts: this on host 0, with --hosts, imece launch on the others; ranks of all of them are hit."
 )
 _WITH_VALUE = ("--kills", "--every-s", "--signal", "--together", "--seed", "--start-s", "--json")
-_MAX_SECONDS = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class DrillOptions(LaunchOptions):
         if self.kills < 1:
             raise ValueError(f"--kills {self.kills}: at least 1 is needed")
         for name, seconds in (("--every-s", self.every_s), ("--start-s", self.start_s)):
-            if not 0 < seconds <= _MAX_SECONDS:
-                raise ValueError(f"{name} {seconds}: more than 0 and up to {_MAX_SECONDS:.0f} seconds")
+            if not 0 < seconds <= MAX_SECONDS:
+                raise ValueError(f"{name} {seconds}: more than 0 and up to {MAX_SECONDS:.0f} seconds")
         if self.all_ranks < 2:
             raise ValueError(f"--ranks {self.ranks}: a drill needs 2 ranks, so that one survives")
         if not 1 <= self.together < self.all_ranks:
@@ -65,11 +65,6 @@ class DrillOptions(LaunchOptions):
             )
         if self.signal == "STOP" and not self.silent_s:
             raise ValueError("--signal STOP needs a --silent-s, after which a silent rank is ended")
-
-    @property
-    def all_ranks(self) -> int:
-        """On all hosts."""
-        return self.ranks * self.hosts
 
     def plan(self) -> Plan:
         """Which faults."""

@@ -7,19 +7,16 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
-
-import tyro
+from typing import TypeVar
 
 from imece.cli import launch_hosts as hosts
 from imece.cli import launch_slurm
+from imece.cli.launch_options import LaunchOptions
 from imece.cli.options import parse
 from imece.collectives.choice import check_forced
 from imece.errors import UserError
 from imece.launch.local import launch
-from imece.launch.processes import MAX_RANKS
 from imece.launch.view import Watched
 from imece.world import BACKEND, BACKENDS, SCHEDULE
 
@@ -32,65 +29,11 @@ DESCRIPTION = (
     "start again, if --max-restarts says so. torchrun's options are taken too. "
     "--slurm: on SLURM's nodes; imece launch --slurm --help tells more."
 )
-_MAX_SECONDS = 86_400.0
 _RANKS = ("--ranks", "-n", "--nproc-per-node")
 _WITH_VALUE = (
     *_RANKS, "--grace-s", "--min-ranks", "--max-restarts", "--silent-s", "--log-dir", *hosts.OURS,
 )  # fmt: skip
 _DEVICES = ("auto", "gpu", "cpu")
-
-
-@dataclass(frozen=True)
-class LaunchOptions:
-    """What stands before the script."""
-
-    ranks: Annotated[int, tyro.conf.arg(name="nproc-per-node", aliases=["-n", "--ranks"])]
-    """How many ranks to start."""
-    module: Annotated[tyro.conf.FlagCreatePairsOff[bool], tyro.conf.arg(aliases=["-m"])] = False
-    """The script is a module's name, as for python -m."""
-    python: bool = True
-    """Run the script with Python; --no-python: it is a program of its own."""
-    standalone: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Changes nothing: taken for torchrun's sake."""
-    min_ranks: int = 1
-    """The run ends (or starts again, with --max-restarts) once fewer ranks than these are left."""
-    #: How many times in all a dead rank is replaced, or all are started again where the others do not go on.
-    #: Without it a dead rank is replaced as long as steps are finished, and all are never started again.
-    max_restarts: int | None = None
-    #: Seconds after which a rank that no longer says that it lives is ended, as if it had died; ten times as
-    #: many for one that computes; 0: never.
-    silent_s: float = 10.0
-    log_dir: Path | None = None
-    """A folder for what each rank prints: rank-0.log, rank-1.log, ..."""
-    grace_s: float = 30.0
-    """Seconds between a signal that is passed on to the ranks and SIGKILL."""
-    hosts: int = 1
-    """On how many hosts this command is given, with the same --ranks on each."""
-    host_rank: int | None = None
-    """Which of them this is: 0, 1, ..."""
-    rendezvous: str | None = None
-    """HOST:PORT, an address of host 0 and a free port there, at which the hosts meet."""
-    job: str = "imece"
-    """A name that the launchers of all hosts give; they take in no launcher of another job."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.ranks <= MAX_RANKS:
-            raise ValueError(f"--ranks {self.ranks}: from 1 to {MAX_RANKS} ranks can run on one host")
-        hosts.check(self.ranks, self.hosts, self.host_rank, self.rendezvous)
-        if not 1 <= self.min_ranks <= self.ranks * self.hosts:
-            least = f"from 1 to {self.ranks * self.hosts}, the ranks to start"
-            raise ValueError(f"--min-ranks {self.min_ranks}: {least}")
-        if self.max_restarts is not None and self.max_restarts < 0:
-            raise ValueError(f"--max-restarts {self.max_restarts}: 0 or more are possible")
-        if self.silent_s and not 1 <= self.silent_s <= _MAX_SECONDS:
-            raise ValueError(
-                f"--silent-s {self.silent_s}: from 1 to {_MAX_SECONDS:.0f} seconds, or 0 for never"
-            )
-        if not 0 <= self.grace_s <= _MAX_SECONDS:
-            raise ValueError(f"--grace-s {self.grace_s}: from 0 to {_MAX_SECONDS:.0f} seconds are possible")
-        if self.module and not self.python:
-            raise ValueError("--module and --no-python exclude each other")
-
 
 Options = TypeVar("Options", bound=LaunchOptions)
 

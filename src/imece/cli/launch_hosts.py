@@ -1,15 +1,15 @@
-"""`imece launch` on several hosts: its options, torchrun's names for them, and its start."""
+"""`imece launch` on several hosts: torchrun's names for its options, and its start."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from imece.cli.launch_options import LaunchOptions
 from imece.errors import UserError
 from imece.launch.hosts.addresses import parse_endpoint
 
 if TYPE_CHECKING:
-    from imece.cli.launch import LaunchOptions
     from imece.launch.view import Watched
 
 OURS = ("--hosts", "--host-rank", "--rendezvous", "--job")
@@ -32,28 +32,7 @@ _NEEDLESS = {
 """Why each of them has nothing to say here."""
 TORCHRUNS = (*_THEIRS, *_MASTER, *_NEEDLESS)
 """Options of torchrun that have a value."""
-MOST_HOSTS = 1024
-MOST_RANKS = 16_384  # on all hosts: what launchers say of them has to fit in a message (hosts/frames.py)
 _SILENT_S = 10.0  # of a host, where ranks may be silent for ever
-
-
-def check(ranks: int, hosts: int, host_rank: int | None, rendezvous: str | None) -> None:
-    """ValueError or UserError if these cannot be. ranks: on each host."""
-    if not 1 <= hosts <= MOST_HOSTS:
-        raise ValueError(f"--hosts {hosts}: from 1 to {MOST_HOSTS} hosts are possible")
-    if ranks * hosts > MOST_RANKS:
-        raise ValueError(f"--hosts {hosts} --ranks {ranks}: up to {MOST_RANKS} ranks in all are possible")
-    if hosts > 1 and host_rank is None:
-        raise ValueError(
-            f"which of the {hosts} hosts is this? --host-rank 0 on the first, 1 on the next, ..."
-        )
-    if host_rank is not None and not 0 <= host_rank < hosts:
-        of = "there is one host" if hosts == 1 else f"{hosts} hosts have the numbers 0 to {hosts - 1}"
-        raise ValueError(f"--host-rank {host_rank}: {of}")
-    if hosts > 1:
-        if rendezvous is None:
-            raise ValueError(f"where do the {hosts} hosts meet? --rendezvous HOST:PORT, an address of host 0")
-        parse_endpoint(rendezvous)
 
 
 def refuse(own: Sequence[str]) -> None:
@@ -107,7 +86,7 @@ def start(
 
     assert options.host_rank is not None and options.rendezvous is not None
     limits = Limits(
-        options.ranks * options.hosts,
+        options.all_ranks,
         options.min_ranks,
         options.max_restarts,
         restart=bool(options.max_restarts),

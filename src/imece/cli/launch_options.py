@@ -1,0 +1,94 @@
+"""The options of `imece launch`, of which `imece drill` has more: everything but SLURM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from imece.launch.hosts.addresses import parse_endpoint
+from imece.launch.processes import MAX_RANKS
+
+MAX_SECONDS = 86_400.0
+MOST_HOSTS = 1024
+MOST_RANKS = 16_384  # on all hosts: what launchers say of them has to fit in a message (hosts/frames.py)
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What stands before the script."""
+
+    ranks: Annotated[int, tyro.conf.arg(name="nproc-per-node", aliases=["-n", "--ranks"])]
+    """How many ranks to start."""
+    module: Annotated[tyro.conf.FlagCreatePairsOff[bool], tyro.conf.arg(aliases=["-m"])] = False
+    """The script is a module's name, as for python -m."""
+    python: bool = True
+    """Run the script with Python; --no-python: it is a program of its own."""
+    standalone: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Changes nothing: taken for torchrun's sake."""
+    min_ranks: int = 1
+    """The run ends (or starts again, with --max-restarts) once fewer ranks than these are left."""
+    #: How many times in all a dead rank is replaced, or all are started again where the others do not go on.
+    #: Without it a dead rank is replaced as long as steps are finished, and all are never started again.
+    max_restarts: int | None = None
+    #: Seconds after which a rank that no longer says that it lives is ended, as if it had died; ten times as
+    #: many for one that computes; 0: never.
+    silent_s: float = 10.0
+    log_dir: Path | None = None
+    """A folder for what each rank prints: rank-0.log, rank-1.log, ..."""
+    grace_s: float = 30.0
+    """Seconds between a signal that is passed on to the ranks and SIGKILL."""
+    hosts: int = 1
+    """On how many hosts this command is given, with the same --ranks on each."""
+    host_rank: int | None = None
+    """Which of them this is: 0, 1, ..."""
+    rendezvous: str | None = None
+    """HOST:PORT, an address of host 0 and a free port there, at which the hosts meet."""
+    job: str = "imece"
+    """A name that the launchers of all hosts give; they take in no launcher of another job."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ranks <= MAX_RANKS:
+            raise ValueError(f"--ranks {self.ranks}: from 1 to {MAX_RANKS} ranks can run on one host")
+        self._check_hosts()
+        if not 1 <= self.min_ranks <= self.all_ranks:
+            raise ValueError(f"--min-ranks {self.min_ranks}: from 1 to {self.all_ranks}, the ranks to start")
+        if self.max_restarts is not None and self.max_restarts < 0:
+            raise ValueError(f"--max-restarts {self.max_restarts}: 0 or more are possible")
+        if self.silent_s and not 1 <= self.silent_s <= MAX_SECONDS:
+            raise ValueError(
+                f"--silent-s {self.silent_s}: from 1 to {MAX_SECONDS:.0f} seconds, or 0 for never"
+            )
+        if not 0 <= self.grace_s <= MAX_SECONDS:
+            raise ValueError(f"--grace-s {self.grace_s}: from 0 to {MAX_SECONDS:.0f} seconds are possible")
+        if self.module and not self.python:
+            raise ValueError("--module and --no-python exclude each other")
+
+    @property
+    def all_ranks(self) -> int:
+        """On all hosts."""
+        return self.ranks * self.hosts
+
+    def _check_hosts(self) -> None:
+        hosts, me = self.hosts, self.host_rank
+        if not 1 <= hosts <= MOST_HOSTS:
+            raise ValueError(f"--hosts {hosts}: from 1 to {MOST_HOSTS} hosts are possible")
+        if self.all_ranks > MOST_RANKS:
+            raise ValueError(
+                f"--hosts {hosts} --ranks {self.ranks}: up to {MOST_RANKS} ranks in all are possible"
+            )
+        if hosts > 1 and me is None:
+            raise ValueError(
+                f"which of the {hosts} hosts is this? --host-rank 0 on the first, 1 on the next, ..."
+            )
+        if me is not None and not 0 <= me < hosts:
+            of = "there is one host" if hosts == 1 else f"{hosts} hosts have the numbers 0 to {hosts - 1}"
+            raise ValueError(f"--host-rank {me}: {of}")
+        if hosts > 1:
+            if self.rendezvous is None:
+                raise ValueError(
+                    f"where do the {hosts} hosts meet? --rendezvous HOST:PORT, an address of host 0"
+                )
+            parse_endpoint(self.rendezvous)
