@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,13 @@ def mistake(function: Callable[..., Any], *args: Any, **options: Any) -> str:
     message = str(raised.value)
     assert message and len(message.splitlines()) == 1, message
     return message
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    """A file of this content, with the folders around it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
 
 
 def part_of(documents: Sequence[Sequence[int]], end: int = 0, name: str = "train") -> Part:

@@ -31,9 +31,9 @@ from imece.data import build as build_module
 from imece.data import prepare as prepare_module
 from imece.data import tokenizer as tokenizer_module
 from imece.data.build import build
-from imece.data.corpus import sources
 from imece.data.files import digest
 from imece.data.prepare import TextSource, prepare
+from imece.data.sources import sources
 from imece.data.tokenizer import ByteTokenizer
 from imece.data.tokens import TokenFiles, open_tokens
 from imece.errors import UserError

@@ -17,8 +17,8 @@ from tokenizers import models, pre_tokenizers
 
 from imece.data import build as build_module
 from imece.data.build import build
-from imece.data.corpus import sources
 from imece.data.files import locked
+from imece.data.sources import sources
 from imece.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from imece.data.tokens import MANIFEST, TokenFiles, open_tokens
 from tests.data.helpers import files_of_at_most, mistake

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from imece.data import tables
-from imece.data.corpus import documents, sources
+from imece.data.corpus import documents
+from imece.data.sources import sources
 from tests.data.helpers import mistake
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from imece.data.build import build
-from imece.data.corpus import held_out, sources
+from imece.data.corpus import held_out
+from imece.data.sources import sources
 from imece.data.tokenizer import ByteTokenizer
 from imece.data.tokens import MANIFEST, TokenFiles, open_tokens
 from tests.data.helpers import mistake

@@ -13,7 +13,7 @@ import torch
 
 from imece.checkpoint.save import Checkpoints
 from imece.checkpoint.weights import load_weights
-from imece.data.corpus import sources
+from imece.data.sources import sources
 from imece.data.tokenizer import ByteTokenizer, load_tokenizer
 from imece.errors import UserError
 from imece.models.presets import PRESETS

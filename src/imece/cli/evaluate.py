@@ -20,7 +20,7 @@ from imece.cli.options import check_named, parse
 from imece.cli.trained import best_device, open_run, say, tokenizer_of
 from imece.data.baselines import baselines, counted_in
 from imece.data.build import build
-from imece.data.corpus import sources
+from imece.data.sources import sources
 from imece.data.tokenizer import Tokenizer
 from imece.data.tokens import Part, TokenFiles, open_tokens
 from imece.errors import UserError

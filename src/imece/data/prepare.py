@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from imece.data.build import build
-from imece.data.corpus import GoneError, sources, total_bytes
+from imece.data.corpus import total_bytes
 from imece.data.files import locked, other_place
+from imece.data.sources import GoneError, sources
 from imece.data.tokenizer import (
     LARGEST_VOCAB,
     SMALLEST_VOCAB,

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from imece.data.corpus import absolute_name
 from imece.data.prepare import TextSource
+from imece.data.sources import absolute_name
 from imece.errors import UserError
 from imece.models.presets import preset
 from imece.models.shape import TransformerConfig
