@@ -8,13 +8,11 @@ looks at that element alone may have matrices cut anywhere; one that looks at wh
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import math
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count, repeat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +23,8 @@ from imece.data_parallel.optimizer import parameters_of
 from imece.data_parallel.reducing import refusals
 from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharding.block_wise import followed
+from imece.data_parallel.sharding.cut_state import by_index, cut_state, is_of_whole, part_of_state, whose
 from imece.data_parallel.sharding.moved import Moved
-from imece.data_parallel.sharding.parts import Part
 
 if TYPE_CHECKING:
     from imece.data_parallel.sharded import ShardedDataParallel
@@ -110,7 +108,7 @@ class SteppedParts:
         optimizer, self._sharding = self.optimizer, sharding
         index = {id(each): at for at, (_, each) in enumerate(sharding.trained.named)}
         self._parameters = [each for each in parameters_of(optimizer) if id(each) in index]
-        parts: Mapping[int, list[Part]] = _by_index(sharding.parts)
+        parts = by_index(sharding.parts)
         follow = followed(optimizer)
         for group in optimizer.param_groups:
             self._whole.append({key: list(group[key]) for key in ("params", "param_names") if key in group})
@@ -125,7 +123,7 @@ class SteppedParts:
                     follow(parameter, part.parameter)
                     mine.append((part.parameter, name))
                     if state is not None:
-                        optimizer.state[part.parameter] = _part_of_state(state, part)
+                        optimizer.state[part.parameter] = part_of_state(state, part)
             # In place: the optimizer may keep this list too, as torch's LBFGS does.
             group["params"][:] = [parameter for parameter, _ in mine]
             if "param_names" in group:
@@ -252,29 +250,25 @@ class SteppedParts:
     def _say_whose(self, _: Optimizer, state: dict[str, Any]) -> None:
         """Another rank's state dict has the same keys, and mostly the same shapes, for other elements."""
         if self.is_divided:
-            state[_WHOSE] = self._whose()
-
-    def _whose(self) -> dict[str, Any]:
-        by_parameter = {id(part.parameter): part for part in self._sharding.parts}
-        elements = [
-            [(part.index, part.shape, part.start, part.stop)
-             for each in group["params"] if (part := by_parameter.get(id(each))) is not None]
-            for group in self.optimizer.param_groups
-        ]  # fmt: skip
-        digest = hashlib.sha256(repr(elements).encode()).hexdigest()
-        return {"rank": self._sharding.rank, "size": self._sharding.size, "parts": digest}
+            state[_WHOSE] = whose(self.optimizer, self._sharding)
 
     def _load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """One of whole parameters, from a plain optimizer, is cut. ValueError: it is of other parts."""
         found = state_dict.get(_WHOSE)
-        if found is not None and found["parts"] != (mine := self._whose())["parts"]:
+        if found is not None and found["parts"] != (mine := whose(self.optimizer, self._sharding))["parts"]:
             raise ValueError(
                 f"this optimizer's state dict is of the parts of rank {found['rank']} of {found['size']}, "
                 f"and rank {mine['rank']} of {mine['size']} has others: load on each rank what it has saved, "
                 f"or save with imece.checkpoint.TrainingState, which loads on any rank"
             )
-        if found is None and self._is_of_whole(state_dict):
-            state_dict = self._cut(state_dict)
+        if found is None and is_of_whole(state_dict, self.optimizer, self._whole, self._sharding.parts):
+            if self._sharding.trained.blocks.get(self._number, 1) > 1:
+                name = type(self.optimizer).__name__
+                raise ValueError(
+                    f"this is the state of whole parameters, and what {name} keeps in blocks cannot be cut: "
+                    f"save and load it with imece.checkpoint.TrainingState"
+                )
+            state_dict = cut_state(state_dict, self._whole, self._sharding)
         self._load(state_dict, *args, **kwargs)
         self._watch_state()
 
@@ -293,49 +287,6 @@ class SteppedParts:
         sharding: Sharding | None = self.__dict__.get("_sharding")
         named = sharding.trained.named if sharding is not None else ()
         return next((name for name, each in named if each is parameter), None)
-
-    def _is_of_whole(self, state_dict: dict[str, Any]) -> bool:
-        """Whether a state dict that does not say whose it is looks like that of whole parameters."""
-        given = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in given]
-        if sizes != [len(whole["params"]) for whole in self._whole]:
-            return False
-        if sizes != [len(group["params"]) for group in self.optimizer.param_groups]:
-            return True
-        parts = {id(part.parameter): part for part in self._sharding.parts}
-        return any(
-            isinstance(value, torch.Tensor) and value.shape == part.shape != part.parameter.shape
-            for group, mine in zip(given, self.optimizer.param_groups, strict=True)
-            for key, each in zip(group["params"], mine["params"], strict=True)
-            if (part := parts.get(id(each))) is not None
-            for value in state_dict["state"].get(key, {}).values()
-        )
-
-    def _cut(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state of whole parameters as that of this rank's parts. ValueError: it cannot be cut."""
-        if self._sharding.trained.blocks.get(self._number, 1) > 1:
-            raise ValueError(
-                f"this is the state of whole parameters, and what {type(self.optimizer).__name__} keeps in "
-                f"blocks cannot be cut: save and load it with imece.checkpoint.TrainingState"
-            )
-        parts = _by_index(self._sharding.parts)
-        index = {id(each): at for at, (_, each) in enumerate(self._sharding.trained.named)}
-        groups: list[dict[str, Any]] = []
-        state: dict[int, Any] = {}
-        number = count()  # of what is in the groups, as torch counts
-        for group, whole in zip(state_dict["param_groups"], self._whole, strict=True):
-            mine: list[tuple[int, Any]] = []
-            names = group.get("param_names", repeat(""))
-            for key, parameter, name in zip(group["params"], whole["params"], names, strict=False):
-                # One that was frozen is in its group as it was.
-                found = parts.get(index[id(parameter)], []) if id(parameter) in index else [None]
-                for part in found:
-                    mine.append((next(number), name))
-                    if (kept := state_dict["state"].get(key)) is not None:
-                        state[mine[-1][0]] = _part_of_state(kept, part) if part is not None else kept
-            cut = group | {"params": [at for at, _ in mine]}
-            groups.append(cut | ({"param_names": [n for _, n in mine]} if "param_names" in group else {}))
-        return state_dict | {"state": state, "param_groups": groups}
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         if (model := self._known()) is not None:
@@ -406,27 +357,3 @@ def _unkept(method: Callable[..., Any]) -> Callable[..., Any]:
         return method  # somebody has put another function in its place
     known: Callable[[], Any] = weakref.WeakMethod(method)
     return lambda *args, **kwargs: known()(*args, **kwargs)
-
-
-def _by_index(parts: Iterable[Part]) -> dict[int, list[Part]]:
-    found: dict[int, list[Part]] = defaultdict(list)
-    for part in parts:
-        found[part.index].append(part)
-    return found
-
-
-def _part_of_state(state: Mapping[str, Any], part: Part) -> dict[str, Any]:
-    """What an optimizer kept of a whole parameter, cut as the parameter is."""
-    whole = math.prod(part.shape)
-    home = part.parameter.device
-
-    def cut(value: Any) -> Any:
-        # Of another shape it may be of rows, and no less of them for a part that is all.
-        spread = isinstance(value, torch.Tensor) and value.numel() == whole and value.ndim
-        if spread and (value.shape == part.shape or part.numel < whole):
-            mine = value.reshape(-1)[part.start : part.stop].clone().view(part.parameter.shape)
-            return mine.to(home)
-        # A count of steps may lie on a GPU, but not beside a part that is stepped on the CPU.
-        return value.cpu() if isinstance(value, torch.Tensor) and home.type == "cpu" else value
-
-    return {key: cut(value) for key, value in state.items()}
