@@ -211,7 +211,7 @@ def test_closing_does_not_wait_for_all_bytes(tmp_path: Path, monkeypatch: pytest
 
         def waiting(descriptor: int, data: memoryview) -> int:
             begun.set()
-            assert ranks.ranks[0]._stop.wait(20)
+            assert ranks.ranks[0]._writer.stop.wait(20)
             return write(descriptor, data)
 
         monkeypatch.setattr(os, "write", waiting)

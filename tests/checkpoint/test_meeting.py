@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from imece import mesh as meshes
-from imece.checkpoint import Checkpoints, Slice, all_steps, commit, files, meeting, save
+from imece.checkpoint import Checkpoints, Slice, all_steps, commit, files, meeting, save, writer
 from tests.checkpoint.crew import Crew, assert_whole, crew, newest_whole, partials, state_of
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -29,7 +29,7 @@ def test_a_rank_that_never_comes(tmp_path: Path, absent: int) -> None:
     with crew(tmp_path, 2) as ranks:
         assert ranks.save(1, state_of(1))
         there = ranks.ranks[1 - absent]
-        there._limit_s = 0.2
+        there._writer._limit_s = 0.2
         there.save(2, state_of(2), {}, None)
         assert not there.finish()
         assert f"nothing came from rank {absent}" in ranks.alarms[1 - absent][0]
@@ -97,7 +97,7 @@ def test_they_agree_when_one_gives_up_while_the_other_goes_on(
 
     with crew(tmp_path, 2) as ranks:
         assert ranks.save(1, state_of(1))
-        ranks.ranks[1]._limit_s = 0.1
+        ranks.ranks[1]._writer._limit_s = 0.1
         with monkeypatch.context() as patch:
             patch.setattr(files, "put_in_place", slow_put)
             patch.setattr(files, "withdraw", watched_withdraw)
@@ -111,13 +111,13 @@ def test_they_agree_when_one_gives_up_while_the_other_goes_on(
 def test_a_rank_that_comes_too_late_hears_of_it(tmp_path: Path) -> None:
     with crew(tmp_path, 3) as ranks:
         assert ranks.save(1, state_of(1))
-        limit_s, ranks.ranks[0]._limit_s = ranks.ranks[0]._limit_s, 0.5
+        limit_s, ranks.ranks[0]._writer._limit_s = ranks.ranks[0]._writer._limit_s, 0.5
         for rank in (2, 0):
             ranks.ranks[rank].save(2, state_of(2), {}, None)
         assert not ranks.ranks[0].finish() and not ranks.ranks[2].finish()
         ranks.ranks[1].save(2, state_of(2), {}, None)
         assert not ranks.ranks[1].finish()
-        ranks.ranks[0]._limit_s = limit_s
+        ranks.ranks[0]._writer._limit_s = limit_s
         assert [len(alarms) for alarms in ranks.alarms] == [1, 1, 1]
         assert all("nothing came from rank 1 for" in alarms[0] for alarms in ranks.alarms)
         assert ranks.save(3, state_of(3)) and not partials(tmp_path)
@@ -332,7 +332,7 @@ def test_a_save_that_somebody_removes(tmp_path: Path, monkeypatch: pytest.Monkey
         # Put in place, and removed before rank 1 has looked.
         with monkeypatch.context() as patch:
             patch.setattr(files, "put_in_place", lambda partial, final: shutil.rmtree(partial))
-            patch.setattr(save, "_GONE_S", 0.5)
+            patch.setattr(writer, "_GONE_S", 0.5)
             ranks.ranks[1].save(4, state_of(4), {}, None)
             ranks.ranks[0].save(4, state_of(4), {}, None)
             began = time.monotonic()

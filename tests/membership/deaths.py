@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 
 from imece.checkpoint.save import Checkpoints
+from imece.checkpoint.writer import Writer
 from imece.models.cross_entropy import cross_entropy
 from imece.models.transformer import Block
 from imece.train.finish import finish
@@ -27,7 +28,7 @@ BEFORE = {
     "validation": (Loop, "validate"),
     "save": (Session, "save"),
     "saving": (Checkpoints, "save"),  # within it: what is to be saved is there
-    "writing": (Checkpoints, "_write"),  # on the thread that saves
+    "writing": (Writer, "_write"),  # on the thread that saves
     "start": (Session, "begin"),
 }
 PLACES = ("forward", "backward", *BEFORE, "finish")

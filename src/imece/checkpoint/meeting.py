@@ -48,6 +48,11 @@ class Stop(threading.Event):
     why = "training ended"
     """Before it could, for whoever asks why it did not."""
 
+    def because(self, why: str) -> None:
+        """Set it, and say so."""
+        self.why = why
+        self.set()
+
 
 class Patience:
     """Waits between looks, and ends when for `limit_s` they have all shown the same."""

@@ -9,65 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import shutil
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from imece import mesh as meshes
-from imece.checkpoint import commit, deal, files
-from imece.checkpoint.commit import Part
-from imece.checkpoint.manifest import MANIFEST, File, Json, Kind, Piece, begins, file_name, header
-from imece.checkpoint.meeting import Meeting, NotSavedError, Patience, Stop, TakenOverError
-from imece.checkpoint.room import Room
+from imece.checkpoint import commit, deal
+from imece.checkpoint.manifest import Json
+from imece.checkpoint.meeting import NotSavedError, Stop
 from imece.checkpoint.states import as_json, from_json
+from imece.checkpoint.writer import Content, Request, Writer, why_of
 from imece.errors import PeerLostError, UserError
-from imece.writing import NO_SPACE, NOT_ALLOWED, sync_folder, try_folder
-
-# After which a folder that is neither partial nor in place is taken for removed: file systems of several
-# hosts may show a new name late.
-_GONE_S = 60.0
-
-
-@dataclass(frozen=True)
-class _Content:
-    """What one rank has to save, as it was when `save` was called."""
-
-    kinds: dict[str, Kind]
-    sliced: frozenset[str]
-    pieces: tuple[Piece, ...]
-    buffer: torch.Tensor  # uint8 [bytes of all pieces]
-    state: Json
-    rank_state: Any
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One attempt, as the thread gets it from `save`."""
-
-    number: int  # of this `Checkpoints`, the same on all ranks
-    step: int
-    content: _Content | Exception  # the latter: why this rank has none, and the others are to hear of it
-    metric: float | None
-    keep_all: bool
-
-    @property
-    def is_told(self) -> bool:
-        """Whether `save` has raised what is wrong with it on this rank."""
-        return isinstance(self.content, Exception) and not isinstance(self.content, NotSavedError)
-
-    def written(self) -> _Content:
-        """What this rank writes. NotSavedError if it has none."""
-        if isinstance(self.content, Exception):
-            raise NotSavedError(_why(self.content))
-        return self.content
-
+from imece.writing import try_folder
 
 _worlds = 0  # that the mesh has had
 _following: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
@@ -155,13 +112,12 @@ class Checkpoints:
     def _open(self, rank: int, world_size: int) -> None:
         """For these ranks, of which nobody has saved anything."""
         self._rank, self._world_size, self._worlds = rank, world_size, _worlds
-        self._meeting = Meeting(self._folder, rank, world_size)
-        self._meeting.keep_room()
+        self._writer = Writer(
+            self._folder, rank, world_size, keep=self._keep, limit_s=self._limit_s, alarm=self._alarm
+        )
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._stop = Stop()
         self._lost = ""  # why, if a rank was while a save was under way
         self._saves = 0
-        self._room = Room(self._folder, self._keep, self._meeting.number, self._alarm)
 
     def _follow_mesh(self) -> None:
         """A rank that is gone writes nothing any more, and others count its saves and theirs from here on."""
@@ -172,8 +128,8 @@ class Checkpoints:
     def _lose(self, why: str) -> None:
         """These ranks are no longer all there, but the mesh still is theirs."""
         if self.is_saving and self._worlds == _worlds:
-            self._lost, self._stop.why = why, "a rank was gone"
-            self._stop.set()
+            self._lost = why
+            self._writer.stop.because("a rank was gone")
 
     def save(
         self,
@@ -241,8 +197,7 @@ class Checkpoints:
         self._give_up(why)
 
     def _give_up(self, why: str) -> None:
-        self._stop.why = why
-        self._stop.set()
+        self._writer.stop.because(why)
         self._join()
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -258,7 +213,7 @@ class Checkpoints:
 
     def _content(
         self, tensors: Mapping[str, torch.Tensor | deal.Slice], state: Json, rank_state: Any
-    ) -> _Content:
+    ) -> Content:
         """A copy of all that this rank has to save. NotSavedError if there is no memory for it."""
         if not isinstance(state, dict):
             raise TypeError(
@@ -273,12 +228,12 @@ class Checkpoints:
         buffer = self._memory(sum(piece.nbytes for piece in pieces))
         deal.copy_into(buffer, tensors, pieces)
         sliced = frozenset(name for name, value in tensors.items() if isinstance(value, deal.Slice))
-        return _Content(kinds, sliced, pieces, buffer, **now)
+        return Content(kinds, sliced, pieces, buffer, **now)
 
-    def _begin(self, step: int, content: _Content | Exception, metric: float | None, keep_all: bool) -> None:
-        job = _Job(self._saves, step, content, metric, keep_all)
+    def _begin(self, step: int, content: Content | Exception, metric: float | None, keep_all: bool) -> None:
+        request = Request(self._saves, step, content, metric, keep_all)
         # A daemon: a rank that fails must be able to end, and what is half-written is never read.
-        self._thread = threading.Thread(target=self._run, args=(job,), name="imece-save", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(request,), name="imece-save", daemon=True)
         self._thread.start()
 
     def _memory(self, nbytes: int) -> torch.Tensor:
@@ -293,173 +248,16 @@ class Checkpoints:
                 ) from error
         return self._buffer
 
-    # From here on: the thread of a save.
-
-    def _run(self, job: _Job) -> None:
+    def _run(self, request: Request) -> None:
+        """What the thread of a save does."""
         try:
-            (self._lead if self._rank == 0 else self._follow)(job)
+            self._writer.save(request)
             self._saved = True
         except BaseException as error:
-            if not job.is_told:
-                self._alarm(f"the checkpoint of step {job.step} was not saved: {_why(error)}")
+            if not request.is_told:
+                self._alarm(f"the checkpoint of step {request.step} was not saved: {why_of(error)}")
             if not isinstance(error, NotSavedError):  # a mistake of ours: with its traceback
                 raise
-
-    def _lead(self, job: _Job) -> None:
-        """Rank 0's part. NotSavedError once all that was written is removed and the others are told."""
-        attempt = f"{self._meeting.session()}-{job.number}"
-        partial = files.partial_folder(self._folder, job.step, attempt)
-        final = files.step_folder(self._folder, job.step)
-        try:
-            content = job.written()
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._meeting.arrive()  # or another job has the folder, and nothing in it is ours to clean
-            files.clean(self._folder, but=attempt)
-            if not job.keep_all:
-                self._room.make(partial)
-            parts = [self._write(content, partial), *self._await_parts(partial, attempt)]
-            self._meeting.all_met = True
-            manifest = commit.put_together(job.step, attempt, job.metric, content.state, parts)
-            self._meeting.arrive()
-            commit.commit(partial, final, manifest)
-        except BaseException as error:
-            why = _why(error)
-            if isinstance(job.content, _Content):
-                why += self._room.lacking(job.content.kinds, partial)
-            shutil.rmtree(partial, ignore_errors=True)
-            try:
-                self._hear_all()
-                self._meeting.failed(attempt, why)
-            except TakenOverError as other:  # and its clean-up is what has failed us, perhaps
-                why = str(other)
-            except (OSError, NotSavedError):  # then the others wait until their time is up
-                pass
-            if isinstance(error, OSError | ValueError | UserError | NotSavedError):
-                raise NotSavedError(why) from error
-            raise
-        # What can be loaded counts as saved, on all ranks; but nothing goes before it surely stays.
-        try:
-            sync_folder(self._folder)
-            files.drop_old(final)
-            self._room.taken_by(job.step, job.keep_all)
-        except (OSError, UserError) as error:
-            self._alarm(f"{final} is saved, but older checkpoints were not removed: {_why(error)}")
-
-    def _follow(self, job: _Job) -> None:
-        """Any other rank's part. NotSavedError, with rank 0's reason if there is one."""
-        patience = Patience(2 * self._limit_s, self._stop)
-        while (session := self._session()) is None:
-            patience.wait(None, "rank 0")
-        attempt = f"{session}-{job.number}"
-        partial = files.partial_folder(self._folder, job.step, attempt)
-        final = files.step_folder(self._folder, job.step)
-        own = ""
-        try:
-            if self._failure(attempt) is None:
-                self._write_in_time(job.written(), partial, attempt)
-        except Exception as error:
-            own = _why(error)
-            try:
-                (partial / file_name(self._rank)).unlink(missing_ok=True)  # makes room for the excuse
-                commit.write_excuse(partial, self._rank, own)
-            except FileNotFoundError:  # rank 0 has removed the folder meanwhile, and is about to say why
-                pass
-            except OSError:  # then rank 0 waits until its time is up; but what becomes of it is known here
-                if isinstance(error, OSError | NotSavedError):
-                    raise NotSavedError(f"rank {self._rank}: {own}") from error
-            if not isinstance(error, OSError | NotSavedError):
-                raise
-        there_at = time.monotonic()
-        while not _is_of(final, attempt):
-            if (theirs := self._failure(attempt)) is not None:
-                shutil.rmtree(partial, ignore_errors=True)  # what this rank wrote after rank 0 removed it
-                raise NotSavedError(theirs)
-            if partial.exists():
-                there_at = time.monotonic()
-            elif time.monotonic() - there_at > _GONE_S:
-                raise NotSavedError(f"{partial} was removed while it was written")
-            try:
-                patience.wait(_sizes(partial), "rank 0")
-            except NotSavedError as error:
-                # Of two renames one comes first: either rank 0 cannot put it in place any more, or it has.
-                if not self._stop.is_set() and not files.withdraw(partial) and _is_of(final, attempt):
-                    return
-                raise NotSavedError(f"rank {self._rank}: {own}" if own else str(error)) from error
-
-    def _write_in_time(self, content: _Content, partial: Path, attempt: str) -> None:
-        """On a full disk rank 0 makes room before it writes: what was too early for that is written again."""
-        try:
-            self._write(content, partial)
-            return
-        except OSError as error:
-            if error.errno not in NO_SPACE:
-                raise
-        (partial / file_name(self._rank)).unlink(missing_ok=True)
-        patience = Patience(2 * self._limit_s, self._stop)
-        while not (partial / file_name(0)).exists():
-            if self._failure(attempt) is not None:
-                return
-            patience.wait(_sizes(partial), "rank 0")
-        self._write(content, partial)
-
-    def _write(self, content: _Content, partial: Path) -> Part:
-        """This rank's tensors, then its word that they are there."""
-        partial.mkdir(parents=True, exist_ok=True)
-        chunks = (header(content.pieces), content.buffer.numpy().data)
-        nbytes, sha256 = files.write(partial / file_name(self._rank), chunks, self._go_on)
-        file = File(nbytes, sha256, content.pieces)
-        part = Part(content.kinds, content.sliced, file, content.rank_state)
-        commit.write_part(partial, self._rank, part)
-        return part
-
-    def _hear_all(self) -> None:
-        """A rank that has not been heard yet would not believe what rank 0 says of an attempt."""
-        patience = Patience(self._limit_s, self._stop)
-        self._meeting.arrive()
-        while not self._meeting.all_heard:
-            patience.wait(None, "the other ranks")
-            self._meeting.arrive()
-
-    def _await_parts(self, partial: Path, attempt: str) -> list[Part]:
-        """Of ranks 1, 2, ...: as soon as all have come, or one cannot, or saves another step."""
-        patience = Patience(self._limit_s, self._stop)
-        parts: dict[int, Part] = {}
-        while missing := [rank for rank in range(1, self._world_size) if rank not in parts]:
-            for rank in missing:
-                found = commit.read_part(partial, rank)
-                if isinstance(found, str):
-                    raise NotSavedError(f"rank {rank}: {found}")
-                if found is not None:
-                    parts[rank] = found
-            if len(parts) + 1 < self._world_size:
-                if not (partial / file_name(0)).exists():
-                    raise NotSavedError(f"{partial} was removed while it was written")
-                steps = [path.name.partition(".")[0] for path in files.folders_of(self._folder, attempt)]
-                if len(steps) > 1:
-                    raise NotSavedError(f"ranks save {', '.join(steps)}: call save on all with the same step")
-                self._meeting.arrive()
-                missing = [rank for rank in missing if rank not in parts]
-                patience.wait(_sizes(partial), f"rank {', '.join(map(str, missing[:8]))}")
-        return [parts[rank] for rank in range(1, self._world_size)]
-
-    def _session(self) -> str | None:
-        try:
-            self._meeting.arrive()
-            return self._meeting.session()
-        except OSError as error:
-            if error.errno in NOT_ALLOWED:  # rank 0 will never hear this one
-                raise NotSavedError(f"rank {self._rank}: {_why(error)}") from error
-            return None  # looked at again until time is up
-
-    def _failure(self, attempt: str) -> str | None:
-        try:
-            return self._meeting.failure(attempt)
-        except OSError:
-            return None
-
-    def _go_on(self) -> None:
-        if self._stop.is_set():
-            raise NotSavedError(f"{self._stop.why} before it was written")
 
 
 def _unusable(folder: Path, error: OSError) -> UserError:
@@ -473,29 +271,3 @@ def _whole(step: int) -> int:
         return operator.index(step)
     except TypeError:
         raise TypeError(f"step {step!r}: a whole number of steps") from None
-
-
-def _is_of(final: Path, attempt: str) -> bool:
-    """Whether the checkpoint in place is that of this attempt."""
-    expected = begins(attempt)
-    try:
-        with (final / MANIFEST).open("rb") as file:
-            return file.read(len(expected)) == expected
-    except OSError:
-        return False
-
-
-def _sizes(partial: Path) -> list[tuple[str, int]]:
-    """What changes as long as any rank writes."""
-    try:
-        return sorted((path.name, path.stat().st_size) for path in partial.iterdir())
-    except OSError:  # not there yet, or no more; a file was renamed meanwhile
-        return []
-
-
-def _why(error: BaseException) -> str:
-    if isinstance(error, OSError):
-        name = f"{Path(str(error.filename)).name}: " if error.filename else ""
-        return f"{name}{error.strerror}"
-    plain = isinstance(error, NotSavedError | ValueError | TypeError | UserError)
-    return str(error) if plain else repr(error)
