@@ -1,4 +1,4 @@
-"""What the planner says of a run: which strategy "auto" is, and what is kept beside what came."""
+"""What the planner says of a run, and what is kept beside what came."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from imece.footprint import Footprint
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import LARGE_TABLE, Block, Transformer
-from imece.plan.check import PLAN_FILE, read_plan, rows
+from imece.plan.check import read_plan, rows
 from imece.plan.hardware import find_cluster
 from imece.plan.here import cluster_of, keep, to_toml
 from imece.plan.models.model import from_shape
 from imece.train import prediction
 from imece.train.batch import BatchPlan, plan_batch
+from imece.train.choosing import chosen_before
 from imece.train.config import LINEAR, LoraSection, MeshSection, OptimizerSection, TrainConfig
 from imece.train.dividing import train_units
 from imece.train.precision import Precision
-from imece.train.prediction import Machine, Prediction, choose, chosen_before, compared, measured, predict
+from imece.train.prediction import Machine, Prediction, compared, measured, predict
 from tests.plan.test_here import FIGURES, NOW, without_home
 
 CONFIG = TrainConfig()
@@ -40,63 +41,6 @@ def machine(memory_bytes: int = 10**12, is_measured: bool = False) -> Machine:
 
 def of(strategy: str, on: Machine) -> Prediction:
     return predict(strategy, CONFIG, SHAPE, plan_batch(CONFIG.batch, SHAPE.max_seq, 2), BF16, on)
-
-
-def chosen(monkeypatch: pytest.MonkeyPatch, on: Machine, usual: str = "zero1", mesh: Any = ONE_HOST) -> str:
-    monkeypatch.setattr(prediction, "usual_strategy", lambda mesh: SimpleNamespace(name=usual))
-    return choose(CONFIG, SHAPE, plan_batch(CONFIG.batch, SHAPE.max_seq, 2), BF16, on, mesh)
-
-
-def slower(monkeypatch: pytest.MonkeyPatch, times: dict[str, float]) -> None:
-    """Each strategy takes so many times as long as is predicted."""
-    true = prediction.predict
-
-    def other(strategy: str, *rest: Any) -> Prediction:
-        found = true(strategy, *rest)
-        time = found.candidate.time
-        assert time is not None
-        stretched = replace(time, total=1.0 * times.get(strategy, 9.0))
-        return replace(found, candidate=replace(found.candidate, time=stretched))
-
-    monkeypatch.setattr(prediction, "predict", other)
-
-
-def test_auto_is_the_usual_where_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    slower(monkeypatch, {"zero2": 0.5, "zero1": 1.0})
-    assert chosen(monkeypatch, machine()) == "zero1"
-    assert chosen(monkeypatch, machine(), usual="replicate", mesh=TWO_HOSTS) == "replicate"
-
-
-def test_auto_takes_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs = {name: of(name, machine()).candidate.needed for name in ("replicate", "zero1", "zero2", "zero3")}
-    assert needs["replicate"] > needs["zero1"]
-    between = (needs["replicate"] + needs["zero1"]) // 2
-    assert chosen(monkeypatch, machine(int(between / 0.96)), usual="replicate") == "zero1"
-    least = min(needs, key=lambda name: needs[name])
-    assert chosen(monkeypatch, machine(1000)) == least, "where none fits, what needs least"
-
-
-def test_auto_takes_what_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    slower(monkeypatch, {"zero1": 1.0, "replicate": 0.9, "zero2": 0.95})
-    assert chosen(monkeypatch, machine(is_measured=True)) == "replicate"
-    slower(monkeypatch, {"zero1": 1.0, "replicate": 0.99})
-    assert chosen(monkeypatch, machine(is_measured=True)) == "zero1", "no prediction is better than 2 %"
-
-
-def test_hybrid_is_considered_on_hosts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    on = Machine(replace(find_cluster("CPU", 1, 2)), True)
-    slower(monkeypatch, {"hybrid_zero2": 0.1})
-    assert chosen(monkeypatch, on, mesh=TWO_HOSTS) == "hybrid_zero2"
-    assert chosen(monkeypatch, on, mesh=ONE_HOST) != "hybrid_zero2"
-
-
-def test_auto_takes_what_can_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    slower(monkeypatch, {"replicate": 0.1, "zero2": 0.5})
-    plan, on = plan_batch(CONFIG.batch, SHAPE.max_seq, 2), machine(is_measured=True)
-    for offload, wanted in (("none", "replicate"), ("optimizer", "zero2"), ("parameters", "zero3")):
-        config = replace(CONFIG, compute=replace(CONFIG.compute, offload=cast(Any, offload)))
-        assert choose(config, SHAPE, plan, BF16, on, ONE_HOST) == wanted
-        assert choose(config, SHAPE, plan, BF16, machine(), ONE_HOST) in ("zero1", "zero3")
 
 
 def test_what_is_offloaded_is_said() -> None:
@@ -227,13 +171,6 @@ def test_a_machine_that_was_not_measured_has_no_time(tmp_path: Path) -> None:
     content = read_plan(tmp_path)
     assert content["predicted"]["step_s"] is None and content["measured"] is None
     assert content["predicted"]["parts_s"] == {} and content["predicted"]["hardware"] is None
-
-
-def test_no_plan_was_chosen_before(tmp_path: Path) -> None:
-    assert chosen_before(tmp_path) is None
-    for text in ("", "[]", '{"predicted": 1}'):
-        (tmp_path / PLAN_FILE).write_text(text)
-        assert chosen_before(tmp_path) is None
 
 
 def test_shared_memory_counts_for_each_rank_that_has_it_mapped() -> None:

@@ -1,7 +1,4 @@
-"""What the planner says of a run before its first step, kept beside what came: plan.json in the run folder.
-
-`strategy = "auto"` is decided here. Rank 0 decides and tells the others; one that joins later reads the file.
-"""
+"""What the planner says of a run before its first step, and plan.json, where that stands beside what came."""
 
 from __future__ import annotations
 
@@ -16,18 +13,14 @@ import psutil
 import torch
 
 from imece.collectives.shared_memory.cgroup import allowed_bytes
-from imece.data_parallel.sharding.offload import can_offload
-from imece.data_parallel.strategy import find_strategy, usual_strategy
 from imece.errors import UserError
 from imece.footprint import DIVIDED, Footprint
 from imece.mesh import Mesh
 from imece.models.shape import TransformerConfig
 from imece.observe.metrics import read_metrics
 from imece.observe.units import gigabytes, milliseconds
-from imece.plan.answer.auto import ORDER, Way, fitting
 from imece.plan.answer.explain import parts
 from imece.plan.answer.search import Candidate, framework_on, judge
-from imece.plan.answer.space import RESERVE
 from imece.plan.answer.words import title
 from imece.plan.check import PLAN_FILE, VERSION
 from imece.plan.hardware import Cluster, find_cluster
@@ -39,7 +32,7 @@ from imece.plan.setup import Adapters, Parallel, Recipe, Setup, Strategy
 from imece.plan.setup import Precision as Bytes
 from imece.train.batch import BatchPlan
 from imece.train.config import LoraSection, TrainConfig
-from imece.train.dividing import goes_with_stages, train_units
+from imece.train.dividing import train_units
 from imece.train.precision import Precision
 from imece.writing import write_whole
 
@@ -220,42 +213,6 @@ def _counted(setup: Setup, cluster: Cluster) -> dict[str, float]:
         "communication": found.gathered + found.communication,
         "host": found.host,
     }
-
-
-def choose(
-    config: TrainConfig,
-    shape: TransformerConfig,
-    plan: BatchPlan,
-    precision: Precision,
-    machine: Machine,
-    mesh: Mesh,
-) -> Strategy:
-    """For "auto": the fastest that fits, by what was measured of this machine.
-
-    What is chosen without a planner stays where nothing is clearly faster or nothing was measured. Where none
-    fits it is the one that needs least.
-    """
-    usual = usual_strategy(mesh).name
-    on_hosts = len(mesh.hosts) > 1 and mesh.cross_group is not None
-    sharded = [each for each in ORDER if on_hosts or not each.startswith("hybrid")]
-    if plan.mesh.pipeline > 1:
-        sharded = [each for each in sharded if goes_with_stages(each)]
-    if config.offload is not None:
-        sharded = [each for each in sharded if can_offload(config.offload, find_strategy(each))]
-    found = {each: predict(each, config, shape, plan, precision, machine).candidate for each in sharded}
-    ways = [
-        Way(name, each.needed, each.seconds if machine.is_measured else None) for name, each in found.items()
-    ]
-    taken = fitting(ways, (1 - RESERVE) * machine.cluster.gpu.memory_bytes, usual)
-    return (taken or min(ways, key=lambda way: way.needed)).strategy
-
-
-def chosen_before(folder: Path) -> str | None:
-    """The strategy of the run that is under way in this folder."""
-    try:
-        return str(json.loads((folder / PLAN_FILE).read_bytes())["predicted"]["strategy"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def keep(folder: Path, prediction: Prediction, measured: dict[str, Any] | None = None) -> None:

@@ -16,14 +16,14 @@ from imece.checkpoint.load import Saved
 from imece.checkpoint.reading import newest_of_all
 from imece.checkpoint.save import Checkpoints
 from imece.checkpoint.training_state import TrainingState
-from imece.collectives.texts import gather_json, gather_texts
+from imece.collectives.texts import gather_json
 from imece.data.batches import Batches
 from imece.data.prepare import Prepared, prepare, reopen
 from imece.data_parallel.average import Over
 from imece.data_parallel.parallelize import parallelize
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharding.meta import is_meta
-from imece.data_parallel.strategy import find_strategy, usual_strategy
+from imece.data_parallel.strategy import find_strategy
 from imece.errors import UserError
 from imece.membership.member import Member, keeps_roster
 from imece.membership.recovery import MovedOnError, Recovered, Recovery
@@ -38,6 +38,7 @@ from imece.train.agreeing import together
 from imece.train.alike import check_same_tokens
 from imece.train.batch import BatchPlan, plan_batch, shared_among
 from imece.train.beginning import begin_again, begin_with, empty, new_model
+from imece.train.choosing import strategy_of
 from imece.train.clock import Clock
 from imece.train.compiling import compile_now
 from imece.train.config import TrainConfig
@@ -48,7 +49,7 @@ from imece.train.origin import keep, open_base, sequence_length, shape_of
 from imece.train.passes import InPipeline, InTurn, Passes, StageLoss
 from imece.train.peak import measured_peak
 from imece.train.precision import Precision, choose_precision
-from imece.train.prediction import Machine, Prediction, choose, chosen_before, machine_of, predict
+from imece.train.prediction import Machine, Prediction, machine_of, predict
 from imece.train.run_folder import RunFolder, shape_as_json
 from imece.train.same_run import check_computed_with, computed_with
 from imece.train.step import Step
@@ -128,7 +129,7 @@ class Session:
         # With it come torch's libraries for them.
         optimizers = make_optimizers(own, config.optimizer, mesh.device)
         machine = machine_of(mesh, sum(each.nbytes for each in own.parameters() if not each.is_meta))
-        strategy = _strategy(config, shape, plan, precision, machine, mesh)
+        strategy = strategy_of(config, shape, plan, precision, machine, mesh)
         if bare and not find_strategy(strategy).optimizer:  # each rank has all of it
             model.to_empty(device=mesh.device).apply(empty)
             optimizers = make_optimizers(own, config.optimizer, mesh.device)
@@ -458,25 +459,6 @@ def _new_model(
     if not bare:
         model.to(home)
     return together(mesh, lambda: divided(model, config, mesh)), bare
-
-
-def _strategy(
-    config: TrainConfig,
-    shape: TransformerConfig,
-    plan: BatchPlan,
-    precision: Precision,
-    machine: Machine,
-    mesh: Mesh,
-) -> str:
-    """What "auto" is: as rank 0 chooses, or for a rank that joins, what the others have."""
-    if config.strategy != "auto":
-        return find_strategy(config.strategy).name
-    if mesh.world.joining:
-        return chosen_before(config.folder) or usual_strategy(mesh).name
-    mine: list[str] = []
-    if mesh.rank == 0:
-        mine.append(choose(config, shape, plan, precision, machine, mesh))
-    return gather_texts(mine, mesh.world_group, mesh.device, "strategy that rank 0 chooses")[0][0]
 
 
 def _parallelize(

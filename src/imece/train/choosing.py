@@ -1,0 +1,77 @@
+"""Which strategy a run takes: what is asked for, or the fastest that fits, by the planner."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from imece.collectives.texts import gather_texts
+from imece.data_parallel.sharding.offload import can_offload
+from imece.data_parallel.strategy import find_strategy, usual_strategy
+from imece.mesh import Mesh
+from imece.models.shape import TransformerConfig
+from imece.plan.answer.auto import ORDER, Way, fitting
+from imece.plan.answer.space import RESERVE
+from imece.plan.check import PLAN_FILE
+from imece.plan.setup import Strategy
+from imece.train.batch import BatchPlan
+from imece.train.config import TrainConfig
+from imece.train.dividing import goes_with_stages
+from imece.train.precision import Precision
+from imece.train.prediction import Machine, predict
+
+
+def strategy_of(
+    config: TrainConfig,
+    shape: TransformerConfig,
+    plan: BatchPlan,
+    precision: Precision,
+    machine: Machine,
+    mesh: Mesh,
+) -> str:
+    """Of a run, where "auto" is as rank 0 chooses, or for a rank that joins, what the others have. All ranks
+    call it."""
+    if config.strategy != "auto":
+        return find_strategy(config.strategy).name
+    if mesh.world.joining:
+        return chosen_before(config.folder) or usual_strategy(mesh).name
+    mine: list[str] = []
+    if mesh.rank == 0:
+        mine.append(choose(config, shape, plan, precision, machine, mesh))
+    return gather_texts(mine, mesh.world_group, mesh.device, "strategy that rank 0 chooses")[0][0]
+
+
+def choose(
+    config: TrainConfig,
+    shape: TransformerConfig,
+    plan: BatchPlan,
+    precision: Precision,
+    machine: Machine,
+    mesh: Mesh,
+) -> Strategy:
+    """For "auto": the fastest that fits, by what was measured of this machine.
+
+    What is chosen without a planner stays where nothing is clearly faster or nothing was measured. Where none
+    fits it is the one that needs least.
+    """
+    usual = usual_strategy(mesh).name
+    on_hosts = len(mesh.hosts) > 1 and mesh.cross_group is not None
+    sharded = [each for each in ORDER if on_hosts or not each.startswith("hybrid")]
+    if plan.mesh.pipeline > 1:
+        sharded = [each for each in sharded if goes_with_stages(each)]
+    if config.offload is not None:
+        sharded = [each for each in sharded if can_offload(config.offload, find_strategy(each))]
+    found = {each: predict(each, config, shape, plan, precision, machine).candidate for each in sharded}
+    ways = [
+        Way(name, each.needed, each.seconds if machine.is_measured else None) for name, each in found.items()
+    ]
+    taken = fitting(ways, (1 - RESERVE) * machine.cluster.gpu.memory_bytes, usual)
+    return (taken or min(ways, key=lambda way: way.needed)).strategy
+
+
+def chosen_before(folder: Path) -> str | None:
+    """The strategy of the run that is under way in this folder."""
+    try:
+        return str(json.loads((folder / PLAN_FILE).read_bytes())["predicted"]["strategy"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
