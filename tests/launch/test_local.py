@@ -540,7 +540,7 @@ def test_a_process_that_goes_on_writing_keeps_nobody(monkeypatch: pytest.MonkeyP
         while not crew.wait(time.monotonic() + 10)[0]:
             pass
         with monkeypatch.context() as patched:
-            patched.setattr(crew, "_read", lambda fd: next(reads) >= 0)
+            patched.setattr(crew._relay, "_read", lambda fd: next(reads) >= 0)
             crew.reap(0)
     assert 0 < next(reads) < 100
 

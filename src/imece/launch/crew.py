@@ -8,32 +8,25 @@ and with it what it started, can be killed by number.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import selectors
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-from imece.errors import UserError
-from imece.launch.output import LogFile, Outlet, Printed, RankOutput, own_line, unbuffered
+from imece.launch.output import RankOutput
 from imece.launch.processes import die_together, die_with_parent, group_lives, kill_group
+from imece.launch.relay import Relay
 from imece.launch.signals import ENDING, hear_all, signals_as_bytes
 from imece.membership.where import RECORD, new_record, read_record
 from imece.open_files import allow_open_files
-from imece.writing import try_folder
 
-_READ_BYTES = 65_536
-_PIPE_READS = 1 + (1 << 20) // _READ_BYTES  # of the largest pipe that a user may make, and of its end
 _DRAIN_S = 1.0  # for output of processes that left the ranks' groups; and for its reader, after a signal
-_MOST_WAITING_BYTES = 4 << 20  # for a reader that does not read; then ranks wait for it, and nobody else does
 _LONGEST_S = 60.0
 _GROUP_S = 0.05  # how often to look whether the last of a group has ended, whose leader has
 _SAME_SIGNAL_S = 1.0  # within which those that come are one: `timeout` and systemd send theirs twice at least
@@ -71,29 +64,13 @@ class Crew:
     def __init__(self, logs: Path | None) -> None:
         """`logs`: a folder, in which each rank's output is kept too. UserError if it cannot be made, or
         nothing may be written in it."""
-        if logs is not None:
-            try:
-                logs.mkdir(parents=True, exist_ok=True)
-                try_folder(logs)
-            except OSError as error:
-                raise UserError(
-                    f"the folder {str(logs)!r} for logs cannot be written: {error.strerror}"
-                ) from None
         allow_open_files()
         self.living: dict[int, Process] = {}
         self.ended: dict[int, Process] = {}
         """Not reaped yet."""
-        self._logs = logs
-        self._log_files: dict[int, LogFile] = {}
         self._selector = selectors.DefaultSelector()
-        self._open: dict[int, tuple[IO[bytes], RankOutput]] = {}  # pipes to read, by descriptor
-        self._outlets = _outlets()  # stdout, stderr
-        self._waited_for: dict[Outlet, int] = {}  # those that did not take all, each with a descriptor of it
-        self._holds_back = False  # ranks' pipes are not read, as too much waits
+        self._relay = Relay(self._selector, logs, lambda: self._heard(signal.SIGPIPE))
         self._signalled_s: float | None = None  # when a signal came first, or a reader of ours went
-        self._leaves = self._has_left = False  # its block
-        self._read_by: set[int] = set()  # our own outputs that are pipes, if a rank writes there itself
-        self._printed = Printed()
         self._leaderless: list[Process] = []  # among the living
         self._news: list[int] = []
         self._signals: list[int] = []
@@ -106,33 +83,25 @@ class Crew:
 
     def __exit__(self, *_exception: object) -> None:
         processes = [*self.ended.values(), *self.living.values()]
-        self._leaves = True
-        self._hold_back()
+        self._relay.release()
         if self._wake is not None:
             self._selector.unregister(self._wake)
         try:
             for process in processes:
                 kill_group(process.pid)
             deadline = time.monotonic() + _DRAIN_S
-            while self._open and time.monotonic() < deadline:
+            while self._relay.is_open and time.monotonic() < deadline:
                 self._look(deadline)
-            for _, output in self._open.values():
-                self._print(output, None)
+            self._relay.end_lines()
         finally:
             for process in processes:
                 process.popen.wait()
                 _let_go(process)
             self._pass_on_rest()
-            for stream, _ in self._open.values():
-                stream.close()
+            self._relay.close()
             for process in self.living.values():
                 os.close(process.pidfd)
-            for log in self._log_files.values():
-                log.close()
             self._handlers.close()
-            self._has_left = True
-            for copy in self._waited_for.values():
-                os.close(copy)
             self._selector.close()
 
     def wakes(self, wake: socket.socket) -> None:
@@ -155,11 +124,7 @@ class Crew:
 
         Raises OSError, ValueError or subprocess.SubprocessError.
         """
-        log = None if direct else self._log_of(slot)
-        outputs = (
-            RankOutput(slot, self._outlets[0], self._printed, log),
-            RankOutput(slot, self._outlets[1], self._printed, log),
-        )
+        outputs = self._relay.outputs(slot, is_logged=not direct)
         launcher, record, (reader, lifeline) = os.getpid(), new_record(), os.pipe()
 
         def prepare() -> None:
@@ -187,22 +152,19 @@ class Crew:
                 os.close(reader)
             undo.callback(popen.wait)
             undo.callback(kill_group, popen.pid)
-            if log is not None:
+            if (log := outputs[0].log) is not None:
                 log.begin(slot, popen.pid)
             pidfd = os.pidfd_open(popen.pid)
             undo.pop_all()
         if direct:
-            self._watch_readers()
+            self._relay.watch_readers()
         may_wrap = command[0] != sys.executable
         process = Process(member, slot, popen, pidfd, outputs, record, lifeline, may_wrap)
         self.living[member] = process
         self._selector.register(pidfd, selectors.EVENT_READ, process)
         for stream, output in zip((popen.stdout, popen.stderr), outputs, strict=True):
             if stream is not None:
-                os.set_blocking(stream.fileno(), False)
-                self._open[stream.fileno()] = stream, output
-                if not self._holds_back:
-                    self._selector.register(stream.fileno(), selectors.EVENT_READ, output)
+                self._relay.follow(stream, output)
         return process
 
     def wait(self, until: float) -> tuple[list[int], list[int]]:
@@ -242,46 +204,36 @@ class Crew:
         """Forget one that has ended, after its last output."""
         process = self.ended.pop(member)
         kill_group(process.pid)
-        for fd in [
-            fd for fd, (_, output) in self._open.items() if any(output is own for own in process.outputs)
-        ]:
-            for _ in range(_PIPE_READS):  # what it left, and no more: another process may go on writing
-                if not self._read(fd):
-                    break
+        self._relay.take_rest(process.outputs)
         process.popen.wait()
         _let_go(process)
 
     def say(self, line: str) -> None:
         """One line of our own, after what ranks have printed there."""
-        self._write(self._outlets[1], own_line(line))
+        self._relay.say(line)
 
     def show_failure(self, output: RankOutput) -> None:
         """Show the traceback again that a rank has printed, unless it is the last thing on the screen."""
-        for line in output.failure_lines():
-            self._print(output, line)
+        self._relay.show_failure(output)
 
     def _look(self, until: float) -> None:
         """Handle what happens up to `until`, or the first things that happen."""
         if self._leaderless:
             until = min(until, time.monotonic() + _GROUP_S)
         for key, _ in self._selector.select(max(0.0, until - time.monotonic())):
-            if isinstance(key.data, RankOutput):
-                self._read(key.fd)
-            elif isinstance(key.data, Outlet):
-                self._write(key.data)
-            elif isinstance(key.data, Process):
+            if isinstance(key.data, Process):
                 self._selector.unregister(key.fd)
                 self._leaderless.append(key.data)
-            elif key.fd in self._read_by:
-                self._reader_gone(key.fd)
             elif key.data is None:
                 assert isinstance(key.fileobj, socket.socket)
                 # The bytes tell of all signals that have a handler in Python.
                 for number in key.fileobj.recv(64):
                     if number in ENDING:
                         self._heard(number)
+            else:
+                self._relay.handle(key)
         self._look_at_leaderless()
-        self._hold_back()
+        self._relay.hold_back()
 
     def _look_at_leaderless(self) -> None:
         for process in list(self._leaderless):
@@ -299,83 +251,10 @@ class Crew:
             return  # `tee` goes by the same Ctrl-C, which is seen when a rank says that it has saved
         self._signals.append(number)
 
-    def _read(self, fd: int) -> bool:
-        """Pass on what is there; whether there may be more."""
-        stream, output = self._open[fd]
-        try:
-            data = os.read(fd, _READ_BYTES)
-        except BlockingIOError:
-            return False
-        if data:
-            self._print(output, data, feed=True)
-            return True
-        if not self._holds_back:
-            self._selector.unregister(fd)
-        del self._open[fd]
-        stream.close()
-        self._print(output, None)
-        return False
-
-    def _print(self, output: RankOutput, data: bytes | None, *, feed: bool = False) -> None:
-        """Feed `data`, show it as one line, or (None) show what is left. Who reads us may have gone."""
-        try:
-            if data is None:
-                output.finish()
-            elif feed:
-                output.feed(data)
-            else:
-                output.show(data)
-        except BrokenPipeError:
-            self._reader_gone(output.target.file.fileno())
-        self._wait_for(output.target)
-
-    def _write(self, outlet: Outlet, data: bytes = b"") -> None:
-        """The same for `data` of our own, or (none) for what waits."""
-        try:
-            if data:
-                outlet.write(data)
-            else:
-                outlet.pass_on()
-        except BrokenPipeError:
-            self._reader_gone(outlet.file.fileno())
-        self._wait_for(outlet)
-
-    def _wait_for(self, outlet: Outlet) -> None:
-        """Be told when it takes more, if it has to."""
-        if self._has_left:
-            self._wait_here(outlet)
-        elif outlet.waiting_bytes and outlet not in self._waited_for:
-            copy = os.dup(outlet.file.fileno())  # itself it may be among `_read_by`
-            self._waited_for[outlet] = copy
-            self._selector.register(copy, selectors.EVENT_WRITE, outlet)
-        elif not outlet.waiting_bytes and outlet in self._waited_for:
-            copy = self._waited_for.pop(outlet)
-            self._selector.unregister(copy)
-            os.close(copy)
-
-    def _wait_here(self, outlet: Outlet) -> None:
-        if outlet in self._waited_for:  # it did not take what came before either
-            outlet.drop()
-        with contextlib.suppress(BrokenPipeError):
-            outlet.finish()
-
-    def _hold_back(self) -> None:
-        """Ranks whose output nobody takes wait for that, as those of any program do."""
-        waiting_bytes = max(outlet.waiting_bytes for outlet in self._outlets)
-        most_bytes = _MOST_WAITING_BYTES // (2 if self._holds_back else 1)
-        holds_back = waiting_bytes > most_bytes and not self._leaves
-        if holds_back != self._holds_back:
-            self._holds_back = holds_back
-            for fd, (_, output) in self._open.items():
-                if holds_back:
-                    self._selector.unregister(fd)
-                else:
-                    self._selector.register(fd, selectors.EVENT_READ, output)
-
     def _pass_on_rest(self) -> None:
         """What a slow reader has not taken yet; not for long if a signal has ended the job."""
         deadline = None
-        while self._waited_for:
+        while self._relay.waits:
             now = time.monotonic()
             if self._signalled_s is not None:
                 deadline = deadline or now + _DRAIN_S
@@ -383,44 +262,7 @@ class Crew:
                     return
             self._look(deadline or now + _LONGEST_S)
 
-    def _watch_readers(self) -> None:
-        """Of a pipe that a rank writes into itself, so that nobody here sees an error when they are gone."""
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none at all
-                fd = stream.fileno()
-                writes = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
-                if fd not in self._read_by and writes and stat.S_ISFIFO(os.fstat(fd).st_mode):
-                    self._selector.register(fd, selectors.EVENT_READ, self)  # it tells of errors
-                    self._read_by.add(fd)
-
-    def _reader_gone(self, fd: int) -> None:
-        """As for any program in a pipeline: end. Output goes nowhere from here on."""
-        if fd in self._read_by:
-            self._read_by.remove(fd)
-            self._selector.unregister(fd)
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, fd)
-        os.close(null)
-        self._heard(signal.SIGPIPE)
-
-    def _log_of(self, slot: int) -> LogFile | None:
-        if self._logs is None:
-            return None
-        if slot not in self._log_files:
-            self._log_files[slot] = LogFile(self._logs / f"rank-{slot}.log")
-        return self._log_files[slot]
-
 
 def _let_go(process: Process) -> None:
     for fd in (process.record, process.lifeline):
         os.close(fd)
-
-
-def _outlets() -> tuple[Outlet, Outlet]:
-    """Of stdout and stderr; one, where they are the same pipe or terminal, or their lines would be mixed."""
-    out, err = (unbuffered(stream) for stream in (sys.stdout, sys.stderr))
-    one = Outlet(out)
-    with contextlib.suppress(OSError, ValueError):  # in memory
-        if os.path.sameopenfile(out.fileno(), err.fileno()):
-            return one, one
-    return one, Outlet(err)
