@@ -53,12 +53,9 @@ def parallelize(
     offload: Literal["optimizer", "parameters"] | Offload | None = None,
     activation_bytes: int | None = None,
 ) -> tuple[DistributedDataParallel, Any]:
-    """A model and its optimizer, trained as one by all ranks: `loss.backward(); optimizer.step()` as ever.
+    """Make a model and its optimizer train as one on all ranks: `loss.backward(); optimizer.step()` as ever.
 
-    model: on its device, with the same shapes on all ranks; rank 0's values count. It changes in place: its
-    parameters move into flat memory. optimizer: any of torch's, a list of them, or a function that makes one
-    of parameters; what is returned in its place is the same object (or the new one), stepping this rank's
-    part. strategy: auto, replicate, zero1, zero2, zero3, hybrid or hybrid_zero2, or torch's names for them.
+    Returns the wrapped model, and the optimizer that was given (or made), which steps this rank's part now.
 
         strategy      other name            parameters   gradients   optimizer   a step moves
         replicate     DDP, NO_SHARD         whole        whole       whole       2M
@@ -68,42 +65,44 @@ def parallelize(
         hybrid        HYBRID_SHARD          1/G          1/G         1/G         3M in a host, 2M/G between
         hybrid_zero2  _HYBRID_SHARD_ZERO2   whole        1/G         1/G         2M in a host, 2M/G between
 
-    (M bytes of the model, N ranks, G ranks of a host.) After backward the gradients of a sharded model are in
-    the optimizer's groups, this rank's part of each; the parameters' own .grad is None, so clip with the
-    model's `clip_grad_norm_`. In `no_sync` whole gradients are kept on each rank, and nothing moves.
+    (M bytes of the model, N ranks, G ranks of a host.) Where the optimizer is divided, a parameter's own
+    .grad is None after backward: this rank's part of each gradient is in the optimizer's groups, and
+    `model.clip_grad_norm_` clips. In `no_sync` each rank keeps whole gradients, and nothing moves.
 
-    mesh: by default that of imece.init(); a process group instead shards over its ranks. average,
-    bucket_cap_mb (5 MiB where gradients are sharded on CPUs; with zero1 and zero2 on GPUs a 32nd of
-    all gradients, up to 100, if that is more), overlap: as for DistributedDataParallel; where parameters are
-    whole, overlap also lets a step over a network return while they are gathered: whoever uses one waits for
-    it, but not a tensor made from one before, `parameter.detach()`, and read after.
-
-    precision: in which dtypes a sharded model is kept and its gradients are summed; by default its own.
-    wire="bf16": gradients travel in bf16 and are summed in fp32, between hosts only in hybrid strategies and
-    on the CPUs of several hosts.
-
-    zero3 and hybrid gather parameters by unit, a module whose parameters are there only while it runs; but on
-    the CPUs of one host they lie in memory that all its ranks have in common, and nothing is gathered unless
-    gather=True. All ranks must run the same units then, in one order. units: classes of modules, or how many
-    elements a unit has at least; by default the repeated blocks of the model. reshard_after_forward=False
-    keeps what forward gathered until backward. gathers_in_flight: units there at a time, the next ones
-    included; 2, and 3 between the CPUs of several hosts.
-
-    A model made on the meta device gets its memory here, unit by unit: no rank ever holds all of it. init
-    fills one module; by default its `reset_parameters` does.
-
-    offload: of a model on a GPU, "optimizer" keeps in the host's memory what the optimizer steps (masters,
-    summed gradients and its state, of each this rank's part), and it steps there; "parameters", where units
-    are gathered, keeps this rank's part of the parameters there too.
-
-    strategy="auto": the usual one (zero1; between the CPUs of several hosts replicate), or the first of
-    zero1, replicate, zero2 and zero3 whose parameters, gradients and optimizer state fit into the memory that
-    is free now. Rank 0 decides for all, and says on stderr what it took and why. A quarter of the memory is
-    left for what forward keeps; activation_bytes: how much that is on a rank at most, if you know.
+    model: on its device, with the same shapes on all ranks; rank 0's values count. Its parameters move into
+        flat memory, in place. One on the meta device gets its memory here, unit by unit: no rank ever holds
+        all of it.
+    optimizer: one of torch's, a list of them, or a function that makes one of parameters.
+    strategy: a name of the table, or "auto": the usual one (zero1; between the CPUs of several hosts
+        replicate) if its parameters, gradients and optimizer state fit into the memory that is free now, else
+        the first of zero1, replicate, zero2 and zero3 whose do. Rank 0 decides, and says on stderr why.
+    mesh: by default that of imece.init(); a process group shards over its ranks instead.
+    average: what the mean of gradients is over, as for DistributedDataParallel.
+    bucket_cap_mb: MiB of a bucket. By default as for DistributedDataParallel, but 5 where gradients are
+        sharded on CPUs, and with zero1 and zero2 on GPUs a 32nd of all gradients, up to 100, if that is more.
+    precision: dtypes of a sharded model, of its gradients and of its buffers; by default its own.
+    wire: "bf16": gradients travel in bf16 and are summed in fp32; in hybrid strategies and on the CPUs of
+        several hosts this is between hosts only.
+    overlap: as for DistributedDataParallel. Where parameters are whole it also lets a step over a network
+        return while they are gathered. Whoever uses one waits for it; a tensor that was made from one before
+        the step, `parameter.detach()`, cannot.
+    units: zero3 and hybrid gather parameters by unit, a module whose parameters are there only while it runs.
+        Classes of modules, or how many elements a unit has at least; by default the model's repeated blocks.
+        All ranks must run the same units, in one order.
+    gather: True: gather on the CPUs of one host too, where parameters otherwise lie in memory that all of its
+        ranks have in common.
+    reshard_after_forward: False: keep what forward has gathered until backward.
+    gathers_in_flight: units there at a time, with those that come next: 2, and 3 between CPUs of hosts.
+    init: fills one module of a model on the meta device; by default the module's `reset_parameters`.
+    offload: of a model on a GPU. "optimizer": what the optimizer steps (of masters, summed gradients and its
+        state this rank's part) is in the host's memory, and is stepped there. "parameters": so is this rank's
+        part of the parameters, where units are gathered.
+    activation_bytes: for "auto": what forward keeps on a rank at most; by default a quarter of the memory.
 
     ValueError: an unknown strategy, one that cannot be on this mesh, an optimizer that cannot be sharded or
     offloaded, offload of a model that is on the CPU, a model that another wrapped one gathers by unit; "auto"
-    where nothing fits, with what would. TypeError: arguments of other types.
+    where nothing fits, with what would. TypeError: arguments of other types. MismatchError: models or
+    optimizers that differ between ranks; later, in backward, learning rates that do.
     """
     refuse_gathered(model)
     arranged = mesh if mesh is not None else meshes.current()

@@ -213,17 +213,13 @@ def shared_empty(
 ) -> torch.Tensor:
     """Uninitialised CPU tensor that lives in memory shared with the other ranks of this host.
 
-    Args:
-        shape: of the tensor; an int is one dimension.
-        dtype: any dtype of torch.
+    shape: of the tensor; an int is one dimension. dtype: any of torch's.
 
-    Returns:
-        contiguous tensor of `shape`, page aligned. It is an ordinary tensor in every other respect;
-        views of it are shared too, results of operations on it are not.
+    The tensor is contiguous and page aligned, and in every other respect an ordinary one. Views of it are
+    shared too, results of operations on it are not.
 
-    Raises:
-        ValueError: a dimension is negative.
-        UserError: the host or the container has too little memory; the message names both sizes.
+    ValueError: a dimension is negative. UserError: the host or the container has too little memory; the
+    message names both sizes.
     """
     # Ints of Python's: the product of numpy's may wrap around.
     sizes = (shape,) if isinstance(shape, int | np.integer) else shape
