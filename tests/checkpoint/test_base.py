@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -139,13 +138,6 @@ def test_weights_need_the_same_base(folder: Path) -> None:
     assert torch.equal(other.up.weight, before)
     load_weights(other, saved, strict=False)
     assert torch.equal(other.up.weight, saved.tensor("model/up.weight"))
-
-
-@pytest.fixture
-def mesh() -> Iterator[imece.Mesh]:
-    made = imece.init()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("strategy", ["replicate", "zero1"])

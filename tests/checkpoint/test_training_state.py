@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -290,13 +290,6 @@ def test_another_model_and_a_changed_value(folder: Path) -> None:
 # ---------------------------------------------------------------- one process, any optimizer
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
-
-
-@pytest.fixture
-def mesh() -> Iterator[imece.Mesh]:
-    made = imece.init()
-    yield made
-    made.close()
 
 
 def small(make: Make, strategy: str = "replicate") -> tuple[DistributedDataParallel, Optimizer]:

@@ -189,14 +189,22 @@ def test_what_follows_the_script_is_its_own() -> None:
     assert split(["--rdzv_id", "x", "-r", "3", "s.py"]) == (["--rdzv_id", "x", "-r", "3"], ["s.py"])
 
 
-def test_torchruns_options_for_one_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[int] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of ranks for which `imece launch` asks, which starts none."""
+    numbers: list[int] = []
 
     def no_launch(command: Sequence[str], ranks: int, **_: object) -> int:
-        asked.append(ranks)
+        numbers.append(ranks)
         return 0
 
     monkeypatch.setattr("imece.cli.launch.launch", no_launch)
+    return numbers
+
+
+def test_torchruns_options_for_one_host(
+    asked: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "s.py").touch()
     words = "--nnodes 1 --nproc_per_node=2 --rdzv-backend c10d --rdzv_endpoint=a:1 --max-restarts=3"
     assert run("launch", *words.split(), str(tmp_path / "s.py"), "--nnodes", "7") == (
@@ -241,15 +249,8 @@ def test_torchruns_options_for_one_host(monkeypatch: pytest.MonkeyPatch, tmp_pat
     ],
 )
 def test_variables_are_checked_before_ranks_start(
-    variable: str, said: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    variable: str, said: str | None, asked: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: list[int] = []
-
-    def no_launch(command: Sequence[str], ranks: int, **_: object) -> int:
-        asked.append(ranks)
-        return 0
-
-    monkeypatch.setattr("imece.cli.launch.launch", no_launch)
     monkeypatch.setenv(*variable.split("="))
     (tmp_path / "s.py").touch()
     for command in ("launch", "drill"):

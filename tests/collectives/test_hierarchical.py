@@ -17,13 +17,13 @@ import torch
 
 import imece
 from imece.collectives import auto, hierarchical, ops
-from imece.collectives.execute import post
 from imece.collectives.hierarchical import HostGroups
 from imece.collectives.schedules import cost
 from imece.collectives.shared_memory.arena import shared_empty
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.errors import MismatchError
 from imece.mesh import Mesh
+from tests.collectives.sent import sent_by
 from tests.collectives.test_wire import HALF_UNIT, bits, noise
 from tests.ranks import run_ranks
 
@@ -305,12 +305,6 @@ def counts_bytes(mesh: Mesh, groups: HostGroups) -> None:
     """What one rank really sends to other hosts, against the formula."""
     numel = 1200 * mesh.world_size
     per_host, hosts = groups.host.size(), groups.cross.size()
-    sent: list[int] = []
-
-    def counting(sends: Any, receives: Any, group: Any) -> Any:
-        sent.extend(message.tensor.nbytes for message in sends)
-        return post(sends, receives, group)
-
     whole, own, row = torch.ones(numel), torch.ones(1200), torch.ones(numel // per_host)
     calls: list[tuple[str, float, Callable[[], object]]] = [
         ("all_reduce", 1, lambda: hierarchical.all_reduce(whole, groups)),
@@ -322,8 +316,7 @@ def counts_bytes(mesh: Mesh, groups: HostGroups) -> None:
         ("all_reduce", 0.5, lambda: hierarchical.sum_of_rows(row, whole, groups, wire="bf16")),
     ]
     for op, share, call in calls:
-        sent.clear()
-        with mock.patch("imece.collectives.hierarchical_chunk.post", counting):
+        with sent_by("hierarchical_chunk") as sent:
             call()
         between = cost(op, "ring", hosts, whole.nbytes / per_host)
         assert sum(sent) == share * between.nbytes, f"{op}: {sum(sent)} bytes sent"

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import imece
-from imece.collectives import execute, ops, wire
+from imece.collectives import ops
 from imece.collectives.execute import run_schedule
 from imece.collectives.schedules import build
 from imece.collectives.wire import all_reduce_bf16, bf16_hook
+from tests.collectives.sent import sent_by
 from tests.ranks import run_ranks
 
 BACKENDS = ("gloo", "shm")
@@ -129,14 +130,7 @@ def many_ways() -> dict[str, Any]:
 def count_bytes() -> None:
     """What one rank really sends: (N−1)/N of the fp32 bytes, half of a ring's."""
     world_size, numel = dist.get_world_size(), 1200
-    sent: list[int] = []
-    whole_post = execute.post
-
-    def counting(sends: Any, receives: Any, group: Any) -> Any:
-        sent.extend(message.tensor.nbytes for message in sends)
-        return whole_post(sends, receives, group)
-
-    with mock.patch.object(wire, "post", counting):
+    with sent_by("wire") as sent:
         all_reduce_bf16(torch.ones(numel), world(), collective=False)
     assert sum(sent) == (world_size - 1) * numel * 4 // world_size
 

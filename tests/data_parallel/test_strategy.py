@@ -7,17 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import imece
-from imece.collectives.execute import post
 from imece.data_parallel import replicate
 from imece.data_parallel.strategy import STRATEGIES, ShardGroups, Strategy, find_strategy, usual_strategy
 from imece.mesh import Mesh
+from tests.collectives.sent import sent_by
 from tests.data_parallel.test_parallelize import (
     EXACT,
     Case,
@@ -218,13 +217,7 @@ def on_two_hosts() -> dict[str, Any]:
 def sent_between_hosts(strategy: str, mesh: Mesh) -> tuple[int, int]:
     """Bytes that this rank sends to the other host in a step, and what they should be."""
     model, optimizer = Case(mesh=mesh).wrapped(strategy, mesh.world_group)
-    sent: list[int] = []
-
-    def counting(sends: Any, receives: Any, group: Any) -> Any:
-        sent.extend(message.tensor.nbytes for message in sends)
-        return post(sends, receives, group)
-
-    with mock.patch("imece.collectives.hierarchical_chunk.post", counting):
+    with sent_by("hierarchical_chunk") as sent:
         for turn in range(2):
             sent.clear()
             plain(model, turn, mesh.rank).backward()

@@ -14,22 +14,9 @@ from torch import Tensor
 from imece.models.generate import LogitsError, generate
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
+from tests.models.test_transformer import loud, seeded
 
 CONFIG = TransformerConfig(vocab_size=50, layers=3, width=32, heads=4, kv_heads=2, mlp_width=48, max_seq=24)
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def loud(config: TransformerConfig = CONFIG) -> Transformer:
-    """A model with weights 10 times as large as they start: one token is clearly likelier than others."""
-    model = Transformer(config, generator=seeded())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(10)
-    return model
 
 
 def greedy(model: Transformer, prompt: list[int], new: int) -> list[int]:
@@ -40,7 +27,7 @@ def greedy(model: Transformer, prompt: list[int], new: int) -> list[int]:
 
 
 def test_greedy_takes_the_likeliest_token() -> None:
-    model, prompt = loud(), [5, 9, 2]
+    model, prompt = loud(CONFIG), [5, 9, 2]
     expected = greedy(model, prompt, 20)
     assert len(set(expected)) > 2, "a model that repeats itself proves little"
     assert list(generate(model, prompt, 20, temperature=0)) == expected
@@ -55,7 +42,7 @@ def test_a_seed_repeats_its_tokens() -> None:
     def draw(seed: int) -> list[int]:
         return list(generate(model, [1], 20, generator=seeded(seed)))
 
-    model = loud()
+    model = loud(CONFIG)
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)
     torch.manual_seed(1)
@@ -92,7 +79,7 @@ def test_how_often_each_token_is_drawn(options: dict[str, Any], expected: list[f
 
 
 def test_a_stop_token_ends() -> None:
-    model, prompt = loud(), [5, 9, 2]
+    model, prompt = loud(CONFIG), [5, 9, 2]
     whole = greedy(model, prompt, 20)
     stop = whole[6]
     first = whole.index(stop)
@@ -118,7 +105,7 @@ def test_logits_by_which_nothing_can_be_chosen(temperature: float) -> None:
 
 
 def test_callers_keep_their_gradient_mode() -> None:
-    model = loud()
+    model = loud(CONFIG)
     for _ in generate(model, [1], 2):
         assert torch.is_grad_enabled()
         assert model(torch.tensor([[1]])).requires_grad
@@ -150,7 +137,7 @@ def test_what_generate_refuses_at_once(change: dict[str, Any], message: str) -> 
 
 @pytest.mark.parametrize("prompt_length", [1, 20, 24])
 def test_beyond_the_context_it_reads_the_last_half_again(prompt_length: int) -> None:
-    model, prompt = loud(), torch.randint(50, (prompt_length,), generator=seeded(4)).tolist()
+    model, prompt = loud(CONFIG), torch.randint(50, (prompt_length,), generator=seeded(4)).tolist()
     window, expected = list(prompt), []
     for _ in range(60):
         if len(window) > CONFIG.max_seq:

@@ -19,14 +19,11 @@ from imece.plan.speed.communication import Op, sent_bytes
 from imece.plan.speed.manner import IMECE, Manner
 from imece.plan.speed.stage import StageTime, stage_time
 from imece.plan.speed.synchronise import _gathers, _gradient_bytes, reductions, trained_parameters
+from tests.collectives.test_schedules import sent_elements
 from tests.ranks import run_ranks
 
 RANKS = 2
 STRATEGIES: tuple[Strategy, ...] = ("replicate", "zero1", "zero2", "zero3")
-
-
-def elements_sent(schedule: Schedule) -> int:
-    return sum(message.stop - message.start for step in schedule for message in step.sends)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -38,7 +35,7 @@ def test_rings_send_what_is_predicted(ranks: int) -> None:
         "reduce_scatter": ring_reduce_scatter(1, ranks, numel),
     }
     for op, schedule in rings.items():
-        assert 4 * elements_sent(schedule) == sent_bytes(op, 4 * numel, ranks), op
+        assert 4 * sent_elements(schedule) == sent_bytes(op, 4 * numel, ranks), op
 
 
 def moved_bytes(setup: Setup, manner: Manner, stage: StageTime) -> dict[Op, float]:
