@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import imece
 from imece.errors import UserError
+from imece.launch.generations import Limits
 from imece.launch.hosts.network import Network
 from imece.launch.local import launch
 from imece.store import connect, launchers_store, listen, of_this_start, root_store, serve, swap_notes
@@ -107,7 +108,7 @@ def test_loopback_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=said):
         imece.spawn(print)
     with pytest.raises(UserError, match=said):
-        launch(["true"], 1)
+        launch(["true"], Limits(1))
     with pytest.raises(UserError, match=said):
         Network(b"a token", 0, "job", silent_s=1.0)
 

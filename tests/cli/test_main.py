@@ -21,6 +21,7 @@ from imece import __version__
 from imece.cli.launch import split
 from imece.cli.main import COMMANDS, main
 from imece.errors import UserError
+from imece.launch.generations import Limits
 from imece.launch.hosts.here import Plan
 from imece.train.stopping import Stop
 
@@ -194,8 +195,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of ranks for which `imece launch` asks, which starts none."""
     numbers: list[int] = []
 
-    def no_launch(command: Sequence[str], ranks: int, **_: object) -> int:
-        numbers.append(ranks)
+    def no_launch(command: Sequence[str], limits: Limits, **_: object) -> int:
+        numbers.append(limits.ranks)
         return 0
 
     monkeypatch.setattr("imece.cli.launch.launch", no_launch)

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +88,17 @@ Start = Callable[..., Launcher]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Starts launch() on a script, with more arguments for it."""
+    """Starts launch() on a script, with more for its limits, or arguments for it."""
     monkeypatch.setattr(FileRoster, "folder", tmp_path, raising=False)
     monkeypatch.setattr(imece.launch.host, "Roster", FileRoster)
 
     def begin(text: str, ranks: int, **more: Any) -> Launcher:
         (tmp_path / "script.py").write_text(HEAD + text)
         command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
-        return Launcher(call=lambda: launch(command, ranks, **more))
+        limits = Limits(
+            ranks, **{field.name: more.pop(field.name) for field in fields(Limits) if field.name in more}
+        )
+        return Launcher(call=lambda: launch(command, limits, **more))
 
     return begin
 

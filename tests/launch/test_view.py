@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
+from imece.launch.generations import Limits
 from imece.launch.local import launch
 from imece.launch.view import View
 from tests.launch.launcher import Launcher
@@ -24,7 +25,7 @@ def see(view: View) -> None:
 
 
 def test_what_it_sees() -> None:
-    with Launcher(call=lambda: launch(["sleep", "60"], 2, watch=see)) as launcher:
+    with Launcher(call=lambda: launch(["sleep", "60"], Limits(2), watch=see)) as launcher:
         outcome = launcher.wait()
     assert outcome.status == 128 + signal.SIGKILL
     assert "slots [0, 1]\nsignal True\n" in outcome.out
@@ -32,7 +33,7 @@ def test_what_it_sees() -> None:
 
 
 def test_it_ends_the_job() -> None:
-    with Launcher(call=lambda: launch(["sleep", "60"], 2, watch=View.end)) as launcher:
+    with Launcher(call=lambda: launch(["sleep", "60"], Limits(2), watch=View.end)) as launcher:
         outcome = launcher.wait()
     assert outcome.status == 128 + signal.SIGTERM
 
@@ -41,6 +42,6 @@ def test_what_it_raises_is_raised_at_the_end() -> None:
     def fail(view: View) -> None:
         raise LookupError("nothing to see")
 
-    with Launcher(call=lambda: launch(["true"], 1, watch=fail)) as launcher:
+    with Launcher(call=lambda: launch(["true"], Limits(1), watch=fail)) as launcher:
         outcome = launcher.wait()
     assert outcome.status == 70 and "LookupError: nothing to see" in outcome.err

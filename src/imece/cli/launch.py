@@ -96,13 +96,9 @@ def start(
         return hosts.start(options, words, environ, watch)
     return launch(
         words,
-        options.ranks,
+        options.limits,
         environ=environ,
         grace_s=options.grace_s,
-        min_ranks=options.min_ranks,
-        max_restarts=options.max_restarts,
-        restart=bool(options.max_restarts),
-        exceptions=True,
         silent_s=options.silent_s,
         logs=options.log_dir,
         watch=watch,

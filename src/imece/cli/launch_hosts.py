@@ -80,23 +80,15 @@ def start(
     watch: Callable[[Watched], None] | None = None,
 ) -> int:
     """Run `words` on this host's ranks, together with the other hosts."""
-    from imece.launch.generations import Limits
     from imece.launch.hosts.agent import launch_here
     from imece.launch.hosts.here import Plan
 
     assert options.host_rank is not None and options.rendezvous is not None
-    limits = Limits(
-        options.all_ranks,
-        options.min_ranks,
-        options.max_restarts,
-        restart=bool(options.max_restarts),
-        exceptions=True,
-    )
     plan = Plan(
         options.hosts,
         options.host_rank,
         parse_endpoint(options.rendezvous),
-        limits,
+        options.limits,
         options.grace_s,
         options.silent_s or _SILENT_S,
     )

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from imece.launch.generations import Limits
 from imece.launch.hosts.addresses import parse_endpoint
 from imece.launch.processes import MAX_RANKS
 
@@ -70,6 +71,12 @@ class LaunchOptions:
     def all_ranks(self) -> int:
         """On all hosts."""
         return self.ranks * self.hosts
+
+    @property
+    def limits(self) -> Limits:
+        """Of all hosts together."""
+        restarts = self.max_restarts
+        return Limits(self.all_ranks, self.min_ranks, restarts, restart=bool(restarts), exceptions=True)
 
     def _check_hosts(self) -> None:
         hosts, me = self.hosts, self.host_rank

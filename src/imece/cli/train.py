@@ -16,6 +16,7 @@ from rich.table import Column
 from imece.checkpoint.load import all_steps
 from imece.cli.options import check_named, parse
 from imece.errors import UserError
+from imece.launch.generations import Limits
 from imece.launch.local import launch
 from imece.observe.display import Display
 from imece.observe.report import catch_up
@@ -63,7 +64,7 @@ def run(argv: Sequence[str]) -> int:
         # An absolute path: one that begins with - would be an option.
         command = [sys.executable, "-m", "imece", "train", os.path.abspath(folder.config_file)]
         environ = {**os.environ, HELD: "1"}
-        status = launch(command, ranks, grace_s=_GRACE_S, environ=environ, direct=True, restart=True)
+        status = launch(command, Limits(ranks, restart=True), grace_s=_GRACE_S, environ=environ, direct=True)
         if status != 2:
             catch_up(folder.path)
         if status == 2 and new and not folder.is_open:  # else a person could not mend any option

@@ -28,20 +28,16 @@ _LONGEST_S = 60.0
 
 def launch(
     command: Sequence[str],
-    ranks: int,
+    limits: Limits,
     *,
     grace_s: float = 30.0,
     environ: Mapping[str, str] = os.environ,
     direct: bool = False,
-    min_ranks: int = 1,
-    max_restarts: int | None = None,
-    restart: bool = False,
-    exceptions: bool = False,
     silent_s: float = 10.0,
     logs: Path | None = None,
     watch: Callable[[View], None] | None = None,
 ) -> int:
-    """Run `command` once for each rank and return the exit status for the whole.
+    """Run `command` on as many ranks as `limits` says, and return the exit status for the whole.
 
     0 if all ranks finished; the first failing rank's status, or 128 + its signal; 128 + the signal that this
     process got. SIGINT, SIGTERM and, as SIGTERM, SIGHUP are passed on to the ranks, which then have
@@ -50,20 +46,17 @@ def launch(
     listens for them (train/stopping.py), and a rank that ends with status 2, or with 1 and no exception, has
     said itself what is wrong. Call it from the main thread. Raises UserError if the ranks cannot be started.
 
-    A rank that dies is replaced if the others go on without it (membership/roster.py) and are `min_ranks` or
-    more. If not, all are ended; restart: and started again, after a death; exceptions: after another failure
-    too, but for a user's mistake. max_restarts: replacements and restarts in all. Three deaths in a row
-    without a finished step between them end the run in any case where ranks say how far they are.
+    A rank that dies is replaced if the others go on without it (membership/roster.py); if not, all are ended,
+    or started again, as `limits` says. Three deaths in a row without a finished step between them end the run
+    in any case where ranks say how far they are.
     silent_s: a rank that has said that it lives, and then nothing for so long, is ended, or after ten times
     as long if it computes; 0: never.
     logs: a folder for what each rank prints, but for what the first of `direct` does.
     watch: called in a thread of its own once the ranks are started, with a view of them.
     """
+    ranks = limits.ranks
     if not 1 <= ranks <= MAX_RANKS:
         raise UserError(f"--ranks {ranks}: from 1 to {MAX_RANKS} ranks can run on one host")
-    if not 1 <= min_ranks <= ranks:
-        raise UserError(f"--min-ranks {min_ranks}: from 1 to the {ranks} ranks of the run")
-    limits = Limits(ranks, min_ranks, max_restarts, restart, exceptions)
     order = Order(command, direct, silent_s)
 
     def environment(start: Start, host: Host) -> Mapping[str, str]:
