@@ -7,5 +7,5 @@ from collections.abc import Sequence
 
 def some(names: Sequence[object], most: int, between: str = ", ") -> str:
     """The first of them, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return between.join(map(str, names[:most])) + more

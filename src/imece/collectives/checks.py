@@ -40,6 +40,7 @@ from imece.collectives import recorder
 from imece.collectives.companions import Companions, companions
 from imece.collectives.given_up import Sliced, Waitable
 from imece.collectives.pending import without_gradients
+from imece.collectives.recording import text_of
 from imece.collectives.rollcall import RollCall
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.shared_memory.work import ShmWork
@@ -354,11 +355,7 @@ def _deadline(timeout_s: float | None) -> float | None:
 def _unpack(raw: bytes) -> _Said:
     number, fingerprint, *dims, way, label = _ROW.unpack(raw)
     shape = tuple(dim - 1 for dim in dims if dim > 0)
-    return _Said(number, fingerprint, shape, _text(way), _text(label))
-
-
-def _text(raw: bytes) -> str:
-    return raw.split(b"\0", 1)[0].decode("utf-8", "replace")
+    return _Said(number, fingerprint, shape, text_of(way), text_of(label))
 
 
 def _explain(said: dict[int, _Said]) -> str:

@@ -145,12 +145,12 @@ def read(view: mmap.mmap, process_state: str) -> Recording | None:
     names, groups = [], {}
     for row in range(MAX_GROUPS):
         last, _last_p2p, raw_name, raw_ranks = GROUP.unpack_from(view, GROUPS_AT + row * GROUP_BYTES)
-        names.append(_text(raw_name))
+        names.append(text_of(raw_name))
         if names[row]:
-            groups[names[row]] = GroupSeen(_parse_ranks(_text(raw_ranks)), last)
+            groups[names[row]] = GroupSeen(_parse_ranks(text_of(raw_ranks)), last)
     calls = [call for slot in range(CAPACITY) if (call := _call(view, slot, names)) is not None]
     return Recording(
-        pid, rank, _text(job), process_state, time.monotonic_ns(),
+        pid, rank, text_of(job), process_state, time.monotonic_ns(),
         tuple(sorted(calls, key=lambda call: call.token)), groups,
     )  # fmt: skip
 
@@ -175,7 +175,7 @@ def _call(view: mmap.mmap, slot: int, group_names: list[str]) -> Call | None:
     except IndexError:
         return None
     shape = tuple(dim - 1 for dim in rest[:6] if dim > 0)
-    return Call(token, number, group, *names, shape, peer, _text(rest[6]), start_ns, end_ns)
+    return Call(token, number, group, *names, shape, peer, text_of(rest[6]), start_ns, end_ns)
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:
@@ -197,7 +197,8 @@ def _parse_ranks(text: str) -> tuple[int, ...] | None:
         return None
 
 
-def _text(raw: bytes) -> str:
+def text_of(raw: bytes) -> str:
+    """Of a field that is filled up with zeros."""
     return raw.split(b"\0", 1)[0].decode("utf-8", "replace")
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from imece.launch.processes import Ending, first_cause
+from imece.listing import some
 from imece.membership.roster import Generation
 
 BLAME_S = 1.0  # how long a rank that lost its peer waits for that peer's own end to be seen
@@ -168,8 +169,8 @@ class Generations:
         if count == _LOOP:
             return None
         self._renewals = count + 1, self._steps
-        who = [*lost[:_NAMED], *([f"{len(lost) - _NAMED} more"] if len(lost) > _NAMED else [])]
-        return self.renew((f"{' and '.join(who)} lost the connection to others, though no rank has ended",))
+        who = some(lost, _NAMED, " and ")
+        return self.renew((f"{who} lost the connection to others, though no rank has ended",))
 
     def is_last(self, closed: Collection[int]) -> bool:
         """Whether no generation follows the newest one unless somebody dies: some members have finished,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from imece.errors import UserError
+from imece.listing import some
 from imece.train.config import TrainConfig, flat
 from imece.train.config_file import as_toml
 
@@ -79,6 +80,5 @@ def _computing(config: TrainConfig) -> dict[str, Any]:
 
 def _more(names: Sequence[str]) -> str:
     """That the names after the first differ too."""
-    named = ", ".join(names[1 : 1 + _MOST_NAMED])
-    rest = f" and {len(names) - 1 - _MOST_NAMED} more" if len(names) > 1 + _MOST_NAMED else ""
-    return f" ({named}{rest} differ{'s' * (len(names) == 2)} too)" if named else ""
+    named = some(names[1:], _MOST_NAMED)
+    return f" ({named} differ{'s' * (len(names) == 2)} too)" if named else ""

@@ -21,6 +21,7 @@ from imece.data_parallel.sharding.offload import check_strategy
 from imece.data_parallel.strategy import find_strategy
 from imece.device import usable_gpus
 from imece.errors import UserError
+from imece.listing import some
 from imece.membership.recovery import Recovered
 from imece.model_parallel.pipeline import Pipeline
 from imece.model_parallel.schedules import ideal_bubble
@@ -278,9 +279,7 @@ def _memory(session: Session) -> str:
 
 def describe_data(prepared: Prepared, config: TrainConfig) -> str:
     """The text in a line."""
-    name = ", ".join(config.data.paths[:_NAMED]) or "Python standard library"
-    if more := len(config.data.paths[_NAMED:]):  # as a shell makes of a pattern
-        name += f" and {more:,} more"
+    name = some(config.data.paths, _NAMED) or "Python standard library"  # many, of a shell's pattern
     tokens = _tokens(prepared)
     skipped = f", {prepared.tokens.skipped} that are not text left out" if prepared.tokens.skipped else ""
     runs = prepared.run_folders
