@@ -1,6 +1,6 @@
 """Data-parallel training for PyTorch: `imece.init()`, collectives, and the backend "shm" for one host's CPUs.
 
-Importing imece makes "shm" known to torch.distributed. What it offers is imported when it is first asked for.
+Importing imece makes "shm" known to torch.distributed. Each public name is imported on first use.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ at_opening(_watch_gpus)
 
 
 def __getattr__(name: str) -> Any:
-    """PEP 562: the module that has the name comes now, and torch with it."""
+    """PEP 562: import the module that has `name`, and with it torch."""
     if name not in _HOME_OF:
         raise AttributeError(f"module 'imece' has no attribute {name!r}")
     found = getattr(importlib.import_module(_HOME_OF[name]), name)

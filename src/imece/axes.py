@@ -6,7 +6,7 @@
     context     parts of the sequence
     tensor      parts of a matrix                              (fastest: neighbours on one host)
 
-A rank's coordinate on each axis follows from its number: neighbouring ranks differ first in tensor, last in
+A rank's number gives its coordinate on each axis: neighbouring ranks differ first in tensor, last in
 pipeline. Axes that nobody names have size 1.
 """
 
@@ -19,7 +19,7 @@ from imece.errors import UserError
 
 AXES = ("replicate", "shard", "context", "tensor", "pipeline")
 PLACEMENT = ("pipeline", "replicate", "shard", "context", "tensor")
-"""The axes from the slowest to the fastest as ranks are counted."""
+"""The axes in the order in which ranks are counted, the slowest first."""
 
 Partition = tuple[tuple[int, ...], ...]  # all ranks, each in exactly one set
 
@@ -51,7 +51,8 @@ def coordinates(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def partition(axes: Sequence[str], sizes: Mapping[str, int]) -> Partition:
-    """The sets of ranks that differ only along `axes`; each ascending, the sets by their first rank."""
+    """The sets of ranks that differ only along `axes`. Ranks ascend in each set; sets ascend by their first
+    rank."""
     sets: dict[tuple[int, ...], list[int]] = {}
     for rank in range(math.prod(sizes.values())):
         at = coordinates(rank, sizes)
@@ -60,7 +61,7 @@ def partition(axes: Sequence[str], sizes: Mapping[str, int]) -> Partition:
 
 
 def crossing(hosts: Partition) -> Partition | None:
-    """The ranks with the same index on every host, or None if the hosts hold different numbers of ranks."""
+    """The sets of ranks with the same index on every host; None if hosts hold different numbers of ranks."""
     if len({len(ranks) for ranks in hosts}) != 1:
         return None
     return tuple(tuple(ranks) for ranks in zip(*hosts, strict=True))

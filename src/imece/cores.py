@@ -1,5 +1,6 @@
-"""Cores that this process may use: a quota of their time counts too, as Kubernetes' limits.cpu and docker's
---cpus set one. Whoever runs more threads than that is stopped, with all of them, for the rest of each period.
+"""The cores that this process may use, within quotas of CPU time (Kubernetes' limits.cpu, docker's --cpus). A
+process that runs more threads than its quota allows is stopped, with all of them, for the rest of each
+period.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ _PROC, _TREES = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Those that this process may run on, or fewer by a quota of its control groups; 1 at least."""
+    """The number of cores this process may run on, or fewer if a control group has a quota; at least 1."""
     known = hasattr(os, "sched_getaffinity")
     there = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
     return max(1, int(min([there, *_quotas()])))
 
 
 def _quotas() -> Iterator[float]:
-    """In cores: of this process's groups and all above them, in version 2 or in version 1's tree for cpu."""
+    """The quotas, in cores, of this process' control groups and all above them: version 2, or version 1's cpu
+    tree."""
     try:
         lines = _PROC.read_text().splitlines()
     except OSError:
@@ -35,6 +37,6 @@ def _quotas() -> Iterator[float]:
             try:
                 quota_us, period_us = " ".join((tree / group / name).read_text() for name in files).split()
             except OSError:
-                continue  # a root, which has none, or a group that is not seen from here
+                continue  # a root, which has none, or a group that cannot be seen from here
             if quota_us not in ("max", "-1"):
                 yield int(quota_us) / int(period_us)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from imece.errors import UserError
 from imece.world import World
 
-_INTERNAL = ("undefined", "fake")  # of torch: backends with which nothing is moved
+_INTERNAL = ("undefined", "fake")  # torch's backends that move nothing
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,17 @@ class Backends:
     host: str
     """For groups of which each stays on one host."""
     own: str
-    """The one that moves tensors of this mesh's device: shm, gloo or nccl."""
+    """The backend that moves tensors of this mesh's device: shm, gloo or nccl."""
 
 
 def has_streams(tensor: torch.Tensor) -> bool:
-    """Whether what is done with it goes into a stream, and may be over later than the call."""
+    """Whether operations on it are queued in a stream and may end later than the call."""
     return tensor.is_cuda
 
 
 def is_current(stream: torch.cuda.Stream) -> bool:
-    """Whether this thread's current device and stream are this one and its device. torch's own functions make
-    objects to be compared, which takes longer."""
+    """Whether `stream` and its device are the current ones of this thread. torch's own functions would make
+    objects to compare, which takes longer."""
     index = stream.device.index
     raw = getattr(stream, "cuda_stream", None)
     if raw is None:  # no stream of torch's
@@ -42,26 +42,28 @@ def is_current(stream: torch.cuda.Stream) -> bool:
 
 
 def keeps_freed(device: torch.device) -> bool:
-    """Whether memory that is let go of stays with torch, which has it at hand when it is asked again. A CPU's
-    goes back to the system, and comes again page by page."""
+    """Whether torch keeps freed memory at hand for the next request. On a CPU it goes back to the system, and
+    comes again page by page."""
     return device.type == "cuda"
 
 
 def casts_fast(device: torch.device) -> bool:
-    """Whether a shard may well be cast in each gather: a CPU has the cores of forward for it."""
+    """Whether casting a shard in each gather is cheap. On a CPU the cast would take the cores that forward
+    needs."""
     return device.type == "cuda"
 
 
 def behind_this_stream(memory: torch.Tensor) -> None:
-    """It is let go of: others may have it when this stream has done what it was told, whoever took it."""
+    """The caller frees `memory`: it is reused only after this stream's work until now, whichever stream
+    allocated it."""
     if has_streams(memory):
         memory.record_stream(torch.cuda.current_stream(memory.device))
 
 
 def choose_device(asked: str | torch.device | None, world: World, backend: str | None = None) -> torch.device:
-    """This rank's device, made torch's current one if it is a GPU. Ranks share GPUs on the `backend` Gloo.
+    """This rank's device, made torch's current one if it is a GPU. Ranks share GPUs if the `backend` is Gloo.
 
-    UserError for one that is not there, or whose tensors the `backend` does not move.
+    UserError if there is no such device, or if the `backend` does not move its tensors.
     """
     mover = _mover_of_gpus(backend)
     usual = "cuda" if torch.cuda.is_available() and mover is not None else "cpu"
@@ -87,7 +89,7 @@ def choose_device(asked: str | torch.device | None, world: World, backend: str |
     if device.index is not None and device.index >= count:
         there = "one GPU, cuda:0" if count == 1 else f"{count} GPUs, cuda:0 to cuda:{count - 1}"
         raise UserError(f"device {str(asked)!r}: this rank sees {there}")
-    # A launcher that shows each rank only its own GPU leaves one to choose from, whatever the local rank.
+    # A launcher that shows each rank only its own GPU leaves one choice, whatever the local rank.
     share = count == 1 or mover == "gloo"
     own = world.local_rank % count if share else world.local_rank
     index = device.index if device.index is not None else own
@@ -101,8 +103,8 @@ def choose_device(asked: str | torch.device | None, world: World, backend: str |
 
 
 def _mover_of_gpus(backend: str | None) -> str | None:
-    """What moves a GPU's tensors in "gloo", "cpu:gloo,cuda:nccl" and the like; None if they say nothing of
-    them. Where nobody has named a backend it is NCCL."""
+    """The backend for a GPU's tensors in "gloo", "cpu:gloo,cuda:nccl" and the like; None if the text names
+    none. If `backend` is None, NCCL."""
     if backend is None:
         return "nccl"
     if ":" not in backend:
@@ -111,13 +113,15 @@ def _mover_of_gpus(backend: str | None) -> str | None:
 
 
 def usable_gpus() -> int:
-    """How many GPUs torch can use here: the driver may count some that are too new or too old for it."""
+    """The number of GPUs that torch can use here: the driver may count some that are too new or too old for
+    torch."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def home_among(group: dist.ProcessGroup) -> torch.device:
-    """Where a model that has no memory yet is to be, if its ranks are all that is known: on this rank's GPU
-    if there is one and they have a backend for it; but Gloo, which takes both, is what CPUs meet over.
+    """Where to put a model that has no memory yet, if only its ranks are known: on this rank's GPU if there
+    is one and the group has a backend for GPUs. A group on Gloo alone counts as one of CPUs, though Gloo
+    takes both.
     """
     if torch.cuda.is_available() and _by_device(group).get("cuda", "gloo") != "gloo":
         return torch.device("cuda", torch.cuda.current_device())
@@ -125,13 +129,13 @@ def home_among(group: dist.ProcessGroup) -> torch.device:
 
 
 def _by_device(group: dist.ProcessGroup | None = None) -> dict[str, str]:
-    """The backends of a group; None: of all ranks."""
-    config = str(dist.get_backend_config(group))  # as "cpu:gloo,cuda:nccl"
+    """The backend of a group by device; None means the group of all ranks."""
+    config = str(dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
     return dict(part.split(":", 1) for part in config.split(","))
 
 
 def check_backend(asked: str | None) -> None:
-    """UserError if torch does not have the backend `asked` for."""
+    """UserError if torch was built without the backend `asked` for."""
     known = [each for each in dist.Backend.backend_list if dist.is_backend_available(each)]
     for part in (asked or "").split(",") if asked is not None else []:
         if part.split(":")[-1] not in known:
@@ -142,7 +146,7 @@ def check_backend(asked: str | None) -> None:
 def choose_backends(device: torch.device, one_host: bool, asked: str | None) -> Backends:
     """The backends for groups within and between hosts: those `asked` for, or the fastest for the device.
 
-    "nccl" is the fastest for GPUs, and says nothing of the CPU's tensors, which it does not move.
+    "nccl" is the fastest for GPUs; tensors on CPUs, which it does not move, get another one.
     """
     if asked is not None and not (asked == "nccl" and device.type == "cuda"):
         own = {part.split(":")[0]: part.split(":")[-1] for part in asked.split(",")}
@@ -154,7 +158,7 @@ def choose_backends(device: torch.device, one_host: bool, asked: str | None) -> 
 
 
 def adopted_backends(device: torch.device, asked: str | None) -> Backends:
-    """The backends of the process group that exists; UserError if they are not what was `asked` for."""
+    """The backends of the existing process group; UserError if they are not what was `asked` for."""
     config = str(dist.get_backend_config())
     own = _by_device().get(device.type)
     if own is None:

@@ -1,4 +1,5 @@
-"""What goes wrong: by a user's mistake (`UserError`), or between ranks (`CollectiveError` and its kinds)."""
+"""The exceptions: a user's mistake (`UserError`), and failures between ranks (`CollectiveError` and its
+kinds)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Bytes that training takes on one rank, by category: one arithmetic, for what the engine expects of a model
-that is there and for what the planner expects of one that is not.
+"""The bytes that training takes on one rank, by category. The engine uses this arithmetic for a model that
+exists, and the planner for one that does not.
 """
 
 from __future__ import annotations
@@ -9,29 +9,30 @@ from typing import Literal, Protocol
 
 Offload = Literal["optimizer", "parameters"]
 OFFLOADS: tuple[Offload, ...] = ("optimizer", "parameters")
-"""What may lie in the host's memory: what the optimizer steps; this rank's parts of the parameters too."""
+"""What may lie in the host's memory: "optimizer": what the optimizer steps; "parameters": this rank's parts
+of the parameters too."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one rank; memory that ranks have in common counts for each by its part."""
+    """Bytes of one rank. Of memory that several ranks share, each counts its part."""
 
     parameters: int
     gradients: int
     optimizer: int
-    """Its state, and the masters of parameters that are kept in fewer bits."""
+    """The optimizer's state, and the masters of parameters that are kept in fewer bits."""
     communication: int
-    """Buckets on their way, and units that are gathered."""
+    """Buckets that are being reduced, and gathered units."""
     host: int = 0
-    """All that is offloaded, in the host's memory. The rest is on the device."""
+    """Everything that is offloaded to the host's memory. All other fields are on the device."""
 
     @property
     def total(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         return self.parameters + self.gradients + self.optimizer + self.communication
 
     def __str__(self) -> str:
-        """ "12.6 parameters + 12.6 gradients = 25.2 MB, and 18.9 MB in host memory"; nothing of what is 0."""
+        """ "12.6 parameters + 12.6 gradients = 25.2 MB, and 18.9 MB in host memory"; zeros are left out."""
         parts = {name: nbytes / 1e6 for name, nbytes in asdict(self).items() if nbytes and name != "host"}
         sizes = " + ".join(f"{size:.1f} {name}" for name, size in parts.items())
         hosted = f", and {self.host / 1e6:.1f} MB in host memory" if self.host else ""
@@ -51,7 +52,7 @@ class Divides(Protocol):
 
 @dataclass(frozen=True)
 class Divided:
-    """The same as values."""
+    """The same as plain values."""
 
     parameters: bool
     gradients: bool
@@ -70,12 +71,12 @@ DIVIDED = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Elements of all buckets together, with their padding, as far as one rank has to do with them."""
+    """Elements of all buckets together, with padding, as far as one rank deals with them."""
 
     whole: float
-    shard: float  # of it, this rank's
-    filling: float = 0  # of buckets that have memory at a time, where gradients are sharded
-    gathered: float = 0  # of buckets of parameters that are there at a time
+    shard: float  # this rank's shard of them
+    filling: float = 0  # in buckets of gradients that have memory at the same time, if gradients are sharded
+    gathered: float = 0  # in buckets of parameters that are gathered at the same time
 
 
 def footprint(
@@ -90,11 +91,13 @@ def footprint(
     own_bytes: float | None = None,
     offload: Offload | None = None,
 ) -> Footprint:
-    """*_bytes of an element: of parameters, of gradients in buckets, of what the optimizer steps if that is
-    not the parameters (else the same or 0); but state_bytes: all of the optimizer's state on this rank.
+    """parameter_bytes, reduce_bytes, master_bytes: of one element of parameters, of gradients in buckets, and
+    of what the optimizer steps (if that is the parameters themselves: the same or 0). state_bytes: the whole
+    optimizer state on this rank.
 
-    sum_bytes: of gradients as the optimizer reads them; None: as what it steps. own_bytes: of a shard of
-    parameters, where they are gathered from something else. offload: what lies in the host's memory.
+    sum_bytes: of one element of the gradients that the optimizer reads; None: as master_bytes. own_bytes: of
+    one element of a shard of parameters, if they are gathered from something else. offload: what lies in the
+    host's memory.
     """
     summed = (master_bytes or parameter_bytes) if sum_bytes is None else sum_bytes
     own = parameter_bytes if own_bytes is None else own_bytes
@@ -111,6 +114,6 @@ def footprint(
     hosted = state_bytes + sums + masters
     if offload == "parameters":
         hosted, parameters = hosted + parameters, 0.0
-    elif not masters:  # what is stepped is a copy of the parameters, which stay where they are
+    elif not masters:  # the optimizer steps a copy of the parameters, which stay where they are
         hosted += parameter_bytes * shard
     return Footprint(round(parameters), round(buckets), 0, round(communication), round(hosted))

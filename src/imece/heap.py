@@ -1,11 +1,11 @@
-"""What a training step on a CPU frees stays with the process for the next one, where glibc keeps the heap.
+"""Keeps the memory that a training step on a CPU frees in the process for the next step (glibc only).
 
-glibc gives what is free at the end of its heap back to the system, from 64 MiB on at the latest. So a step
-takes much of its activations anew, and the system clears page after page of them: thousands of page faults.
-Blocks beyond 32 MiB it maps one by one, and goes on to do so: kept in the heap they would leave holes there.
+glibc returns free memory at the end of its heap to the system once it exceeds 64 MiB. The next step then
+fetches its activations anew, and the system clears them page by page: thousands of page faults. Blocks beyond
+32 MiB are mapped one by one, and stay so: in the heap they would leave holes.
 
-Nothing is changed before an optimizer has stepped: what a program frees while it loads and wraps a model goes
-back, as other ranks may need it.
+Nothing is changed before an optimizer has stepped: memory that a program frees while it loads and wraps a
+model goes back to the system, as other ranks may need it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
-_MAPPED_BYTES = 2**25  # as far as glibc goes by itself; it would go no further if only the other one were set
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers of mallopt's options
+_MAPPED_BYTES = 2**25  # as far as glibc goes by itself; it would not if only the other threshold were set
 _END_BYTES = 2**31 - 1
 _THEIRS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 
 
 @functools.cache
 def keep_from_first_step() -> None:
-    """From the end of the next optimizer step in this process on.
+    """Keep freed memory from the end of the next optimizer step of this process on.
 
-    Not where the environment says how glibc is to do it, nor with another C library.
+    Does nothing if the environment sets glibc's thresholds, or with another C library.
     """
     said = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(map(os.environ.get, _THEIRS))
     if sys.platform == "linux" and not said:

@@ -1,16 +1,15 @@
 """Which bytes lie where: tensors -> buckets -> shards. Ints in, ints out, no torch.
 
-    item     one tensor: a parameter, its gradient, a state of its optimizer
-    bucket   a flat buffer of one dtype, device and group; travels as one message
+    item     one tensor: a parameter, its gradient, or a state of its optimizer
+    bucket   a flat buffer of one dtype, device and group; it travels as one message
     place    where one item lies in its bucket
-    shard    one rank's part of a bucket; all shards of a bucket are equally long and start aligned
-    part     a piece of one item: what of it lies in a range of the bucket
+    shard    one rank's part of a bucket; the shards of a bucket have equal lengths and aligned starts
+    part     the elements of one item that lie in a given range of its bucket
 
     bucket   | item 5  | item 4     | item 3   |pad|
     shards   |   rank 0   |   rank 1   |   rank 2  |
 
-All positions are in elements, never in bytes. Every rank that builds from the same arguments gets the same
-layout.
+All positions are in elements, never in bytes. Ranks that build from the same arguments get the same layout.
 """
 
 from __future__ import annotations
@@ -22,17 +21,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 MIB = 1 << 20
-# A bucket is larger than usual where there would be more than so many, but no larger than so much: in forward
-# the first one is waited for, in backward the last.
+# If buckets of the usual size would be more than _MOST_BUCKETS, they are made larger, up to _LARGEST_MIB:
+# forward waits for the first bucket and backward for the last, and a large one takes long.
 _MOST_BUCKETS, _LARGEST_MIB = 32, 100
 
 
 def usual_cap_bytes(gradients_bytes: int = 0, *, small: bool = False) -> int:
-    """Of a bucket, where nobody says it.
+    """The cap of a bucket, in bytes, where the user gives none.
 
-    small: where a message costs little, or a slow wire waits for the first. gradients_bytes: of all, where
-    buckets are not to be too many: each is a sum and a gather, and a host that is busy with hundreds of them
-    is late with the kernels of a GPU.
+    small: a message costs little, or a slow wire makes the step wait for the first bucket.
+    gradients_bytes: of all gradients together, to limit the number of buckets. Each bucket takes a
+    reduce-scatter and an all-gather, and a host that is busy with hundreds of them launches the GPU's kernels
+    late.
     """
     return max(5 if small else 25, min(gradients_bytes // _MOST_BUCKETS // MIB, _LARGEST_MIB)) * MIB
 
@@ -63,12 +63,13 @@ class Place:
 
     item: int  # index into Layout.items
     start: int
-    stop: int  # equal to start for an item without elements
+    stop: int  # equal to start if the item has no elements
 
 
 @dataclass(frozen=True)
 class Part:
-    """The elements [item_start, item_stop) of a flat item, which lie in its bucket from bucket_start on."""
+    """The elements [item_start, item_stop) of a flat item; the first of them lies at bucket_start in its
+    bucket."""
 
     item: int  # index into Layout.items
     item_start: int
@@ -78,10 +79,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A flat buffer: items one after another, then padding; empty if all its items are.
+    """A flat buffer: its items one after another, then padding. It has no elements if its items have none.
 
-    Each item begins aligned, so that there may be padding after it. With whole items (see `build`) each shard
-    ends in padding, and no item lies in two of them.
+    Each item begins aligned, so padding may follow it. With whole items (see `build`) each shard ends in
+    padding, and no item lies in two shards.
     """
 
     index: int
@@ -89,18 +90,18 @@ class Bucket:
     itemsize: int
     device: str
     group: int
-    places: tuple[Place, ...]  # in the order in which they lie
-    numel: int  # with the padding: a multiple of shards * (align_bytes // itemsize)
+    places: tuple[Place, ...]  # in the order of their positions
+    numel: int  # including padding: a multiple of shards * (align_bytes // itemsize)
     shards: int
 
     @property
     def used_numel(self) -> int:
-        """Elements before the last padding."""
+        """Elements up to the end of the last item, without the padding at the end."""
         return self.places[-1].stop if self.places else 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes, with the padding."""
+        """Including padding."""
         return self.numel * self.itemsize
 
     @property
@@ -108,7 +109,7 @@ class Bucket:
         return self.numel // self.shards
 
     def shard(self, rank: int) -> tuple[int, int]:
-        """(start, stop) of one rank's shard. IndexError for a rank that has none."""
+        """(start, stop) of the shard of `rank`. IndexError if there is no such shard."""
         if not 0 <= rank < self.shards:
             raise IndexError(
                 f"bucket {self.index} has no shard {rank}: its {self.shards} shards are numbered from 0 to "
@@ -117,9 +118,9 @@ class Bucket:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def parts(self, start: int, stop: int) -> list[Part]:
-        """What lies in [start, stop), in order. Padding and items without elements are in no part.
+        """The parts of items in [start, stop), in order; padding and items without elements are left out.
 
-        ValueError for a range that is not within the bucket.
+        ValueError if the range is not within the bucket.
         """
         if not 0 <= start <= stop <= self.numel:
             raise ValueError(
@@ -137,7 +138,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Layout:
-    """All items and the buckets in which they lie; each item lies in exactly one."""
+    """All items and all buckets; each item lies in exactly one bucket."""
 
     items: tuple[Item, ...]
     buckets: tuple[Bucket, ...]
@@ -156,30 +157,32 @@ def build(
     modules_whole: bool = False,
     blocks: Mapping[int, int] | None = None,
 ) -> Layout:
-    """Put items into buckets in `order`: indices into `items`, by default the last item first.
+    """Put items into buckets in `order`: indices into `items`; by default the last item comes first.
 
-    Items of equal (dtype, device, group) fill one bucket until its items have cap_bytes or more; then the
-    next is begun. So a bucket may exceed its cap by one item, and an item above the cap gets no bucket of its
-    own if another was begun. cap_bytes as a sequence: of each (dtype, device, group) the k-th bucket has
-    cap_bytes[k], those after the last entry the last one. first_bytes stands in place of cap_bytes[0].
+    Items of equal (dtype, device, group) fill one bucket until they have cap_bytes or more; then the next
+    bucket begins. So a bucket may exceed its cap by one item, and an item larger than the cap gets no bucket
+    of its own if one is already begun. If cap_bytes is a sequence, the k-th bucket of each (dtype, device,
+    group) has cap_bytes[k], and the last entry repeats. first_bytes replaces cap_bytes[0]. Padding does not
+    count towards the cap.
 
     Buckets are numbered by when their last item comes in `order`: if gradients come in that order, bucket i
-    is complete before bucket i + 1. Padding does not count towards the cap.
+    is complete before bucket i + 1.
 
-    modules_whole: items whose names differ after the last dot only, the weight and the bias of a module, are
-    in one bucket. Their gradients come together, in any order: so it is complete before the next one begins.
+    modules_whole: items whose names differ only after the last dot, such as a module's weight and bias, stay
+    in one bucket. Their gradients come together, in any order, so a bucket that held only one of them might
+    be complete after the next bucket.
 
-    whole: groups of which each item lies in one shard, as an optimizer wants it that looks at whole matrices.
-    Their caps count once a shard. Items are dealt to the rank with the least work so far, the most expensive
-    one of a bucket first; the work of an item of shape [..., m, n] is m * n * min(m, n), that of a matrix
-    product with itself.
+    whole: groups whose items are not cut: each item lies in one shard, for optimizers that look at whole
+    matrices. The cap of such a bucket is per shard. The items of a bucket are dealt out by falling cost, each
+    to the rank with the least work so far. The cost of an item of shape [..., m, n] is m * n * min(m, n), as
+    for a product of the matrix with itself.
 
-    align_bytes, item_align_bytes: shards are multiples of the first, and each item begins at a multiple of
-    the second, or of its itemsize if that is more. blocks: {group: elements}; shards cut its items at
-    multiples of so many of their elements only.
+    align_bytes: the length of a shard is a multiple of it. item_align_bytes: each item begins at a multiple
+    of it, or of its itemsize if that is larger. blocks: {group: elements}; shards cut the items of this group
+    only at multiples of this number of the item's elements.
 
-    ValueError, with names and numbers, for: a name given twice, a negative dim, an itemsize below 1 or two of
-    them for one dtype, a cap or align_bytes below 1, align_bytes that is no multiple of an itemsize,
+    ValueError, with names and numbers, for: a name given twice, a negative dim, an itemsize below 1, two
+    itemsizes for one dtype, a cap or align_bytes below 1, align_bytes that is no multiple of an itemsize,
     shards < 1, an order that is no permutation.
     """
     items = tuple(items)
@@ -213,7 +216,7 @@ def build(
 
 
 def _deal(content: Sequence[int], items: Sequence[Item], work: list[int]) -> list[list[int]]:
-    """The items of a bucket by rank; `work` of each rank grows by theirs."""
+    """The items of a bucket by rank; adds the cost of each item to the `work` of its rank."""
     dealt: list[list[int]] = [[] for _ in work]
     filled = [0] * len(work)
     for index in sorted(content, key=lambda index: (-_work(items[index]), content.index(index))):
@@ -231,7 +234,7 @@ def _work(item: Item) -> int:
 def _fill(
     indices: Sequence[int], items: Sequence[Item], caps: Sequence[int], modules_whole: bool
 ) -> Iterator[list[int]]:
-    """The items of each bucket; bucket k is closed as soon as it has caps[k] bytes, the last cap repeats."""
+    """The items of each bucket. Bucket k is closed as soon as it has caps[k] bytes; the last cap repeats."""
     closed, content, content_bytes = 0, [], 0
     modules = [items[index].name.rpartition(".")[0] if modules_whole else index for index in indices]
     for index, module, following in zip(indices, modules, [*modules[1:], None], strict=True):
@@ -252,7 +255,7 @@ def _bucket(
     align_bytes: int,
     block: int,
 ) -> Bucket:
-    """dealt: the items that lie one after another in all shards together, or those of each shard."""
+    """dealt: one list, of items that lie one after another across all shards, or one list per shard."""
     first = next(items[item] for each in dealt for item in each)
     step = math.lcm(align_bytes // first.itemsize, block) * (shards if len(dealt) == 1 else 1)
     longest = max(sum(-(-items[item].numel // block) * block for item in each) for each in dealt)
@@ -276,7 +279,7 @@ def _bucket(
 
 
 def _caps(cap_bytes: int | Sequence[int], first_bytes: int | None) -> list[int]:
-    """The caps of the first, second, ... bucket of each kind, with the last repeated for those after."""
+    """The caps of the first, second, ... bucket of each (dtype, device, group); the last one repeats."""
     if isinstance(cap_bytes, Sequence):
         named = {f"cap_bytes[{k}]": cap for k, cap in enumerate(cap_bytes)}
         if not named:
@@ -319,7 +322,7 @@ def _check_items(items: Sequence[Item], align_bytes: int) -> None:
 
 
 def _check_order(order: Sequence[int], items: Sequence[Item]) -> None:
-    """ValueError unless `order` names every item once; the message has at most three of each mistake."""
+    """ValueError unless `order` names every item once; the message shows at most three of each mistake."""
     count = Counter(order)
     wrong = [f"{index} is no item" for index in count if index not in range(len(items))][:3]
     twice = [index for index, times in count.items() if times > 1 and index in range(len(items))]

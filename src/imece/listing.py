@@ -1,4 +1,4 @@
-"""Names in a message, which is one line however many there are."""
+"""Lists of names within one line of a message, however many names there are."""
 
 from __future__ import annotations
 

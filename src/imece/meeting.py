@@ -1,4 +1,4 @@
-"""How the ranks of a job meet: what they compare, who shares a host, torch's process group of them all."""
+"""How the ranks of a job meet: what they compare, who shares a host, and torch's group of all ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from imece.store import swap_notes
 from imece.world import LOOPBACK, World, host_id
 
 MEETING_S = 600.0  # ranks that have not met by then never will
-# For ranks that go on without those that die, and abort NCCL's communicators themselves: torch's watchdog is
-# to do nothing at an error of one. Else it ends the process, which has done nothing wrong; or it sleeps for a
-# minute, and its monitor for eight, for dumps, and whoever destroys the group waits for both.
-# The monitor is left on (TORCH_NCCL_ENABLE_MONITORING): a process that is stuck in CUDA is to be replaced.
+# For ranks that go on without dead ones and abort NCCL's communicators themselves, torch's watchdog must do
+# nothing at an error. Otherwise it ends a healthy process; or it sleeps for a minute, and its monitor for
+# eight, to make dumps, and destroying the group waits for both.
+# The monitor stays on (TORCH_NCCL_ENABLE_MONITORING): a process that is stuck in CUDA should be replaced.
 _NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -39,7 +39,7 @@ def meet(
     timeout: timedelta,
     adopted: bool = False,
 ) -> Partition:
-    """Compare what all ranks want, and return the ranks of each host."""
+    """Check that all ranks want the same; return the ranks of each host."""
     own = adopted_backends(device, None).own if adopted else choose_backends(device, True, backend).own
     note: dict[str, Any] = {
         "world size": world.world_size,
@@ -69,7 +69,7 @@ def meet(
 
 
 def adopted_world(world: World) -> World:
-    """The world of the process group that exists, which a launcher's world must equal."""
+    """The world of the existing process group; UserError if a launcher describes another one."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if world.launcher == "single":
         return replace(world, rank=rank, world_size=size, local_rank=rank, local_world_size=size)
@@ -82,18 +82,18 @@ def adopted_world(world: World) -> World:
 
 
 def open_default_group(world: World, backend: str, store: dist.Store, timeout: timedelta) -> None:
-    """Without torch's `device_id`: torch would ask the group for its backend in C++, and one of "shm" has
-    none; and for every later group all ranks would split NCCL's communicator, where the members of a group
-    that has shm beside NCCL do not take part. The device is the current one.
+    """Open torch's default group, without `device_id`. With it torch would ask the group for its backend in
+    C++, which "shm" does not have; and for every later group all ranks would split NCCL's communicator, in
+    which the members of a group with shm beside NCCL do not take part. The device is the current one.
     """
     if world.master_addr in (LOOPBACK, "localhost", None) and world.agent_port is None:
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # or they would listen on the network
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # otherwise they listen on the network
             os.environ.setdefault(variable, "lo")
     if world.member is not None:
         for variable, value in _NCCL_SETTINGS.items():
             os.environ.setdefault(variable, value)
-    # By this count torch names the group, and its keys in the store. It counts before it makes the group, and
-    # only the end of one sets the count back: ranks that failed half-way would never find those that did not.
+    # torch names the group, and its keys in the store, by this count. It counts up before it makes the group,
+    # and only destroying a group resets the count: ranks that failed half-way would never find the others.
     dist.distributed_c10d._world.group_count = 0
     with connections.of_groups():
         dist.init_process_group(

@@ -1,9 +1,8 @@
 """The ranks of this job, arranged: axes, hosts, and every group over them.
 
-No other module creates groups, but meeting.py that of all ranks.
-
-The axes are those of axes.py. `init` reads the world, lets the ranks meet, which checks that they want the
-same, and returns the one `Mesh` of this process.
+No other module creates groups, except meeting.py, which opens the group of all ranks. axes.py defines the
+axes. `init` reads the world, lets the ranks meet and check that they want the same, and returns the one
+`Mesh` of this process.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from imece.store import connect, launchers_store, of_this_start
 from imece.world import BACKEND, World, read_world
 
 LANES = 2
-"""How many calls over hosts can go on at a time, each with a group inside the hosts for itself."""
+"""How many calls over hosts can be under way at a time: each has a group inside the hosts for itself."""
 _SHOWN_CHARS = 200
 
 before_closing: list[Callable[[], None]] = []
-"""What is done before a mesh destroys its groups."""
+"""Called before a mesh destroys its groups."""
 once_arranged: list[Callable[[], None]] = []
-"""What is done once a mesh has its ranks, and again when it has others."""
+"""Called when a mesh has got its ranks, and again when it has got others."""
 once_lost: list[Callable[[str], None]] = []
-"""What ends waits for ranks that are gone, for the reason given, while the mesh has them. From any thread."""
+"""Called with a reason when ranks are gone, to end all waits for them. May be called from any thread."""
 ended_last: list[Callable[[], None]] = []
-"""What is to go on until all else that this process does at its exit is done."""
+"""Called at the exit of this process, after all other exit handlers."""
 
 
 @atexit.register  # here, before others can: what is registered first is called last
@@ -50,15 +49,15 @@ def _end_the_last() -> None:
         end()
 
 
-Lane = int | str  # of the groups of the same ranks: 0, the usual one, or what it is for
+Lane = int | str  # among groups of the same ranks: 0 is the usual one, a name says what another is for
 
 
 class Mesh:
-    """The ranks of this job, arranged. `imece.init` makes it; all ranks hold one of equal shape.
+    """The ranks of this job, arranged. `imece.init` makes one on each rank, all of equal shape.
 
-    On CPUs of several hosts the groups of hosts are there from the beginning. Methods that hand out another
-    one create it on first use. That is a call of the whole world: all ranks ask for the same groups in the
-    same order, as with any collective; a rank that does not is told so.
+    On CPUs of several hosts the groups of hosts exist from the beginning. A method that returns any other
+    group creates it on first use. That is a call of the whole world: all ranks must ask for the same groups
+    in the same order, as with any collective; otherwise they get an error.
     """
 
     def __init__(
@@ -73,8 +72,8 @@ class Mesh:
         timeout: timedelta,
         owns_world: bool,
     ) -> None:
-        """`hosts`: the global ranks of each host; `sizes`: as check_axes gives them; `owns_world`: whether
-        closing the mesh also destroys torch's default group. torch.distributed is initialized already."""
+        """hosts: the global ranks of each host. sizes: as `check_axes` returns them. owns_world: closing the
+        mesh also destroys torch's default group. torch.distributed must be initialized."""
         self.device = device
         self._timeout = timeout
         self._owns_world = owns_world
@@ -93,7 +92,7 @@ class Mesh:
         sizes: Mapping[str, int],
         store: dist.Store,
     ) -> None:
-        """Be the mesh of these ranks, whose default group is open."""
+        """Become the mesh of these ranks, whose default group is open."""
         self.world = world
         self.backend = backends.own
         self.hosts = hosts
@@ -112,7 +111,7 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        """This process among all ranks."""
+        """This process' number among all ranks."""
         return self.world.rank
 
     @property
@@ -122,8 +121,8 @@ class Mesh:
 
     @property
     def can_change(self) -> bool:
-        """Whether others can take the place of these ranks: not where axes were asked for, nor in a process
-        group of somebody else's."""
+        """Whether other ranks can replace these: not if axes were asked for, nor in a process group that
+        imece did not open."""
         return self._owns_world and _opened_with[0] is None
 
     def size(self, axis: str) -> int:
@@ -132,18 +131,18 @@ class Mesh:
         return self._sizes[axis]
 
     def coordinate(self, axis: str) -> int:
-        """This rank's place along `axis`, from 0."""
+        """This rank's position along `axis`, from 0."""
         self._check((axis,))
         return coordinates(self.rank, self._sizes)[axis]
 
     def group(self, *axes: str) -> dist.ProcessGroup:
-        """The group of the ranks that differ from this one only along `axes`, ascending by rank."""
+        """The group of ranks that differ from this one only along `axes`, in ascending order."""
         self._check(axes)
         return self._group(partition(axes, self._sizes))
 
     def batching_group(self, *axes: str) -> dist.ProcessGroup:
-        """As `group`; on GPUs one in which torch.distributed.batch_isend_irecv makes a batch of messages:
-        before torch 2.14 it does so in groups of torch's own class only."""
+        """As `group`, for torch.distributed.batch_isend_irecv. On GPUs this is another group: before torch
+        2.14 only groups of torch's own class send a batch of messages as one."""
         group = self.group(*axes)
         if self.device.type == "cpu" or type(group) is dist.ProcessGroup:
             return group
@@ -151,17 +150,17 @@ class Mesh:
 
     @property
     def world_group(self) -> dist.ProcessGroup:
-        """All ranks."""
+        """The group of all ranks."""
         return self._groups[self._whole, 0]
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """The ranks that train one model on data of their own: those along replicate, shard and context."""
+        """The ranks that train one model on different data: those along replicate, shard and context."""
         return self.group("replicate", "shard", "context")
 
     @property
     def batch_ranks(self) -> int:
-        """How many shares of the data there are: the ranks along replicate and shard."""
+        """The number of shares of the data: the ranks along replicate and shard."""
         return self._sizes["replicate"] * self._sizes["shard"]
 
     @property
@@ -176,18 +175,18 @@ class Mesh:
         return self._group(self.hosts)
 
     def host_group_in(self, lane: int) -> dist.ProcessGroup:
-        """The ranks of this host once more: for calls beside those on `host_group`, which is lane 0."""
+        """Another group of this host's ranks, for calls beside those on `host_group`, which is lane 0."""
         return self._group(self.hosts, lane)
 
     @property
     def cross_group(self) -> dist.ProcessGroup | None:
-        """One rank of each host: those with this rank's index there. None if hosts differ in size."""
+        """The ranks with this rank's index on each host, one per host. None if hosts differ in size."""
         crossed = crossing(self.hosts)
         return None if crossed is None else self._group(crossed)
 
     @property
     def has_groups_of_hosts(self) -> bool:
-        """Whether nothing is to be made for `host_group` and `cross_group`, together with all ranks."""
+        """Whether `host_group` and `cross_group` can be had without a call of all ranks."""
         crossed = crossing(self.hosts)
         return crossed is None or {(self.hosts, 0), (crossed, 0)} <= self._groups.keys()
 
@@ -207,19 +206,19 @@ class Mesh:
         return self._device_mesh
 
     def decide(self, key: str, text: str) -> None:
-        """Leave what these ranks have agreed on to those that join later, and run the same lines alone."""
+        """Store what these ranks have agreed on, for ranks that join later and run the same lines alone."""
         if self.world.member is not None:
             self._launchers.set(f"imece/decided/{key}", text)
 
     def decided(self, key: str) -> str | None:
-        """What others have left; None if nobody on this host was there to do it."""
+        """What `decide` stored; None if no rank of this host did."""
         name = f"imece/decided/{key}"
         return self._launchers.get(name).decode() if self._launchers.check([name]) else None
 
     def close(self) -> None:
         """Destroy the groups, the last one first, and tell the launcher that this rank leaves in order.
 
-        In a forked copy of the rank it does nothing.
+        In a forked copy of the rank this does nothing.
         """
         if self._closed or os.getpid() != self._pid:
             return
@@ -240,7 +239,7 @@ class Mesh:
     @property
     def _destroyed(self) -> bool:
         """Whether the script has called dist.destroy_process_group(), which ends all groups."""
-        known = self._groups.get((self._whole, 0))  # none if `reform` got no further
+        known = self._groups.get((self._whole, 0))  # None if `reform` failed half-way
         return known is not None and known is not dist.group.WORLD
 
     def _check(self, axes: Sequence[str]) -> None:
@@ -251,9 +250,10 @@ class Mesh:
             raise UserError(f"{named}: name one or more different axes of {', '.join(AXES)}")
 
     def _make_groups_of_hosts(self) -> None:
-        """All that a call over hosts needs, lanes too.
+        """Make all groups that a call over hosts needs, lanes too.
 
-        On GPUs such a call is made on request only, and a group of NCCL may cost memory: on first use there.
+        Not on GPUs: there such a call is made only on request, and NCCL's groups cost memory, so each group
+        is made on first use.
         """
         if self.device.type != "cpu" or len(self.hosts) == 1 or self.cross_group is None:
             return
@@ -261,7 +261,7 @@ class Mesh:
             self.host_group_in(lane)
 
     def _group(self, sets: Partition, lane: Lane = 0, backend: str | None = None) -> dist.ProcessGroup:
-        """backend: another than is usual for these ranks, then always with a lane of its own."""
+        """backend: another one than usual for these ranks; such a group needs a lane of its own."""
         if (sets, lane) not in self._groups:
             self._check_same_order(sets)
             on_host = all(any(set(ranks) <= set(host) for host in self.hosts) for ranks in sets)
@@ -275,7 +275,7 @@ class Mesh:
         return self._groups[sets, lane]
 
     def _check_same_order(self, sets: Partition) -> None:
-        """Creating different groups on different ranks would hang for the whole timeout."""
+        """UserError if another rank creates another group now: that would hang for the whole timeout."""
         key, mine = f"group/{len(self._groups)}", repr(sets)
         theirs = self._store.compare_set(key, "", mine).decode()
         if theirs != mine:
@@ -302,22 +302,25 @@ def init(
 ) -> Mesh:
     """Join the ranks that a launcher started (or be the only one) and return their mesh.
 
-    axes: sizes by name whose product is the number of ranks; all in "replicate" by default.
-    ranks: the number of ranks the script is made for; any other is an error.
-    backend: of torch.distributed; by default IMECE_BACKEND of the environment, else "shm" on one host's CPUs,
-        "gloo" for CPUs of several hosts, and NCCL beside either of them on GPUs. Ranks that share a GPU take
-        "gloo".
+    axes: sizes by name whose product is the number of ranks; by default all ranks are along "replicate".
+    ranks: the number of ranks the script is made for; any other number is an error.
+    backend: of torch.distributed; by default the environment variable IMECE_BACKEND, else "shm" for the CPUs
+        of one host, "gloo" for CPUs of several hosts, and NCCL beside either of them on GPUs. Ranks that
+        share a GPU need "gloo".
     device: "cpu" or "cuda[:i]"; by default this rank's own GPU if the host has any.
     timeout: for collectives, and (up to 10 minutes) for the ranks to meet.
 
-    A process group that exists already is adopted. A second call with the same arguments returns the
-    same mesh. The mesh is closed when the process ends, by `close()`, or by torch's
-    `dist.destroy_process_group()`, after which a call opens a new one. SIGUSR1 makes this rank print its
-    stacks and last calls, if this is the main thread and the program has no handler of its own. On a CPU
-    glibc keeps what is freed from the first optimizer step on, for the next one, unless the environment sets
-    its thresholds (MALLOC_TRIM_THRESHOLD_, GLIBC_TUNABLES).
-    Raises UserError if the world is not the one asked for, or the ranks do not ask for the same; and where
-    multiprocessing imports the script once more, which would open it a second time.
+    An existing process group is adopted. A second call with the same arguments returns the same mesh. The
+    mesh is closed when the process ends, by `close()`, or by torch's `dist.destroy_process_group()`; after
+    that a call opens a new one.
+
+    On SIGUSR1 this rank prints its stacks and last calls, if `init` ran in the main thread and the program
+    has no handler of its own. On a CPU, glibc keeps memory that is freed after the first optimizer step, so
+    that the next step need not fetch it from the system, unless the environment sets glibc's thresholds
+    (MALLOC_TRIM_THRESHOLD_, GLIBC_TUNABLES).
+
+    UserError if the world is not the one asked for, if ranks ask for different things, or if multiprocessing
+    imports the script again, which would open the world a second time.
     """
     global _open, _opened_with, _openings
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -360,54 +363,56 @@ def init(
 
 
 def _differences(before: _Asked, now: _Asked) -> tuple[str, str]:
-    """The arguments in which two calls of init() are not alike, of the one and of the other."""
+    """The arguments that differ between two calls of init(): those of the first, those of the second."""
     names = ("axes", "ranks", "backend", "device", "timeout")
     both = [(name, a, b) for name, a, b in zip(names, before, now, strict=True) if a != b]
     return ", ".join(f"{name}={a}" for name, a, _ in both), ", ".join(f"{name}={b}" for name, _, b in both)
 
 
 def reform(rank: int, world_size: int, store: dist.Store) -> Mesh:
-    """The open mesh over other ranks: the same object, with groups of its own in place of all there were.
+    """Put other ranks into the open mesh: it stays the same object, and gets new groups in place of all old
+    ones.
 
-    store: of these ranks alone. All of them call it, whatever worlds they come from; nothing is asked of
-    those that are gone. What the mesh handed out before (groups, torch's DeviceMesh) is of no use any more.
-    A rank waits for the others as long as a collective does, and one that joins as long as it takes.
-    UserError for a mesh that was opened with sizes of axes, or on a process group of somebody else, and where
-    others did not come.
+    store: used by the new ranks alone. All of them call this, whichever world they come from; ranks that are
+    gone are not asked. Groups and DeviceMeshes that the mesh handed out before can no longer be used. A rank
+    waits for the others as long as a collective would; a rank that joins waits without limit.
+    UserError if the mesh was opened with axes, or on a process group that imece did not open, or if others do
+    not come.
     """
     mesh = current()
     asked_axes, _, backend, _, timeout = _opened_with
     if not mesh.can_change:
         why = f"axes {asked_axes}" if asked_axes is not None else "a process group that existed before"
         raise UserError(f"imece.init() was called with {why}: such a world cannot change its ranks")
-    # Gloo's connections end with the last reference to a group, and others wait for that.
+    # Gloo closes a group's connections with the last reference to it, and other ranks wait for that.
     mesh._groups, mesh._created, mesh._device_mesh = {}, [], None
     if dist.is_initialized():  # else the last attempt got no further
         dist.destroy_process_group()
     world = replace(mesh.world, rank=rank, world_size=world_size, joining=False)
     sizes = check_axes(None, world_size)
-    # Others come when their step is over and what they do after it, an evaluation say. One that joins has no
-    # part in that, and sets it no limit: who has gone raises from the store, and for a rank that lives and
-    # never comes the others set one, in their collectives and here.
+    # The others come after their step and whatever follows it, such as an evaluation, so a rank that joins
+    # sets no limit. If a rank is gone, the store raises; if a rank lives but never comes, the others'
+    # timeouts end the wait, in their collectives and here.
     patience = timedelta.max if mesh.world.joining else timeout
     hosts = meet(store, world, sizes, backend, mesh.device, patience)
     backends = choose_backends(mesh.device, len(hosts) == 1, backend)
     hook = sys.excepthook
     open_default_group(world, backends.world, store, timeout)
-    sys.excepthook = hook  # torch puts one around it each time, which prefixes every line
+    sys.excepthook = hook  # torch wraps it each time, which prefixes every line
     mesh._take(world, backends, hosts, sizes, dist.PrefixStore("mesh", store))
     return mesh
 
 
 def current() -> Mesh:
-    """The mesh that `imece.init` made; UserError if there is none."""
+    """The mesh that `imece.init` opened; UserError if there is none."""
     if _open is None:
         raise UserError("there is no mesh of ranks yet: call imece.init() first")
     return _open
 
 
 def hosts_in(group: dist.ProcessGroup) -> Partition | None:
-    """The ranks of `group`, counted in it, of each host that has some; None before `imece.init`."""
+    """The ranks of `group`, numbered within the group, by host; hosts without any are left out. None before
+    `imece.init`."""
     if _open is None:
         return None
     places = {rank: at for at, rank in enumerate(dist.get_process_group_ranks(group))}

@@ -1,7 +1,7 @@
-"""What `import imece` changes in a process, without waiting for torch, which takes a second.
+"""What `import imece` changes in a process, without waiting for torch, which takes a second to import.
 
-"shm" is made known to torch.distributed as soon as torch is there, whoever imports it. Nothing of imece is
-imported at that moment: whoever is just importing torch may be a module of ours.
+"shm" becomes known to torch.distributed as soon as torch is imported, by whoever. Nothing of imece is
+imported at that moment: the module that imports torch may be one of imece's, and only half done.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _after_torch(call: Callable[[], None]) -> None:
 
 
 class _Finder:
-    """Finds torch as Python would, once, with a loader that calls back. Neither is derived from a class of
-    importlib.abc: to import that takes as long as all the rest of `import imece`.
+    """Finds torch once, as Python would, with a loader that calls back. Neither class derives from
+    importlib.abc: importing that takes as long as the rest of `import imece`.
     """
 
     def __init__(self, call: Callable[[], None]) -> None:

@@ -1,8 +1,8 @@
 """What a rank tells its launcher through the store: that it runs, why it failed, that it left in order.
 
-Exit statuses alone cannot tell a finished rank from one that called os._exit(0) in the middle, nor which
-of two tracebacks came first. Times are of the host's monotonic clock, which its processes share. A rank is
-known by its number as a member (membership/roster.py), or as a rank to a launcher that gives no such numbers.
+Exit statuses alone cannot tell a finished rank from one that called os._exit(0) in the middle, nor which of
+two tracebacks came first. Times are of the host's monotonic clock, which its processes share. The launcher
+knows a rank by its number as a member (membership/roster.py), or by its rank if there are no such numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from imece.store import read_note
 if TYPE_CHECKING:  # a launcher does not wait for torch before it starts ranks
     import torch.distributed as dist
 
-# What Gloo, NCCL and the store say when the other side has gone, or the way to it.
+# What Gloo, NCCL and the store say when the other side, or the way to it, is gone.
 _PEER_GONE = (
     "connection closed", "connection reset", "broken pipe", "remote process exited",
     "connection refused", "connection timed out", "connection was likely closed", "socket closed",
@@ -36,15 +36,15 @@ class Failure:
 
     time_s: float
     kind: str
-    """The exception's class, as "ValueError"."""
+    """The exception's class, such as "ValueError"."""
     message: str
-    """Its first 500 characters."""
+    """The first 500 characters of its message."""
     because_of_peer: bool
-    """Whether it only says that another rank has gone, and so is not the first cause."""
+    """Whether the error only says that another rank is gone, and so is not the first cause."""
 
 
 def describe(error: BaseException) -> Failure:
-    """`error` as it is told to the launcher, with the present time."""
+    """`error` as the launcher gets it, with the present time."""
     import torch.distributed as dist
 
     message = str(error)
@@ -54,33 +54,33 @@ def describe(error: BaseException) -> Failure:
 
 
 def says_peer_gone(message: str) -> bool:
-    """Whether torch says there that another process has ended, or cannot be reached any more."""
+    """Whether this message of torch says that another process has ended or cannot be reached any more."""
     return any(sign in message.lower() for sign in _PEER_GONE)
 
 
 def says_timed_out(message: str) -> bool:
-    """Whether torch says there that something took longer than it was given."""
+    """Whether this message of torch says that something ran into a timeout."""
     return any(sign in message.lower() for sign in ("timed out", "timeout"))
 
 
 def tell_running(store: dist.Store, member: int) -> None:
-    """From now on, leaving with status 0 and without `tell_closed` is a failure; this process is the rank,
-    whatever the launcher has started to start it."""
+    """From now on it is a failure to exit with status 0 without `tell_closed`. Also tells that this process
+    is the rank, which the launcher may have started through another program."""
     store.set(_key(member, "pid"), str(os.getpid()))
     store.set(_key(member, "state"), "running")
 
 
 def tell_closed(store: dist.Store, member: int) -> None:
-    """The rank leaves in order."""
+    """Tell that the rank leaves in order."""
     store.set(_key(member, "state"), "closed")
 
 
 def tell_failures(store: dist.Store, member: int) -> Callable[[], None]:
-    """Report the exception that will end this process, if one does, before the usual traceback.
+    """If an exception ends this process, report it before the usual traceback is printed.
 
-    Of an error that only says that another rank has gone, the traceback names what the program did, not what
-    imece and torch made of it: those of many ranks would bury the one that says why.
-    Returns a function that stops it. In a forked copy of the process it tells nothing.
+    If the error only says that another rank is gone, the traceback leaves out the frames of imece and torch:
+    those of many ranks would bury the one that gives the cause.
+    Returns a function that ends the reporting. In a forked copy of the process nothing is reported.
     """
     before, pid = sys.excepthook, os.getpid()
 
@@ -89,14 +89,14 @@ def tell_failures(store: dist.Store, member: int) -> Callable[[], None]:
         try:
             if os.getpid() == pid:
                 store.set(_key(member, "failure"), json.dumps(asdict(failure)))
-        except RuntimeError as gone:  # the launcher went first: then the traceback itself is all there is
+        except RuntimeError as gone:  # the launcher ended first; the traceback is all there is
             print(f"imece: member {member} cannot report its failure: {gone}", file=sys.stderr)
         if failure.because_of_peer:
             trace = error.__traceback__ = _of_the_program(trace)
         before(kind, error, trace)
 
     def stop() -> None:
-        if sys.excepthook is hook:  # else someone has put theirs around ours
+        if sys.excepthook is hook:  # else someone has wrapped ours
             sys.excepthook = before
 
     sys.excepthook = hook
@@ -104,7 +104,7 @@ def tell_failures(store: dist.Store, member: int) -> Callable[[], None]:
 
 
 def _of_the_program(trace: TracebackType | None) -> TracebackType | None:
-    """Without what happened inside of imece and torch."""
+    """The trace without frames of imece and torch."""
     if trace is None:
         return None
     rest = _of_the_program(trace.tb_next)
@@ -115,24 +115,24 @@ def _of_the_program(trace: TracebackType | None) -> TracebackType | None:
 
 
 def pid_of(store: dist.Store, member: int) -> int | None:
-    """The process that is `member`, if it has told: out of a container, that may be another one's number."""
+    """The process id that `member` has told; within a container it may be another process' number outside."""
     key = _key(member, "pid")
     text = store.get(key).decode(errors="replace") if store.check([key]) else ""
     return int(text) if text.isdecimal() else None
 
 
 def left_early(store: dist.Store, member: int) -> bool:
-    """Whether `member`, which has exited, was in the middle of a world that imece.init() had opened."""
+    """Whether `member`, which has exited, was still in a world that imece.init() had opened."""
     return store.check([_key(member, "state")]) and store.get(_key(member, "state")) == b"running"
 
 
 def has_closed(store: dist.Store, member: int) -> bool:
-    """Whether `member` has told that it leaves in order, though it may still run."""
+    """Whether `member` has told that it leaves in order; it may still run."""
     return store.check([_key(member, "state")]) and store.get(_key(member, "state")) == b"closed"
 
 
 def read_failure(store: dist.Store, member: int) -> Failure | None:
-    """The exception that ended `member`, if it could tell."""
+    """The exception that ended `member`, if it could report one."""
     key = _key(member, "failure")
     if not store.check([key]):
         return None
@@ -146,7 +146,7 @@ def read_failure(store: dist.Store, member: int) -> Failure | None:
 
 
 def forget(store: dist.Store, member: int) -> None:
-    """One that has ended: nothing of this is asked about it any more."""
+    """Remove what is stored about a member that has ended and will not be asked about again."""
     for name in ("state", "pid", "failure"):
         store.delete_key(_key(member, name))
 

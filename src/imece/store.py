@@ -1,7 +1,7 @@
 """Where ranks meet before they have a group: a torch key-value store that only its own ranks can reach.
 
-torch's TCPStore("127.0.0.1") listens on every interface of the host. Here the socket is ours, bound to one
-address, and handed to the store. What ranks leave in the store is JSON of limited size, never a pickle.
+torch's TCPStore("127.0.0.1") listens on every interface of the host. Here imece binds the socket to one
+address and hands it to the store. Ranks store JSON of limited size, never a pickle.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _MPI_PARENTS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "prterun", "prted", "ort
 
 
 def listen(address: str = LOOPBACK, port: int = 0) -> socket.socket:
-    """A socket that listens on `address` alone, at a free port for port 0. Ranks may connect from now on.
+    """A socket that listens on `address` alone; port 0 takes a free port. Ranks may connect from now on.
 
-    Raises OSError if the port is taken.
+    OSError if the port is taken.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
@@ -49,7 +49,7 @@ def listen_here() -> socket.socket:
     """A socket that listens on loopback, at a free port. UserError if loopback is down."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-            route.connect((LOOPBACK, 9))  # looks up the way, and sends nothing: some listen, and none come
+            route.connect((LOOPBACK, 9))  # looks up the route and sends nothing
         return listen()
     except OSError as error:
         why = f"cannot listen on {LOOPBACK} ({error.strerror})"
@@ -57,7 +57,7 @@ def listen_here() -> socket.socket:
 
 
 def serve(listener: socket.socket) -> dist.Store:
-    """A store that this process serves at `listener`, which it takes over.
+    """A store that this process serves at `listener`, and that takes the listener over.
 
     Returns at once, without waiting for ranks. The port closes with the store or with this process.
     """
@@ -79,10 +79,10 @@ def connect(
 ) -> tuple[dist.Store, World]:
     """The store of `world`'s ranks, and the world with the address and port that were used.
 
-    A launcher that serves the store (torchrun, imece launch) is asked for it; otherwise rank 0 serves it,
-    on loopback if the ranks share a host. One rank that nobody launched opens no port, and one that joins
-    meets nobody yet.
-    Raises UserError if the port is taken, belongs to another job or never opens.
+    If a launcher serves the store (torchrun, imece launch), this connects to it; otherwise rank 0 serves it,
+    on loopback if the ranks share a host. A single rank that nobody launched opens no port, and a rank that
+    joins meets nobody yet.
+    UserError if the port is taken, belongs to another job or never opens.
     """
     import torch.distributed as dist
 
@@ -107,9 +107,10 @@ def connect(
 
 
 def client(address: str, port: int, timeout: timedelta) -> dist.Store:
-    """A connection of its own to the store that another process serves; one that waits keeps others waiting.
+    """A new connection to the store that another process serves. A connection that waits for a key keeps
+    other callers waiting, so whoever waits needs one of its own.
 
-    timeout: for it to open, and for whoever waits for a key.
+    timeout: for the port to open, and for each wait for a key.
     """
     import torch.distributed as dist
 
@@ -117,9 +118,9 @@ def client(address: str, port: int, timeout: timedelta) -> dist.Store:
 
 
 def launchers_store(world: World, meeting: dist.Store, timeout: timedelta) -> dist.Store:
-    """The one through which a rank tells its launcher how it is. meeting: where its ranks meet.
+    """The store through which a rank talks to its launcher. meeting: the store where its ranks meet.
 
-    On one host a launcher serves one store for both; on several, each host's has its own, on loopback.
+    On one host these are the same; on several, each host's launcher serves a store of its own, on loopback.
     """
     if world.agent_port is not None:
         return client(LOOPBACK, world.agent_port, timeout)
@@ -135,12 +136,12 @@ def of_this_start(
     timeout: timedelta,
     environ: Mapping[str, str] = os.environ,
 ) -> dist.Store:
-    """The part of `store` that no earlier start of these ranks has written to; all ranks call it.
+    """The part of `store` that no earlier start of these ranks has written to; all ranks call this.
 
-    A launcher may serve one store for all starts, and torchrun's agents on several hosts do not count these
-    alike. So rank 0 makes a name up. The others believe what answers the word that they have just said, for
-    ranks that have ended have left theirs. Raises UserError if two processes claim one rank, or naming the
-    ranks that did not come in time.
+    A launcher may serve one store for all starts, and torchrun's agents on several hosts do not count starts
+    alike. So rank 0 makes up a name. Another rank accepts it only if it answers the word that this rank has
+    just written: what ended ranks wrote is still in the store. UserError if two processes claim one rank, or
+    if ranks do not come in time; the message names them.
     """
     if not _served_by_launcher(environ):
         return store  # rank 0 of this start serves it
@@ -171,9 +172,10 @@ def of_this_start(
 def swap_notes(
     store: dist.Store, rank: int, world_size: int, note: Mapping[str, Any], timeout: timedelta
 ) -> list[dict[str, Any]]:
-    """Every rank's note (JSON of at most 16 KiB), in the order of ranks; all ranks call it once per `store`.
+    """Every rank's note (JSON of at most 16 KiB), in the order of ranks; all ranks call this once per
+    `store`.
 
-    Raises UserError if two processes claim one rank, or naming the ranks that did not come in time.
+    UserError if two processes claim one rank, or if ranks do not come in time; the message names them.
     """
     message = json.dumps(dict(note))
     if len(message) > MESSAGE_LIMIT_BYTES:
@@ -191,7 +193,7 @@ def swap_notes(
 
 
 def read_note(data: bytes, sender: str, limit_bytes: int = MESSAGE_LIMIT_BYTES) -> dict[str, Any]:
-    """The JSON object in `data`, which `sender` left; UserError if it is too long or not one."""
+    """The JSON object in `data`, written by `sender`; UserError if it is too long or no JSON object."""
     try:
         note = json.loads(data) if len(data) <= limit_bytes else None
     except (ValueError, RecursionError):
@@ -214,7 +216,7 @@ def _never_came(rank: int, world_size: int, waiting: Sequence[int], timeout: tim
 
 
 def root_store(store: dist.Store) -> dist.Store:
-    """The store below all prefixes, which a launcher sees."""
+    """The store below all prefixes, as a launcher sees it."""
     import torch.distributed as dist
 
     while isinstance(store, dist.PrefixStore):
@@ -227,7 +229,7 @@ def _served_by_launcher(environ: Mapping[str, str]) -> bool:
 
 
 def _meeting_point(world: World) -> tuple[str, int, str | None]:
-    """Address, port, and the job's name if the port was derived from it."""
+    """Address and port, and the job's name if the port was derived from it."""
     if world.master_addr is not None and world.master_port is not None:
         return world.master_addr, world.master_port, world.job
     parent = _mpi_parent()
@@ -240,7 +242,7 @@ def _meeting_point(world: World) -> tuple[str, int, str | None]:
 
 
 def _mpi_parent() -> str | None:
-    """Names the MPI launcher's process above this one, which all ranks of a job on this host share."""
+    """A name of the MPI launcher's process above this one, which all ranks of a job on this host share."""
     for process in psutil.Process().parents():
         if process.name().startswith(_MPI_PARENTS):
             return f"{process.name()} {process.pid} {process.create_time()}"
@@ -250,7 +252,7 @@ def _mpi_parent() -> str | None:
 def _serve(address: str, port: int, world: World, timeout: timedelta) -> dist.Store:
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][4][0]
-    except (OSError, UnicodeError) as error:  # the latter: no host's name at all
+    except (OSError, UnicodeError) as error:  # UnicodeError: this is no host name at all
         raise UserError(f"MASTER_ADDR={address} is not a host that rank 0 can find: {error}") from None
     target = str(found)
     one_host = world.local_world_size == world.world_size
@@ -267,7 +269,7 @@ def _serve(address: str, port: int, world: World, timeout: timedelta) -> dist.St
 
 
 def _await_port(address: str, port: int, world: World, timeout: timedelta) -> None:
-    """Wait until something listens, because a TCPStore that finds nothing prints pages of C++ frames."""
+    """Wait until something listens: a TCPStore that finds nothing prints pages of C++ frames."""
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:

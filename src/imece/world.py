@@ -1,7 +1,7 @@
 """Which rank am I, of how many, on which host: the environment, read once.
 
-Nothing here talks to another rank. `read_world` believes a launcher only if all launchers that left
-their variables agree; a world of another size than the one asked for would train silently wrong.
+Nothing here talks to another rank. If several launchers left their variables, `read_world` wants them to
+agree: a world of another size than the user asked for would train silently wrong.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Launcher = Literal["torchrun", "slurm", "openmpi", "mpich", "single"]
 
 LOOPBACK = "127.0.0.1"
 MEMBER = "IMECE_MEMBER"
-"""The environment variable with a process' number as a member of its job (membership/roster.py)."""
+"""The environment variable that holds this process' number as a member of its job (membership/roster.py)."""
 JOINING = "IMECE_JOINING"
-"""Set to 1 for a member that was started later: it is a world of its own until it is taken in."""
+"""Set to 1 for a member that was started later: it is a world of one rank until the others take it in."""
 AGENT_PORT = "IMECE_AGENT_PORT"
-"""On several hosts: the port on loopback at which this host's launcher serves a store to its own ranks."""
+"""On several hosts: the loopback port at which this host's launcher serves a store to its own ranks."""
 BACKEND = "IMECE_BACKEND"
-"""The environment variable with the backend that `imece.init` takes where a script names none."""
+"""The environment variable with the backend that `imece.init` takes if the script names none."""
 BACKENDS = ("shm", "gloo", "nccl", "mpi", "ucc", "xccl")
-"""What it may name: ours and torch's."""
+"""The values that IMECE_BACKEND may have: imece's "shm" and torch's backends."""
 SCHEDULE = "IMECE_SCHEDULE"
-"""The one with the schedule of every collective that knows it (collectives/auto.py)."""
+"""The environment variable with a schedule for every collective that knows it (collectives/auto.py)."""
 _MOST_RANKS = 1_000_000
 # Below Linux' ephemeral ports (32768 and up), so that a derived port is rarely taken by a client.
 _FIRST_PORT, _PORTS = 15_000, 17_000
@@ -40,18 +40,18 @@ _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
 @dataclass(frozen=True)
 class World:
-    """What one process knows of the ranks before it has met any of them.
+    """What one process knows about its world before it has met another rank.
 
-    rank, world_size: this process among all of them, from 0 on, and how many there are.
+    rank, world_size: this process' number among all ranks, from 0 on, and the number of ranks.
     local_rank, local_world_size: the same among the ranks of this host, as the launcher counts them.
-    host: equal for two ranks exactly if they share a host (see `host_id`).
-    launcher: whose variables say so, "torchrun" (`imece launch` too), "slurm", "openmpi", "mpich"; "single"
-        where there are none.
-    master_addr, master_port: where the store listens in which ranks meet; None if nothing says so.
-    job: names this job among others on the same host; None if only the port tells jobs apart.
+    host: two ranks have the same name here if and only if they share a host (see `host_id`).
+    launcher: whose variables say this: "torchrun" (`imece launch` sets the same), "slurm", "openmpi",
+        "mpich"; "single" if there are none.
+    master_addr, master_port: where the store listens in which ranks meet; None if no variable says so.
+    job: tells this job from others on the same host; None if only the port does.
     member: this process' number as a member of its job, which never changes; None if the launcher gives none.
-    joining: whether it was started to take the place of one that died, and is alone until it is taken in.
-    agent_port: on loopback, the store of this host's launcher; None if that is the one in which ranks meet.
+    joining: this process was started to replace one that died, and is alone until the others take it in.
+    agent_port: the loopback port of this host's launcher's store; None if ranks meet in that same store.
     """
 
     rank: int
@@ -69,13 +69,13 @@ class World:
 
     @property
     def known_as(self) -> int:
-        """The number under which its launcher knows it."""
+        """The number under which the launcher knows this process."""
         return self.rank if self.member is None else self.member
 
 
 @dataclass(frozen=True)
 class _Claim:
-    """What one launcher says."""
+    """What the variables of one launcher say."""
 
     launcher: Launcher
     rank: int
@@ -83,14 +83,14 @@ class _Claim:
     local_rank: int
     local_world_size: int
     said_in: str
-    """The variable that holds world_size, for messages."""
+    """The name of the variable with world_size, for messages."""
     job: str | None = None
 
 
 def read_world(environ: Mapping[str, str] = os.environ) -> World:
-    """The world that the launcher's variables in `environ` describe; one rank if there are none.
+    """The world that the launchers' variables in `environ` describe; one rank if there are none.
 
-    Raises UserError if a launcher's variables are incomplete or malformed, or if two launchers disagree.
+    UserError if a launcher's variables are incomplete or malformed, or if two launchers disagree.
     """
     if environ.get(JOINING) == "1":
         return _joining_world(environ)
@@ -127,7 +127,7 @@ def read_world(environ: Mapping[str, str] = os.environ) -> World:
 
 
 def _joining_world(environ: Mapping[str, str]) -> World:
-    """One rank, with the place on its host of the one that it replaces."""
+    """A world of one rank, with the local rank of the process that it replaces."""
     for name in (MEMBER, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         if name not in environ:
             raise UserError(f"the environment has {JOINING}=1 but not {name}: only imece launch sets them")
@@ -147,16 +147,16 @@ def _joining_world(environ: Mapping[str, str]) -> World:
 
 
 def _agent_port(environ: Mapping[str, str]) -> int | None:
-    """Of members only: what a rank starts inherits its environment, and is no member of its job."""
+    """None unless this is a member: a process that a rank starts inherits the variables, but is no member."""
     if MEMBER not in environ or AGENT_PORT not in environ:
         return None
     return _number(environ, AGENT_PORT, least=1, most=65_535)
 
 
 def host_id(environ: Mapping[str, str] = os.environ) -> str:
-    """A name that two processes share exactly if they share a host: its memory, boot and process ids.
+    """A name that two processes share if and only if they share a host: its memory, boot and process ids.
 
-    IMECE_HOST overrides it, which makes several hosts out of one for tests.
+    IMECE_HOST overrides it, so that tests can make several hosts out of one.
     """
     given = environ.get("IMECE_HOST", "")
     if given:
@@ -171,14 +171,14 @@ def host_id(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def derived_port(job: str) -> int:
-    """The port on which the ranks of `job` meet when nobody gave MASTER_PORT: the same for all of them."""
+    """The port on which the ranks of `job` meet if nobody sets MASTER_PORT: the same on all ranks."""
     return _FIRST_PORT + int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "big") % _PORTS
 
 
 def first_host(nodelist: str) -> str:
     """The first host of a SLURM node list: "gpu[07-09,12],cpu1" -> "gpu07".
 
-    Raises UserError if it is not a node list.
+    UserError if `nodelist` is not a node list.
     """
     match = re.match(r"([^\[\],\s]+)(?:\[(\d+)(?:-\d+)?(?:,[\d,-]+)?\]([^\[\],\s]*))?(?:,|$)", nodelist)
     if match is None:
@@ -197,7 +197,7 @@ def _number(environ: Mapping[str, str], name: str, *, least: int = 0, most: int 
 def _claim(
     environ: Mapping[str, str], launcher: Launcher, names: tuple[str, str, str, str], job: str | None = None
 ) -> _Claim:
-    """The claim in the variables `names`: rank, world size, local rank, local world size."""
+    """What the four variables `names` say: rank, world size, local rank, local world size."""
     missing = [name for name in names if name not in environ]
     if missing:
         there = next(name for name in names if name in environ)
@@ -249,7 +249,7 @@ def _openmpi(environ: Mapping[str, str]) -> _Claim | None:
 
 def _mpich(environ: Mapping[str, str]) -> _Claim | None:
     names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    # srun --mpi=pmi2 sets the first two as well; only Hydra also says who is local.
+    # srun --mpi=pmi2 sets the first two as well; only Hydra also sets the local ones.
     marks = names[2:] if in_job_step(environ) else names
     if not any(name in environ for name in marks):
         return None
@@ -276,7 +276,7 @@ def _slurm(environ: Mapping[str, str]) -> _Claim | None:
 
 
 def _slurm_local_size(environ: Mapping[str, str], world_size: int) -> int:
-    """How many tasks of the step run on this node, from "2(x3),1" and this node's index."""
+    """The number of tasks of this job step on this node, from a text like "2(x3),1" and the node's index."""
     layout = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE"))
     if layout is None:
         return world_size
@@ -293,10 +293,10 @@ def _slurm_local_size(environ: Mapping[str, str], world_size: int) -> int:
 
 
 def _check_nested(inner: _Claim, outer: _Claim, inner_nodes: int | None) -> None:
-    """Refuse two launchers of which each means another world.
+    """Refuse two launchers that describe different worlds.
 
-    `inner` was started by the tasks of `outer`. That is fine if both count the same ranks, or if
-    `outer` started no more than one task for each of the `inner_nodes` hosts that `inner` spans.
+    The tasks of `outer` started `inner`. That is fine if both count the same ranks, or if `outer` started no
+    more than one task for each of the `inner_nodes` hosts that `inner` spans.
     """
     if inner.world_size == outer.world_size:
         if inner_nodes is None and inner.rank != outer.rank:
@@ -313,7 +313,7 @@ def _check_nested(inner: _Claim, outer: _Claim, inner_nodes: int | None) -> None
 
 
 def _check_allocation(environ: Mapping[str, str], claim: _Claim | None) -> None:
-    """Refuse one process in an allocation of several tasks, which srun was meant to start."""
+    """Refuse a single process in an allocation of several tasks: srun was meant to start it."""
     tasks = _number(environ, "SLURM_NTASKS", least=1) if "SLURM_NTASKS" in environ else 1
     if tasks == 1:
         return
@@ -326,7 +326,7 @@ def _check_allocation(environ: Mapping[str, str], claim: _Claim | None) -> None:
 
 
 def _master(environ: Mapping[str, str], claim: _Claim) -> tuple[str | None, int | None]:
-    """Address and port of rank 0's store, as far as the environment tells."""
+    """Address and port of rank 0's store, as far as the environment says."""
     address = environ.get("MASTER_ADDR", "").strip() or None
     port = _number(environ, "MASTER_PORT", least=1, most=65_535) if environ.get("MASTER_PORT") else None
     if claim.launcher == "torchrun":

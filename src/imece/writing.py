@@ -1,4 +1,4 @@
-"""Files that are whole or absent, whatever happens while they are written."""
+"""Writing files so that each is whole or absent, whatever happens meanwhile."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-"""Of an OSError: the disk is full, or what this user may take of it."""
+"""Error numbers that mean: the disk is full, or this user's quota is."""
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
-"""Of an OSError: nothing can be written there, however long one waits."""
+"""Error numbers that mean: nothing can be written there, however long one waits."""
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """`path` has its old content or this one, never a part; if `durable`, after a power failure too.
+    """Give `path` this content. It has the old or the new content, never a part; if `durable`, after a power
+    failure too.
 
-    OSError, with the file's name: then it has the old content, and nothing is left beside it.
+    OSError, with the file's name: then the old content is still there, and nothing is left beside it.
     """
     with whole_file(path, durable=durable) as file:
         file.write(content)
@@ -27,9 +28,10 @@ def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
 
 @contextmanager
 def whole_file(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
-    """The same for content that comes by and by: `path` has it at the end of the block, unless that raises.
+    """The same for content that comes bit by bit: `path` gets it at the end of the block, unless the block
+    raises.
 
-    It lies beside until then, as NAME.PID.partial, which is left there only by a process that is killed.
+    Until then it lies beside `path` as NAME.PID.partial; only a process that is killed leaves that behind.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -49,7 +51,7 @@ def whole_file(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
 
 
 def try_folder(folder: Path) -> None:
-    """OSError where nothing may be written in it. A full disk is none: there may be room later."""
+    """OSError if nothing may be written in `folder`. A full disk is no error: there may be room later."""
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
@@ -58,21 +60,21 @@ def try_folder(folder: Path) -> None:
 
 
 def leftovers(folder: Path, name: str = "*") -> set[Path]:
-    """What killed processes have left beside the file of that name, or beside all files of a folder.
+    """The files that killed processes left beside the file of that name, or beside all files of a folder.
 
-    Who removes them knows that no process is writing there.
+    Before removing them the caller must know that no process is writing there.
     """
     return set(folder.glob(f"{name}.[0-9]*.partial"))
 
 
 def sync(file: BinaryIO) -> None:
-    """All that was written to it is on the disk, not only on its way."""
+    """Wait until everything written to `file` is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """What was created, renamed and removed in it is so on the disk. OSError, with its name."""
+    """Wait until all creations, renames and removals in `folder` are on the disk. OSError, with its name."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
