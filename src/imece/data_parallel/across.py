@@ -1,7 +1,7 @@
-"""What is asked of all ranks that have parts of one model: those along the mesh's axes tensor and pipeline.
+"""Answers that need all parts of one model: from the ranks along the mesh's axes tensor and pipeline.
 
-The engine sums gradients among the ranks that have the same part. A norm is of all parts, and whether a step
-is skipped is decided by all of them: ranks that did not do the same would part from then on.
+The engine sums gradients only among ranks that have the same part. But a norm is over all parts, and all
+parts must decide together whether to skip a step: otherwise they drift apart.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class AcrossModel:
-    """The ranks that have the parts of one model between them, and what of it this rank counts."""
+    """The ranks that together hold one model, and the parameters that this rank counts in a norm."""
 
     def __init__(self, mesh: Mesh, model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
         """All of these ranks construct together."""
@@ -37,7 +37,7 @@ class AcrossModel:
         tensor, at = mesh.size("tensor"), mesh.coordinate("tensor")
         names = {slot.index: slot.name for slot in model.reducer.slots}
         every = gather_json([*names.values()], self._group, mesh.device, "names of parameters")
-        # Stages that share a parameter have it by one name, with one gradient.
+        # Stages that share a parameter know it by one name and have the same gradient: one stage counts it.
         before = set[str]().union(*every[at : self._group.rank() : tensor])
         divided = divided_parameters(model.module)
         self._counted = {
@@ -48,27 +48,28 @@ class AcrossModel:
 
     @staticmethod
     def of(optimizer: Optimizer) -> AcrossModel | None:
-        """None: each of its ranks has all of the model."""
+        """None if each rank of this optimizer has the whole model."""
         return getattr(optimizer, "_imece_across", None)
 
     def counted(self, only: Collection[int] | None) -> Collection[int]:
-        """The parameters, of `only` these, that no other of the ranks counts in a norm."""
+        """Those parameters, of `only` these, that no other of the ranks counts in a norm."""
         return self._counted if only is None else self._counted.intersection(only)
 
     def norm(self, mine: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """Of all parts, fp64 scalar; mine: of what this rank counts. To the same bits on all of the ranks."""
+        """The norm over all parts, an fp64 scalar with the same bits on all of these ranks. mine: the norm of
+        the parameters that this rank counts."""
         everybody = mine.new_empty(self._group.size())
         ops.all_gather(everybody, mine, group=self._group, label="norms of parts of the model")
         return norm_of([everybody], self._device, norm_type)
 
     def ask_all(self, flag: torch.Tensor) -> None:
-        """flag: whether gradients of this rank are not finite; then whether any rank's are."""
+        """flag: whether this rank's gradients are not finite; afterwards, whether any rank's are."""
         ops.all_reduce(flag, "max", group=self._group, label="overflow in parts of the model")
 
 
 def refuse_other_parts(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """ValueError for a group some of whose ranks have another part of this model: it would be made the same
-    as theirs, and its gradients their mean."""
+    """ValueError if a rank of `group` has another part of the model: it would get this part's values, and the
+    mean of both gradients."""
     axes = []
     if divided_parameters(model):
         axes.append("tensor")
@@ -86,7 +87,7 @@ def refuse_other_parts(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def refuse_whole_matrices(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """ValueError for one that looks at whole matrices where a rank has parts of them."""
+    """ValueError for an optimizer that looks at whole matrices while a rank has only parts of them."""
     divided = divided_parameters(model)
     names = {id(each): name for name, each in model.named_parameters() if name in divided}
     for optimizer in optimizers if names else ():
@@ -102,7 +103,7 @@ def refuse_whole_matrices(model: nn.Module, optimizers: Sequence[Optimizer]) -> 
 def across_model(
     ranks: Mesh | dist.ProcessGroup, model: DistributedDataParallel, optimizers: Sequence[Optimizer]
 ) -> AcrossModel | None:
-    """None where each rank has all of the model."""
+    """None if each rank has the whole model."""
     if not isinstance(ranks, Mesh) or ranks.size("pipeline") * ranks.size("tensor") == 1:
         return None
     return AcrossModel(ranks, model, optimizers)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel's arguments, which are torch's: what they mean here, what is refused and why."""
+"""DistributedDataParallel's arguments, which are torch's: what they mean here, which are refused and why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from imece.layout import MIB
 
 
 def refuse(delayed: object, delayed_by: object, mixed_precision: object, check_reduction: bool) -> None:
-    """ValueError for those of torch's arguments that there is nothing for here."""
+    """ValueError for arguments of torch that imece cannot honour."""
     if delayed is not None or delayed_by is not None:
         raise ValueError(
             "delay_all_reduce_named_params is not supported: a parameter is reduced as soon as it is ready"
@@ -29,14 +29,15 @@ def refuse(delayed: object, delayed_by: object, mixed_precision: object, check_r
 
 
 def check_way(schedule: str | None, wire: str | None) -> None:
-    """ValueError for a name that no collective knows: not in the first backward, where ranks would wait."""
+    """ValueError for an unknown name, at construction: in the first backward other ranks would already
+    wait."""
     check_wire(wire)
     if schedule not in (None, "auto"):
         check_name("all_reduce", schedule)
 
 
 def group_of(group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
-    """The group that one of the two names; the default one if neither does."""
+    """The group that one of the two arguments names; by default that of all ranks."""
     if device_mesh is None:
         return group_or_default(group)
     if group is not None:
@@ -90,7 +91,7 @@ def device_indices(
     output_device: int | torch.device | None,
     devices: Collection[torch.device],
 ) -> tuple[list[int] | None, int | None]:
-    """Both as numbers; None where inputs are not to be moved. devices: those of parameters."""
+    """Both arguments as numbers; None if inputs are not moved. devices: those of the parameters."""
     types = {each.type for each in devices}
     if len(types) > 1:
         raise ValueError(f"all parameters must be on one type of device; these are on {sorted(types)}")
@@ -126,9 +127,10 @@ def buffer_flags(broadcast: bool | None, forward: bool | None) -> tuple[bool, bo
 
 
 def bucket_caps(cap_mb: object, cap_list: Sequence[float] | None) -> tuple[list[int], bool, bool]:
-    """(caps in bytes, whether one holds for all buckets, whether it is to be chosen by measurement).
+    """(caps in bytes, whether one cap holds for all buckets, whether measurements choose the cap).
 
-    cap_mb: MiB, a list of them, "auto" or None; cap_list: another way to give a list. No caps: the default.
+    cap_mb: MiB, a list of them, "auto" or None; cap_list: torch's other way to give a list. No caps: the
+    default.
     """
     choose = cap_mb == "auto" and not cap_list
     if choose:

@@ -1,9 +1,10 @@
-"""strategy="auto" of `parallelize`: what is known of a model that was given, for the planner's rule.
+"""strategy="auto" of `parallelize`: collects what is known of a given model, for the planner's rule.
 
-    known        its tensors, its optimizers, the ranks and their hosts, the memory that they may still have
+    known        its tensors, its optimizers, the ranks and their hosts, the memory that is still free
     not known    what forward keeps for backward (but see activation_bytes), and so how long a step takes
 
-Rank 0 decides, the others are told. One that joins later is alone when it asks: it finds what they were told.
+Rank 0 decides and tells the others. A rank that joins later is alone when it asks; it finds their decision in
+the store.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ from imece.footprint import Offload as Hosted
 from imece.layout import MIB
 from imece.mesh import Mesh
 
-if TYPE_CHECKING:  # of use to no other strategy
+if TYPE_CHECKING:  # no other strategy needs it
     from imece.plan.answer.auto import Asked
     from imece.plan.setup import Strategy as Name
 
-_ADAM = 2  # tensors that an optimizer nobody knows is taken to keep of each parameter
-_MOST_TIMES = 64  # as many ranks, of which it is tried whether the model would fit
+_ADAM = 2  # tensors per parameter that an unknown optimizer is assumed to keep
+_MOST_TIMES = 64  # as many ranks at most when looking for a number on which the model fits
 _calls = itertools.count()  # of `choose`: in one process after the other the same lines are run
 
 
 @dataclass(frozen=True)
 class Given:
-    """What `parallelize` was asked for, as far as memory depends on it."""
+    """The arguments of `parallelize` that memory depends on."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
@@ -65,9 +66,9 @@ class Given:
 
 
 def choose(given: Given) -> Strategy:
-    """What "auto" is. All ranks call it; rank 0 says on stderr what was taken and why.
+    """The strategy that "auto" stands for. All ranks call this; rank 0 says on stderr what it chose and why.
 
-    ValueError, on all ranks, if nothing fits: by how much, and what would.
+    ValueError on all ranks if nothing fits: by how much, and what would fit.
     """
     usual, ranks, key = usual_strategy(given.ranks), given.ranks, f"strategy/{next(_calls)}"
     mesh = ranks if isinstance(ranks, Mesh) else None
@@ -76,7 +77,7 @@ def choose(given: Given) -> Strategy:
     group = _group(ranks)
     if group.size() == 1:
         return usual  # there is nobody to share with
-    found = _footprints(given, group.size())  # by all: what is wrong with the model is so on all of them
+    found = _footprints(given, group.size())  # on all ranks, so that all of them raise if the model is wrong
     memory, told = _memory(given, group), ["", ""]
     if group.rank() == 0:
         told = _decide(given, found, memory, usual)
@@ -91,7 +92,7 @@ def choose(given: Given) -> Strategy:
 
 
 def _footprints(given: Given, size: int) -> dict[Name, Footprint]:
-    """Of each strategy that is possible."""
+    """The footprint of each strategy that is possible."""
     from imece.plan.answer.auto import ORDER
 
     return {
@@ -105,7 +106,7 @@ def _decide(given: Given, found: dict[Name, Footprint], memory_bytes: int, usual
     """(name, why); ("", what is wrong) if nothing fits."""
     from imece.plan.answer.auto import Asked
 
-    if not found:  # the usual one says why it cannot be
+    if not found:  # the usual strategy then raises and says why
         return [usual.name, f"strategy {usual.name}: there is no other for such a model and optimizer"]
     size = _group(given.ranks).size()
     asked = Asked(found, memory_bytes, usual.name, given.activation_bytes)
@@ -116,7 +117,7 @@ def _decide(given: Given, found: dict[Name, Footprint], memory_bytes: int, usual
 
 
 def can_be(given: Given, strategy: Strategy, size: int) -> bool:
-    """Whether `parallelize` would not refuse it for another reason than memory."""
+    """Whether `parallelize` would accept this strategy, memory aside."""
     if strategy.hybrid:
         try:
             ShardGroups.of(strategy, given.ranks)
@@ -138,7 +139,7 @@ def can_be(given: Given, strategy: Strategy, size: int) -> bool:
 
 
 def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | None) -> Footprint:
-    """Bytes of rank 0 of `size`, activations not counted; what is not trained is among the parameters."""
+    """Bytes of rank 0 of `size`, without activations; frozen parameters count among the parameters."""
     named = _trained(given.model)
     kept = {id(each) for _, each in named}
     still = [] if not strategy.parameters else _frozen(given.model)
@@ -196,7 +197,7 @@ def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | 
 
 
 def _would_fit(given: Given, asked: Asked, size: int) -> list[str]:
-    """Changes with which some strategy would fit."""
+    """Changes after which some strategy would fit, in words."""
     said, zero3 = [], STRATEGIES["zero3"]
     for offload in OFFLOADS if given.device.type == "cuda" and given.offload is None else ():
         if not can_be(replace(given, offload=offload), zero3, size):
@@ -224,7 +225,7 @@ def _trained(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _frozen(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Those that are shared out where parameters are."""
+    """Frozen parameters that are sharded wherever parameters are."""
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     named = [(name, each) for name, each in model.named_parameters() if name not in ignored]
     return [(name, each) for name, each in named if not each.requires_grad and can_lie_flat(each)]
@@ -238,11 +239,12 @@ def _group(ranks: Mesh | dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _memory(given: Given, group: dist.ProcessGroup) -> int:
-    """Bytes that the rank with least may have for this model, with those that it takes already."""
+    """Bytes that the rank with the least memory may use for this model, including those it uses already."""
     device = given.device
     tensors = {id(each): each for each in (*given.model.parameters(), *given.model.buffers())}
     present = sum(each.nbytes for each in tensors.values() if each.device.type == given.device.type)
-    # When all have said this, all models are there: one that came later would take what another counts on.
+    # Once all ranks have answered, all models exist: one created later would take memory that another rank
+    # counts on.
     there = gather_texts([str(present)], group, device, "bytes of the model")
     mine = free_bytes(given.device) + present
     if given.device.type == "cpu":
@@ -253,7 +255,7 @@ def _memory(given: Given, group: dist.ProcessGroup) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of a GPU, with what torch keeps there without use; or of this host."""
+    """Free bytes of a GPU, including unused memory that torch keeps there; or of this host."""
     if device.type != "cuda":
         return available_bytes()
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -261,6 +263,6 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _on_this_host(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Ranks of the group that share this one's memory; all of them where nobody knows the hosts."""
+    """The ranks of the group that share this rank's memory; all of them if the hosts are unknown."""
     hosts = meshes.hosts_in(group) or (tuple(range(group.size())),)
     return next(host for host in hosts if group.rank() in host)

@@ -1,12 +1,13 @@
-"""What the mean of gradients is over: ranks, samples or tokens; ranks that have run out count nothing.
+"""The mean of gradients over ranks, samples or tokens. Ranks that have run out of inputs count nothing.
 
 With weights w (1 for ranks; the number of samples or tokens that a loss is the mean of) the gradient is
 
     sum over ranks and micro-batches of w * grad  /  sum of w
 
-`Average.weigh` multiplies the loss, and so the gradients, by w; the sum of w over all ranks is agreed while
-backward runs, and each gradient is divided by it on its way into the bucket. So ranks with different counts,
-several losses in one backward, gradient accumulation and ranks that have ended early are one case.
+`Average.weigh` multiplies the loss, and so the gradients, by w. The ranks agree on the sum of all w while
+backward runs, and each gradient is divided by that sum on its way into the bucket. So different counts on
+different ranks, several losses in one backward, gradient accumulation and ranks that ended early are one
+case.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ OVER: tuple[Over, ...] = ("ranks", "samples", "tokens")
 
 
 def check_over(over: Over) -> Over:
-    """ValueError for one that is none of OVER."""
+    """ValueError if `over` is none of OVER."""
     if over not in OVER:
         raise ValueError(f"average={over!r}: one of {', '.join(OVER)}")
     return over
@@ -37,21 +38,21 @@ class Average:
     """The divisor of one reducer's gradients."""
 
     def __init__(self, over: Over, group: dist.ProcessGroup, device: torch.device) -> None:
-        """ValueError for an `over` that is none of OVER."""
+        """ValueError if `over` is none of OVER."""
         self.over = check_over(over)
         self.present_only = False  # under join: ranks that have ended do not count
         self._group, self._device = group, host_device(group, device)
         self._world_size = group.size()
         self._ended: list[float] = []  # weights of all losses since the last synchronisation
         self._under_way: weakref.WeakValueDictionary[int, _Weights] = weakref.WeakValueDictionary()  # by task
-        self._losses: weakref.WeakSet[Any] = weakref.WeakSet()  # _Weighed, whose graphs somebody has
+        self._losses: weakref.WeakSet[Any] = weakref.WeakSet()  # _Weighed nodes whose graphs are still alive
         self._agreeing: Pending | None = None
         self._factor: float | None = None
 
     def weigh(self, loss: torch.Tensor, count: float) -> torch.Tensor:
-        """`loss`, the mean over `count` samples or tokens, as backward is to be called on it.
+        """`loss`, the mean over `count` samples or tokens, ready for backward.
 
-        They count when backward comes: a loss that is only looked at, or left out, does not.
+        The count enters the mean only when backward reaches it: a loss without a backward does not count.
         """
         if self.over == "ranks":
             raise ValueError("weigh() is for average='samples' or 'tokens'; this model averages over ranks")
@@ -64,14 +65,14 @@ class Average:
         return weighed
 
     def came(self, loss: Any) -> None:
-        """The gradient of a `_Weighed`."""
+        """The gradient of a `_Weighed` loss has come."""
         weights = self._of_this_backward()
         weights.nothing = weights.nothing or not loss.count
         if task.writes(loss.next_functions):
             self._count(loss)
 
     def _count(self, loss: Any) -> None:
-        """Once in each backward."""
+        """Count a loss, once in each backward."""
         now = task.current()
         if loss.counted_in != now:
             loss.counted_in = now
@@ -86,15 +87,15 @@ class Average:
         return weights
 
     def cleaned(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """What comes to an output of the model, if it is to be something else.
+        """What to use in place of a gradient that reached an output of the model; None: the gradient itself.
 
-        The gradient of a loss over nothing is 0, but the mean over nothing has made it 0 / 0.
+        The gradient of a loss over nothing should be 0, but the mean over nothing has made it 0 / 0.
         """
         nothing = any(each.nothing for each in self._under_way.values())
         return gradient.nan_to_num(0.0, 0.0, 0.0) if nothing else None
 
     def forget(self) -> None:
-        """What was counted before this backward, if in one: those gradients were thrown away."""
+        """Drop what was counted before the current backward, if any: somebody threw those gradients away."""
         self._ended.clear()
 
     @property
@@ -103,7 +104,7 @@ class Average:
         return self.over != "ranks" or self.present_only
 
     def begin(self, *, present: bool = True) -> None:
-        """At the start of a synchronised backward. present: False for a rank that has run out."""
+        """At the start of a synchronised backward. present: False on a rank that has run out of inputs."""
         self._factor = None
         if not self.agrees:
             self._factor = 1.0 / self._world_size
@@ -123,13 +124,13 @@ class Average:
             counts.clear()
 
     def give_up(self) -> None:
-        """Nobody will ask for what is being agreed on."""
+        """Nobody will ask for the divisor that is being agreed on."""
         if self._agreeing is not None:
             self._agreeing.give_up()
             self._agreeing = None
 
     def factor(self) -> float:
-        """What each gradient is multiplied by; waits for the ranks to agree."""
+        """The factor for each gradient; waits until the ranks have agreed."""
         if self._factor is None:
             assert self._agreeing is not None, "factor() comes after begin()"
             total = self._agreeing.wait()
@@ -146,11 +147,12 @@ class Average:
 
 
 class _Weights:
-    """Of the losses of one backward. It goes with one that raises, whose gradients are no part of a mean."""
+    """The weights of one backward's losses. They go with a backward that raises: its gradients enter no
+    mean."""
 
     def __init__(self, ended: list[float]) -> None:
         self.counts: list[float] = []
-        self.nothing = False  # whether one over no samples or tokens is among them
+        self.nothing = False  # whether a loss over no samples or tokens is among them
         self._ended = ended
 
     def __call__(self) -> None:
@@ -160,7 +162,7 @@ class _Weights:
 
 
 class _Weighed(torch.autograd.Function):
-    """(loss, average, count) -> loss. Its node in the graph says when the gradient of the loss comes."""
+    """(loss, average, count) -> loss. Its node in the graph notices when the gradient of the loss comes."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, average: Average, count: float) -> torch.Tensor:

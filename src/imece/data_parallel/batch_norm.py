@@ -34,13 +34,13 @@ _KNOWN_FORWARDS = (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward)
 class SyncBatchNorm(_BatchNorm):
     """Batch norm over the samples of all ranks of a group.
 
-    input: [N, C, *], floating point, C = num_features; N may differ between ranks and be 0, but each rank
-    of the group makes the call, and the backward if any does. The output has the input's dtype and memory
+    input: [N, C, *], floating point, C = num_features; N may differ between ranks and be 0. Each rank of the
+    group makes the call, and also the backward if any rank does. The output has the input's dtype and memory
     format; statistics are at least fp32. process_group: None for all ranks. In eval mode, in a group of one
-    rank and where no process group is open it is torch's BatchNorm and talks to nobody.
+    rank, or without an open process group, this is torch's BatchNorm and talks to nobody.
 
-    ValueError for an input of other dims, channels or dtype, and on every rank if all of them together have
-    one value a channel. There is no second derivative.
+    ValueError if the input has wrong dims, channels or dtype, and on every rank if all of them together have
+    only one value per channel. There is no second derivative.
     """
 
     def __init__(
@@ -58,10 +58,12 @@ class SyncBatchNorm(_BatchNorm):
         self._join(_own_group(process_group), "")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalised by the mean and variance over the samples of all ranks, which move the running ones.
+        """Normalise by the mean and variance over the samples of all ranks, and update the running
+        statistics.
 
         input: [N, C, *], floating point; the result has its shape, dtype and memory format. All ranks of the
-        group make the call. ValueError for other dims, channels or dtypes, and for one value a channel.
+        group make the call. ValueError for wrong dims, channels or dtypes, and for only one value per
+        channel.
         """
         group = self._peers()
         if group is None:
@@ -78,11 +80,12 @@ class SyncBatchNorm(_BatchNorm):
             self._track(_Moments(*moments))
         return output
 
-    # Applied to what runs eagerly, this would import torch._dynamo (over a second) with the first batch.
+    # As a decorator of what runs eagerly, this would import torch._dynamo (over a second) with the first
+    # batch.
     _outside_graphs = torch._disable_dynamo(_synchronised)
 
     def _track(self, moments: _Moments) -> None:
-        """Moves the running statistics; an empty batch counts but moves nothing, as in torch."""
+        """Update the running statistics; an empty batch is counted but changes no value, as in torch."""
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         if self.running_mean is None or self.running_var is None:
@@ -96,14 +99,14 @@ class SyncBatchNorm(_BatchNorm):
             running.copy_(running + share * (batch - running))
 
     def _peers(self) -> dist.ProcessGroup | None:
-        """The group to meet in now, None for nobody."""
+        """The group to meet in now; None if there is nobody to meet."""
         if not (self.training and dist.is_initialized()):
             return None
         group = self.process_group if self.process_group is not None else dist.group.WORLD
         return group if group is not None and group.size() > 1 else None
 
     def _join(self, group: dist.ProcessGroup | None, name: str) -> None:
-        """name: the module's within its model, for errors."""
+        """name: the module's name within its model, for errors."""
         self.process_group = group
         self._name = name
 
@@ -125,7 +128,7 @@ class SyncBatchNorm(_BatchNorm):
         return f"SyncBatchNorm {self._name}".rstrip()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """The copy meets in the same group: a group cannot be copied."""
+        """The copy uses the same group: a group cannot be copied."""
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         memo[id(self.process_group)] = self.process_group
@@ -134,12 +137,12 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def meet_in(module: torch.nn.Module, group: dist.ProcessGroup) -> bool:
-    """Whether synchronised batch norms in `module`, ours or torch's, make their calls on `group`."""
+    """Whether a synchronised batch norm in `module`, imece's or torch's, makes its calls on `group`."""
     return any(_group_of(each) is group for _, each in _synchronised(module))
 
 
 def refuse_uneven(module: torch.nn.Module) -> None:
-    """ValueError for a synchronised batch norm in training mode: some ranks are to have fewer forwards."""
+    """ValueError for a synchronised batch norm in training mode: some ranks will run fewer forwards."""
     for name, each in _synchronised(module):
         group = _group_of(each)
         if each.training and group is not None and group.size() > 1:
@@ -163,12 +166,13 @@ def _group_of(norm: Any) -> dist.ProcessGroup | None:
 def convert_sync_batchnorm(
     module: torch.nn.Module, process_group: dist.ProcessGroup | None = None
 ) -> torch.nn.Module:
-    """Turns each BatchNorm1d, 2d and 3d in `module`, and torch's SyncBatchNorm, into ours; returns `module`.
+    """Turn each BatchNorm1d, 2d and 3d in `module`, and torch's SyncBatchNorm, into imece's; returns
+    `module`.
 
-    In place: the module objects stay, and with them their parameters, buffers, hooks, names, mode, and every
-    place that refers to them. What is ours already keeps its group; torch's SyncBatchNorm keeps its own if
-    process_group is None. ValueError, and nothing is changed, for a batch norm that is lazy, parametrized,
-    or has a forward of its own, which would be lost.
+    This happens in place: the module objects stay, and with them their parameters, buffers, hooks, names,
+    mode, and all references to them. A SyncBatchNorm of imece keeps its group; torch's keeps its own if
+    process_group is None. ValueError, with nothing changed, for a batch norm that is lazy, parametrized, or
+    has a forward of its own, which would be lost.
     """
     found: list[tuple[str, torch.nn.Module, dist.ProcessGroup | None]] = []
     for name, child in module.named_modules():
@@ -184,11 +188,11 @@ def convert_sync_batchnorm(
 
 
 class _Moments(NamedTuple):
-    """Of all ranks together, fp64."""
+    """Moments over all ranks together, fp64."""
 
     mean: Tensor  # [C]
     var: Tensor  # [C], biased
-    values: Tensor  # []: how many a channel has
+    values: Tensor  # []: number of values per channel
 
 
 class _Normalised(torch.autograd.Function):
@@ -212,7 +216,7 @@ class _Normalised(torch.autograd.Function):
             _check_count(moments.values, input, group, label)
 
         offset = (moments.mean - origin).to(origin.dtype)
-        inverse = (moments.var + eps).rsqrt().to(origin.dtype)  # of the standard deviation
+        inverse = (moments.var + eps).rsqrt().to(origin.dtype)  # 1 / standard deviation
         scale = inverse if weight is None else inverse * weight.to(origin.dtype)
         shift = -offset * scale if bias is None else bias.to(origin.dtype) - offset * scale
         output = torch.addcmul(_spread(shift, input), centred, _spread(scale, input), out=centred)
@@ -229,7 +233,7 @@ class _Normalised(torch.autograd.Function):
         input, weight, origin, offset, inverse, count = ctx.saved_tensors
         dims = _all_but_channels(input)
         centred = input - _spread(origin, input)
-        # Sums over samples of dL/dy, and of dL/dy (x - mean).
+        # Sums over samples of dL/dy, and of dL/dy * (x - mean).
         sum_grad = grad.sum(dims, dtype=origin.dtype)
         sum_grad_x = (grad * centred).sum(dims) - offset * sum_grad
         grad_input = grad_weight = grad_bias = None
@@ -250,12 +254,12 @@ class _Normalised(torch.autograd.Function):
 
 
 def _own_moments(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's origin [C], centred input, and what it tells the others [1 + 2C]: count, means, M2s."""
+    """This rank's origin [C], its centred input, and its message [1 + 2C]: count, means, M2s."""
     dims = _all_but_channels(input)
     count = input[:, :1].numel()
     origin = input.sum(dims, dtype=torch.promote_types(input.dtype, torch.float32)) / max(count, 1)
     centred = input - _spread(origin, input)
-    # The sum that gave the origin was rounded; what is left of it is small, so this one is exact enough.
+    # The sum that gave the origin was rounded; the remainder is small, so this sum is exact enough.
     offset = centred.sum(dims).double() / max(count, 1)
     squares = (centred * centred).sum(dims).double() - count * offset * offset
     counts = origin.new_full((1,), count, dtype=torch.float64)
@@ -263,7 +267,7 @@ def _own_moments(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _combined(gathered: Tensor) -> _Moments:
-    """gathered: [world_size, 1 + 2C]. Chan's formula for all parts at once: an empty part weighs nothing."""
+    """gathered: [world_size, 1 + 2C]. Chan's formula for all parts at once; an empty part weighs nothing."""
     counts = gathered[:, :1]
     means, squares = gathered[:, 1:].chunk(2, dim=1)
     count = counts.sum()
@@ -295,7 +299,7 @@ def _check_convertible(name: str, module: torch.nn.Module) -> None:
 
 
 def _own_group(group: Any) -> dist.ProcessGroup | None:
-    """The group; ValueError for what dist.new_group gives to a rank that it leaves out."""
+    """The group itself; ValueError for what dist.new_group returns to a rank outside of the group."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ValueError(
             f"{_rank()}SyncBatchNorm expected a process group that holds this rank, got {group!r}: "
@@ -309,7 +313,7 @@ def _all_but_channels(input: Tensor) -> list[int]:
 
 
 def _spread(channels: Tensor, input: Tensor) -> Tensor:
-    """[C] -> [1, C, 1, ...], to be broadcast over the input."""
+    """[C] -> [1, C, 1, ...], to broadcast over the input."""
     return channels.view(1, -1, *[1] * (input.dim() - 2))
 
 

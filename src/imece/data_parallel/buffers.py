@@ -1,4 +1,5 @@
-"""A module's buffers, such as a batch norm's statistics: one rank's for all, or what a hook makes of them."""
+"""Keeps a module's buffers, such as a batch norm's statistics, alike on all ranks: by a broadcast, or by a
+hook."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ Hook = Callable[[Any, dict[str, torch.Tensor]], list[torch.futures.Future[Any]] 
 def _names(
     module: nn.Module, prefix: str, found: dict[torch.Tensor, str], seen: set[nn.Module]
 ) -> dict[torch.Tensor, str]:
-    """As `named_buffers`, in less than half the time: it is asked twice in each forward."""
+    """As `named_buffers`, in less than half the time: each forward calls this twice."""
     seen.add(module)
     for name, each in module._buffers.items():
         if each is not None:
@@ -32,7 +33,7 @@ def _names(
 
 @dataclass
 class BufferHook:
-    """torch's private way to keep buffers alike by something else than a broadcast from rank 0."""
+    """torch's private way to keep buffers alike by other means than a broadcast from rank 0."""
 
     call: Hook
     state: Any
@@ -44,7 +45,7 @@ class BufferHook:
 
 
 class BufferSync:
-    """Keeps the buffers of `module` alike on all ranks, but those of `ignored` names."""
+    """Keeps the buffers of `module` alike on all ranks, except those with `ignored` names."""
 
     def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
         self._module = module
@@ -53,22 +54,23 @@ class BufferSync:
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
-        """As they are now: a module may get others."""
+        """The buffers by name, looked up anew: a module may get others."""
         found = {name: each for each, name in _names(self._module, "", {}, set()).items()}
         return {name: each for name, each in found.items() if name not in self._ignored}
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The same without their names."""
+        """The buffers without their names."""
         return list(self.named.values())
 
     @property
     def after_forward(self) -> bool:
-        """Whether a hook wants them after forward instead of before."""
+        """Whether a hook wants the buffers after forward instead of before."""
         return self.hook is not None and self.hook.location is _BufferCommHookLocation.POST_FORWARD
 
     def sync(self, root: int, group: dist.ProcessGroup) -> list[torch.futures.Future[Any]]:
-        """All get those of `root`, a rank of `group`; with a hook, what it has begun is returned."""
+        """Give all ranks the buffers of `root`, a rank of `group`. With a hook, returns the futures of what
+        it began."""
         if self.hook is not None:
             return self.hook.call(self.hook.state, self.named) or []
         tensors = self.tensors

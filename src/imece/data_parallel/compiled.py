@@ -1,9 +1,9 @@
-"""`imece.compile_blocks`: torch.compile where gradients can still leave while backward goes on.
+"""`imece.compile_blocks`: torch.compile by block, so that gradients can still leave while backward goes on.
 
-A model that is compiled as a whole has one backward, which gives out all gradients at its end, when there is
-nothing left to hide their sum behind. Compiled block by block it has one for each: what is in a block leaves
-when that is over, units are gathered and freed between blocks, and since blocks share their code, it is
-compiled once for all of them.
+A model compiled as a whole has one backward that gives out all gradients at its end, when nothing is left to
+hide their sum behind. Compiled by block, each block has a backward of its own: its gradients leave when that
+ends, and units are gathered and freed between blocks. Since blocks share their code, it is compiled only
+once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ def compile_blocks(
     mode: str | None = None,
     dynamic: bool | None = None,
 ) -> list[str]:
-    """torch.compile for each of the model's repeated blocks, in place; their names.
+    """torch.compile each of the model's repeated blocks, in place; returns their names.
 
-    Before or after imece.parallelize and DistributedDataParallel, with any strategy. Parameters keep their
-    names, and a copy or pickle of the model is not compiled. units: which modules, as for imece.parallelize:
-    by default the children of the outermost lists (nn.ModuleList, nn.Sequential) that share a class, or
-    classes, or how many elements a block has at least. backend, mode, dynamic: torch.compile's.
+    Works before or after imece.parallelize and DistributedDataParallel, with any strategy. Parameters keep
+    their names, and a copy or pickle of the model is not compiled.
+
+    units: which modules, as for imece.parallelize: classes, or the number of elements a block has at least.
+    By default the children of the outermost lists (nn.ModuleList, nn.Sequential) that share a class. backend,
+    mode, dynamic: torch.compile's.
 
     ValueError for a model without such blocks.
     """
@@ -61,14 +63,14 @@ def _calling(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Compiled:
-    """A module's call with its forward compiled, but not its hooks: those gather parameters and free them."""
+    """A module's call with a compiled forward. Its hooks stay outside: they gather and free parameters."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._module, self._forward = module, forward
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         own = self._module.__dict__
-        if "forward" in own:  # somebody's who replaced it since
+        if "forward" in own:  # someone has replaced it since
             return self._module._call_impl(*inputs, **kwargs)
         own["forward"] = self._forward
         try:
@@ -78,7 +80,8 @@ class _Compiled:
 
 
 class _Waits:
-    """A module's compiled call, which looks at its parameters' classes: not before all of them have come."""
+    """A module's compiled call, which looks at the classes of parameters, so it waits until all of them have
+    come."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
         self._module, self._call = module, call
@@ -89,7 +92,7 @@ class _Waits:
 
 
 def waits_before_compiled(model: nn.Module) -> bool:
-    """See to it that compiled modules wait for their parameters. False if that cannot be seen to."""
+    """Make compiled modules wait for their parameters. False if that is impossible."""
     if type(model).__name__ == "OptimizedModule":  # made by torch.compile(module)
         return False
     call = model._compiled_call_impl
@@ -97,5 +100,5 @@ def waits_before_compiled(model: nn.Module) -> bool:
         if not isinstance(call, _Waits):
             model._compiled_call_impl = _Waits(model, call)
         return True
-    # Asked in each step; `children` takes longer.
+    # This runs in each step, and `children` takes longer.
     return all(waits_before_compiled(each) for each in model._modules.values() if each is not None)

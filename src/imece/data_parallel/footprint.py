@@ -1,4 +1,5 @@
-"""Bytes that training takes on one rank, by category: from the layout alone, and counted from live memory."""
+"""The bytes that training takes on one rank, by category: expected from the layout, and counted from live
+memory."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from imece.data_parallel.strategy import Strategy
 from imece.footprint import Footprint, Offload, Sizes, footprint
 from imece.layout import Bucket, Layout
 
-# Tensors as large as the parameter that an optimizer keeps of each; of others nobody knows beforehand.
+# Tensors of the parameter's size that an optimizer keeps for each parameter; unknown for all others.
 _KEPT = {"AdamW": 2, "Adam": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Adagrad": 1, "Muon": 1}
 
 Numbered = tuple[int, int, Bucket]
-"""(number of the unit, of the optimizer, the bucket of both)."""
+"""(number of the unit, number of the optimizer, the bucket of both)."""
 
 
 def predict(
@@ -39,13 +40,13 @@ def predict(
     takes: Callable[[int], int] = int,
     casts: bool = False,
 ) -> Footprint:
-    """From arithmetic on the layout. rank: in its shard group.
+    """The footprint by arithmetic on the layout. rank: within its shard group.
 
-    state_bytes: by bucket, bytes of optimizer state for an element of it. *_bytes: of an element of
-    parameters, of buckets of gradients, of what the optimizer steps. filling: buckets that have memory at a
-    time, where gradients are sharded. gathered: bytes of parameters that are there at a time. frozen: those
-    that are shared out. offload: what lies in the host's memory. takes: see `offload.Offload`. casts: whether
-    units are gathered from masters that have more bits.
+    state_bytes: by bucket, bytes of optimizer state per element. *_bytes: per element of parameters, of
+    gradient buckets, and of what the optimizer steps. filling: buckets that have memory at the same time, if
+    gradients are sharded. gathered: bytes of parameters that are gathered at the same time. frozen: frozen
+    parameters that are sharded. offload: what lies in the host's memory. takes: see `offload.Offload`. casts:
+    units are gathered from masters with more bits.
     """
 
     def owned(bucket: Bucket) -> int:
@@ -77,7 +78,7 @@ def predict(
 
 
 def expected(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> Footprint | None:
-    """What this rank will take once it trains. None if an optimizer is not known."""
+    """What this rank will take once it trains. None if an optimizer is unknown."""
     kept: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
         tensors = optimizer_tensors(optimizer)
@@ -121,7 +122,7 @@ def expected(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) ->
 
 
 def counted(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> Footprint:
-    """What this rank holds now, counted from the storages that live."""
+    """What this rank holds now, counted from live storages."""
     state = [each for one in optimizers for kept in one.state.values() for each in kept.values()]
     optimizer = _bytes(each for each in state if isinstance(each, torch.Tensor))
     if not isinstance(model, ShardedDataParallel):
@@ -168,10 +169,11 @@ def counted(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> 
 
 
 def filling(buckets: Collection[Numbered], *, gathers: bool, most_under_way: int) -> list[int]:
-    """Buckets of gradients that have memory at a time, where they borrow it; one twice counts twice.
+    """Buckets of gradients that have memory at the same time, if buckets borrow it; one that is listed twice
+    counts twice.
 
-    That is the largest of each optimizer; of gathered units, which differ more, the root's besides; and the
-    largest of all but the root's as often as sums are under way beside them.
+    These are the largest bucket of each optimizer; with gathered units, which differ more, also the root's;
+    and the largest bucket but the root's once per sum that is under way besides.
     """
     largest: dict[tuple[bool, int], Bucket] = {}
     for unit, kind, bucket in buckets:
@@ -185,9 +187,9 @@ def filling(buckets: Collection[Numbered], *, gathers: bool, most_under_way: int
 
 
 def gathered(buckets: Iterable[tuple[int, int]], in_flight: int) -> int:
-    """Bytes of the units that are there at a time: the root, and the `in_flight` largest others.
+    """Bytes of the units that are gathered at the same time: the root, and the `in_flight` largest others.
 
-    buckets: (number of the unit, bytes) of each, of frozen parameters too.
+    buckets: (number of the unit, bytes) of each bucket, of frozen parameters too.
     """
     units: dict[int, int] = defaultdict(int)
     for unit, nbytes in buckets:
@@ -196,7 +198,7 @@ def gathered(buckets: Iterable[tuple[int, int]], in_flight: int) -> int:
 
 
 def optimizer_tensors(optimizer: Optimizer) -> int | None:
-    """As large as the parameter that it keeps of each; None for one that nobody knows."""
+    """Tensors of the parameter's size that this optimizer keeps for each parameter; None if unknown."""
     name = type(optimizer).__name__
     if name == "SGD":
         return 1 if any(group["momentum"] for group in optimizer.param_groups) else 0
@@ -204,7 +206,7 @@ def optimizer_tensors(optimizer: Optimizer) -> int | None:
         return 1 + sum(bool(optimizer.param_groups[0][key]) for key in ("momentum", "centered"))
     kept = _KEPT.get(name)
     if kept is not None and any(group.get("amsgrad") for group in optimizer.param_groups):
-        return kept + 1  # the largest of the second moment
+        return kept + 1  # the largest second moment so far
     return kept
 
 
@@ -215,5 +217,5 @@ def _whole_frozen(model: ShardedDataParallel) -> list[torch.Tensor]:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of different storages."""
+    """Bytes of the tensors; those that share a storage count once."""
     return sum({each.untyped_storage()._cdata: each.nbytes for each in tensors}.values())

@@ -1,4 +1,5 @@
-"""torch's GradScaler for optimizers of which each rank steps a part: what one rank finds, all know."""
+"""torch's GradScaler for optimizers that step a part on each rank: if one rank finds an Inf, all ranks
+know."""
 
 from __future__ import annotations
 
@@ -14,23 +15,24 @@ from imece.data_parallel.sharding.stepped import SteppedParts
 
 
 def forget_stage(scaler: torch.amp.GradScaler) -> None:
-    """The step that was under way is made again: without this torch takes it for one unscaled already."""
+    """Forget a step that was under way and will be made again: otherwise torch takes it for unscaled
+    already."""
     scaler._per_optimizer_states.clear()
 
 
 class GradScaler(torch.amp.GradScaler):
-    """As torch's, for every strategy: the ranks step together or not at all, and have one scale.
+    """As torch's, for every strategy: all ranks step or none does, and all have the same scale.
 
-    Of a sharded model, or one divided along tensor or pipeline, a rank sees its parts of the gradient alone,
-    or none: `unscale_`, or `step` without it, asks the others, so all ranks call it. Of other models each has
-    all of it, and nobody is asked.
+    A rank of a model that is sharded, or divided along tensor or pipeline, sees only parts of the gradient or
+    none: `unscale_`, or `step` without it, asks the others, so all ranks call it. Of other models each rank
+    has the whole gradient and asks nobody.
 
     RuntimeError inside of `join` if the model is sharded.
     """
 
     def __init__(self, device: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """device: the kind that the loss is on; None is "cuda" where there is one, else "cpu". The others are
-        torch's."""
+        """device: the kind of device the loss is on; None is "cuda" if there is one, else "cpu". The other
+        arguments are torch's."""
         super().__init__(device or ("cuda" if torch.cuda.is_available() else "cpu"), *args, **kwargs)
 
     def _unscale_grads_(
@@ -38,7 +40,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         device = found_inf.device  # the loss's: offloaded gradients lie where the group may not be asked
         if device.type != "cpu" and _on_cpu(optimizer):
-            # torch's own copies do not block, and the CPU would read one before it is there.
+            # torch's own copies do not block: the CPU would read them before they have arrived.
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         stepped, across = SteppedParts.of(optimizer), AcrossModel.of(optimizer)
@@ -63,8 +65,8 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _bring_to_cpu(optimizer: Optimizer, *_: Any) -> None:
-    """What a fused step is told: its own copies do not block, and the CPU would read them before they are
-    there."""
+    """Copy what a fused step reads to the CPU: torch's own copies do not block, and the CPU would read them
+    too early."""
     for name in ("grad_scale", "found_inf"):
         told = getattr(optimizer, name, None)
         if told is not None:

@@ -1,7 +1,7 @@
-"""Ranks that have run out of inputs: they take part in the others' collectives until all have ended.
+"""Ranks that have run out of inputs take part in the others' collectives until all have ended.
 
-torch's Join runs the loop; this is what a rank that has ended does in each of its turns, in the order in
-which DistributedDataParallel.forward and backward do it.
+torch's Join runs the loop. Here is what an ended rank does in each turn, in the order of
+DistributedDataParallel.forward and backward.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class DDPJoinHook(JoinHook):
         model.reducer.average.present_only = not divide_by_initial_world_size
 
     def main_hook(self) -> None:
-        """One step of the others."""
+        """Follow one step of the ranks that go on."""
         if self._forward():
             self._model.reducer.shadow()
 
     def _forward(self) -> bool:
-        """One of theirs; whether its backward is to be synchronised."""
+        """Follow one of their forwards; returns whether its backward is to be synchronised."""
         model = self._model
         if model.will_sync_module_buffers():
             model._sync_buffers(joining=True, present=False)
@@ -45,7 +45,7 @@ class DDPJoinHook(JoinHook):
         return synchronises
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All have ended: the model of those who trained longest is everybody's."""
+        """All have ended: everybody gets the model of the ranks that trained longest."""
         model = self._model
         root = common_rank(model, is_last_joiner)
         states = model.states(buffers=model.forward_sync_buffers)
@@ -55,23 +55,23 @@ class DDPJoinHook(JoinHook):
 
 
 class Turn(IntEnum):
-    """What the ranks that still have inputs do next, each with a number."""
+    """What the ranks that still have inputs do next; each turn carries a number."""
 
     FORWARD = 1
-    ZERO = 2  # an optimizer's gradients: twice its number, and 1 if to None
-    STEP = 3  # an optimizer
-    NORM = 4  # of the gradient, of this type
-    SCALE = 5  # the gradient, by a factor
+    ZERO = 2  # zero an optimizer's gradients: twice its number, plus 1 if to None
+    STEP = 3  # an optimizer's step: its number
+    NORM = 4  # the norm of the gradient: its type
+    SCALE = 5  # scale the gradient: the factor
     BACKWARD = 6  # apart from FORWARD: many loops zero gradients between the two
 
 
 class ShardedJoinHook(DDPJoinHook):
-    """A rank that has ended still owns a part of the model: it does all that is done to it."""
+    """A rank that has ended still owns a part of the model: it follows everything the others do to theirs."""
 
     _model: ShardedDataParallel
 
     def main_hook(self) -> None:
-        """One turn of the others."""
+        """Follow one turn of the ranks that go on."""
         model, (turn, number) = self._model, next_turn(self._model, 0, 0.0)
         model.has_joined = True
         try:
@@ -97,7 +97,7 @@ class ShardedJoinHook(DDPJoinHook):
 
 
 def next_turn(model: DistributedDataParallel, turn: int, number: float) -> tuple[int, float]:
-    """What is next, and its number, which is not negative; those who have ended say 0."""
+    """The next turn and its number, which is not negative; ranks that have ended bring 0."""
     told = torch.tensor([turn, number], dtype=torch.float64, device=model.device)
     ops.all_reduce(told, "max", group=model.process_group, label="what is done next")
     agreed, value = told.tolist()

@@ -1,5 +1,5 @@
-"""What is to be known of any torch optimizer: what it steps, whether a matrix may be cut for it, and the
-numbers that schedulers change.
+"""Questions about any torch optimizer: what it steps, whether its matrices may be cut, and which of its
+numbers schedulers change.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _BY_PARAMETER = ("params", "param_names")  # lists in groups that are cut as the
 
 
 def is_element_wise(optimizer: Optimizer) -> bool:
-    """As `may_be_cut`. ValueError for those that cannot be sharded."""
+    """The same as `may_be_cut`. ValueError for optimizers that cannot be sharded."""
     name = type(optimizer).__name__
     for kind in (each.__name__ for each in type(optimizer).__mro__):
         if kind in _NEVER:
@@ -56,7 +56,8 @@ def is_element_wise(optimizer: Optimizer) -> bool:
     for at, group in enumerate(optimizer.param_groups if not _is_known(optimizer) else ()):
         many = len(group["params"])
         for key, value in group.items():
-            # Between two parameters' betas and a beta for each of two parameters nobody can tell.
+            # A list of two numbers could be the betas of one parameter or one beta for each of two
+            # parameters.
             if key not in _BY_PARAMETER and isinstance(value, list) and len(value) == many > 1:
                 raise ValueError(
                     f"{name} has in group {at} a list {key!r} of {many} for {many} parameters, and a rank "
@@ -67,9 +68,9 @@ def is_element_wise(optimizer: Optimizer) -> bool:
 
 
 def may_be_cut(optimizer: Optimizer) -> bool:
-    """Whether matrices may be cut for it. Of an optimizer that nobody knows: no, which is always right.
+    """Whether matrices may be cut for it. False for an unknown optimizer: whole matrices are always right.
 
-    An optimizer says it itself with an attribute `element_wise`.
+    An optimizer can say so itself with an attribute `element_wise`.
     """
     name = type(optimizer).__name__
     said = getattr(optimizer, "element_wise", None)
@@ -77,28 +78,28 @@ def may_be_cut(optimizer: Optimizer) -> bool:
 
 
 def _is_known(optimizer: Optimizer) -> bool:
-    """Whether it is of a library whose optimizers are known here."""
+    """Whether it comes from a library whose optimizers are known here."""
     return type(optimizer).__module__.startswith(("torch.", "torchao.", "bitsandbytes."))
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """All that it steps, in the order of its groups."""
+    """All parameters that it steps, in the order of its groups."""
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def kinds_of(
     named: Sequence[tuple[str, torch.Tensor]], optimizers: Sequence[Optimizer], model: nn.Module
 ) -> list[int]:
-    """Of each of the model's parameters in `named` the number of its optimizer, -1 for those that none steps.
+    """The number of the optimizer of each parameter in `named`; -1 if none steps it.
 
-    ValueError for a parameter that two of them step, or one that is none of the model's; for an optimizer
+    ValueError for a parameter that two optimizers step, for one that is not the model's, and for an optimizer
     that steps parts already.
     """
     names = {id(each): name for name, each in model.named_parameters()}
     number: dict[int, int] = {}
     for at, optimizer in enumerate(optimizers):
         stepped = getattr(optimizer, "_imece_stepped", None)  # see SteppedParts
-        if stepped is not None and stepped.is_divided:  # its groups may be empty, on a rank without a part
+        if stepped is not None and stepped.is_divided:  # on a rank without a part its groups may be empty
             raise ValueError(
                 f"this {type(optimizer).__name__} was given to parallelize before, and steps parts of that "
                 f"model: make a new optimizer of the parameters of this one"
@@ -115,7 +116,7 @@ def kinds_of(
 
 
 def who_steps(named: Sequence[tuple[str, torch.Tensor]], optimizers: Sequence[Optimizer]) -> list[str]:
-    """Of each parameter its optimizer and group, for ranks to compare."""
+    """The optimizer and group of each parameter, for ranks to compare."""
     said = {
         id(each): f"{type(optimizer).__name__} {number}, group {at}"
         for number, optimizer in enumerate(optimizers)
@@ -126,14 +127,14 @@ def who_steps(named: Sequence[tuple[str, torch.Tensor]], optimizers: Sequence[Op
 
 
 def rates_of(optimizers: Iterable[Optimizer]) -> list[float]:
-    """The learning rate of each group, in order; not those on a GPU, for which the host would wait."""
+    """The learning rate of each group, in order; without those on a GPU, which the host would wait for."""
     groups = (group for each in optimizers for group in each.param_groups)
     rates = (group["lr"] for group in groups if _is_number(group.get("lr")))
     return [float(rate) for rate in rates if not isinstance(rate, torch.Tensor) or rate.is_cpu]
 
 
 def numbers_of(optimizer: Optimizer) -> list[float]:
-    """What schedulers may change: learning rates, momenta, betas, of all groups."""
+    """The numbers that schedulers may change, of all groups: learning rates, momenta, betas."""
     return [
         float(each)
         for group in optimizer.param_groups
@@ -152,7 +153,7 @@ def set_numbers(optimizer: Optimizer, numbers: Iterable[float]) -> None:
 
 
 def numbers_by_key(group: Mapping[str, Any]) -> dict[str, Number]:
-    """The numbers of one group, those in tensors too, and tuples of numbers."""
+    """The numbers of one group, including those in tensors and in tuples."""
     found: dict[str, Number] = {}
     for key, value in group.items():
         values = value if isinstance(value, tuple) else (value,)
@@ -163,12 +164,13 @@ def numbers_by_key(group: Mapping[str, Any]) -> dict[str, Number]:
 
 
 def set_number(group: dict[str, Any], key: str, new: Number) -> None:
-    """In place of what there is; also where there is none yet."""
+    """Set one number of a group, whether or not it has one by that key."""
     group[key] = _in_place_of(group.get(key), new)
 
 
 def _in_place_of(old: Any, new: Any) -> Any:
-    """A tensor stays the one that it is, and a whole number whole: it may be a count of iterations."""
+    """`new` in the type of `old`. A tensor stays the same object, and an int an int: it may count
+    iterations."""
     if isinstance(new, tuple):
         olds = old if isinstance(old, tuple) and len(old) == len(new) else new
         return tuple(map(_in_place_of, olds, new))

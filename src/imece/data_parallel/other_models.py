@@ -1,8 +1,8 @@
-"""Parameters that two wrapped models have, where one of them moves or frees what the other one reads.
+"""Refuses parameters in two wrapped models if one of them moves or frees what the other reads.
 
-Where parameters are sharded (zero3, hybrid) those that are shared out, frozen ones too, belong to one model:
-its units gather and free them, or ranks have them in common and write their own part of them. Where only
-gradients and optimizers are, frozen ones stay as they are, and any number of models may have them.
+If parameters are sharded (zero3, hybrid), those in buckets, frozen ones too, belong to one model: its units
+gather and free them, or its ranks share one copy and each writes its own part. If only gradients and
+optimizers are sharded, frozen parameters stay as they are, and any number of models may have them.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ _wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def watch(model: DistributedDataParallel) -> None:
-    """From now on, for as long as the model is there, or until the same module is made another one."""
+    """Watch `model` while it exists, or until the same module is wrapped again."""
     for before in [each for each in _wrapped if each.module is model.module]:
         _wrapped.remove(before)
     _wrapped.add(model)
 
 
 def wrapped_beside(model: DistributedDataParallel) -> list[DistributedDataParallel]:
-    """All other wrapped models that somebody still has."""
+    """All other wrapped models that somebody still refers to."""
     if any(each is not model for each in _wrapped):
         gc.collect()  # or a model that nobody has any more would count
     return [each for each in _wrapped if each is not model]
 
 
 def refuse_shared(module: nn.Module, laid: Sequence[torch.Tensor], *, shards_parameters: bool) -> None:
-    """ValueError that names a parameter of this module which another module's wrapped model has too.
+    """ValueError that names a parameter of this module which the wrapped model of another module has too.
 
-    laid: those that are to lie in buckets. A model of the same module is to be replaced by its next one.
+    laid: parameters that are to lie in buckets. An older model of the same module does not count: this one
+    replaces it.
     """
     if _shared_with(module, laid, shards_parameters) is not None:
         gc.collect()  # or a model that nobody has any more would count
@@ -53,7 +54,7 @@ def refuse_shared(module: nn.Module, laid: Sequence[torch.Tensor], *, shards_par
 
 
 def refuse_gathered(module: nn.Module) -> None:
-    """ValueError that names a parameter which another model gathers and frees, though it be there now."""
+    """ValueError that names a parameter which another model gathers and frees, even if it is gathered now."""
     gathered = {id(each) for model in _wrapped if _gathers(model) for each in _laid(model)}
     for name, parameter in module.named_parameters():
         if id(parameter) in gathered or isinstance(parameter, FreedParameter):
@@ -64,7 +65,7 @@ def refuse_gathered(module: nn.Module) -> None:
 
 
 def _shared_with(module: nn.Module, laid: Sequence[torch.Tensor], shards_parameters: bool) -> str | None:
-    """The name of one that two have, and one of them shares out or both lay in buckets."""
+    """The name of a parameter that two models have, if both lay it in buckets or one of them shards it."""
     mine, in_buckets = {id(each): name for name, each in module.named_parameters()}, {*map(id, laid)}
     for model in _wrapped:
         if model.module is module:
@@ -90,6 +91,6 @@ def _gathers(model: DistributedDataParallel) -> bool:
 
 
 def _laid(model: DistributedDataParallel) -> list[torch.Tensor]:
-    """Its parameters that lie in buckets, frozen ones too, if it is sharded."""
+    """The parameters of a model that lie in buckets; in a sharded model, frozen ones too."""
     sharding = vars(model).get("sharding")  # there is none between leave() and regroup()
     return [each for store in sharding.every_store for each in store.members] if sharding is not None else []

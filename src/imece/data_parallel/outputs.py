@@ -1,4 +1,4 @@
-"""The tensors in what a module returned."""
+"""Finds the tensors in what a module returned."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-_OBJECTS_DEEP = 2  # an output that knows its trainer is not to be searched down to every line of the data
+_OBJECTS_DEEP = 2  # an output may refer to its trainer, and so to every line of the data
 
 
 def when_gradient_comes(output: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Call `hook` when a gradient comes to an output of a graph; what it returns is used in its place.
+    """Call `hook` when a gradient reaches an output of a graph; what `hook` returns replaces the gradient.
 
-    A view that is changed in place later gets its history from its base, past what was hooked to it: so the
-    base has the hook too.
+    If a view is changed in place later, it gets its history from its base, and hooks on the view are passed
+    over: so the base gets the hook too.
     """
     output.register_hook(hook)
     base = output._base
@@ -26,11 +26,11 @@ def when_gradient_comes(output: torch.Tensor, hook: Callable[[torch.Tensor], tor
 
 
 def tensors_in(value: Any, objects_deep: int = _OBJECTS_DEEP) -> Iterator[torch.Tensor | None]:
-    """All tensors in an output, of lists, tuples, mappings and dataclasses, however nested, and of attributes
-    of other objects: so many deep.
+    """All tensors in an output: in lists, tuples, mappings and dataclasses, however nested, and in attributes
+    of other objects, `objects_deep` levels of them.
 
-    None for an object that may hold some where nobody can see them, and for a tensor inside of torch.func's
-    transforms: gradients that come to it are those of the transform, which writes no `.grad`.
+    Yields None for an object that may hide tensors, and for a tensor inside of torch.func's transforms: its
+    gradients belong to the transform, which writes no `.grad`.
     """
     if isinstance(value, torch.Tensor):
         yield None if torch._C._functorch.is_functorch_wrapped_tensor(value) else value

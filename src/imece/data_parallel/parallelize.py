@@ -55,7 +55,7 @@ def parallelize(
 ) -> tuple[DistributedDataParallel, Any]:
     """Make a model and its optimizer train as one on all ranks: `loss.backward(); optimizer.step()` as ever.
 
-    Returns the wrapped model, and the optimizer that was given (or made), which steps this rank's part now.
+    Returns the wrapped model, and the given (or newly made) optimizer, which now steps this rank's part.
 
         strategy      other name            parameters   gradients   optimizer   a step moves
         replicate     DDP, NO_SHARD         whole        whole       whole       2M
@@ -65,44 +65,45 @@ def parallelize(
         hybrid        HYBRID_SHARD          1/G          1/G         1/G         3M in a host, 2M/G between
         hybrid_zero2  _HYBRID_SHARD_ZERO2   whole        1/G         1/G         2M in a host, 2M/G between
 
-    (M bytes of the model, N ranks, G ranks of a host.) Where the optimizer is divided, a parameter's own
+    (M: bytes of the model, N: ranks, G: ranks of a host.) If the optimizer is divided, a parameter's own
     .grad is None after backward: this rank's part of each gradient is in the optimizer's groups, and
     `model.clip_grad_norm_` clips. In `no_sync` each rank keeps whole gradients, and nothing moves.
 
-    model: on its device, with the same shapes on all ranks; rank 0's values count. Its parameters move into
-        flat memory, in place. One on the meta device gets its memory here, unit by unit: no rank ever holds
-        all of it.
-    optimizer: one of torch's, a list of them, or a function that makes one of parameters.
+    model: on its device, with the same shapes on all ranks; all ranks get rank 0's values. Its parameters
+        move into flat memory, in place. A model on the meta device gets its memory here, unit by unit: no
+        rank ever holds all of it.
+    optimizer: one of torch's, a list of them, or a function that makes one from parameters.
     strategy: a name of the table, or "auto": the usual one (zero1; between the CPUs of several hosts
         replicate) if its parameters, gradients and optimizer state fit into the memory that is free now, else
-        the first of zero1, replicate, zero2 and zero3 whose do. Rank 0 decides, and says on stderr why.
-    mesh: by default that of imece.init(); a process group shards over its ranks instead.
+        the first of zero1, replicate, zero2 and zero3 that fits. Rank 0 decides, and says on stderr why.
+    mesh: by default that of imece.init(); given a process group, the model is sharded over its ranks instead.
     average: what the mean of gradients is over, as for DistributedDataParallel.
-    bucket_cap_mb: MiB of a bucket. By default as for DistributedDataParallel, but 5 where gradients are
-        sharded on CPUs, and with zero1 and zero2 on GPUs a 32nd of all gradients, up to 100, if that is more.
+    bucket_cap_mb: MiB of a bucket. By default as for DistributedDataParallel; but 5 if gradients are sharded
+        on CPUs, and with zero1 and zero2 on GPUs a 32nd of all gradients, up to 100, if that is more.
     precision: dtypes of a sharded model, of its gradients and of its buffers; by default its own.
     wire: "bf16": gradients travel in bf16 and are summed in fp32; in hybrid strategies and on the CPUs of
-        several hosts this is between hosts only.
-    overlap: as for DistributedDataParallel. Where parameters are whole it also lets a step over a network
-        return while they are gathered. Whoever uses one waits for it; a tensor that was made from one before
-        the step, `parameter.detach()`, cannot.
-    units: zero3 and hybrid gather parameters by unit, a module whose parameters are there only while it runs.
-        Classes of modules, or how many elements a unit has at least; by default the model's repeated blocks.
-        All ranks must run the same units, in one order.
-    gather: True: gather on the CPUs of one host too, where parameters otherwise lie in memory that all of its
-        ranks have in common.
-    reshard_after_forward: False: keep what forward has gathered until backward.
-    gathers_in_flight: units there at a time, with those that come next: 2, and 3 between CPUs of hosts.
+        several hosts only between hosts.
+    overlap: as for DistributedDataParallel. If parameters are whole, it also lets a step over a network
+        return while they are still gathered. Any use of a parameter waits for it; a tensor made from one
+        before the step, such as `parameter.detach()`, cannot wait.
+    units: zero3 and hybrid gather parameters by unit: a module whose parameters are whole only while it runs.
+        Give classes of modules, or how many elements a unit has at least; by default the model's repeated
+        blocks. All ranks must run the same units, in one order.
+    gather: True: gather on the CPUs of one host too, where parameters otherwise lie in memory that all ranks
+        of the host share.
+    reshard_after_forward: False: keep gathered parameters from forward until backward.
+    gathers_in_flight: gathered units at a time, including those gathered ahead: by default 2, and 3 between
+        CPUs of several hosts.
     init: fills one module of a model on the meta device; by default the module's `reset_parameters`.
-    offload: of a model on a GPU. "optimizer": what the optimizer steps (of masters, summed gradients and its
-        state this rank's part) is in the host's memory, and is stepped there. "parameters": so is this rank's
-        part of the parameters, where units are gathered.
+    offload: for a model on a GPU. "optimizer": what the optimizer steps (this rank's part of masters, summed
+        gradients and state) lies in the host's memory and is stepped there. "parameters": so does this rank's
+        part of the parameters, if units are gathered.
     activation_bytes: for "auto": what forward keeps on a rank at most; by default a quarter of the memory.
 
-    ValueError: an unknown strategy, one that cannot be on this mesh, an optimizer that cannot be sharded or
-    offloaded, offload of a model that is on the CPU, a model that another wrapped one gathers by unit; "auto"
-    where nothing fits, with what would. TypeError: arguments of other types. MismatchError: models or
-    optimizers that differ between ranks; later, in backward, learning rates that do.
+    ValueError: an unknown strategy, one that is impossible on this mesh, an optimizer that cannot be sharded
+    or offloaded, offload of a model on the CPU, a model that another wrapped model gathers by unit; for
+    "auto" that nothing fits, with what would. TypeError: arguments of other types. MismatchError: models or
+    optimizers that differ between ranks; later, in backward, learning rates that differ.
     """
     refuse_gathered(model)
     arranged = mesh if mesh is not None else meshes.current()
@@ -129,7 +130,7 @@ def parallelize(
         _check_part(chosen, average)
     if precision is not None and not chosen.optimizer:
         raise ValueError(f"precision is for sharded strategies, such as zero1, not for {chosen.name!r}")
-    joins = isinstance(arranged, Mesh) and arranged.world.joining  # it is alone, and will not stay so
+    joins = isinstance(arranged, Mesh) and arranged.world.joining  # it is alone for now, and will not stay so
     groups, meta = ShardGroups.of(chosen, arranged, spread=joins), is_meta(model)
     home = _home(model, arranged) if meta else None
     hosted = _offload(offload, chosen, model, optimizers, home) if offload is not None else None
@@ -155,7 +156,8 @@ def parallelize(
 
 
 def _made(given: Any, model: nn.Module) -> Optimizer | Sequence[Optimizer]:
-    """What is given, or makes one. TypeError for what is none."""
+    """The given optimizer or optimizers, or those that the given function makes. TypeError for anything
+    else."""
     makes_one = callable(given) and not isinstance(given, Optimizer | Sequence)
     made: Optimizer | Sequence[Optimizer] = given(model.parameters()) if makes_one else given
     for each in made if isinstance(made, Sequence) else [made]:
@@ -168,7 +170,7 @@ def _made(given: Any, model: nn.Module) -> Optimizer | Sequence[Optimizer]:
 
 
 def _check_part(strategy: Strategy, average: Over) -> None:
-    """ValueError for what a pipeline's part cannot be trained with."""
+    """ValueError for options with which a pipeline's part cannot be trained."""
     if strategy.parameters:
         raise ValueError(
             f"strategy {strategy.name!r} would gather the parts of a pipeline anew for each micro-batch: use "
@@ -183,7 +185,7 @@ def _check_part(strategy: Strategy, average: Over) -> None:
 def _known(
     wrapped: DistributedDataParallel, ranks: Mesh | dist.ProcessGroup, optimizers: Sequence[Optimizer]
 ) -> DistributedDataParallel:
-    """To the pipeline of which it has a part; and to it, who has the others."""
+    """Tell the pipeline that owns this part of the model, and tell the part which ranks have the others."""
     wrapped.stepped_by = [weakref.ref(each) for each in optimizers]
     wrapped.across = across_model(ranks, wrapped, optimizers)
     if wrapped.across is not None and not isinstance(wrapped, ShardedDataParallel):
@@ -194,7 +196,7 @@ def _known(
 
 
 def _home(model: nn.Module, ranks: Mesh | dist.ProcessGroup) -> torch.device:
-    """Where it is, or is to be if it has no memory yet."""
+    """The device the model is on, or will be on if it has no memory yet."""
     first = next(model.parameters(), None)
     if first is not None and not is_meta(model):
         return first.device
@@ -202,7 +204,7 @@ def _home(model: nn.Module, ranks: Mesh | dist.ProcessGroup) -> torch.device:
 
 
 def _name_of(offload: str | Offload | None) -> Literal["optimizer", "parameters"] | None:
-    """ValueError for an unknown one."""
+    """ValueError for an unknown name."""
     if offload is None or isinstance(offload, Offload):
         return offload.name if offload is not None else None
     for name in OFFLOADS:
@@ -218,7 +220,8 @@ def _offload(
     optimizers: Sequence[Optimizer],
     home: torch.device | None,
 ) -> Offload:
-    """What was asked for, if it can be. home: where a model on the meta device is to be."""
+    """The offload that was asked for; ValueError if it is impossible. home: where a model on the meta device
+    will be."""
     check_strategy(asked if isinstance(asked, str) else asked.name, strategy)
     check_steps_on_host(optimizers)
     if isinstance(asked, Offload):

@@ -1,22 +1,23 @@
 """Gradient ready -> bucket ready -> reduce, while backward goes on.
 
-The words:
     slot      one parameter: its view into a bucket, and how far it is in this backward
-    ready     its gradient is in the bucket, divided by what the average is over
+    ready     the parameter's gradient is in the bucket, divided by what the average is over
     bucket    flat; leaves as one collective as soon as all its slots are ready and all buckets before it left
     fired     autograd has written this parameter's gradient in this backward
-    touched   it did so in a backward before, that was not synchronised (no_sync)
+    touched   autograd has written it in an earlier backward that was not synchronised (no_sync)
 
-A backward is synchronised if it comes through an output of a forward that was prepared for it, or if it is
-the first one after such a forward and comes through none (a loss of the model's gradients, say). That of
-torch.autograd.grad(), which writes no `.grad`, is nobody's business. `begin` runs when the first gradient
-reaches such an output, `finish` when that backward is over: parameters that have not fired then are unused
-here, and whether any rank used them is told by one more small collective. The graph is walked no further than
-to its first leaf, and nobody has to say beforehand that parameters will stay unused. Of a backward that
-raises all is dropped, at the next forward or when its graph runs once more.
+A backward is synchronised if it comes through an output of a prepared forward, or if it is the first one
+after such a forward and comes through no output (a loss of the model's gradients, say). torch.autograd.grad()
+writes no `.grad`, and is left alone.
 
-Several backwards may be one synchronised one, as those of a pipeline's micro-batches, between which stages
-wait for each other: `begin_several` and `finish` are called around them then.
+`begin` runs when the first gradient reaches such an output, `finish` when that backward is over. Parameters
+that have not fired by then are unused on this rank; one more small collective tells whether any rank used
+them. So the graph is walked no further than to its first leaf, and nobody has to say beforehand which
+parameters stay unused. If a backward raises, everything it did is dropped, at the next forward or when its
+graph runs again.
+
+Several backwards may count as one synchronised backward, as for a pipeline's micro-batches, between which
+stages wait for each other. Then `begin_several` and `finish` are called around them.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ class Reducer:
         finite: Finite | None = None,
         suspicion: Suspicion | None = None,
     ) -> None:
-        """overlap: whether a bucket leaves as soon as it is full; otherwise when backward is over.
-        suspicion: what the first backward is to settle."""
+        """overlap: a bucket leaves as soon as it is full; otherwise when backward is over.
+        suspicion: what the first backward has to settle.
+        """
         self.gradients, self.group, self.average = gradients, group, average
         self.leaving = Leaving(gradients, group, overlap, finite)
         self.static_graph = static_graph
@@ -71,25 +73,26 @@ class Reducer:
         self._fired = self._zeros[:]  # by parameter: gradients in this backward
         self._touched = self._zeros[:]  # and whether any came in one that was not synchronised
         self._closed = False
-        self.armed = False  # the latest forward was prepared: the first gradient begins, of outputs or not
+        self.armed = False  # a forward was prepared: the next gradient begins its backward, by outputs or not
         self._local = False  # this backward comes through an output of a forward in no_sync
         self._syncing = False
         self._present = True  # this rank has inputs
         self._end: Callable[[], partial[None] | None] = lambda: None  # of that backward, unless it has raised
         self._graphed = False
         self._left: Collection[int] = ()  # parameters that another model reduces in this backward
-        self._early: set[int] = set()  # parameters to which another backward of the same step is to come
-        self._careful = False  # gradients are not simply put into buckets, as some are left, early or noted
-        self._absent: list[Slot] = []  # in buckets that left before their turn
+        self._early: set[int] = set()  # parameters that get gradients in a later backward of the same step
+        self._careful = False  # some gradients are left, early or noted: not all simply go into buckets
+        self._absent: list[Slot] = []  # slots of buckets that left before their turn
         self._learning = static_graph  # the first backward counts how often each parameter fires
         self._arrivals = Arrivals(wanted=gradients.is_whole)
         self.when_newly_unused: Callable[[], Callable[[], None] | None] | None = None
-        """A weak reference to what is called after a backward in which no rank used some parameter, or any,
-        for the first time: others may be there in their place."""
+        """Weakly refers to a function to call after a backward in which no rank used some parameter, or any,
+        for the first time: the module may have replaced parameters."""
         self.rates: Callable[[], Callable[[], list[float]] | None] = lambda: None
-        """A weak reference to what gives the learning rates, which are to be the same on all ranks."""
+        """Weakly refers to a function that returns the learning rates, which must be the same on all
+        ranks."""
         self.when_beginning: Callable[[], Callable[[], None] | None] | None = None
-        """A weak reference to what is called when a backward begins that is to be synchronised."""
+        """Weakly refers to a function to call when a synchronised backward begins."""
         gradients.when_over(self._over)
         hooks = [self._on_gradient(slot.index) for slot in self.slots]
         if self.leaving.home.is_needed:
@@ -106,47 +109,48 @@ class Reducer:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """In the order in which they leave."""
+        """The buckets in the order in which they leave."""
         return self.gradients.all
 
     @property
     def slots(self) -> list[Slot]:
-        """By parameter, in registration order."""
+        """One slot per parameter, in registration order."""
         return self.gradients.slots
 
     @property
     def rebuilt(self) -> bool:
-        """Whether buckets were laid anew by the order in which gradients came."""
+        """Whether the buckets were laid out anew, in the order in which gradients came."""
         return self._arrivals.laid
 
-    # What other reducers of the same parameters ask.
+    # Questions of other reducers of the same parameters.
 
     @property
     def is_reducing(self) -> bool:
-        """Whether a backward that is to be synchronised has reached this."""
+        """Whether a synchronised backward has reached this reducer."""
         return self._syncing
 
     @property
     def has_unsummed(self) -> bool:
-        """Whether this is inside of such a backward, and not all of its gradients are summed."""
+        """Whether a synchronised backward is running and some of its gradients are not summed yet."""
         return self._syncing and not self.leaving.ending and task.current() != task.NO_TASK
 
     @property
     def takes_plain_mean(self) -> bool:
-        """Whether `.grad` becomes the mean over the ranks, whole, whoever else has the parameter."""
+        """Whether `.grad` becomes the whole mean over the ranks, whichever other model has the parameter."""
         return self.gradients.is_whole and self.average.over == "ranks"
 
     # Forward.
 
     def prepare(self) -> None:
-        """Before a forward whose backward is to be synchronised; a collective of all ranks."""
+        """Before a forward whose backward will be synchronised; a collective of all ranks."""
         self._arrivals.lay_anew(self.gradients, self.leaving.overlap)
         self.leaving.prepare()
         if self.leaving.watch is not None:
             self.leaving.watch.forward()
 
     def on_output_gradient(self, behind: task.Edges, gradient: torch.Tensor) -> torch.Tensor | None:
-        """A hook on an output of a prepared forward; behind: where its gradient goes on."""
+        """A hook on an output of a prepared forward. behind: the graph's edges that its gradient goes on
+        to."""
         if self._closed:
             raise RuntimeError("this backward is of a forward before regroup(): run that forward again")
         if (not self._syncing or self._end() is None) and task.writes(behind):
@@ -166,27 +170,27 @@ class Reducer:
         self._local = False
 
     def begin(self) -> None:
-        """The first gradient of a backward that is to be synchronised has come."""
+        """The first gradient of a synchronised backward has come."""
         if self._take_up():
             self._end = task.at_end(partial(self.finish))
 
     def begin_several(self) -> None:
-        """After `prepare`: the backwards from now on are one to the ranks, and `finish` ends it.
+        """After `prepare`: the following backwards count as one, which `finish` ends.
 
-        Buckets leave in the last of them, of which `expect_last` tells; what has not left by then does in
-        `finish`. None of them waits for buckets, so that in between there may be messages to other ranks.
+        Buckets leave in the last of them, which `expect_last` announces, or else in `finish`. No backward
+        waits for buckets, so ranks may exchange messages between them.
         """
         if self._take_up():
             self._early, self._careful = set(range(len(self.slots))), True
 
     def expect_last(self, parameters: Iterable[torch.Tensor]) -> None:
-        """After `begin_several`: the next backward is the last one that brings gradients to these."""
+        """After `begin_several`: the next backward is the last one that brings gradients to `parameters`."""
         ids = {id(each) for each in parameters}
         self._early -= {slot.index for slot in self.slots if id(slot.parameter) in ids}
 
     def _take_up(self) -> bool:
-        """All is ready for gradients that are to be synchronised, unless somebody took the hooks away: then
-        they are this rank's own."""
+        """Get ready for gradients to be synchronised. False if somebody removed the hooks: then gradients
+        stay on this rank."""
         if self._syncing:
             self._recover()  # that backward has raised
         if not self._handles:
@@ -200,7 +204,7 @@ class Reducer:
         return True
 
     def _come_last(self) -> None:
-        """Before us comes what others have hooked to parameters since, and may change their gradients."""
+        """Put our hooks after those that others have added since, which may change gradients."""
         if max(map(len, self._hooks)) == 1:
             return
         for handle, hooks in zip(self._handles, self._hooks, strict=True):
@@ -208,7 +212,7 @@ class Reducer:
                 hooks[handle.id] = hooks.pop(handle.id)  # torch, in C++, would not see move_to_end
 
     def _arrive(self, index: int) -> bool:
-        """A gradient where no backward has begun: whether it is to be reduced."""
+        """A gradient came before any backward began: whether it is to be reduced."""
         local, others_armed = self._local, False
         for other in self.sharing.with_parameter(index):
             if other._syncing:
@@ -221,38 +225,40 @@ class Reducer:
         return self._syncing
 
     def start(self, *, present: bool = True, left: Collection[int] = ()) -> None:
-        """Everything back to the beginning of a backward. left: parameters that another model reduces."""
+        """Reset everything for the beginning of a backward. left: parameters that another model reduces."""
         self.leaving.start()
         self._left, self._careful, self._early = left, self._arrivals.noting or bool(left), set()
         self._absent = []
         self._used.begin()
         self._present = present
         self._line.stand(self)
-        self._graphed = torch.is_grad_enabled() and task.current() != task.NO_TASK  # with create_graph=True
+        self._graphed = torch.is_grad_enabled() and task.current() != task.NO_TASK  # create_graph=True
         for bucket in self.buckets:
             bucket.pending, bucket.scale = len(bucket.slots), None
         if self.average.over != "ranks":
-            self._forget_what_was_dropped()  # between the forward and now
+            self._forget_what_was_dropped()  # gradients set to None between the forward and now
             self._set_aside()
         self.gradients.start()
         for index in left:
             self._leave(self.slots[index])
         self.average.begin(present=present)
         if self._suspicion is not None:
-            self.average.factor()  # what the ranks agree on for it is not the module's
+            self.average.factor()  # or its collective would look like one of the module's own
             self._suspicion.begin()
         if self.leaving.watch is not None:
             self.leaving.watch.backward()
 
     def _leave(self, slot: Slot) -> None:
-        """To another model, which reduces it in this backward: zeros go in its place."""
+        """Leave a gradient to another model, which reduces it in this backward; this bucket gets zeros in its
+        place."""
         slot.bucket.pending -= 1
         if slot.holds(slot.parameter.grad):
             slot.parameter.grad = slot.view.detach().clone()
         slot.view.zero_()
 
     def _set_aside(self) -> None:
-        """Gradients that were reduced before are not to be divided by this backward's samples or tokens."""
+        """Set aside gradients that are reduced already: they must not be divided by this backward's samples
+        or tokens."""
         for slot in self.slots if self.gradients.is_whole else ():
             grad = slot.parameter.grad
             if grad is None or self._touched[slot.index]:
@@ -263,10 +269,11 @@ class Reducer:
     # Backward.
 
     def _on_gradient(self, index: int) -> Callable[[torch.Tensor], None]:
-        """What autograd calls after it has written a parameter's gradient. Every microsecond counts here.
+        """The hook that autograd calls after it has written a parameter's gradient. Every microsecond counts
+        here.
 
-        It may not keep this reducer, which keeps the parameter: Python does not see a cycle through such a
-        hook, and neither would ever go.
+        The hook must not refer to this reducer, which refers to the parameter: Python's garbage collector
+        does not see a cycle through such a hook, and would free neither.
         """
         keep = self.gradients.is_whole
         multiply = torch.mul if keep else _multiply
@@ -278,7 +285,7 @@ class Reducer:
                 return
             grad = parameter.grad
             if grad is None:
-                return  # an undefined gradient came: as if nothing had
+                return  # an undefined gradient: as if none had come
             slot = reducer.gradients.slots[index]
             if grad.layout is not torch.strided:
                 raise refusals.sparse(slot)
@@ -308,7 +315,8 @@ class Reducer:
         return on_gradient
 
     def _complete(self, slot: Slot) -> bool:
-        """Whether this was the parameter's last gradient in this backward; notes the order in the first."""
+        """Whether this was the parameter's last gradient in this backward. The first backward notes the
+        order."""
         if slot.index in self._left:
             self._fired[slot.index] = 0
             return False
@@ -325,7 +333,7 @@ class Reducer:
         return fired == slot.uses and not self._learning
 
     def _put(self, grad: torch.Tensor | None, slot: Slot) -> None:
-        """slot.view = grad * scale, 0 without a gradient; grad may be the view itself."""
+        """slot.view = grad * scale, or 0 without a gradient; grad may be the view itself."""
         if slot.bucket.scale is None:
             self._agree_on_scale()
         view, scale = slot.view, slot.bucket.scale
@@ -344,16 +352,16 @@ class Reducer:
             bucket.scale = _factor(factor, bucket.flat.dtype)
 
     def let_go(self) -> None:
-        """All buckets that are ready, in order: the same order on every rank."""
+        """Let all ready buckets leave, in the same order on every rank."""
         if not self.leaving.may_leave(self._line) or not self._line.is_first(self):
-            return  # not before backward is over, or all have left, or it is another model's turn
+            return  # backward is not over yet, or all have left, or it is another model's turn
         if self.leaving.all_ready_leave():
             if self.leaving.hook is None:
                 self._exchange_used()
             self._line.leave(self)
 
     def _over(self, buckets: Sequence[Bucket]) -> None:
-        """No more gradients come to these in this backward: they leave, full or not."""
+        """No more gradients come to these buckets in this backward: they leave, full or not."""
         if not self._syncing or not self._line.is_first(self):
             return
         self.leaving.before_their_turn(buckets, self._fill_up)
@@ -366,9 +374,9 @@ class Reducer:
     # The end of backward.
 
     def finish(self) -> None:
-        """All gradients that will come are there: reduce the rest, wait for all, leave .grad right."""
+        """No more gradients will come: reduce the rest, wait for all buckets, and set every .grad."""
         if not self._syncing:
-            return  # the backward that this was to end has raised, and its graph ran once more
+            return  # the backward that this should end has raised, and its graph ran once more
         around = torch._C._current_autograd_node()
         ahead = self._line.ahead_of(self)
         if around is not None and (ahead or any(bucket.pending for bucket in self.buckets)):
@@ -385,7 +393,8 @@ class Reducer:
             tell()
 
     def _finish_after(self, node: torch.autograd.graph.Node) -> None:
-        """This backward ran inside of `node`, as re-entrant checkpoints do: the one around it goes on."""
+        """This backward ran inside of `node`, as re-entrant checkpoints do; the backward around it goes
+        on."""
         end = self._end()
         assert end is not None
 
@@ -396,7 +405,7 @@ class Reducer:
         handle = node.register_hook(follow)
 
     def _finish(self) -> bool:
-        """Whether parameters that some rank had used were used by none."""
+        """Whether parameters that some rank used before were used by no rank this time."""
         watch = self.leaving.watch
         if watch is not None:
             watch.backward_ended()
@@ -424,12 +433,14 @@ class Reducer:
         return told and self._used.newly_unused([slot.index for slot in absent])
 
     def _end_first(self) -> None:
-        """Whoever took part in the first backward, if only as a shadow: all ranks rebuild, or none."""
+        """All ranks that took part in the first backward, if only as shadows, rebuild the buckets, or none
+        does."""
         self._learning = False
         self._arrivals.end()
 
     def _fill_in(self, slots: Sequence[Slot]) -> list[Slot]:
-        """What is not in the buckets yet; the slots whose parameter this rank did not use."""
+        """Fill in what is not in the buckets yet; returns the slots whose parameters this rank did not
+        use."""
         absent: list[Slot] = []
         if not any(bucket.pending for bucket in self.buckets):
             return absent
@@ -458,8 +469,9 @@ class Reducer:
         return absent
 
     def _wait_for_all(self, *, read: bool) -> bool:
-        """All buckets end. Whether it was told which parameters were used anywhere; `read` it."""
-        # A hook's collectives may follow each other from other threads: none of ours may come between.
+        """Wait for all buckets. read: also read which parameters any rank used; returns whether that is
+        known."""
+        # A hook's collectives may be issued from other threads: none of ours may come in between.
         self.leaving.wait_for_all()
         if self.leaving.hook is not None:
             self._exchange_used()
@@ -474,7 +486,8 @@ class Reducer:
             )
 
     def recover(self) -> None:
-        """Before a forward: if the last backward raised, buckets that had left end, and all starts anew."""
+        """Before a forward: if the last backward raised, wait for the buckets that had left and reset
+        everything."""
         if task.current() != task.NO_TASK:
             return  # a checkpoint that holds this model runs it again in backward
         self._line.clear()
@@ -492,10 +505,10 @@ class Reducer:
         for slot in self.slots:
             slot.kept = slot.older = None
         self.leaving.drop()
-        self._used.wait(read=False)  # its memory is that of the next one
+        self._used.wait(read=False)  # the next collective uses the same memory
 
     def _forget_what_was_dropped(self) -> None:
-        """Gradients of no_sync that somebody set to None: what they were the mean over is not to count."""
+        """Drop the counts of no_sync gradients that somebody set to None: they must not enter the mean."""
         touched = [slot for slot, was in zip(self.slots, self._touched, strict=True) if was]
         if touched and all(slot.parameter.grad is None for slot in touched):
             self._touched[:] = self._zeros
@@ -504,7 +517,7 @@ class Reducer:
     # A rank that has run out of inputs.
 
     def shadow(self) -> None:
-        """The collectives of one backward, with nothing to give."""
+        """Take part in the collectives of one backward, with nothing to give."""
         with torch.no_grad():
             self.start(present=False)
             self._agree_on_scale()
@@ -521,7 +534,7 @@ class Reducer:
             self.leaving.ending = True
             self.let_go()
             self._wait_for_all(read=not self.gradients.is_whole)
-            # Whole gradients of a rank that has ended are its own affair; of a part it is the owner.
+            # An ended rank may keep its own whole gradients; but it still owns its part of a sharded model.
             self.gradients.finish([] if self.gradients.is_whole else self.slots, self._used.anywhere)
             self._touched[:] = self._zeros
             self._end_first()
@@ -531,13 +544,13 @@ class Reducer:
         self._off()
 
     def close(self) -> None:
-        """Let go of parameters and memory, whatever is under way: nobody waits for ranks that are gone."""
+        """Let go of parameters and memory, whatever is under way, and wait for nobody: ranks may be gone."""
         self._closed = True
         self._syncing = self.armed = False
         self.detach()
         self._line.clear()
         self.average.give_up()
-        # The graph of a failed forward may know this reducer for long: it is not to know the group.
+        # The graph of a failed forward may refer to this reducer for long; the group must not live that long.
         del self.group, self.average
         self._suspicion = None
         self._used.give_up()
@@ -552,10 +565,10 @@ def _remove(handles: list[RemovableHandle]) -> None:
 
 
 def _factor(number: float, dtype: torch.dtype) -> torch.Tensor | float:
-    """As what torch multiplies a tensor of `dtype` by it, to the same bits, in the least time.
+    """`number` as a factor that torch multiplies a tensor of `dtype` by to the same bits, in the least time.
 
-    Of a float it makes a tensor in each call, for as long as multiplying 8 elements takes, and another one of
-    that in `dtype`. Only fewer bits than 32 are multiplied by what does not fit into them.
+    From a float, torch makes a tensor in each call, which takes as long as multiplying 8 elements, and then
+    another one in `dtype`. A factor that does not fit into dtypes of fewer than 32 bits stays a float.
     """
     return torch.tensor(number, dtype=dtype) if dtype in (torch.float32, torch.float64) else number
 

@@ -1,10 +1,13 @@
-"""A wrapped model goes on with other ranks, in the same objects: after some have died, or others have come.
+"""Lets a wrapped model go on with other ranks, in the same objects: after some have died, or others have
+come.
 
-    leave     let go of what belongs to the ranks until now: buckets, hooks, shards, what is under way. Nobody
-              is asked or waited for, so it does not matter who is still there, or in what a backward failed
-    regroup   build the same as at construction, on the new group, but that no values move
+    leave     lets go of everything that belongs to the old ranks: buckets, hooks, shards, sums under way. It
+    asks
+              nobody and waits for nobody, so it does not matter who is still there, or where a backward
+              failed
+    regroup   builds all this on the new group, as at construction, but moves no values
 
-Each parameter keeps its memory until its new bucket takes it in. So no more than one bucket is there twice.
+Each parameter keeps its memory until its new bucket takes it in, so no more than one bucket exists twice.
 """
 
 from __future__ import annotations
@@ -33,14 +36,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Kept:
-    """What goes from one group to the next."""
+    """What goes over from one group to the next."""
 
     named: list[tuple[str, torch.Tensor]]  # parameters with a place in a bucket
     watch: Watch | None
     hook: CommHook | None
-    group_is_state: bool  # of that hook
-    buffer_hook_too: bool  # and of that on buffers
-    meeting: list[Any]  # what else has it as its process_group: synchronised batch norms, states of hooks
+    group_is_state: bool  # the hook's state is the group
+    buffer_hook_too: bool  # the same for the hook on buffers
+    meeting: list[Any]  # other objects with this process_group: synchronised batch norms, states of hooks
 
     @classmethod
     def of(cls, model: DistributedDataParallel) -> Kept:
@@ -58,7 +61,7 @@ class Kept:
         )
 
     def move(self, model: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
-        """Those beside the model to another group."""
+        """Give another group to all of these but the model itself."""
         for each in self.meeting:
             each.process_group = group
         if self.hook is not None and self.group_is_state:
@@ -68,7 +71,7 @@ class Kept:
 
 
 def leave(model: DistributedDataParallel) -> None:
-    """As DistributedDataParallel.leave; again after a `regroup` that has raised."""
+    """DistributedDataParallel.leave; may be called again after a `regroup` that raised."""
     if torch._C._current_graph_task_id() != -1:
         raise RuntimeError("regroup() or leave() inside of backward")
     if model._kept is None:
@@ -85,23 +88,24 @@ def leave(model: DistributedDataParallel) -> None:
     groups = model._pop_groups()
     has_connections = any(not isinstance(group, SharedMemoryGroup) for group in groups)
     while groups:
-        if checks.checker(groups[-1]) is not None:  # its name may be another's by now
+        if checks.checker(groups[-1]) is not None:  # another group may have its name by now
             checks.release(groups[-1])
         groups.pop()
     if has_connections:
-        gc.collect()  # errors and the frames that they came through know each other, and the group
+        gc.collect()  # errors and the frames they came through refer to each other, and to the group
 
 
 def regroup(model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
-    """After leave. If it raises, the next leave begins with what this one has left."""
+    """DistributedDataParallel.regroup, after `leave`. If it raises, the next `leave` starts from what is
+    there."""
     kept = model._kept
     assert kept is not None
     model.process_group = group
     kept.move(model, group)
     model.require_forward_param_sync = True
-    model._synchronised = 0  # those that have just come count from here too
+    model._synchronised = 0  # newcomers count from here too
     model._choose_way()
-    with wanting_gradients(kept.named):  # which of them do may differ between a step and the next
+    with wanting_gradients(kept.named):  # which of them want one may differ between one step and the next
         check_same_shapes(model._alike(), group, model.device)
         model._make_reducer(kept.named)
     model.reducer.leaving.watch = kept.watch
@@ -110,7 +114,8 @@ def regroup(model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
 
 
 def _make_usable(parameter: torch.Tensor) -> None:
-    """Of a parameter that is freed: all elements are one 0, since nobody has the others any more."""
+    """Give a freed parameter elements again: one 0 for all of them, since nobody has their values any
+    more."""
     if isinstance(parameter, FreedParameter):
         freed.revive(parameter)
         nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
@@ -119,7 +124,8 @@ def _make_usable(parameter: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def wanting_gradients(named: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
-    """Those that were frozen after construction have their place in a bucket all the same."""
+    """Parameters that were frozen after construction want gradients inside: they keep their place in a
+    bucket."""
     frozen = [each for _, each in named if not each.requires_grad]
     for each in frozen:
         each.requires_grad_(True)

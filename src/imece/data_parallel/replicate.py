@@ -58,9 +58,9 @@ FIRST_BUCKET_BYTES = MIB
 class DistributedDataParallel(nn.Module, TorchNames, Joinable):
     """One model on every rank, trained as one: after backward each .grad is the mean over all ranks.
 
-    Takes torch.nn.parallel.DistributedDataParallel's arguments, in its order, and has its methods. What is
-    different: .grad is always a view into a bucket; parameters that stay unused need no flag; a rank whose
-    model differs is an error that names the parameter. torch's flags for the rest are accepted.
+    Takes the arguments of torch.nn.parallel.DistributedDataParallel, in its order, and has its methods. The
+    differences: .grad is always a view into a bucket; unused parameters need no flag; a rank whose model
+    differs is an error that names the parameter. torch's flags for the rest are accepted.
     """
 
     def __init__(
@@ -95,16 +95,16 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
     ) -> None:
         """module: has at least one parameter that wants a gradient; all ranks construct at the same time.
 
-        bucket_cap_mb: MiB of gradients that travel together (25, hierarchically 5, without `overlap` on "shm"
-        4; the first bucket 1), one for each bucket, or "auto": chosen after the first backward, from its
-        times and the measured links.
-        average: "ranks" as torch does; "samples" or "tokens": say how many each loss is the mean of with
-        `weigh`, and the gradient is that of one process on all of them.
+        bucket_cap_mb: MiB of gradients that travel together; a list gives one cap per bucket. By default 25,
+        hierarchically 5, without `overlap` on "shm" 4; the first bucket has 1. "auto": chosen after the first
+        backward, from its times and the measured links.
+        average: "ranks", as in torch; "samples" or "tokens": say with `weigh` how many each loss is the mean
+        of, and the gradient is that of one process on all of them.
         wire, schedule: as for imece.all_reduce; by default "hierarchical" between the CPUs of several hosts.
         overlap: whether a bucket leaves while backward goes on. By default it does, but not between ranks of
-        one host whose threads fill its cores: there it would take from backward more than it hides. Never
-        on CPUs with synchronised batch norms that meet in the same group, nor with find_unused_parameters
-        where backward makes collectives of its own there; docs/ddp.md says why.
+        one host whose threads fill its cores: there it would slow backward down by more than it hides. Never
+        on CPUs with synchronised batch norms that meet in the same group, nor with find_unused_parameters if
+        backward makes collectives of its own; docs/ddp.md says why.
         drift_check_every: compare all ranks' parameters, bit for bit, every so many synchronised forwards.
         check_finite: after each backward `nonfinite` says which ranks brought NaN or Inf in which parameters.
 
@@ -168,14 +168,16 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
     # Training.
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward. With gradients enabled its backward will be synchronised, but in no_sync."""
+        """The module's forward. With gradients enabled and outside of no_sync its backward will be
+        synchronised."""
         inputs, kwargs = self._before_forward(inputs, kwargs)
         output = self.module(*inputs, **kwargs)
         return self._after_forward(output)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of forwards inside stay on their rank, to be added to by the first one outside."""
+        """Gradients of forwards inside stay on their rank; the first backward outside adds to them and
+        reduces all."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -185,8 +187,8 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
     def weigh(self, loss: torch.Tensor, count: float) -> torch.Tensor:
         """With average="samples" or "tokens": `model.weigh(loss, count).backward()`.
 
-        loss: the mean over `count` samples or tokens of this rank, which may be 0. The result is a sum, to
-        call backward on; gradients become those of the mean over all ranks and micro-batches.
+        loss: the mean over `count` samples or tokens of this rank; count may be 0. The result is a sum, for
+        backward only; gradients become those of the mean over all ranks and micro-batches.
         """
         return self.reducer.average.weigh(loss, count)
 
@@ -199,10 +201,10 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         """A context for loops in which ranks run out of inputs at different times.
 
         Ranks that have left the loop take part in the others' collectives with nothing to give.
-        divide_by_initial_world_size: gradients are divided by all ranks; otherwise by those still there. With
-        average="samples" or "tokens" neither matters. throw_on_early_termination: all ranks raise
-        RuntimeError as soon as the first one has ended. ValueError with a synchronised batch norm that is in
-        training mode.
+        divide_by_initial_world_size: divide gradients by the number of all ranks; otherwise by those still
+        there. With average="samples" or "tokens" neither matters. throw_on_early_termination: all ranks raise
+        RuntimeError as soon as the first one has ended. ValueError with a synchronised batch norm in training
+        mode.
         """
         if enable:
             refuse_uneven(self.module)
@@ -214,8 +216,8 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """`hook(state, bucket)` reduces each bucket instead of imece, and returns a future of the result.
 
-        bucket: has the methods of torch's GradBucket, so torch's own hooks run. TypeError or ValueError for
-        what is no hook; RuntimeError if there is one already.
+        bucket: has the methods of torch's GradBucket, so torch's own hooks run. TypeError or ValueError if
+        `hook` is not a hook; RuntimeError if there is one already.
         """
         checked = CommHook.of(state, hook)
         if self.reducer.leaving.hook is not None:
@@ -223,11 +225,11 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         self.reducer.leaving.hook = checked
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Shorten the gradient to `max_norm` if it is longer; returns its norm before, a scalar on the
-        model's device. All ranks call it.
+        """Shorten the gradient to `max_norm` if it is longer. Returns its norm before, a scalar on the
+        model's device. All ranks call this.
 
-        The same for every strategy, and to the same bits. A norm that is not finite changes nothing.
-        norm_type, ValueError, RuntimeError: as of `gradient_norm`.
+        The result has the same bits with every strategy. A norm that is not finite changes nothing.
+        norm_type, ValueError, RuntimeError: as for `gradient_norm`.
         """
         norm = self.gradient_norm(norm_type=norm_type)
         if max_norm < (length := float(norm)) < math.inf:
@@ -235,18 +237,19 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         return norm
 
     def gradient_norm(self, only: Collection[int] | None = None, norm_type: float = 2.0) -> torch.Tensor:
-        """The norm of the gradient, a scalar: fp64, true to 1e-12, for parameters of 64 bits, else fp32.
+        """The norm of the gradient, a scalar: fp64, true to 1e-12, if parameters have 64 bits, else fp32. All
+        ranks call this.
 
-        Of all parts of a model that is divided along tensor or pipeline, the same on all ranks; all call it.
+        For a model divided along tensor or pipeline it is the norm over all parts, the same on all ranks.
 
-        only: of some parameters, by their numbers; by default of all. norm_type: above 0; inf is the
-        largest magnitude. ValueError for another one. RuntimeError for a divided model whose mesh is unknown.
+        only: the numbers of some parameters; by default all. norm_type: above 0, otherwise ValueError; inf is
+        the largest magnitude. RuntimeError for a divided model whose mesh is unknown.
         """
         mine = norm_of(self._gradients(self._counted(only)), self.device, norm_type)
         return self._rounded(self._across_model(mine, norm_type))
 
     def scale_gradients(self, factor: float, only: Collection[int] | None = None) -> None:
-        """Multiply the gradient, or that of `only` these parameters, by a number."""
+        """Multiply the gradient, or the gradients of `only` some parameters, by `factor`."""
         if gradients := self._gradients(only):
             torch._foreach_mul_(gradients, factor)
 
@@ -258,11 +261,11 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         ]
 
     def _counted(self, only: Collection[int] | None) -> Collection[int] | None:
-        """The parameters whose gradients this rank counts in a norm."""
+        """The numbers of the parameters whose gradients this rank counts in a norm."""
         return only if self.across is None else self.across.counted(only)
 
     def _across_model(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """That of all parts of the model. norm: of the part of this rank and its replicas."""
+        """The norm over all parts of the model. norm: that of the part on this rank and its replicas."""
         if self.across is not None:
             return self.across.norm(norm, norm_type)
         if divided_parameters(self.module):
@@ -276,56 +279,56 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         wide = any(slot.parameter.dtype.to_real() is torch.float64 for slot in self.reducer.slots)
         return rounded(norm, wide=wide)
 
-    # What is otherwise where parameters are sharded, so that one script does for every strategy.
+    # What differs where parameters are sharded, so that one script works with every strategy.
 
     @property
     def strategy(self) -> str:
-        """By imece's own name: "replicate" here."""
+        """imece's name of the strategy: "replicate" here."""
         return "replicate"
 
     @property
     def parts(self) -> Sequence[Part]:
-        """What this rank alone keeps and steps of parameters that are sharded: nothing here."""
+        """This rank's parts of sharded parameters, which only it keeps and steps: none here."""
         return ()
 
     @property
     def frozen_parts(self) -> Sequence[Part]:
-        """What this rank keeps of frozen parameters that are sharded, which nothing steps: nothing here."""
+        """This rank's parts of sharded frozen parameters, which nothing steps: none here."""
         return ()
 
     @property
     def sharded_names(self) -> list[str]:
-        """Parameters that are kept in parts: none here."""
+        """Names of parameters that are kept in parts: none here."""
         return []
 
     @property
     def frozen_names(self) -> list[str]:
-        """Those of them that are frozen: none here."""
+        """Names of frozen parameters that are kept in parts: none here."""
         return []
 
     @contextlib.contextmanager
     def gathered(self, write: bool = False) -> Iterator[None]:
-        """All parameters are whole inside, on every rank, as they always are here.
+        """Inside, all parameters are whole on every rank; here they always are.
 
-        write: what is written into them, the same on all ranks, stays.
+        write: what is written into them inside, the same on all ranks, stays.
         """
         yield
 
     def take_over_masters(self) -> None:
-        """After something else than their optimizer wrote `parts`: all ranks get the new values."""
+        """After something other than their optimizer wrote `parts`: give all ranks the new values."""
 
     def settle(self) -> None:
-        """Nothing is under way that the latest steps began, such as a gather: here nothing ever is."""
+        """Wait for whatever the latest steps began, such as a gather: here nothing."""
 
     # Other ranks.
 
     def regroup(self, ranks: Mesh | dist.ProcessGroup) -> None:
-        """Go on with other ranks: with the same model, optimizers and options, on another mesh or group.
+        """Go on with other ranks: the same model, optimizers and options on another mesh or group.
 
-        All of its ranks call it, those that have come too, outside of forward, backward and join. The group
-        until now is left if it was not before, see `leave`. No values move: whoever calls this brings about
-        the same ones on all ranks. What is chosen by itself is chosen anew. If this raises, as a rank may die
-        during it, it can be called again.
+        All ranks of the new group call this, newcomers too, outside of forward, backward and join. If the old
+        group was not left before, it is now; see `leave`. No values move: the caller must bring about the
+        same values on all ranks. Options that imece chooses are chosen anew. If this raises, since a rank may
+        die meanwhile, it can be called again.
 
         MismatchError: the ranks' models differ. RuntimeError: inside of a backward.
         """
@@ -334,11 +337,11 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         regroup(self, group)
 
     def leave(self) -> None:
-        """Have nothing to do with the ranks until now any more; after it comes `regroup`, and nothing else.
+        """Let go of the ranks until now. Only `regroup` may follow.
 
-        They may be gone: nobody is asked. What a failed backward has left is dropped, gradients too. Call it
-        before the group is destroyed, outside of `except`: while anything knows a group of Gloo's, its
-        connections stay open, and ranks that wait for this one do not see that it has left.
+        The ranks may be gone: nobody is asked. What a failed backward has left is dropped, gradients too.
+        Call this before the group is destroyed and outside of `except`: while anything refers to a Gloo
+        group, its connections stay open, and ranks that wait for this one do not see that it has left.
 
         RuntimeError: inside of a backward.
         """
@@ -350,24 +353,26 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
 
     @property
     def last_trace(self) -> StepTrace | None:
-        """When things happened in the latest step since record_trace()."""
+        """The times of the latest step since record_trace()."""
         return self.reducer.leaving.watch.last if self.reducer.leaving.watch is not None else None
 
     @property
     def backward_computed(self) -> torch.cuda.Event | None:
-        """On a GPU, with record_trace(): the end of the latest backward but for what it waits for."""
+        """On a GPU, with record_trace(): the end of the latest backward, before it waits for
+        communication."""
         return self.reducer.leaving.watch.computed if self.reducer.leaving.watch is not None else None
 
     @property
     def nonfinite(self) -> dict[int, list[str]]:
-        """With check_finite: {rank: parameters in which it brought NaN or Inf} of the last backward."""
+        """With check_finite: {rank: parameters in which it brought NaN or Inf} in the last backward."""
         return self.reducer.leaving.finite.brought if self.reducer.leaving.finite is not None else {}
 
     def check_parameters(self) -> None:
-        """All ranks call it: MismatchError that names ranks and parameters unless all hold the same bits."""
+        """MismatchError that names ranks and parameters unless all ranks hold the same bits; all ranks call
+        this."""
         check_drift(self._named_parameters(), self.process_group, self._synchronised)
 
-    # Around forward. torch.compile leaves both alone and compiles the module between them.
+    # Around forward: torch.compile leaves both methods alone and compiles the module between them.
 
     @torch._disable_dynamo(recursive=True)
     def _before_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -379,7 +384,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         return moved[0], moved_kwargs[0]
 
     def _before_forward_of_all(self) -> None:
-        """All that is done together with other ranks."""
+        """Do what all ranks do together before a forward."""
         synchronise = torch.is_grad_enabled() and self.require_backward_grad_sync
         joining = self._join_config.enable
         if torch.is_grad_enabled():
@@ -412,7 +417,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
                 )
 
     def _refuse_newcomers(self) -> None:
-        """RuntimeError, after a backward, for a parameter that wants a gradient and has no bucket."""
+        """RuntimeError, after a backward, for a parameter that wants a gradient but has no bucket."""
         known = {id(slot.parameter) for slot in self.reducer.slots}
         for name, parameter in self.module.named_parameters():
             if (
@@ -423,7 +428,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
                 raise refusals.newcomer(name)
 
     def _tell_joined(self) -> None:
-        """Ranks that have run out of inputs take part in what follows."""
+        """Let ranks that have run out of inputs take part in what follows."""
         Join.notify_join_context(self)
 
     @torch._disable_dynamo(recursive=True)
@@ -462,7 +467,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         self.reducer.awaited += self._buffer_sync.sync(root, self.process_group)
 
     def states(self, *, buffers: bool) -> list[torch.Tensor]:
-        """All parameters, and all buffers if wanted, but for those to ignore."""
+        """All parameters and, if wanted, all buffers, without ignored ones."""
         found: list[torch.Tensor] = [
             each for name, each in self.module.named_parameters() if name not in self.parameters_to_ignore
         ]
@@ -485,11 +490,11 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
     # Construction.
 
     def _named_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        """Those that wanted a gradient at construction, each once, though they may be frozen now."""
+        """Parameters that wanted a gradient at construction, each once, even if they are frozen now."""
         return self._trained
 
     def _choose_way(self) -> None:
-        """What was not asked for, for this group."""
+        """Choose what the user left open, for this group."""
         schedule, wire, overlap = self._asked_way
         self._way = Way(
             schedule or best_schedule(self.process_group, self.device),
@@ -497,7 +502,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             has_spare_core(self.process_group, self.device) if overlap is None else overlap,
         )
         meets = meet_in(self.module, self.process_group)
-        on_cpu = self.device_type == "cpu"  # a GPU's buckets are worth more early
+        on_cpu = self.device_type == "cpu"  # on a GPU buckets gain more by leaving early
         if meets and not self.static_graph and (on_cpu or self.find_unused_parameters):
             Line.of(self.process_group).crossing.add(self.module)
         caps, single, self._choose_cap = arguments.bucket_caps(*self._asked_caps)
@@ -508,22 +513,22 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         self.bucket_bytes_cap_default = not caps
 
     def _let_go(self) -> None:
-        """Of what belongs to the ranks until now."""
+        """Let go of what belongs to the ranks until now."""
         self.reducer.close()
         del self.reducer
 
     def _pop_groups(self) -> list[dist.ProcessGroup]:
-        """All that this knows, and no longer knows."""
+        """All groups that this object refers to; it forgets them."""
         group = self.__dict__.pop("process_group", None)
         return [] if group is None else [group]
 
     def _alike(self) -> list[tuple[str, torch.Tensor]]:
-        """What all ranks must have in the same shapes."""
+        """The tensors that must have the same shapes on all ranks."""
         everything = [*self.module.named_parameters(), *self.module.named_buffers()]
         return [(name, each) for name, each in everything if name not in self.parameters_to_ignore]
 
     def _refuse_shared(self, named: list[tuple[str, torch.Tensor]]) -> None:
-        """ValueError that names a parameter which another model shares out, or which has no memory yet."""
+        """ValueError that names a parameter which another model shards, or which has no memory yet."""
         arguments.refuse_meta(self._alike())
         other_models.refuse_shared(self.module, (), shards_parameters=False)
 
@@ -545,13 +550,14 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         )
 
     def _suspicion(self) -> Suspicion | None:
-        """The flag says that ranks use other parameters; nobody sees what else a module sends in backward."""
+        """What the first backward has to find out: with find_unused_parameters ranks use different
+        parameters, and nobody sees beforehand which collectives a module makes in backward."""
         if self.static_graph or not self.find_unused_parameters or meet_in(self.module, self.process_group):
             return None
         return Suspicion(self.module, self.process_group, self.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copy and pickle: not the group, which must be the default one, nor what belongs to it."""
+        """For copy and pickle: without the group, which must be the default one, and what belongs to it."""
         if self.process_group is not dist.group.WORLD:
             raise RuntimeError("only a model on the default process group can be pickled")
         state = copy.copy(self.__dict__)

@@ -1,4 +1,4 @@
-"""All ranks hold the same model: checked at construction, brought about from rank 0, watched for drift."""
+"""All ranks hold the same model: checked at construction, copied from rank 0, watched for drift."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _FLAT_BYTES = 64 * 2**20
 def check_same_shapes(
     named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """MismatchError on every rank that names the first parameter that differs, unless all ranks agree.
+    """MismatchError on every rank that names the first differing parameter, unless all ranks agree.
 
-    Compared are names, shapes, dtypes, strides and the number of parameters.
+    Compares names, shapes, dtypes, strides and the number of parameters.
     """
     mine = [f"{name}: {_kind(each)}" for name, each in named]
     if texts := texts_that_differ(mine, group, device, "digest of the parameters"):
@@ -31,7 +31,7 @@ def check_same_shapes(
 
 
 def check_same_optimizers(mine: list[str], group: dist.ProcessGroup, device: torch.device) -> None:
-    """MismatchError unless all ranks have the same list; mine: what steps each parameter."""
+    """MismatchError unless all ranks have the same list. mine: what steps each parameter."""
     if texts := texts_that_differ(mine, group, device, "digest of the optimizers"):
         rows = (dict(enumerate(row)) for row in zip(*texts, strict=True))
         first = next(row for row in rows if len(set(row.values())) > 1)
@@ -41,7 +41,7 @@ def check_same_optimizers(mine: list[str], group: dist.ProcessGroup, device: tor
 def texts_that_differ(
     mine: list[str], group: dist.ProcessGroup, device: torch.device, label: str
 ) -> list[list[str]]:
-    """The lists of all ranks; empty if they are the same. That they are takes one message of 32 bytes."""
+    """The lists of all ranks; empty if they are equal, which one message of 32 bytes can tell."""
     checksum = hashlib.sha256("\n".join(mine).encode()).digest()
     words = torch.frombuffer(bytearray(checksum), dtype=torch.int64).to(device)
     digests = words.new_empty(group.size() * words.numel())
@@ -57,12 +57,12 @@ def sync_from(
     label: str,
     device: torch.device | None = None,
 ) -> None:
-    """Rank `root`'s values in all tensors of all ranks. They travel flat, up to 64 MiB at a time, as bytes:
-    backends do not know all dtypes.
+    """Give all ranks the values of rank `root`. Tensors travel flat, up to 64 MiB at a time, and as bytes,
+    since backends do not know all dtypes.
 
-    device: on which they travel, if some lie in a memory that the group does not reach.
+    device: where they travel, if some lie in memory that the group does not reach.
 
-    ValueError for one that is not dense.
+    ValueError for a tensor that is not dense.
     """
     flats: list[list[torch.Tensor]] = []
     open_flat: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
@@ -115,7 +115,7 @@ def check_drift(named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGr
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 of all bits, in any order of summation the same."""
+    """An int64 digest of all bits; it does not depend on the order of summation."""
     if is_made_of_others(tensor):
         return digest(torch.stack([digest(each) for each in tensors_inside(tensor)]))
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -132,12 +132,12 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_made_of_others(tensor: object) -> bool:
-    """Whether its class keeps its values in other tensors, that of a quantised one codes and scales."""
+    """Whether its class keeps its values in other tensors: a quantised one, say, in codes and scales."""
     return is_traceable_wrapper_subclass(tensor)
 
 
 def tensors_inside(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Those of which it is made; itself if of none."""
+    """The tensors of which `tensor` is made; itself if it is an ordinary one."""
     if not is_made_of_others(tensor):
         yield tensor
         return
@@ -166,7 +166,7 @@ def _first_difference(texts: list[list[str]]) -> str:
 
 
 def by_rank(said: Mapping[int, object]) -> str:
-    """What each rank says, by what is said: "7 on rank 1, 1 on ranks 0, 2"."""
+    """What each rank says, grouped by answer: "7 on rank 1, 1 on ranks 0, 2"."""
     by_words: dict[str, list[int]] = {}
     for rank, words in said.items():
         by_words.setdefault(str(words), []).append(rank)

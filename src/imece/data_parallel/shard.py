@@ -1,18 +1,19 @@
-"""ZeRO-1/2/3 and hybrid sharding over the reducer's buckets: who keeps what, and what moves.
+"""ZeRO-1/2/3 and hybrid sharding over the reducer's buckets: which rank keeps what, and what moves.
 
-    gradients whole until the step (zero1)   a bucket of each is kept; the sum over the ranks lands in the own
-                                             shard of it, in place; the rest is scratch then
+    gradients whole until the step (zero1)   buckets keep their memory; the sum over the ranks lands in this
+                                             rank's own shard of the bucket, in place; the rest is then
+                                             scratch
     gradients sharded (zero2, zero3)         a bucket borrows memory when its first gradient comes, is summed
                                              as soon as it is full, and gives the memory back; shards are
                                              kept until they are zeroed, on a CPU for good
     parameters whole (zero1, zero2)          each rank steps its shard, and an all-gather in place brings the
-                                             others'; over a network while the next forward begins
+                                             others; over a network while the next forward begins
                                              (sharding/coming.py)
-    parameters sharded (zero3)               in memory that the ranks of a host have in common, one copy for
-                                             all of them: each steps its shard where it lies, and nothing
-                                             moves. Elsewhere sharding/gathering.py does it by unit
+    parameters sharded (zero3)               on CPUs of one host: one copy in memory that all its ranks share;
+                                             each steps its shard where it lies, and nothing moves. Elsewhere
+                                             sharding/gathering.py gathers by unit
 
-Since a sum over ranks runs in the order of ranks, whoever computes it, all of these give the same bits.
+A sum over ranks runs in the order of ranks, whoever computes it. So all of these give the same bits.
 """
 
 from __future__ import annotations
@@ -52,10 +53,11 @@ class Sharding(Gradients):
         may_come_late: Callable[[], bool] = lambda: True,
         owners: Mapping[int, Sequence[nn.Module]] | None = None,
     ) -> None:
-        """All ranks of the world group construct together. frozen: those to be shared out with the others.
+        """All ranks of the world group construct this together. frozen: frozen parameters to be sharded with
+        the others.
 
-        fill: see `make_stores`. may_come_late: asked in each step, whether it may end before what comes over
-        a network has come. owners: of parameters, by their id, the modules that have them.
+        fill: see `make_stores`. may_come_late: asked in each step, whether the step may end before gathers
+        over a network have ended. owners: for each parameter, by its id, the modules that have it.
         """
         self.trained, self.precision = trained, division.precision
         self.strategy, self.groups, self._way = division.strategy, division.groups, division.way
@@ -70,7 +72,7 @@ class Sharding(Gradients):
         self.stores, self.frozen = make_stores(
             [(trained, self.layout), (frozen, self.frozen_layout)], division, fill
         )
-        """Of the parameters that are trained, by bucket; of the frozen ones that are shared out."""
+        """The stores of trained parameters, by bucket, and those of frozen parameters that are sharded."""
         device = self.stores[0].parameters.device
         self.most_under_way = most_under_way(self.groups, device, self._way.schedule)
         self._lets_go = self.offload is None and keeps_freed(device)  # of sums that are zeroed, and buckets
@@ -81,10 +83,10 @@ class Sharding(Gradients):
         self.slots = [by_index[index] for index in range(len(trained.named))]
         as_it_is = self._way.schedule is None and self._way.wire is None
         self.may_be_posted = as_it_is and not self.borrows and self.groups.replicas is None
-        # By bucket: its memory, and this rank's shard of it.
+        # By bucket: its memory, and this rank's shard of that.
         self._owns: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._landed: set[int] = set()  # buckets whose sums under way, or done, land in what is kept
-        self.has_private = False  # parameters: this rank a copy of those in common memory, which is to stay
+        self._landed: set[int] = set()  # buckets whose sum lands, or has landed, directly in the kept shard
+        self.has_private = False  # this rank has private copies of parameters in shared memory, to stay
         self.accumulated = Accumulated(trained.kinds)
         self.written = Written(self.every_store, division)
         self.memory = BorrowedMemory(self.stores, division, self.lane, keeps=not self._lets_go)
@@ -99,7 +101,7 @@ class Sharding(Gradients):
         self.memory.lend(bucket)
 
     def let_go(self) -> None:
-        """Of all memory but what parameters lie in, whatever is under way. Nothing comes after it."""
+        """Let go of all memory but that of the parameters, whatever is under way. Nothing can follow."""
         self.lane.wait()
         for store in self.every_store:
             if store.coming is not None:
@@ -126,7 +128,7 @@ class Sharding(Gradients):
         self.gathering.when_over = over
 
     def start(self) -> None:
-        """A synchronised backward begins. What was summed and not zeroed since then is to be added to."""
+        """A synchronised backward begins. It adds to sums that were not zeroed since the last one."""
         if self.gathering is not None:
             self.gathering.begin()
         self._in_backward = True
@@ -140,7 +142,7 @@ class Sharding(Gradients):
         self.accumulated.begin(live)
 
     def _taken_aside(self, store: Store) -> torch.Tensor:
-        """What a store has of gradients, where the sum to come is not."""
+        """The gradients that a store holds, kept apart from where the next sum lands."""
         older = None
         if self._lets_go and self.borrows:
             older, store.gradient = store.gradient, None
@@ -162,7 +164,8 @@ class Sharding(Gradients):
             self.gathering.bucket_left(self.stores[bucket.index].unit)
 
     def reduce(self, bucket: Bucket, async_op: bool) -> Pending | None:
-        """Sum a full bucket over all ranks, into this rank's shard of it or into what stays of it."""
+        """Sum a full bucket over all ranks, into this rank's shard of the bucket or into the kept
+        gradients."""
         flat, groups, store = bucket.flat, self.groups, self.stores[bucket.index]
         own = self._own(bucket)
         if self.borrows and self._is_kept_as(own, store):  # nothing is to be copied out of borrowed memory
@@ -181,7 +184,7 @@ class Sharding(Gradients):
         return work if isinstance(work, Pending) else None
 
     def reduced(self, bucket: Bucket) -> None:
-        """The sum of a bucket is there."""
+        """The sum of a bucket is complete."""
         store = self.stores[bucket.index]
         if bucket.index in self._landed:
             self._landed.remove(bucket.index)
@@ -204,12 +207,12 @@ class Sharding(Gradients):
         flat, own = self._owns.get(bucket.index, (None, bucket.flat))
         if flat is not bucket.flat:
             own = bucket.flat[slice(*self.stores[bucket.index].plan.shard(self.rank))]
-            if not self.borrows:  # it would keep what is given back
+            if not self.borrows:  # the view would keep memory that is given back
                 self._owns[bucket.index] = bucket.flat, own
         return own
 
     def _is_kept_as(self, own: torch.Tensor, store: Store) -> bool:
-        """Whether a sum is what the optimizer steps with, of as many bits and in the same kind of memory."""
+        """Whether the optimizer can step with the sum as it is: it has the same dtype and kind of memory."""
         return self.offload is None and own.dtype == store.master.dtype
 
     def _like_master(self, store: Store) -> torch.Tensor:
@@ -218,7 +221,8 @@ class Sharding(Gradients):
         return self.offload.empty(store.master.numel(), store.master.dtype)
 
     def finish(self, absent: Sequence[Slot], used_anywhere: Sequence[int]) -> None:
-        """As of Gradients: parts have them, but frozen ones, and those of parameters that no rank used."""
+        """As in Gradients: set the gradients of parts, except frozen ones and those of parameters that no
+        rank used."""
         self._in_backward = False
         self.lane.wait()  # whoever clips or steps reads them, and no stream holds back the host
         unused = {slot.index for slot in absent if not used_anywhere[slot.index]}
@@ -237,8 +241,8 @@ class Sharding(Gradients):
                     part.parameter.grad = part.of(store.gradient)
 
     def zeroed(self, kinds: Collection[int], set_to_none: bool) -> None:
-        """The gradients of the optimizers of these numbers were: where memory is at hand again at once, it is
-        for what the next forward keeps until the next sums come."""
+        """The gradients of the optimizers of these numbers were zeroed: on a GPU, where memory is quick to
+        get again, the sums give theirs to the next forward until the next sums come."""
         self.accumulated.zeroed(kinds, set_to_none)
         if not set_to_none or not self._lets_go or self._in_backward:
             return
@@ -250,16 +254,16 @@ class Sharding(Gradients):
     # A step.
 
     def settle(self, kinds: Collection[int] | None = None) -> None:
-        """Nothing is under way that the latest steps began: gathers, of these kinds, and copies."""
+        """Wait for whatever the latest steps began: gathers, of these kinds, and copies."""
         for store in self.stores:
             if kinds is None or store.kind in kinds:
                 store.settle()
         self.lane.wait()
 
     def before_step(self, kinds: Collection[int]) -> None:
-        """The optimizers of these numbers step next. Nobody may write what others still read.
+        """Optimizers of these numbers step next: make sure that nobody still reads what they write.
 
-        RuntimeError inside of `gathered`, where what is stepped would be lost.
+        RuntimeError inside of `gathered`: what is stepped there would be lost.
         """
         if self.has_private:
             raise RuntimeError(
@@ -273,9 +277,9 @@ class Sharding(Gradients):
             ops.barrier(group=self.groups.shard)
 
     def after_step(self, kinds: Collection[int]) -> None:
-        """The optimizers of these numbers have stepped this rank's shard: bring the others'."""
+        """Optimizers of these numbers have stepped this rank's shards: gather the others'."""
         stepped = [store for store in self.stores if store.kind in kinds]
-        for store in reversed(stepped):  # as forward uses them
+        for store in reversed(stepped):  # in the order in which forward uses them
             store.bring_back()
             store.note_parts()
             if store.own is not store.master:
@@ -286,7 +290,8 @@ class Sharding(Gradients):
             for store in reversed(stepped):
                 store.settle()
         self.lane.wait()  # or the next one to write masters, a checkpoint say, would write what still goes up
-        # A graph of before this step has saved them, and nothing else counts what ranks write into buckets.
+        # Graphs from before this step have saved these parameters; autograd does not see ranks write into
+        # buckets.
         torch.autograd.graph.increment_version(
             [
                 parameter
@@ -311,34 +316,35 @@ class Sharding(Gradients):
             )  # fmt: skip
         if isinstance(work, Pending):
             modules = {module for each in store.members for module in self._owners.get(id(each), ())}
-            # It reads this rank's own elements where they lie, and may write them back.
+            # The gather reads this rank's own elements where they lie, and may write them back.
             lies_there = [part.parameter for part in store.parts] if store.own is store.master else []
             store.coming = Coming([*store.members, *lies_there], modules, work)
 
     @property
     def every_store(self) -> list[Store]:
-        """Of trained parameters and of frozen ones."""
+        """The stores of trained parameters, then those of frozen ones."""
         return [*self.stores, *self.frozen]
 
     @property
     def frozen_parts(self) -> list[Part]:
-        """What this rank keeps of frozen parameters that are shared out."""
+        """This rank's parts of frozen parameters that are sharded."""
         return [part for store in self.frozen for part in store.parts]
 
     @property
     def frozen_items(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        """(name, shape, dtype) of frozen parameters that are shared out, on whichever ranks they lie."""
+        """(name, shape, dtype) of sharded frozen parameters, whichever ranks hold them."""
         return [
             (item.name, item.shape, store.parameters.dtype) for store in self.frozen for item in store.items
         ]
 
     @property
     def stores_to_copy(self) -> list[Store]:
-        """Those whose parameters are in no state dict as they are."""
+        """Stores whose parameters are not what a state dict holds: it needs copies of their masters."""
         return [store for store in self.every_store if self.gathers or store.has_more_bits]
 
     def gather_masters(self, store: Store) -> torch.Tensor:
-        """Of all ranks, [numel], where parameters lie; of frozen ones, they themselves."""
+        """The masters of all ranks, [numel], on the parameters' device; for frozen parameters, these
+        themselves."""
         own = store.master.to(store.parameters.device)
         whole = own.new_empty(store.plan.numel)
         schedule, label = self._way.schedule, f"masters of {store.label}"
@@ -347,12 +353,12 @@ class Sharding(Gradients):
         return whole
 
     def check_views(self) -> None:
-        """RuntimeError that names a parameter which no longer lies where its bucket is."""
+        """RuntimeError that names a parameter which no longer lies in its bucket."""
         for store in self.every_store:
             store.check_views()
 
     def note_versions(self) -> None:
-        """What has been written into parameters until now was meant to be."""
+        """Accept all writes into parameters until now."""
         self.written.note()
         if self.gathering is not None:
             self.gathering.note_versions()
@@ -364,12 +370,12 @@ class Sharding(Gradients):
 
 
 def _has_others(group: dist.ProcessGroup) -> bool:
-    """Whether a gather of parameters in place brings any."""
+    """Whether gathering parameters in place brings any from other ranks."""
     return group.size() > 1
 
 
 def _bucket(store: Store) -> Bucket:
-    """Of a store's gradients, without memory so far."""
+    """A bucket for the gradients of a store, without memory so far."""
     nothing = store.parameters.new_empty(0)
     bucket = Bucket(store.plan.index, nothing, store.plan.used_numel, store.label, attached=False)
     for place, item, parameter in zip(store.plan.places, store.items, store.members, strict=True):

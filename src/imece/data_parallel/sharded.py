@@ -1,4 +1,5 @@
-"""What `parallelize` makes of a model for every strategy that shards: DDP of which each rank keeps a part."""
+"""ShardedDataParallel: what `parallelize` makes of a model with any strategy that shards. Each rank keeps a
+part."""
 
 from __future__ import annotations
 
@@ -50,20 +51,20 @@ from imece.mesh import Mesh
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """How a model is sharded, whoever its ranks are."""
+    """How a model is sharded, independent of its ranks."""
 
     strategy: Strategy
     precision: MixedPrecision
     gather: GatherOptions
     home: torch.device | None
-    """Where a model on the meta device is to be; None: it has memory already."""
+    """Where a model on the meta device will be; None: the model has memory already."""
     init: Init | None
-    """Fills one module of such a model."""
+    """Fills one module of a model on the meta device."""
     offload: Offload | None
 
 
 class ShardedDataParallel(DistributedDataParallel):
-    """DistributedDataParallel of which each rank keeps a part; made by `parallelize`."""
+    """DistributedDataParallel with a part of the model on each rank; made by `parallelize`."""
 
     def __init__(
         self,
@@ -77,14 +78,15 @@ class ShardedDataParallel(DistributedDataParallel):
         wire: Literal["bf16"] | None,
         overlap: bool | None,
     ) -> None:
-        """As `parallelize`; groups: who shares what."""
+        """Arguments as for `parallelize`. groups: which ranks divide the model, and which hold the same
+        shard."""
         self._optimizers, self._groups, self._options = list(optimizers), groups, options
-        self._dtypes: list[torch.dtype] | None = None  # of masters; None until there are any
+        self._dtypes: list[torch.dtype] | None = None  # dtypes of masters; None until there are any
         self._frozen_shared: list[tuple[str, torch.Tensor]] | None = None
-        self._has_frozen: int | None = None  # while ranks change: who has all of these
+        self._has_frozen: int | None = None  # while ranks change: the rank that has all frozen parameters
         self.stepped: list[SteppedParts] = []
-        self._is_compiled = False  # the latest forward, as a whole
-        self.has_joined = False  # this rank does what another one tells it, under join
+        self._is_compiled = False  # the latest forward was compiled as a whole
+        self.has_joined = False  # under join: this rank has ended and follows the others
         super().__init__(
             module, process_group=groups.world, bucket_cap_mb=bucket_cap_mb, average=average, wire=wire,
             overlap=overlap, init_sync=options.home is None,
@@ -144,13 +146,14 @@ class ShardedDataParallel(DistributedDataParallel):
         self.reducer.when_beginning = weakref.WeakMethod(self._tell_backward)
 
     def _frozen_to_share(self) -> list[tuple[str, torch.Tensor]]:
-        """The same when the ranks change: those that were, whatever their class is while they are freed."""
+        """When ranks change, these are the same parameters again, whatever their class is while they are
+        freed."""
         if self._frozen_shared is None:
             self._frozen_shared = [each for each in self._frozen if can_lie_flat(each[1])]
         return self._frozen_shared
 
     def _begin(self) -> None:
-        """What is done once: it stays when the ranks change."""
+        """What happens once and stays when the ranks change."""
         precision = self._options.precision
         if precision.param is not None:
             shared_out = {id(each) for store in self.sharding.frozen for each in store.members}
@@ -164,17 +167,17 @@ class ShardedDataParallel(DistributedDataParallel):
     def regroup(
         self, ranks: Mesh | dist.ProcessGroup, spread: bool = False, *, has_frozen: int | None = None
     ) -> None:
-        """As of DistributedDataParallel. Parts and what optimizers keep of them are cut anew, and are empty.
+        """As in DistributedDataParallel. Parts and optimizer states are cut anew, and are empty.
 
-        spread: see `ShardGroups.of`. has_frozen: the rank of the new ones whose frozen parameters are whole,
-        as those in common memory are: all get them from it.
+        spread: see `ShardGroups.of`. has_frozen: the new rank that has whole frozen parameters, such as those
+        in shared memory: all ranks get them from it.
 
-        Whoever calls this fills them on all ranks, from a checkpoint or from copies of what ranks had (see
-        `TrainingState`); those of frozen parameters too, but where `has_frozen` is said. Parameters that are
-        whole on each rank, or in common memory, stay as they are.
+        The caller fills parts and states on all ranks, from a checkpoint or from copies of what ranks had
+        (see `TrainingState`); frozen parameters too unless `has_frozen` is given. Parameters that are whole
+        on each rank, or in shared memory, stay as they are.
 
-        ValueError: the strategy cannot be on these ranks. RuntimeError: inside of a backward or `gathered`.
-        Then nothing is changed.
+        ValueError: the strategy is impossible on these ranks. RuntimeError: inside of a backward or
+        `gathered`. Then nothing is changed.
         """
         groups = ShardGroups.of(self._options.strategy, ranks, spread)
         self._check_divisible(groups)
@@ -184,7 +187,7 @@ class ShardedDataParallel(DistributedDataParallel):
         self._has_frozen = None
 
     def leave(self) -> None:
-        """As of DistributedDataParallel. This rank's parts go, and what optimizers keep of them."""
+        """As in DistributedDataParallel. This rank's parts and its optimizers' states are dropped."""
         if self._kept is None and self.sharding.gathering is not None and self.sharding.gathering.is_held:
             raise RuntimeError("regroup() or leave() inside of gathered()")
         super().leave()
@@ -199,13 +202,14 @@ class ShardedDataParallel(DistributedDataParallel):
         self._is_compiled = is_compiling
         if not self._synchronised:
             in_backward.refuse(self._named_parameters())
-        if self._kept is None:  # else there are none, between leave() and regroup()
+        if self._kept is None:  # else there are no parts, between leave() and regroup()
             self.sharding.check_parts()
             if self.sharding.gathering is not None:
                 self.sharding.gathering.begin_forward()
 
     def _may_come_late(self) -> bool:
-        """Compiled code is made for ordinary parameters, and looks at all of them before it begins."""
+        """Whether a step may end before its gathers do. Not with compiled code: it is made for ordinary
+        parameters, and looks at all of them before it begins."""
         return self._way.overlap and not self._is_compiled and waits_before_compiled(self.module)
 
     def _refuse_shared(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -253,16 +257,16 @@ class ShardedDataParallel(DistributedDataParallel):
 
     @property
     def _schedule(self) -> str | None:
-        """That of the group of all ranks is for no other."""
+        """The schedule was chosen for the group of all ranks, and holds for no other group."""
         return self._way.schedule if self._groups.shard is self._groups.world else None
 
     def _divide(self) -> tuple[list[Unit], Gathering | None, Filling | None]:
-        """The units if there is something to do unit by unit, and who does it."""
+        """The units, who gathers them, and who fills them, as far as this model needs that."""
         group, home, options = self._groups.shard, self._options.home, self._options
         fills = home is not None and self._dtypes is None
         if home is not None and fills:
             self.device, self.device_type = home, home.type
-            self._choose_way()  # now that it is known where
+            self._choose_way()  # now that the device is known
             everything = [*self.module.named_parameters(), *self.module.named_buffers()]
             check_same_shapes(everything, self.process_group, home)
         gathers = options.gather.wanted(options.strategy, self._groups.in_common(self.device))
@@ -276,7 +280,7 @@ class ShardedDataParallel(DistributedDataParallel):
         )
 
     def sync_rest(self, root: int) -> None:
-        """What is whole on every rank, buffers and what is frozen and not shared out, is rank `root`'s; a
+        """Give all ranks rank `root`'s values of what is not sharded: buffers and whole frozen parameters. A
         collective."""
         sharded = {id(each) for store in self.sharding.every_store for each in store.members}
         rest = [each for each in self.states(buffers=True) if id(each) not in sharded]
@@ -285,17 +289,18 @@ class ShardedDataParallel(DistributedDataParallel):
 
     @contextlib.contextmanager
     def gathered(self, write: bool = False) -> Iterator[None]:
-        """All parameters are whole inside, on every rank; all ranks enter and leave it.
+        """Inside, all parameters are whole on every rank; all ranks enter and leave together.
 
-        write: what is written into them, the same on all ranks, stays. Without it they are only to be read.
+        write: what is written into them inside, the same on all ranks, stays. Otherwise they may only be
+        read.
         """
         with gathered(self.sharding, write):
             yield
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Whole tensors, on every rank, in the dtype that is updated; all ranks call it.
+        """Whole tensors, on every rank, in the masters' dtype; all ranks call this.
 
-        Of parameters that are gathered, or have fewer bits than their masters, they are copies.
+        Parameters that are gathered, or have fewer bits than their masters, are copies.
         """
         if not self.sharding.stores_to_copy:
             return super().state_dict(*args, **kwargs)
@@ -307,19 +312,20 @@ class ShardedDataParallel(DistributedDataParallel):
         return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Every rank loads the same, masters with all bits; all ranks call it."""
+        """Every rank loads the same state, into masters with all bits; all ranks call this."""
         with self.gathered(write=True), loading(self.sharding):
             return super().load_state_dict(*args, **kwargs)
 
     def check_parameters(self) -> None:
-        """As of DistributedDataParallel, of whole parameters."""
+        """As in DistributedDataParallel, with whole parameters."""
         with self.gathered():
             super().check_parameters()
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
-        """As of DistributedDataParallel. Ranks that have ended clip, step and zero their parts as others do.
+        """As in DistributedDataParallel. Ranks that have ended clip, step and zero their parts as the others
+        do.
 
-        RuntimeError where units are gathered, which takes all ranks.
+        RuntimeError if units are gathered, which takes all ranks.
         """
         if self.sharding.gathering is not None:
             name = self._options.strategy.name
@@ -327,9 +333,9 @@ class ShardedDataParallel(DistributedDataParallel):
         return super().join(*args, **kwargs)
 
     def gradient_norm(self, only: Collection[int] | None = None, norm_type: float = 2.0) -> torch.Tensor:
-        """As of DistributedDataParallel, wherever parts of the gradient are; all ranks call it.
+        """As in DistributedDataParallel, whichever ranks hold the parts of the gradient; all ranks call this.
 
-        RuntimeError inside of `join` for `only` some parameters: ranks that have ended take all.
+        RuntimeError for `only` some parameters inside of `join`: ended ranks follow with all of theirs.
         """
         if only is not None and self._join_config.enable:
             raise RuntimeError(
@@ -345,7 +351,7 @@ class ShardedDataParallel(DistributedDataParallel):
         return self._rounded(self._across_model(norm, norm_type))
 
     def scale_gradients(self, factor: float, only: Collection[int] | None = None) -> None:
-        """Multiply the gradient, or that of `only` these parameters, by a number."""
+        """Multiply the gradient, or the gradients of `only` some parameters, by `factor`."""
         self._tell_joined(Turn.SCALE, factor)
         super().scale_gradients(factor, only)
 
@@ -367,7 +373,7 @@ class ShardedDataParallel(DistributedDataParallel):
         self._tell_joined(Turn.BACKWARD)
 
     def before_step(self, number: int) -> None:
-        """One of the optimizers steps next."""
+        """The optimizer of this number steps next."""
         self._tell_joined(Turn.STEP, number)
         if self._join_config.enable:  # schedulers do not run on ranks that have ended
             optimizer = self._optimizers[number]
@@ -381,11 +387,12 @@ class ShardedDataParallel(DistributedDataParallel):
         self._tell_joined(Turn.ZERO, 2 * number + set_to_none)
 
     def step(self, number: int) -> None:
-        """One of the optimizers steps this rank's parts."""
+        """Step this rank's parts with the optimizer of this number."""
         self._optimizers[number].step()
 
     def zero_gradients(self, number: int, set_to_none: bool) -> None:
-        """Those of one optimizer's parts; of the model if there is none of that number."""
+        """Zero the gradients of one optimizer's parts; those of the whole model if no optimizer has this
+        number."""
         everything: nn.Module | Optimizer = self
         (self._optimizers[number] if number < len(self._optimizers) else everything).zero_grad(set_to_none)
 
@@ -410,7 +417,7 @@ class ShardedDataParallel(DistributedDataParallel):
 
     @property
     def sharded_names(self) -> list[str]:
-        """As of DistributedDataParallel: the trained ones, and then the others, in registration order."""
+        """As in DistributedDataParallel: trained ones first, then frozen ones, each in registration order."""
         return [slot.name for slot in self.sharding.slots] + self.frozen_names
 
     @property
@@ -423,7 +430,7 @@ class ShardedDataParallel(DistributedDataParallel):
         self.sharding.settle()
 
     def take_over_masters(self) -> None:
-        """After something else than their optimizer wrote the parts: all ranks get the new values."""
+        """After something other than their optimizer wrote the parts: give all ranks the new values."""
         kinds = set(self.sharding.trained.kinds)
         self.sharding.before_step(kinds)
         members = [each for store in self.sharding.every_store for each in store.members]
@@ -432,10 +439,10 @@ class ShardedDataParallel(DistributedDataParallel):
             self.sharding.after_step(kinds)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also of this rank's parts."""
+        """Zeroes the gradients of this rank's parts, too."""
         self._before_zero(len(self._optimizers), set_to_none)
         super().zero_grad(set_to_none)
-        for slot in self.sharding.slots:  # zeros would count as what came in no_sync and is to be summed
+        for slot in self.sharding.slots:  # zeros would count as gradients from no_sync, to be summed
             slot.parameter.grad = None
         for part in self.sharding.parts:
             if set_to_none:
@@ -452,7 +459,7 @@ class ShardedDataParallel(DistributedDataParallel):
 
 
 def _asked_of(model: ShardedDataParallel) -> Callable[[], bool]:
-    """Its `_may_come_late`, by a function that does not keep it: it is to be gone when nobody has it."""
+    """The model's `_may_come_late`, through a weak reference: the function must not keep the model alive."""
     known = weakref.WeakMethod(model._may_come_late)
 
     def may_come_late() -> bool:

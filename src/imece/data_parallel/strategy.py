@@ -1,4 +1,4 @@
-"""The strategies, by all the names under which people know them: what each rank keeps of a model."""
+"""The strategies, under all names that people know them by: what each rank keeps of a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Strategy:
     gradients: bool
     optimizer: bool
     hybrid: bool = False
-    """The shard group is a host's ranks, or those along the mesh's axis shard; otherwise it is all ranks."""
+    """The shard group is the ranks of one host, or those along the mesh's axis shard; otherwise all ranks."""
     other_names: tuple[str, ...] = ()
 
 
@@ -38,7 +38,8 @@ _BY_ANY_NAME = {name: each for each in _ALL for name in (each.name, *each.other_
 
 
 def find_strategy(name: str) -> Strategy:
-    """By any of its names, in upper or lower case. ValueError, with the nearest name, for another."""
+    """The strategy with this name, in upper or lower case. ValueError, with the nearest name, if there is
+    none."""
     found = _BY_ANY_NAME.get(name.lower())
     if found is None:
         near = difflib.get_close_matches(name.lower(), _BY_ANY_NAME, n=1)
@@ -48,23 +49,23 @@ def find_strategy(name: str) -> Strategy:
 
 
 def usual_strategy(ranks: Mesh | dist.ProcessGroup) -> Strategy:
-    """What "auto" is where it fits and nothing was measured to be faster.
+    """What "auto" takes if it fits and no measurement shows another to be faster.
 
-    That is zero1, which divides the optimizer's work and moves no more than DDP does. Between the CPUs of
-    several hosts it is replicate, of which each host has all: a host that is lost takes nothing with it.
+    That is zero1: it divides the optimizer's work and moves no more than DDP. Between the CPUs of several
+    hosts it is replicate: each host has the whole model, so losing a host loses nothing.
     """
     hosts = isinstance(ranks, Mesh) and ranks.device.type == "cpu" and _has_several_hosts(ranks)
     return STRATEGIES["replicate" if hosts else "zero1"]
 
 
 def _has_several_hosts(mesh: Mesh) -> bool:
-    # One that joins is alone so far; only a launcher of several hosts has an agent on each.
+    # A rank that joins knows only itself; but only a launcher of several hosts has an agent on each.
     return len(mesh.hosts) > 1 or (mesh.world.joining and mesh.world.agent_port is not None)
 
 
 @dataclass(frozen=True)
 class ShardGroups:
-    """Who shares what: `shard` divides the model, `replicas` are those that hold the same shard."""
+    """Which ranks share what: `shard` divides the model, `replicas` hold the same shard."""
 
     world: dist.ProcessGroup
     shard: dist.ProcessGroup
@@ -72,9 +73,10 @@ class ShardGroups:
 
     @classmethod
     def of(cls, strategy: Strategy, ranks: Mesh | dist.ProcessGroup, spread: bool = False) -> ShardGroups:
-        """Those of a mesh, or one group that shards. ValueError if there are none, with the reason.
+        """The groups of a mesh, or a single group that shards. ValueError, with the reason, if a strategy has
+        none.
 
-        spread: where the hosts do not fit a hybrid strategy, all ranks together share the model out.
+        spread: if a hybrid strategy does not fit the hosts, divide the model among all ranks together.
         """
         if isinstance(ranks, dist.ProcessGroup):
             if strategy.hybrid:
@@ -111,5 +113,5 @@ class ShardGroups:
         return cls(mesh.world_group, mesh.host_group, mesh.cross_group)
 
     def in_common(self, device: torch.device) -> bool:
-        """Whether tensors of the shard group can lie in memory that all of its ranks have."""
+        """Whether tensors of the shard group can lie in memory that all its ranks share."""
         return device.type == "cpu" and isinstance(self.shard, SharedMemoryGroup)

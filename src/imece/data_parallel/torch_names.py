@@ -1,4 +1,4 @@
-"""Names of torch's DistributedDataParallel that other libraries call, found here too; most are private."""
+"""Names of torch's DistributedDataParallel that other libraries use; most of them are private."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BUILTIN_HOOKS = {
 
 
 class TorchNames:
-    """What DistributedDataParallel has of them; each does what the public names do."""
+    """Mixed into DistributedDataParallel; each name does what a public one does."""
 
     process_group: dist.ProcessGroup
     reducer: Reducer
@@ -56,7 +56,7 @@ class TorchNames:
 
     @property
     def named_module_buffers(self) -> dict[str, torch.Tensor]:
-        """The same by their names."""
+        """The same buffers by name."""
         return self._buffer_sync.named
 
     def _register_buffer_comm_hook(
@@ -65,20 +65,21 @@ class TorchNames:
         hook: Hook,
         comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
     ) -> None:
-        """`hook(state, {name: buffer})` keeps buffers alike, not a broadcast. TypeError: not callable."""
+        """`hook(state, {name: buffer})` keeps buffers alike instead of a broadcast. TypeError: not
+        callable."""
         self._buffer_sync.hook = BufferHook(hook, state, comm_hook_location)
 
     def _default_broadcast_coalesced(
         self, bufs: list[torch.Tensor] | None = None, bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:  # fmt: skip
-        """What such a hook may call to do what happens without one; they all travel as one message."""
+        """A buffer hook may call this to get the default broadcast; all buffers travel as one message."""
         tensors = self._buffer_sync.tensors if bufs is None else bufs
         sync_from(authoritative_rank, tensors, self.process_group, "buffers")
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Sequence[str]) -> None:
-        """Leave parameters and buffers to their rank; before the model is wrapped."""
+        """Leave these parameters and buffers to their rank; call this before the model is wrapped."""
         module._ddp_params_and_buffers_to_ignore = list(names)  # type: ignore[assignment]
         for name, parameter in module.named_parameters():
             if name in names:
