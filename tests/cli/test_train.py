@@ -23,6 +23,7 @@ from imece.cli.main import main
 from imece.cli.options import option_names
 from imece.data.prepare import prepare
 from imece.errors import UserError
+from imece.launch.generations import Limits
 from imece.observe.display import Display
 from imece.train import start
 from imece.train.config import TrainConfig
@@ -41,18 +42,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     launches: list[Launch] = []
 
     def launch(
-        command: list[str],
-        ranks: int,
-        *,
-        grace_s: float,
-        environ: dict[str, str],
-        direct: bool,
-        restart: bool,
+        command: list[str], limits: Limits, *, grace_s: float, environ: dict[str, str], direct: bool
     ) -> int:
         assert environ == os.environ | {HELD: "1"}, "the launcher holds the lock for its ranks"
         assert grace_s >= 60 and direct, "a step and a save need time, and mistakes are to be said once"
-        assert restart, "it can go on from its checkpoint"
-        launches.append((command, ranks))
+        assert limits.restart, "it can go on from its checkpoint"
+        launches.append((command, limits.ranks))
         return 0
 
     monkeypatch.setattr(train, "launch", launch)
