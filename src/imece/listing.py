@@ -1,4 +1,4 @@
-"""Lists of names within one line of a message, however many names there are."""
+"""Lists of names, and counts of things, within one line of a message."""
 
 from __future__ import annotations
 
@@ -9,3 +9,8 @@ def some(names: Sequence[object], most: int, between: str = ", ") -> str:
     """The first of them, and how many more there are."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return between.join(map(str, names[:most])) + more
+
+
+def many(number: int, noun: str) -> str:
+    """(1, "host") -> "1 host", (8, "host") -> "8 hosts", (8000, "host") -> "8,000 hosts"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -17,6 +17,7 @@ from imece.errors import UserError
 from imece.foreign.files import read_settings
 from imece.foreign.settings import TORCH, Settings
 from imece.foreign.training import lacking, train_toml
+from imece.listing import many
 from imece.observe.run_files import as_argument
 from imece.writing import write_whole
 
@@ -64,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
 
 def lines(settings: Settings) -> Iterator[str]:
     """All that there is to say."""
-    of = f", for {settings.ranks} rank{'s' * (settings.ranks != 1)}" if settings.ranks else ""
+    of = f", for {many(settings.ranks, 'rank')}" if settings.ranks else ""
     yield f"{settings.file}: {settings.source}'s configuration{of}"
     for fate, title in _FATES.items():
         those = [each for each in settings.values if each.fate == fate]

@@ -24,6 +24,7 @@ from imece.data.sources import sources
 from imece.data.tokenizer import Tokenizer
 from imece.data.tokens import Part, TokenFiles, open_tokens
 from imece.errors import UserError
+from imece.listing import many
 from imece.observe.units import si
 from imece.train.config import Dtype, TrainConfig
 from imece.train.evaluate import evaluate
@@ -129,7 +130,7 @@ def _data(
     run_folders: list[Path] = []
     files = sources(options.data, field, run_folders)
     if run_folders:
-        say(f"{len(run_folders):,} run folder{'s' * (len(run_folders) > 1)} left out")
+        say(f"{many(len(run_folders), 'run folder')} left out")
     try:
         beside = tempfile.TemporaryDirectory(prefix="imece-eval-")
     except OSError as error:
@@ -167,7 +168,7 @@ def _own_tokens(
 
 def _table(found: Mapping[str, Any]) -> Iterator[str]:
     data = found["data"] if isinstance(found["data"], str) else ", ".join(found["data"])
-    documents = f"{found['documents']:,} document{'s' * (found['documents'] != 1)}"
+    documents = many(found["documents"], "document")
     yield (
         f"{found['run']}, step {found['step']}, {found['precision']}, on {data}: {documents}, "
         f"{si(found['bytes'])} bytes, {si(found['tokens'])} tokens"

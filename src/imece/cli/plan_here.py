@@ -11,7 +11,7 @@ from pathlib import Path
 from imece.bench.report import check_writable
 from imece.cli.plan_options import PlanOptions
 from imece.errors import UserError
-from imece.plan.answer.words import count
+from imece.listing import many
 from imece.plan.hardware import Cluster
 from imece.plan.here import cluster_of, keep, kept_cluster, measured_on, profile_file, to_toml
 
@@ -40,7 +40,7 @@ def _measure(path: Path) -> None:
     from imece.train.start import default_ranks
 
     ranks = default_ranks()
-    print(f"measuring this machine with {count(ranks, 'rank')}, about 10 seconds", file=sys.stderr)
+    print(f"measuring this machine with {many(ranks, 'rank')}, about 10 seconds", file=sys.stderr)
     try:
         figures = measure_here(ranks)
     except (RankFailedError, TimeoutError) as error:

@@ -18,6 +18,7 @@ from imece.cli.options import check_named, parse
 from imece.errors import UserError
 from imece.launch.generations import Limits
 from imece.launch.local import launch
+from imece.listing import many
 from imece.observe.display import Display
 from imece.observe.report import catch_up
 from imece.observe.run_files import as_argument
@@ -60,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
         with _progress(display) as report:
             ranks = make_ready(config, report, lock)
         before = all_steps(folder.checkpoints)[-1:]
-        display.under_way(f"starting {ranks} rank{'s' * (ranks != 1)}")
+        display.under_way(f"starting {many(ranks, 'rank')}")
         # An absolute path: one that begins with - would be an option.
         command = [sys.executable, "-m", "imece", "train", os.path.abspath(folder.config_file)]
         environ = {**os.environ, HELD: "1"}

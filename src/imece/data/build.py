@@ -19,6 +19,7 @@ from imece.data.files import DIGEST_BYTES, file_digest, locked, other_place
 from imece.data.tokenizer import Tokenizer
 from imece.data.tokens import MANIFEST, PARTS, SUFFIXES, TokenFiles, open_tokens, write_manifest
 from imece.errors import UserError
+from imece.listing import many
 from imece.writing import leftovers, sync, sync_folder
 
 Progress = Callable[[int, int], None]  # (bytes of text tokenized, bytes of all files)
@@ -200,7 +201,7 @@ def _check_parts(train: _PartWriter, validation: _PartWriter, share: float, file
     number = train.documents + validation.documents
     name = files[0] if len(files) == 1 else common_folder(files)
     if not number:
-        raise UserError(f"{name}: no text in {len(files)} file{'s' * (len(files) != 1)}: name others")
+        raise UserError(f"{name}: no text in {many(len(files), 'file')}: name others")
     if number == 1 and validation.documents:
         raise UserError(
             f"{name} holds one document, of {validation.text_bytes:,} bytes, and it is held out for "

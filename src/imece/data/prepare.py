@@ -22,6 +22,7 @@ from imece.data.tokenizer import (
 )
 from imece.data.tokens import TokenFiles, open_tokens
 from imece.errors import UserError
+from imece.listing import many
 
 Progress = Callable[[str, int, int], None]  # (what is under way, bytes of text done, bytes of all files)
 
@@ -93,7 +94,7 @@ def prepare(
             raise
         return made
     tokenizer = _tokenizer(source, files, tokenizer_path, progress)
-    making = f"making tokens of {len(files):,} file{'s' * (len(files) != 1)}"
+    making = f"making tokens of {many(len(files), 'file')}"
     tokens = build(
         folder,
         files,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from imece.errors import UserError
 from imece.foreign.reading import Reading
 from imece.foreign.settings import Dtype, OptimizerSettings, ScalerSettings, ScheduleSettings, Settings
+from imece.listing import many
 
 _STAGES = ("replicate", "zero1", "zero2", "zero3")
 _DTYPES: dict[str, Dtype] = {
@@ -390,4 +391,4 @@ def _schedule(values: Reading) -> ScheduleSettings | None:
 
 
 def _steps(count: int | None) -> str:
-    return "its Trainer's steps" if count is None else f"{count:,} step{'s' * (count != 1)}"
+    return "its Trainer's steps" if count is None else many(count, "step")

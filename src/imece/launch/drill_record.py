@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from imece.launch.processes import name_of
-from imece.listing import some
+from imece.listing import many, some
 
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
@@ -174,7 +174,7 @@ def outcome(fault: Fault) -> str:
 
 def steps_again(count: int) -> str:
     """ "1 step made again"."""
-    return f"{count} step{'s' * (count != 1)} made again"
+    return f"{many(count, 'step')} made again"
 
 
 def lines(record: Record) -> list[str]:

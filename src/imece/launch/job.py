@@ -14,6 +14,7 @@ from imece.errors import CollectiveTimeoutError, UserError
 from imece.launch.generations import End, Generations, GoOn, Limits, Verdict
 from imece.launch.host import CannotStart, Hands, Start
 from imece.launch.processes import SAID, Ending, Outcome, first_cause
+from imece.listing import many
 from imece.membership.roster import Generation
 from imece.status import Failure
 
@@ -159,7 +160,7 @@ class Job:
         """What became of it, after its end."""
         if self._got_signal is not None:
             name = signal.Signals(self._got_signal).name
-            ranks = f"{self._passed_on} rank{'s' * (self._passed_on != 1)}"
+            ranks = many(self._passed_on, "rank")
             line = f"imece: ended by {name}{self._signalled_where}, passed on to {ranks}"
             killed = f", of which {len(self._killed)} had to be killed" if self._killed else ""
             return Outcome(128 + self._got_signal, line + killed)

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from imece.listing import many
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -101,7 +103,7 @@ def table(trace: StepTraceLike) -> list[str]:
         f"(forward {ms(trace.backward_start_s - start):.1f}, "
         f"backward {ms(trace.backward_end_s - trace.backward_start_s):.1f}), "
         f"then exposed {ms(exposed):.2f}",
-        f"communication {ms(under_way):.2f} ms in {len(buckets)} bucket{'s' * (len(buckets) != 1)}, "
+        f"communication {ms(under_way):.2f} ms in {many(len(buckets), 'bucket')}, "
         f"{ms(under_way - after):.2f} of it hidden behind backward",
     ]
     if buckets:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from imece.errors import UserError
+from imece.listing import many
 from imece.models.presets import preset
-from imece.plan.answer.words import count
 from imece.plan.hardware import Cluster, Gpu, Link, find_cluster, find_gpu
 from imece.plan.models.model import from_shape
 from imece.plan.setup import Parallel, Precision, Recipe, Setup
@@ -119,7 +119,7 @@ def to_toml(cluster: Cluster, figures: Mapping[str, Any], now: datetime) -> str:
     }
     lines = [
         f"# measured {now:%Y-%m-%d %H:%M} on {socket.gethostname()}: "
-        f"{count(int(figures['ranks']), 'rank')} "
+        f"{many(int(figures['ranks']), 'rank')} "
         f"({figures['device']}, {figures['backend']}), {figures['dtype']}",
         "# imece plan --here --again measures anew; [between] hosts is assumed: 10 Gb/s",
     ]

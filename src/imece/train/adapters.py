@@ -24,6 +24,7 @@ from imece.checkpoint.load import Source
 from imece.checkpoint.weights import MODEL, held, together
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
+from imece.listing import many
 from imece.membership.pieces import Pieces
 from imece.models.transformer import Transformer
 from imece.observe.units import si
@@ -118,10 +119,9 @@ def first_pieces(config: TrainConfig, model: nn.Module) -> Source:
 def describe(model: Transformer, lora: LoraSection) -> str:
     """ "LoRA rank 16 on 7 layers a block: 0.9M of 135M parameters trained"."""
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    many = f"{len(lora.targets)} layer{'s' * (len(lora.targets) > 1)} a block"
     kind = f"QLoRA ({lora.quantize})" if lora.quantize != "none" else "LoRA"
-    whole = si(model.config.parameter_count)
-    return f"{kind} rank {lora.rank} on {many}: {si(trained)} of {whole} parameters trained"
+    layers, whole = many(len(lora.targets), "layer"), si(model.config.parameter_count)
+    return f"{kind} rank {lora.rank} on {layers} a block: {si(trained)} of {whole} parameters trained"
 
 
 def live_name(name: str, lora: LoraSection) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from imece.errors import UserError
+from imece.listing import many
 from imece.model_parallel.schedules import check_schedule
 from imece.observe.units import multiples_near
 from imece.train.config import BatchSection, MeshSection
@@ -79,13 +80,13 @@ def plan_batch(section: BatchSection, seq: int, ranks: int, mesh: MeshSection = 
     if sequences < ranks:
         asked = f"--ranks {ranks} are" if size == 1 else f"{_ranks(ranks, size)} are"
         raise UserError(
-            f"{asked} more than the {sequences} sequence{'s' * (sequences != 1)} of a step: "
+            f"{asked} more than the {many(sequences, 'sequence')} of a step: "
             f"at most {_ranks(sequences, size)}, or at least {_option(section, seq, ranks)}"
         )
     share = sequences // ranks
     if section.micro > share:
         raise UserError(
-            f"--batch.micro {section.micro} is more than the {share} sequence{'s' * (share != 1)} of a rank "
+            f"--batch.micro {section.micro} is more than the {many(share, 'sequence')} of a rank "
             f"in a step: at most {share}"
         )
     step = ranks * (section.micro or 1)
@@ -133,16 +134,16 @@ def _refuse(section: BatchSection, seq: int, share: int, ranks: int, mesh: MeshS
         else f"at least {_option(section, seq, ranks * mesh.pipeline)}"
     )
     raise UserError(
-        f"--mesh.pipeline {mesh.pipeline}: {count} micro-batch{'es' * (count != 1)} of {micro} "
-        f"sequence{'s' * (micro != 1)} a step cannot go through {mesh.pipeline} stages by "
+        f"--mesh.pipeline {mesh.pipeline}: {count} micro-batch{'es' * (count != 1)} of "
+        f"{many(micro, 'sequence')} a step cannot go through {mesh.pipeline} stages by "
         f"--mesh.schedule {mesh.schedule}: {cure}, or --mesh.schedule gpipe"
     )
 
 
 def _ranks(count: int, size: int) -> str:
     if size == 1:
-        return f"{count} rank{'s' * (count != 1)}"
-    return f"{count} group{'s' * (count != 1)} of {size} ranks"
+        return many(count, "rank")
+    return f"{many(count, 'group')} of {size} ranks"
 
 
 def _option(section: BatchSection, seq: int, sequences: int) -> str:

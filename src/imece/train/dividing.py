@@ -6,6 +6,7 @@ from torch import nn
 
 from imece.data_parallel.strategy import find_strategy
 from imece.errors import UserError
+from imece.listing import many
 from imece.mesh import Mesh
 from imece.model_parallel.context import check_length
 from imece.model_parallel.pipeline import Pipeline, check_sends
@@ -36,7 +37,7 @@ def groups_of(section: MeshSection, ranks: int) -> int:
     if over:
         fit = [each * section.size for each in (groups, groups + 1) if each]
         raise UserError(
-            f"{_asked(section)}: {ranks} rank{'s' * (ranks != 1)} cannot be divided into such groups: "
+            f"{_asked(section)}: {many(ranks, 'rank')} cannot be divided into such groups: "
             f"--ranks {' or '.join(map(str, fit))}"
         )
     return groups

@@ -15,6 +15,7 @@ from imece.checkpoint.files import step_folders
 from imece.data.baselines import baselines, counted_in
 from imece.data_parallel.footprint import counted
 from imece.footprint import Footprint
+from imece.listing import many
 from imece.models.generate import LogitsError, generate
 from imece.observe.report import write_loss_plot, write_report
 from imece.observe.run_files import CHECKPOINT, ENDED, as_argument
@@ -141,7 +142,7 @@ def _rows(summary: dict[str, Any], saved: bool) -> list[tuple[str, str]]:
     rows = [
         (
             "done",
-            f"{steps:,} step{'s' * (steps != 1)} in {minutes}:{seconds:02}, {si(summary['tokens'])} tokens, "
+            f"{many(steps, 'step')} in {minutes}:{seconds:02}, {si(summary['tokens'])} tokens, "
             f"{summary['tokens_per_s']:,.0f} tokens/s",
         )
     ]

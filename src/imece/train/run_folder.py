@@ -18,6 +18,7 @@ from imece.data.files import other_place
 from imece.data.tokenizer import CONFIG as TOKENIZER_CONFIG
 from imece.data.tokenizer import Tokenizer, load_tokenizer
 from imece.errors import UserError
+from imece.listing import many
 from imece.models.hugging_face import CONFIG, TOKENIZER_FILES
 from imece.models.shape import RopeScaling, TransformerConfig
 from imece.observe.metrics import FILE as FIGURES
@@ -211,7 +212,7 @@ class RunFolder:
         done = max(all_steps(self.checkpoints), default=0)  # damaged ones too: those may be mended
         if done > config.steps:
             raise UserError(
-                f"{self.path} has {done} step{'s' * (done != 1)} already, more than --steps {config.steps}: "
+                f"{self.path} has {many(done, 'step')} already, more than --steps {config.steps}: "
                 f"at least {done}"
             )
 

@@ -21,7 +21,7 @@ from imece.data_parallel.sharding.offload import check_strategy
 from imece.data_parallel.strategy import find_strategy
 from imece.device import usable_gpus
 from imece.errors import UserError
-from imece.listing import some
+from imece.listing import many, some
 from imece.membership.recovery import Recovered
 from imece.model_parallel.pipeline import Pipeline
 from imece.model_parallel.schedules import ideal_bubble
@@ -283,8 +283,8 @@ def describe_data(prepared: Prepared, config: TrainConfig) -> str:
     tokens = _tokens(prepared)
     skipped = f", {prepared.tokens.skipped} that are not text left out" if prepared.tokens.skipped else ""
     runs = prepared.run_folders
-    left_out = f", {runs:,} run folder{'s' * (runs > 1)} left out" if runs else ""
-    files = f"{prepared.files:,} file{'s' * (prepared.files > 1)}, {megabytes(prepared.source_bytes)}"
+    left_out = f", {many(runs, 'run folder')} left out" if runs else ""
+    files = f"{many(prepared.files, 'file')}, {megabytes(prepared.source_bytes)}"
     return (
         f"{name}: {files if prepared.files else 'gone, its tokens as they were made'}, {si(tokens)} tokens "
         f"({_percent(_held_out(prepared))} of them held out){skipped}{left_out}"

@@ -15,6 +15,7 @@ from imece.bench.gpu.targets import COMPILED, GPU, OPTIMIZERS, OURS, STRATEGIES,
 from imece.bench.gpu.ways import Rank, Timed
 from imece.bench.rounds import odd_losses, ratio, turned
 from imece.launch.spawn import spawn
+from imece.listing import many
 from imece.models.presets import preset
 from imece.train.peak import flops_per_token, measured_peak
 
@@ -168,7 +169,7 @@ def lines(results: Results) -> list[str]:
         "",
         f"{results.device}: {plan.model}, {results.parameters / 1e6:.1f}M parameters in bf16, "
         f"{plan.sequences} sequences, {results.tokens:,} tokens a step",
-        f"medians of {plan.rounds} alternating rounds of {plan.steps} step{'s' * (plan.steps != 1)}; large "
+        f"medians of {plan.rounds} alternating rounds of {many(plan.steps, 'step')}; large "
         f"matrix products: {results.peak_rate / 1e12:.1f} Tflop/s",
     ]
     if results.ways:

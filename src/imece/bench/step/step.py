@@ -14,6 +14,7 @@ from imece.bench.rounds import Taken, alternate, odd_losses, ratio
 from imece.bench.step.ways import ALONE, OURS, OVERLAPPED, PACKAGES, missing
 from imece.bench.targets import STEP, STRATEGY, StepTarget
 from imece.data_parallel.reducing.trace import BucketTrace, StepTrace
+from imece.listing import many
 from imece.observe import timeline
 
 MODULE = "imece.bench.step.rank"
@@ -170,7 +171,7 @@ def lines(results: Results, tokens: int) -> list[str]:
         "",
         f"a GPT of {results.parameters / 1e6:.1f}M parameters, {tokens} tokens a rank, {plan.ranks} ranks, "
         f"1 thread a rank, medians of {plan.rounds} alternating rounds of "
-        f"{plan.steps} step{'s' * (plan.steps != 1)}",
+        f"{many(plan.steps, 'step')}",
         f"  {'':<16}{'ms/step':>9}{'added ms':>10}{compared:>13}{'tokens/s':>10}{'x no-sync':>11}",
     ]
     for way in rounds:

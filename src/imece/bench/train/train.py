@@ -15,6 +15,7 @@ from imece.bench.crew import slowest
 from imece.bench.rounds import Taken, alternate, odd_losses, ratio
 from imece.bench.train.contenders import Contender, Plan, batch_of, start_all, with_text
 from imece.bench.train.targets import ALONE, DEFAULT, ONE_RANK, PLAIN, TRAIN, TrainTarget
+from imece.listing import many
 
 _WARM_UP = 3  # steps that build buckets and optimizer states
 
@@ -133,8 +134,8 @@ def lines(results: Results) -> list[str]:
     shown = [
         "",
         f"{plan.config.model.preset}, {results.parameters / 1e6:.1f}M parameters, {results.batch}",
-        f"1 thread a rank, medians of {plan.rounds} alternating rounds of {plan.steps} "
-        f"step{'s' * (plan.steps != 1)}; {plan.default} is what imece train does by default",
+        f"1 thread a rank, medians of {plan.rounds} alternating rounds of "
+        f"{many(plan.steps, 'step')}; {plan.default} is what imece train does by default",
         f"  {'':<21}{'ms/step':>9}{'tokens/s':>10}" + "".join(f"{'x ' + way:>14}" for way in against),
     ]
     for way, rounds in seconds.items():

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from imece.footprint import DIVIDED
+from imece.listing import many
 from imece.plan.answer.explain import unpinned
 from imece.plan.answer.search import (
     Answer,
@@ -17,7 +18,7 @@ from imece.plan.answer.search import (
     with_best_bucket,
 )
 from imece.plan.answer.space import Question
-from imece.plan.answer.words import compared, count, device, gb, is_cpu, title
+from imece.plan.answer.words import compared, device, gb, is_cpu, title
 from imece.plan.memory.memory import more_with_torchs_loss
 from imece.plan.setup import Parallel, Setup
 
@@ -144,10 +145,10 @@ class Call:
 
     def _batch(self) -> str:
         parallel, recipe = self.candidate.setup.parallel, self.candidate.setup.recipe
-        times, size = recipe.accumulation, count(recipe.micro_batch, "sequence")
+        times, size = recipe.accumulation, many(recipe.micro_batch, "sequence")
         each = device(self.question.cluster)
         if parallel.pipeline > 1:
-            share = count(times * recipe.micro_batch, "sequence")
+            share = many(times * recipe.micro_batch, "sequence")
             return (
                 f"{share} a pipeline, {size} at once: pipeline.step(inputs, targets), then optimizer.step()"
             )

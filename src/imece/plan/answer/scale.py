@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from imece.listing import many
 from imece.plan.answer.explain import grown
 from imece.plan.answer.search import Candidate, search, settled
 from imece.plan.answer.space import Question, why_none
 from imece.plan.answer.text import as_json, wrapped
-from imece.plan.answer.words import count, gb, seconds, strategy_name, title
+from imece.plan.answer.words import gb, seconds, strategy_name, title
 
 Kind = Literal["weak", "strong"]
 MOST_GPUS = 25_600  # 16 x 8 x 200
@@ -141,15 +142,15 @@ def _uneven(point: Point, best: Point) -> str:
     groups = point.gpus // group
     if point.gpus % group or batch % groups == 0:
         return ""
-    divided = f"{count(groups, 'group')} of {count(group, 'GPU')}, as with {count(best.gpus, 'GPU')}"
+    divided = f"{many(groups, 'group')} of {many(group, 'GPU')}, as with {many(best.gpus, 'GPU')}"
     if batch < groups:
-        return f"; {count(batch, 'sequence')} are too few for {divided}"
+        return f"; {many(batch, 'sequence')} are too few for {divided}"
     even = batch // groups * groups
     found = settled(search(replace(point.question, global_batch=even))).winner
     if found is None or found.time is None or found.time.tokens_per_s <= best.tokens_per_s:
         return ""
     rate = f"{found.time.tokens_per_s:,.0f} tokens/s"
-    return f"; {count(batch, 'sequence')} cannot be dealt to {divided}: with {even:,} it would be {rate}"
+    return f"; {many(batch, 'sequence')} cannot be dealt to {divided}: with {even:,} it would be {rate}"
 
 
 def scale_json(points: Sequence[Point], kind: Kind) -> dict[str, Any]:

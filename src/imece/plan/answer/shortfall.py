@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from imece.listing import many
 from imece.observe.units import si
 from imece.plan.answer.explain import eight_bit
 from imece.plan.answer.search import Answer, Candidate, search, settled
 from imece.plan.answer.space import Question
-from imece.plan.answer.words import count, device, gb, title
+from imece.plan.answer.words import device, gb, title
 from imece.plan.hardware import Cluster
 from imece.plan.memory.frameworks import IMECE
 from imece.plan.memory.held import adapter_parameters, held
@@ -90,7 +91,7 @@ def state_arithmetic(question: Question) -> str:
         state += f"for {si(trained)} of adapters"
         whole = frozen * model.parameters + each * trained
     return (
-        f"{state} = {gb(whole)} GB; {count(cluster.gpus, device(cluster))} "
+        f"{state} = {gb(whole)} GB; {many(cluster.gpus, device(cluster))} "
         f"{'has' if cluster.gpus == 1 else 'have'} {gb(cluster.gpus * cluster.gpu.memory_bytes)} GB"
     )
 

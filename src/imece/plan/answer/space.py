@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from imece.errors import UserError
 from imece.footprint import DIVIDED, Offload
+from imece.listing import many
 from imece.observe.units import multiples_near
-from imece.plan.answer.words import count, device
+from imece.plan.answer.words import device
 from imece.plan.hardware import Cluster, gpus_with_fp8
 from imece.plan.models.model import Model
 from imece.plan.setup import (
@@ -100,7 +101,7 @@ def check(question: Question) -> None:
         raise UserError(
             f"tensor {question.tensor or 1} x pipeline {question.pipeline or 1} x context "
             f"{question.context or 1} "
-            f"= {together} does not divide {count(ranks, each)}; the nearest numbers of {each}s are "
+            f"= {together} does not divide {many(ranks, each)}; the nearest numbers of {each}s are "
             f"{multiples_near(ranks, together)}"
         )
     data = ranks // together
@@ -211,14 +212,14 @@ def why_none(question: Question) -> str:
             f"none: say a multiple of {question.cluster.gpus * (question.micro_batch or 1)}, or leave it out"
         )
     micro, batch = question.micro_batch or 1, question.global_batch
-    all_of_them = count(question.cluster.gpus, device(question.cluster))
+    all_of_them = many(question.cluster.gpus, device(question.cluster))
     groups = sorted({data for *_, data in _axes(question)})
     if not groups:
         return (
             f"no arrangement of {all_of_them} is all that is asked for: leave out --tensor, "
             "--pipeline or --context"
         )
-    by = count(groups[0], "rank") if len(groups) == 1 else f"any arrangement of {all_of_them}"
+    by = many(groups[0], "rank") if len(groups) == 1 else f"any arrangement of {all_of_them}"
     by += f" x micro-batch {micro}" if question.micro_batch else ""
     step = max((data for data in groups if data * micro <= batch), default=groups[0]) * micro
     return f"--global-batch {batch} cannot be divided by {by}; the nearest are {multiples_near(batch, step)}"

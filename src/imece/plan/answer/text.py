@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from imece.listing import many
 from imece.observe.units import si
 from imece.plan.answer.call import Next
 from imece.plan.answer.explain import Other, parts
 from imece.plan.answer.search import Candidate, hours_for
 from imece.plan.answer.shortfall import Way, state_arithmetic
 from imece.plan.answer.space import Question
-from imece.plan.answer.words import count, device, gb, kinds, meanings, seconds, share, title
+from imece.plan.answer.words import device, gb, kinds, meanings, seconds, share, title
 from imece.plan.hardware import Cluster
 
 _LABEL = 9  # columns
@@ -52,7 +53,7 @@ def subject(question: Question) -> str:
     )
     return (
         f"{model.name}, {si(model.parameters)} parameters, on {where}; "
-        f"{count(question.global_batch, 'sequence')} x {question.seq:,} = "
+        f"{many(question.global_batch, 'sequence')} x {question.seq:,} = "
         f"{question.global_batch * question.seq:,} tokens a step"
     )
 

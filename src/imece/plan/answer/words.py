@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from imece.footprint import Offload
+from imece.listing import many
 from imece.plan.hardware import Cluster
 from imece.plan.setup import Parallel, Setup, Strategy
 
@@ -99,11 +100,6 @@ def kinds(cluster: Cluster) -> dict[str, str]:
     return _KINDS | ({"overhead": "libraries"} if is_cpu(cluster) else {})
 
 
-def count(number: int, noun: str) -> str:
-    """(1, "host") -> "1 host", (8, "host") -> "8 hosts"."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
 def strategy_name(parallel: Parallel) -> str:
     """ "TP 2 x PP 4 x ZeRO-1"; "one device" where nothing is parallel."""
     axes = [
@@ -164,14 +160,14 @@ def meanings(setup: Setup, cluster: Cluster) -> Iterator[tuple[str, str]]:
             f"pipeline: the layers are dealt to {parallel.pipeline} stages, up to {layers} each, and "
             "micro-batches go from one stage to the next",
         )
-    once = f"a {one} computes {count(recipe.micro_batch, 'sequence')} at once"
-    groups = f" x {count(parallel.data, one)}" if parallel.data > 1 else ""
+    once = f"a {one} computes {many(recipe.micro_batch, 'sequence')} at once"
+    groups = f" x {many(parallel.data, one)}" if parallel.data > 1 else ""
     if parallel.ranks > parallel.data:
-        groups = f" x {count(parallel.data, 'group')} of {one}s"
+        groups = f" x {many(parallel.data, 'group')} of {one}s"
     yield (
         f"micro-batch {recipe.micro_batch}",
         f"{once}, {_times(recipe.accumulation)} before each update: {recipe.micro_batch} x "
-        f"{recipe.accumulation}{groups} = {count(setup.global_batch, 'sequence')}",
+        f"{recipe.accumulation}{groups} = {many(setup.global_batch, 'sequence')}",
     )
     if recipe.recompute == "full":
         yield (
