@@ -1,4 +1,5 @@
-"""In which order gradients came in the first backward: whole buckets are laid anew by it before the next."""
+"""The order in which gradients came in the first backward. Before the next forward, whole buckets are laid
+out anew in that order."""
 
 from __future__ import annotations
 
@@ -8,20 +9,20 @@ from imece.data_parallel.reducing.buckets import Gradients, Slot
 
 
 class Arrivals:
-    """Of one model's parameters. Whoever takes part in the first backward lays anew: all ranks, or none."""
+    """The arrivals of one model's gradients. All ranks in the first backward lay out anew, or none."""
 
     def __init__(self, wanted: bool) -> None:
-        """wanted: whether buckets are laid anew at all."""
+        """wanted: whether buckets are laid out anew at all."""
         self.noting = wanted
-        """Whether the first backward is still to come, or under way."""
-        self._came: dict[int, tuple[int, float]] = {}  # of a parameter: bytes, and when
+        """Whether the first backward is under way or still to come."""
+        self._came: dict[int, tuple[int, float]] = {}  # by parameter: bytes and time
         self._to_lay = False
         self.laid = False
-        """Whether buckets were laid anew."""
+        """Whether buckets were laid out anew."""
 
     def came(self, slot: Slot) -> None:
-        """A gradient of a parameter. Its last one counts: which that is nobody may know before the end."""
-        self._came.pop(slot.index, None)  # so that it comes after all others
+        """A gradient came. The parameter's last one counts; nobody may know before the end which that is."""
+        self._came.pop(slot.index, None)  # so that it goes in after all others
         self._came[slot.index] = slot.parameter.nbytes, time.perf_counter()
 
     def end(self) -> None:
@@ -30,12 +31,12 @@ class Arrivals:
             self.noting, self._to_lay = False, True
 
     def again(self) -> None:
-        """It has raised: the first one is the next one."""
+        """The backward has raised: the next one counts as the first."""
         if self.noting:
             self._came.clear()
 
     def lay_anew(self, gradients: Gradients, overlap: bool) -> None:
-        """Before a forward: after the first backward buckets are laid anew, by all ranks."""
+        """Before a forward: if the first backward is over, lay out buckets anew; all ranks do."""
         if self._to_lay:
             gradients.rebuild(list(self._came), list(self._came.values()), overlap)
             self._to_lay, self.laid = False, True

@@ -1,7 +1,7 @@
 """Where a reducer's gradients lie: in flat buckets, each of which travels as one message.
 
-Who keeps them is one of two: WholeGradients (whole.py), all of them on every rank; Sharding (../shard.py), in
-the end this rank's part.
+There are two ways to keep them: WholeGradients (whole.py) keeps all gradients on every rank, Sharding
+(../shard.py) in the end only this rank's part.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from imece.collectives.pending import Pending
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """One parameter on its way."""
+    """One parameter, and how far its gradient is in this backward."""
 
     index: int  # in registration order
     name: str
     parameter: torch.Tensor
     bucket: Bucket
-    view: torch.Tensor  # shaped and strided as the parameter, in the bucket's memory
+    view: torch.Tensor  # shaped and strided like the parameter, in the bucket's memory
     uses: int = 1  # gradients that autograd writes in one backward
-    kept: torch.Tensor | None = None  # the gradient of an unused parameter, until it is known to be so
-    older: torch.Tensor | None = None  # a gradient that was reduced before, which this backward's is added to
+    kept: torch.Tensor | None = None  # the gradient of a possibly unused parameter, until that is known
+    older: torch.Tensor | None = None  # an earlier reduced gradient, to which this backward's is added
 
     def holds(self, grad: torch.Tensor | None) -> bool:
-        """Whether a gradient lies in the view. `.grad = .grad.data`, say, makes it another object there."""
+        """Whether a gradient lies in the view, even as another object, as after `.grad = .grad.data`."""
         return grad is self.view or (grad is not None and grad.data_ptr() == self.view.data_ptr())
 
 
@@ -40,7 +40,7 @@ class Bucket:
     index: int
     flat: torch.Tensor  # 1D, padded
     used_numel: int
-    label: str  # for errors of the collective
+    label: str  # names the bucket in errors of its collective
     slots: list[Slot] = field(default_factory=list)
     pending: int = 0  # slots that are not ready
     work: Pending | torch.futures.Future[Any] | None = None
@@ -48,7 +48,7 @@ class Bucket:
     scale: torch.Tensor | float | None = None  # of gradients on their way into it; None: not known yet
 
     def let_go(self) -> None:
-        """Of its memory, and of what is under way in it."""
+        """Let go of its memory and of what is under way in it."""
         if isinstance(self.work, Pending):
             self.work.give_up()
         self.work, self.attached = None, False
@@ -58,69 +58,71 @@ class Bucket:
 
     @property
     def buffer(self) -> torch.Tensor:
-        """Without the padding."""
+        """The gradients, without padding."""
         return self.flat[: self.used_numel]
 
 
 def label_of(names: Sequence[str]) -> str:
-    """Of a bucket, by its parameters."""
+    """A label for a bucket with these parameters."""
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
 
 class Gradients:
-    """The buckets of one model. A reducer says when one is full, then it is summed by this, or by a hook."""
+    """The buckets of one model. The reducer says when one is full; then this class or a hook sums it."""
 
     all: list[Bucket]
-    """In the order in which they leave."""
+    """The buckets in the order in which they leave."""
     slots: list[Slot]
-    """By parameter, in registration order; they stay the same objects when buckets are laid anew."""
+    """One slot per parameter, in registration order; slots stay the same objects when buckets are laid out
+    anew."""
     is_whole = False
-    """Whether `.grad` is a view into its bucket; otherwise it goes to the part of it that is this rank's."""
+    """Whether `.grad` is a view into its bucket; otherwise each rank keeps only its part of the gradient."""
     borrows = False
     """Whether buckets take memory when their first gradient comes, so that a full one must leave at once."""
     most_under_way = 0
-    """How many are being summed while another one fills, where buckets borrow memory."""
+    """How many buckets may be summed while another one fills, if buckets borrow memory."""
     gathers = False
-    """Whether parameters are gathered between buckets, which may then not leave as soon as they are full."""
+    """Whether parameters are gathered between buckets; then a full bucket may not always leave at once."""
     may_be_posted = False
-    """Whether buckets keep their memory, and are summed in one group, as they are and by no schedule."""
+    """Whether buckets keep their memory, and are summed in one group, without a schedule or a wire."""
 
     def reduce(self, bucket: Bucket, async_op: bool) -> Pending | None:
-        """Sum a full bucket over the ranks; None: it is done."""
+        """Sum a full bucket over the ranks; returns None if that is done already."""
         raise NotImplementedError
 
     def finish(self, absent: Sequence[Slot], used_anywhere: Sequence[int]) -> None:
-        """All are summed: leave `.grad` right.
+        """All buckets are summed: set every `.grad`.
 
-        absent: what this rank did not use. used_anywhere: by parameter, whether some rank did.
+        absent: slots that this rank did not use. used_anywhere: by parameter, whether some rank used it.
         """
         raise NotImplementedError
 
     def let_go(self) -> None:
-        """Of all memory and of the group, whatever is under way. Nothing comes after it."""
+        """Let go of all memory and of the group, whatever is under way. Nothing can follow."""
         raise NotImplementedError
 
     def start(self) -> None:
         """A synchronised backward begins."""
 
     def check_kind(self, slot: Slot) -> None:
-        """RuntimeError: a parameter is no longer what its bucket was laid for, with what to do."""
+        """RuntimeError, with what to do, if a parameter is no longer what its bucket was laid out for."""
 
     def attach(self, bucket: Bucket) -> None:
-        """Give a bucket memory, where buckets borrow it."""
+        """Give a bucket memory, if buckets borrow it."""
 
     def leaves(self, bucket: Bucket, by_hook: bool) -> None:
         """A bucket is about to be reduced."""
 
     def reduced(self, bucket: Bucket) -> None:
-        """The sum of a bucket is there."""
+        """The sum of a bucket is complete."""
 
     def rebuild(self, came: Sequence[int], arrivals: Sequence[tuple[int, float]], overlap: bool) -> None:
-        """Lay whole ones anew by the order in which gradients came in the first backward; all ranks call it.
+        """Lay out whole buckets anew, in the order in which gradients came in the first backward; all ranks
+        do.
 
-        came: parameters. arrivals: bytes and time of each, in that order. overlap: whether buckets leave
-        while backward goes on.
+        came: numbers of parameters. arrivals: (bytes, time) of each, in that order. overlap: whether buckets
+        leave while backward goes on.
         """
 
     def when_over(self, tell: Callable[[Sequence[Bucket]], None]) -> None:
-        """Who is to be told of buckets to which no more gradients come in this backward, full or not."""
+        """Register whom to tell of buckets that get no more gradients in this backward, full or not."""

@@ -1,8 +1,8 @@
-"""bucket_cap_mb="auto": the cap with which, by what was measured, the last bucket is reduced first.
+"""bucket_cap_mb="auto": the cap with which, by the measurements, the last bucket is reduced soonest.
 
-Small buckets leave early and hide behind backward; large ones cost fewer latencies. The first backward says
-when each gradient comes, the measured links say what a bucket of n bytes takes, and buckets follow each other
-on the same wire:
+Small buckets leave early and hide behind backward; large ones cost fewer latencies. The first backward shows
+when each gradient comes, and the measured links show what a bucket of n bytes takes. Buckets follow each
+other on one wire:
 
     end(k) = max(ready(k), end(k - 1)) + seconds(n(k)) + EACH_S
 """
@@ -16,7 +16,7 @@ from imece.collectives.link_types import Links
 from imece.layout import MIB
 
 CAPS_BYTES = tuple(int(mb * MIB) for mb in (0.5, 1, 2, 4, 8, 16, 25, 50, 100))
-EACH_S = 150e-6  # of our Python, for each bucket
+EACH_S = 150e-6  # of Python code, per bucket
 
 
 def cap_over(
@@ -26,13 +26,13 @@ def cap_over(
     first_bytes: int | None,
     overlap: bool,
 ) -> int:
-    """The best cap in bytes, where each bucket is reduced by this schedule over these links."""
+    """The best cap in bytes if this schedule reduces each bucket over these links."""
 
     def seconds(nbytes: int) -> float:
         times = predict("all_reduce", nbytes, links)
         return times.get(schedule, min(times.values()))
 
-    if not overlap:  # nothing leaves before the last one has come
+    if not overlap:  # nothing leaves before the last gradient has come
         arrivals = [(nbytes, arrivals[-1][1]) for nbytes, _ in arrivals]
     return best_cap(arrivals, seconds, first_bytes)[0]
 
@@ -43,7 +43,7 @@ def best_cap(
     """(cap in bytes, predicted seconds from the last gradient to the end of the last bucket).
 
     arrivals: (bytes, time) of each gradient, in the order in which they came. seconds: of one bucket's
-    all-reduce. Of caps within 2 % of the best, the largest.
+    all-reduce. Returns the largest of the caps within 2 % of the best.
     """
     last = arrivals[-1][1] if arrivals else 0.0
     ends = {cap: _end(arrivals, seconds, cap, first_bytes) - last for cap in CAPS_BYTES}

@@ -1,6 +1,6 @@
-"""Communication hooks, which reduce a bucket instead of imece, and what they get.
+"""Communication hooks, which reduce buckets instead of imece, and the bucket object that they get.
 
-That has the interface of torch.distributed.GradBucket, which Python cannot make.
+That object has the interface of torch.distributed.GradBucket, which cannot be constructed from Python.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OF_ONE_CALL = (
 
 
 class GradBucket:
-    """One bucket of gradients, at the moment in which it would be reduced."""
+    """One bucket of gradients, at the moment when it would be reduced."""
 
     def __init__(
         self, index: int, buffer: torch.Tensor, gradients: Sequence[torch.Tensor],
@@ -35,24 +35,24 @@ class GradBucket:
         self._gradients, self._parameters = list(gradients), list(parameters)
 
     def index(self) -> int:
-        """Its number, in the order in which buckets leave."""
+        """The bucket's number, in the order in which buckets leave."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """All its gradients, flat, not yet divided by the number of ranks."""
+        """All gradients of the bucket, flat, not yet divided by the number of ranks."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views into the buffer, shaped as the parameters.
+        """Views into the buffer, shaped like the parameters.
 
-        RuntimeError: a hook has set one with fewer elements.
+        RuntimeError if a hook has set a buffer with fewer elements.
         """
         if self._buffer is self._own_buffer:
             return self._gradients
         return [self._in_set_buffer(each) for each in self._gradients]
 
     def _in_set_buffer(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The same elements of the buffer that a hook has set, which may have another dtype."""
+        """The same elements in the buffer that a hook has set, which may have another dtype."""
         own = self._own_buffer
         start = (gradient.data_ptr() - own.data_ptr()) // own.itemsize if gradient.numel() else 0
         flat = self._buffer.narrow(0, start, gradient.numel())
@@ -63,7 +63,7 @@ class GradBucket:
         return self._parameters
 
     def is_last(self) -> bool:
-        """Whether it is the last one of this backward."""
+        """Whether this is the last bucket of this backward."""
         return self._last
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
@@ -80,7 +80,7 @@ class CommHook:
 
     @classmethod
     def of(cls, state: object, hook: object) -> CommHook:
-        """TypeError unless `hook` can be called, ValueError if its annotations are another interface's."""
+        """TypeError unless `hook` can be called; ValueError if its annotations describe another interface."""
         if not callable(hook):
             raise TypeError(f"a communication hook is a function (state, bucket) -> Future, not {hook!r}")
         signature = inspect.signature(hook)
@@ -101,27 +101,27 @@ class CommHook:
     def one_by_one(self, device: torch.device) -> bool:
         """Whether a bucket on `device` waits for the one before it.
 
-        On CPU a hook's later collectives leave from other threads: the next bucket's could come between them
-        on one rank and not on another.
+        On CPUs a hook's later collectives leave from other threads: the next bucket's collective could come
+        between them on one rank and not on another.
         """
         return device.type == "cpu" and not any(self.call is each for each in _OF_ONE_CALL)
 
     def reduce(self, bucket: Bucket, *, last: bool) -> torch.futures.Future[Any]:
-        """The hook's future of a bucket."""
+        """The future that the hook returns for a bucket."""
         parameters = [slot.parameter for slot in bucket.slots]
         views = [slot.view for slot in bucket.slots]
         return self.call(self.state, GradBucket(bucket.index, bucket.buffer, views, parameters, last))
 
 
 def take_result(result: Any, bucket: Bucket) -> None:
-    """Into the bucket what a hook's future gave. TypeError if that is no tensor."""
+    """Put the result of a hook's future into the bucket. TypeError if it is no tensor."""
     if isinstance(result, list | tuple):
         (result,) = result
     if not isinstance(result, torch.Tensor):
         raise TypeError(f"the communication hook's future gave {type(result).__name__}, not a tensor")
     buffer = bucket.buffer
     if buffer.is_complex() and not result.is_complex():
-        buffer = torch.view_as_real(buffer).view(-1)  # what torch's collectives of complex tensors give
+        buffer = torch.view_as_real(buffer).view(-1)  # torch's collectives return complex tensors like this
     if result.data_ptr() != buffer.data_ptr() or result.dtype != buffer.dtype:
         buffer.copy_(result.view(-1))
 

@@ -1,4 +1,4 @@
-"""Which rank brought a NaN or an Inf: after the sum it is on all of them."""
+"""Finds which rank brought a NaN or an Inf: after the sum every rank has it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from imece.data_parallel.reducing.buckets import Bucket
 
 
 class Finite:
-    """Looks at each bucket before it leaves; what to do about a finding is left to the training loop."""
+    """Looks at each bucket before it leaves; the training loop decides what to do about a finding."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._found: list[str] = []
         self.brought: dict[int, list[str]] = {}
-        """After a backward: parameters whose gradient was not finite, by the rank that brought it."""
+        """After a backward: names of parameters whose gradient was not finite, by the rank that brought
+        it."""
 
     def look(self, bucket: Bucket) -> None:
         """Before the sum: one pass over the bucket, and over its parameters only if something is wrong."""
@@ -25,7 +26,7 @@ class Finite:
             self._found += names
 
     def judge(self, buckets: list[Bucket]) -> None:
-        """After the sum: equal on all ranks, so all of them ask each other, or none."""
+        """After the sum, which is equal on all ranks: so either all of them ask each other, or none does."""
         found, self._found, self.brought = self._found, [], {}
         if all(bool(torch.isfinite(bucket.buffer.sum())) for bucket in buckets):
             return

@@ -1,11 +1,11 @@
 """On GPUs: the stream on which a device's gradients are written, whichever streams forward used.
 
-    node      what writes a parameter's gradient in backward, then calls the hooks, on a stream that it knows
-    home      the stream that was current when the nodes were made: all those of one device have one
+    node      writes a parameter's gradient in backward, then calls the hooks, on a stream that it remembers
+    home      the stream that was current when the nodes were made: one for all nodes of a device
 
-torch makes a node anew in each forward if nobody keeps it, on the stream that is current just there. Where a
-branch of a model runs on another one, its gradients would be written beside those of the rest, and a bucket
-that has both leaves from one stream only. So nodes are kept, as torch's own DDP keeps them.
+If nobody keeps a node, torch makes a new one in each forward, on the stream that is current just then. If a
+branch of a model runs on another stream, its gradients would be written there, beside the rest, and a bucket
+with both kinds leaves from one stream only. So nodes are kept, as in torch's own DDP.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Home:
-    """Of the parameters of one model. Those on the CPU, where all has one order, have none."""
+    """The home streams of one model's parameters. On a CPU, where everything has one order, there are
+    none."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         there = [each for each in parameters if has_streams(each)]
@@ -31,18 +32,19 @@ class Home:
 
     @property
     def is_needed(self) -> bool:
-        """Whether any is on a GPU. Each GPU has a thread of its own in backward."""
+        """Whether any parameter is on a GPU. In backward each GPU has a thread of its own."""
         return bool(self._streams)
 
     def of(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """What is queued inside comes behind what the device's home and current stream have, on the former;
-        the device is the current one. What is queued after it on the latter comes behind that.
+        """Inside, work is queued behind what the home stream and the current stream of `device` have so far,
+        on the home stream. Later work on the current stream comes behind it. `device` must be the current
+        one.
         """
         stream = self._streams.get(device)
         return _NOTHING if stream is None or is_current(stream) else _on(stream)
 
     def leave(self) -> None:
-        """Nodes keep their parameters."""
+        """Drop the nodes, which keep their parameters alive."""
         self._nodes.clear()
 
 

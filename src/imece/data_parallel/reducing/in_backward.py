@@ -1,8 +1,8 @@
 """Optimizers that step inside of backward, as torch.distributed.optim applies them to parameters.
 
-On one rank they step as soon as a gradient is written. Here that gradient is not the mean yet: their own
-hooks are taken off, and they step when the reduced one has come. One that somebody's own hook on a parameter
-makes step is refused.
+On one rank they step as soon as a gradient is written. Here that gradient is not the mean yet. So their hooks
+are taken off, and they step when the reduced gradient has come. An optimizer that a user's own hook on a
+parameter steps is refused.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from imece.data_parallel.reducing import refusals, sharing, task
 
 
 def take_over(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those with such optimizers, which from now on step by `step` alone."""
+    """The parameters with such optimizers; from now on only `step` steps these."""
     found = [each for each in parameters if hasattr(each, "_in_backward_optimizers")]
     if found:
-        # Not at the top: torch.distributed.optim imports FSDP and sympy, which takes as long as torch itself.
+        # Not imported at the top: torch.distributed.optim imports FSDP and sympy, which takes as long as
+        # torch itself.
         from torch.distributed.optim import apply_optimizer_in_backward as torch_side
 
         for each in found:
@@ -33,7 +34,7 @@ def take_over(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def refuse(named: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """ValueError that names one with such an optimizer: of a parameter that is sharded no gradient comes."""
+    """ValueError that names a parameter with such an optimizer: a sharded parameter gets no gradient."""
     for name, parameter in named:
         if hasattr(parameter, "_in_backward_optimizers"):
             raise ValueError(
@@ -45,7 +46,7 @@ def refuse(named: Sequence[tuple[str, torch.Tensor]]) -> None:
 
 @functools.cache
 def refuse_early_steps() -> None:
-    """From now on RuntimeError, in a step inside of a backward, for a parameter that is not reduced yet."""
+    """From now on a step inside of a backward raises RuntimeError for a parameter that is not reduced yet."""
     register_optimizer_step_pre_hook(_before_step)
 
 
@@ -55,7 +56,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         return
     ids = {id(each) for each in parameters_of(optimizer)}
     for reducer in sharing.living():
-        # A hook on buckets may step what it has reduced. Alone, a rank's gradient is the mean.
+        # A hook on buckets may step what it has reduced. With one rank the gradient is the mean.
         if reducer.has_unsummed and reducer.leaving.hook is None and reducer.group.size() > 1:
             for slot in reducer.slots:
                 if id(slot.parameter) in ids:
@@ -63,7 +64,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def step(parameters: Iterable[torch.Tensor]) -> None:
-    """One step of each optimizer of each parameter that has a gradient, which then goes, as torch does it."""
+    """Step each optimizer of each parameter that has a gradient, then set the gradient to None, as torch
+    does."""
     for parameter in parameters:
         if parameter.grad is not None:
             for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 """The buckets of one model in one backward: each leaves as one collective, and is waited for at the end.
 
-They leave in their order, which is the same on every rank, but for those whose units are over: no more
-gradients come to these, and so they leave before their turn, on every rank as well. Where nothing is free to
-reduce beside backward they leave together at its end, and ranks that are early sum for the late (posting.py).
+Buckets leave in their order, which is the same on every rank. The exception are buckets of units that are
+over: these get no more gradients, and leave before their turn, on every rank as well. If nothing is free to
+reduce them beside backward, all leave together at its end, and early ranks sum for late ones (posting.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from imece.data_parallel.reducing.watch import Watch
 
 
 class Leaving:
-    """Sends full buckets, by a communication hook if there is one, and shows them to whoever watches."""
+    """Sends full buckets, through a communication hook if there is one, and shows them to the watch."""
 
     def __init__(
         self, gradients: Gradients, group: dist.ProcessGroup, overlap: bool, finite: Finite | None
@@ -38,52 +38,52 @@ class Leaving:
         self.watch: Watch | None = None
         self.home = Home(slot.parameter for slot in gradients.slots)
         self.ending = False
-        """All gradients that will come are there."""
+        """No more gradients will come in this backward."""
         self.gone: set[int] = set()
-        """Those that left before their turn."""
+        """Numbers of buckets that left before their turn."""
         self._gradients = gradients
-        self._next = 0  # to leave in its turn
+        self._next = 0  # the bucket whose turn it is
         self._group = group
-        self._posting: Posting | None = None  # where all leave together
-        self._posted: dict[int, float] = {}  # when each was, in this backward
+        self._posting: Posting | None = None  # set if all buckets leave together
+        self._posted: dict[int, float] = {}  # when each bucket was posted in this backward
 
     @property
     def all_left(self) -> bool:
-        """In this backward."""
+        """Whether all buckets have left in this backward."""
         return self._next == len(self._gradients.all)
 
     def prepare(self) -> None:
-        """Before a forward whose backward is to be synchronised; all ranks call it.
+        """Before a forward whose backward will be synchronised; all ranks call this.
 
-        RuntimeError: as of Posting.check.
+        RuntimeError: as Posting.check.
         """
         buckets, posting = self._gradients.all, self._posting
         if self.overlap or not self._gradients.may_be_posted or self.hook is not None:
             self._posting = None
-        elif posting is None or posting.buckets is not buckets:  # they may be laid anew
+        elif posting is None or posting.buckets is not buckets:  # buckets may be laid out anew
             self._posting = Posting.of(buckets, self._group, scatter=not self._gradients.is_whole)
         else:
             posting.check()
 
     def start(self) -> None:
-        """Nothing has left in this backward."""
+        """A backward begins: nothing has left yet."""
         self._next, self.ending, self.gone = 0, False, set()
         self._posted.clear()
 
     def attach(self, bucket: Bucket) -> None:
-        """Memory for a bucket that has none: that of the oldest sum under way, if enough are."""
+        """Give memory to a bucket that has none: that of the oldest sum under way, if enough are."""
         under_way = [other for other in self._gradients.all if other.work is not None]
         if len(under_way) > self._gradients.most_under_way:
             self._wait(under_way[0])
         self._gradients.attach(bucket)
 
     def may_leave(self, line: Line) -> bool:
-        """Whether full buckets leave now: not all do so before backward is over."""
+        """Whether full buckets may leave now: some kinds wait until backward is over."""
         overlap = self.overlap and not line.crossing
         return self.ending or ((overlap or self._gradients.borrows) and not self._gradients.gathers)
 
     def full(self, bucket: Bucket) -> None:
-        """All its gradients are there: where all leave together, others may begin with it."""
+        """All gradients of a bucket are there. If all leave together, other ranks may start on it now."""
         if self._posting is not None:
             self._post(bucket, self._posting)
 
@@ -97,7 +97,8 @@ class Leaving:
         posting.post(bucket)
 
     def all_ready_leave(self) -> bool:
-        """Those whose turn it is, up to the first that is not full. Whether all have left then."""
+        """Send the buckets whose turn it is, up to the first that is not full. Returns whether all have
+        left."""
         buckets = self._gradients.all
         if not self._next and self._posting is not None:
             self._leave_together(self._posting)
@@ -110,7 +111,7 @@ class Leaving:
         return self.all_left
 
     def _leave_together(self, posting: Posting) -> None:
-        """All of them, which are full."""
+        """Send all buckets, which are full."""
         buckets = self._gradients.all
         for bucket in buckets:
             self._post(bucket, posting)
@@ -126,7 +127,8 @@ class Leaving:
                 self.watch.left(BucketTrace(bucket.index, bucket.flat.nbytes, ready, launched), bucket)
 
     def before_their_turn(self, buckets: Sequence[Bucket], fill: Callable[[Bucket], None]) -> None:
-        """Each of these that has not left does. fill: puts into one what has not come."""
+        """Send each of these that has not left yet. fill: puts zeros or kept gradients in place of missing
+        ones."""
         for bucket in buckets:
             if bucket.index not in self.gone:
                 self.gone.add(bucket.index)
@@ -156,7 +158,7 @@ class Leaving:
         return self.hook is not None and self.hook.one_by_one(bucket.flat.device)
 
     def _reduce(self, bucket: Bucket) -> Pending | torch.futures.Future[Any] | None:
-        """What its result has to be waited for with; None if it is there."""
+        """Reduce a bucket; returns what to wait for, or None if the result is there."""
         if self.hook is None:
             return self._gradients.reduce(bucket, self.overlap)
         return self.hook.reduce(bucket, last=bucket.index == len(self._gradients.all) - 1)
@@ -168,7 +170,7 @@ class Leaving:
         self.wait_for_all()
 
     def wait_for_all(self) -> None:
-        """Whose sums are under way."""
+        """Wait for the sums that are under way."""
         for bucket in self._gradients.all:
             self._wait(bucket)
 
@@ -183,7 +185,7 @@ class Leaving:
         self._gradients.reduced(bucket)
 
     def give_up(self) -> None:
-        """Nobody waits for what is under way, and buckets let go of their memory."""
+        """Nobody waits for what is under way; buckets let go of their memory."""
         self.home.leave()
         self.finite = self._posting = None
         del self._group

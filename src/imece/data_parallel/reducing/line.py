@@ -1,8 +1,9 @@
-"""What leaves first, where one backward brings more to a group than one model's buckets.
+"""The order in which buckets leave when one backward brings more to a group than one model's buckets.
 
-Of several models those of the first that it reached, on every rank: whether a rank has unused parameters,
-which are known only at the end, must not decide whose come first. Nor may it decide whether a bucket comes
-before a collective of the module's own: where there are such, all buckets leave when backward is over.
+Among several models, the one that backward reached first sends first, on every rank. A rank knows its unused
+parameters only at the end, and these must not decide whose buckets come first. Nor may they decide whether a
+bucket comes before a collective of the module's own: if there are such collectives, all buckets leave when
+backward is over.
 """
 
 from __future__ import annotations
@@ -22,39 +23,40 @@ if TYPE_CHECKING:
 
 
 class Line:
-    """The reducers of one group that have buckets to send in the backward that is under way."""
+    """The reducers of one group that have buckets to send in the current backward, in order."""
 
     def __init__(self) -> None:
         self._waiting: list[Reducer] = []
         self.crossing: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        """Modules that make collectives of their own on the group in backward. One rank may come to those
-        before the bucket of a parameter that it does not use, another one after it: nobody's leave early."""
+        """Modules that make collectives of their own on the group in backward. For a parameter that a rank
+        does not use, the bucket might leave after such a collective there, and before it on another rank. So
+        no bucket leaves early."""
         self._turn = threading.RLock()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Line:
-        """All reducers of a group stand in one."""
+        """The line of a group, shared by all its reducers."""
         return _lines.setdefault(group, cls())
 
     def stand(self, reducer: Reducer) -> None:
-        """In it, at its end."""
+        """Put a reducer at the end of the line."""
         if reducer not in self._waiting:
             self._waiting.append(reducer)
 
     def is_first(self, reducer: Reducer) -> bool:
-        """Whether its buckets may leave. Not any more once all of them have left."""
+        """Whether a reducer's buckets may leave; no longer once all of them have left."""
         return self._waiting[:1] == [reducer]
 
     def ahead_of(self, reducer: Reducer) -> list[Reducer]:
-        """Who has buckets to send before it."""
+        """The reducers that have buckets to send before this one."""
         return self._waiting[: self._waiting.index(reducer)] if reducer in self._waiting else []
 
     def pass_over(self, ahead: list[Reducer]) -> None:
-        """Those `ahead` will not come: their backward has raised."""
+        """Remove those `ahead`, whose backward has raised."""
         del self._waiting[: len(ahead)]
 
     def leave(self, reducer: Reducer) -> None:
-        """All its buckets have left. What is ready of the next one goes."""
+        """All buckets of a reducer have left: let the ready ones of the next leave."""
         self._waiting.remove(reducer)
         if self._waiting:
             self._waiting[0].let_go()
@@ -64,7 +66,7 @@ class Line:
         self._waiting.clear()
 
     def in_turn(self, hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-        """One gradient of the line after the other: each GPU has a thread of its own in backward."""
+        """Lets one gradient of the line through at a time: in backward each GPU has a thread of its own."""
 
         def in_turn(parameter: torch.Tensor) -> None:
             with self._turn:
@@ -74,8 +76,8 @@ class Line:
 
 
 class Suspicion:
-    """That a module makes collectives of its own on a group in backward: its buckets leave at the end of the
-    first one, and if that made none they leave early from then on."""
+    """The suspicion that a module makes collectives of its own in backward. In the first backward its buckets
+    leave at the end; if there was no such collective, they leave early from then on."""
 
     def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
         self._module, self._group, self._device = weakref.ref(module), group, device
@@ -87,7 +89,7 @@ class Suspicion:
         self._made = collectives_made(self._group, self._device)
 
     def end(self) -> None:
-        """It is over, and no bucket has left."""
+        """The backward is over, and no bucket has left."""
         module, made = self._module(), collectives_made(self._group, self._device)
         if module is not None and made is not None and made == self._made:
             Line.of(self._group).crossing.discard(module)

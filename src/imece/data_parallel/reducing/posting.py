@@ -1,7 +1,7 @@
-"""Buckets that ranks of one host post when they are full: whoever is early sums for whoever is late.
+"""Buckets that ranks of one host post when they are full: early ranks sum for late ones.
 
-Where threads of ranks fill the cores of their host nothing is summed beside backward. But ranks do not come
-to its end together, and the one that waits has a core. See collectives/shared_memory/posted.py.
+If the ranks' threads fill the cores of their host, nothing is summed beside backward. But ranks do not end
+backward together, and a rank that waits has a core. See collectives/shared_memory/posted.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from imece.data_parallel.reducing.buckets import Bucket, label_of
 
 
 class Posting:
-    """Of all buckets of one model, which keep their memory."""
+    """The posted buckets of one model, which keep their memory."""
 
     def __init__(self, buckets: Sequence[Bucket], posted: Posted, group: SharedMemoryGroup) -> None:
         self.buckets, self._posted, self._group = buckets, posted, group
@@ -28,9 +28,9 @@ class Posting:
 
     @classmethod
     def of(cls, buckets: Sequence[Bucket], group: dist.ProcessGroup, *, scatter: bool) -> Self | None:
-        """All ranks of the group make it together. None, for all, where there is no such way.
+        """All ranks of the group call this together. None on all ranks if posting is impossible.
 
-        scatter: of each bucket a rank gets its shard; otherwise all of it.
+        scatter: each rank gets its shard of a bucket; otherwise all of it.
         """
         on_cpu = all(bucket.flat.device.type == "cpu" for bucket in buckets)
         if not isinstance(group, SharedMemoryGroup) or group.size() == 1 or not on_cpu or auto.FORCED:
@@ -40,7 +40,7 @@ class Posting:
         return cls(buckets, posted, group) if posted is not None else None
 
     def check(self) -> None:
-        """RuntimeError: a bucket is not where the others know it any more, and would be summed by nobody."""
+        """RuntimeError if a bucket no longer lies where the other ranks know it: nobody would sum it."""
         for bucket, now, known in zip(self.buckets, _addresses(self.buckets), self._addresses, strict=True):
             if now != known:
                 raise RuntimeError(
@@ -49,16 +49,17 @@ class Posting:
                 )
 
     def post(self, bucket: Bucket) -> None:
-        """It is full, and left alone until `finish` is over."""
+        """A bucket is full; nobody here touches it until `finish` is over."""
         self._posted.post(bucket.index)
 
     def finish(self) -> None:
-        """All are posted here: sum them with all ranks."""
+        """All buckets are posted here: sum them together with all ranks."""
         pending.drain(self._group)
         self._group.sum_posted(self._posted, self._label)
 
     def take_back(self) -> None:
-        """What was posted in a backward that has raised. CollectiveError: others have summed some of it."""
+        """Take back what was posted in a backward that raised. CollectiveError if others have summed some of
+        it."""
         self._posted.take_back()
 
 

@@ -1,4 +1,4 @@
-"""What a backward may not do: the errors of the reducer, each with what to do instead."""
+"""What a backward must not do: the reducer's errors, each with what to do instead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from imece.data_parallel.reducing.buckets import Slot
 
 
 def second(slot: Slot, is_whole: bool) -> RuntimeError:
-    """One more gradient after the parameter's bucket has left. is_whole: as of Gradients."""
+    """Another gradient came after the parameter's bucket had left. is_whole: see Gradients."""
     static = ", or static_graph=True to DistributedDataParallel" if is_whole else ""
     return RuntimeError(
         f"parameter {slot.name} got a second gradient in one backward, after its first was on its way: "
@@ -17,7 +17,7 @@ def second(slot: Slot, is_whole: bool) -> RuntimeError:
 
 
 def late(slot: Slot) -> RuntimeError:
-    """A gradient of a unit of which all that will come was thought to be there."""
+    """A gradient came for a unit whose gradients were thought to be complete."""
     return RuntimeError(
         f"parameter {slot.name} got a gradient after its unit was over: backward did not go in the "
         f"opposite order of forward. Run both inside of `with model.gathered():`, and the step outside"
@@ -25,7 +25,7 @@ def late(slot: Slot) -> RuntimeError:
 
 
 def early(optimizer: torch.optim.Optimizer, slot: Slot) -> RuntimeError:
-    """A step in a hook on a parameter, say, which sees this rank's gradient: each rank would make another."""
+    """A step inside of backward, by a hook on a parameter, say: it sees only this rank's gradient."""
     return RuntimeError(
         f"{type(optimizer).__name__} steps {slot.name} inside of backward, before its gradient is summed "
         f"over the ranks: step when backward is over, or with DistributedDataParallel give the optimizer to "
@@ -34,7 +34,7 @@ def early(optimizer: torch.optim.Optimizer, slot: Slot) -> RuntimeError:
 
 
 def sparse(slot: Slot) -> RuntimeError:
-    """A gradient of a functional embedding, say, which nobody sees before it comes."""
+    """A sparse gradient, from a functional embedding, say, which nobody sees before it comes."""
     return RuntimeError(
         f"parameter {slot.name} got a sparse gradient, which does not fit into a flat bucket: "
         f"use sparse=False"
@@ -42,7 +42,7 @@ def sparse(slot: Slot) -> RuntimeError:
 
 
 def changed(slot: Slot, fired: int) -> RuntimeError:
-    """Another number of gradients than in the first backward, which was said to be like all."""
+    """With static_graph: another number of gradients than in the first backward."""
     return RuntimeError(
         f"static_graph=True, but parameter {slot.name} got {fired} gradients in this backward and "
         f"{slot.uses} in the first. Leave static_graph away: unused parameters need no flag"
@@ -50,7 +50,7 @@ def changed(slot: Slot, fired: int) -> RuntimeError:
 
 
 def shared(slot: Slot) -> RuntimeError:
-    """A parameter of two models of which each would leave another gradient."""
+    """A parameter of two models that would each leave another gradient."""
     return RuntimeError(
         f"parameter {slot.name} is in two wrapped models that one backward goes through, and they are not "
         f"averaged alike, over the same ranks: wrap one module that has both"
@@ -66,7 +66,7 @@ def lost(slot: Slot) -> RuntimeError:
 
 
 def newcomer(name: str) -> RuntimeError:
-    """A parameter that came into a wrapped model."""
+    """A parameter that was added to a wrapped model."""
     return RuntimeError(
         f"parameter {name} came after the model was wrapped, and no other rank sees its gradient: wrap the "
         f"model again, with a new optimizer, or put the name into model.parameters_to_ignore"

@@ -1,8 +1,9 @@
-"""Parameters that are in several wrapped models: an encoder of two, a module wrapped within another, or anew.
+"""Parameters in several wrapped models: an encoder used by two, a module wrapped within another, or wrapped
+anew.
 
-In one backward one model reduces such a parameter: the first of those that have it and that this backward
-reaches, which is the same one on every rank. The buckets of the others leave with zeros in its place, and its
-`.grad` is left alone by them. A backward that reaches one of them alone is none of the others'.
+In one backward, one model reduces such a parameter: the first one with it that the backward reaches, which is
+the same on every rank. The buckets of the others leave with zeros in its place, and they leave its `.grad`
+alone. A backward that reaches only one of the models does not concern the others.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ _living: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 def living() -> list[Reducer]:
-    """All there are."""
+    """All reducers that exist."""
     return list(_living)
 
 
 class Sharing:
-    """What one reducer has in common with others; empty for most."""
+    """The parameters that one reducer shares with others; for most reducers there are none."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._mine = weakref.ref(reducer)
         self._common: weakref.WeakKeyDictionary[Reducer, dict[int, int]] = weakref.WeakKeyDictionary()
-        """Of each other one: {number of a parameter here: its number there}."""
+        """For each other reducer: {number of a parameter here: its number there}."""
         numbers = {id(slot.parameter): slot.index for slot in reducer.slots}
         for other in list(_living):
             common = {
@@ -45,17 +46,17 @@ class Sharing:
         _living.add(reducer)
 
     def others(self) -> list[Reducer]:
-        """Those that have any parameter of this one."""
+        """The reducers that share any parameter with this one."""
         return list(self._common) if self._common else []
 
     def with_parameter(self, index: int) -> list[Reducer]:
-        """Those that have this one."""
+        """The other reducers of this parameter."""
         return [other for other, common in self._common.items() if index in common] if self._common else []
 
     def taken(self) -> set[int]:
-        """Parameters that others reduce in the backward that reaches this one now.
+        """Parameters that others reduce in the backward that reaches this reducer now.
 
-        RuntimeError if what they would leave in `.grad` is not what this one would.
+        RuntimeError if they would leave something else in `.grad` than this one.
         """
         mine, taken = self._mine(), set[int]()
         assert mine is not None
@@ -68,7 +69,7 @@ class Sharing:
         return taken
 
     def has_reduced(self, index: int, gradient: torch.Tensor) -> bool:
-        """Whether this gradient lies where another reducer has left it."""
+        """Whether this gradient lies where another reducer put it."""
         return any(
             other.slots[self._common[other][index]].holds(gradient) for other in self.with_parameter(index)
         )

@@ -1,4 +1,4 @@
-"""The backward that is under way: one of autograd's graph tasks, which may run inside of each other."""
+"""The backward under way: one of autograd's graph tasks, which may run inside of each other."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from typing import Any, TypeVar
 import torch
 
 NO_TASK = -1
-Edges = tuple[tuple[Any, int], ...]  # of a node of a graph, to what comes after it in backward
+Edges = tuple[tuple[Any, int], ...]  # from a node of a graph to what follows it in backward
 _Tell = TypeVar("_Tell", bound=Callable[[], None])
 
 
 def current() -> int:
-    """The number of the backward that this is inside of."""
+    """The number of the backward that the caller is inside of."""
     return torch._C._current_graph_task_id()
 
 
 def at_end(tell: _Tell) -> weakref.ref[_Tell]:
-    """Call `tell` when the backward that this is inside of is over, unless it raises.
+    """Call `tell` when the backward that the caller is inside of is over, unless it raises.
 
-    Autograd alone is to keep it, and keeps it as long as that backward: where nobody holds it any more and it
-    was not called, the backward has raised.
+    Only autograd may hold a strong reference to `tell`; it does so as long as that backward runs. If the weak
+    reference is dead and `tell` was not called, the backward has raised.
     """
     torch.autograd.Variable._execution_engine.queue_callback(tell)
     return weakref.ref(tell)
 
 
 def behind(output: torch.Tensor) -> Edges:
-    """Where the gradient of an output goes on: of the base of a view, as that may get another history.
+    """Where the gradient of an output goes on. For a view, that of its base, as the view may get another
+    history.
 
-    A hook on the output may keep this. If it kept the node of the output itself, neither would ever go.
+    A hook on the output may keep this. If it kept the node of the output itself, neither would ever be freed.
     """
     base = output._base
     node: Any = output.grad_fn if base is None or base.grad_fn is None else base.grad_fn
@@ -40,9 +41,9 @@ def behind(output: torch.Tensor) -> Edges:
 
 
 def writes(edges: Edges) -> bool:
-    """Whether the backward that is under way writes a `.grad` behind these edges; autograd.grad() does not.
+    """Whether the backward under way writes a `.grad` behind these edges; autograd.grad() does not.
 
-    Of an ordinary one the nearest leaf tells, and nobody looks further.
+    In an ordinary backward the nearest leaf tells, and the search ends there.
     """
     if current() == NO_TASK:
         return True
@@ -54,7 +55,7 @@ def writes(edges: Edges) -> bool:
         seen.add(node)
         try:
             runs = torch._C._will_engine_execute_node(node)
-        except RuntimeError:  # a leaf of which autograd.grad() is to return the gradient
+        except RuntimeError:  # a leaf whose gradient autograd.grad() is to return
             return False
         further = node.next_functions
         if runs and not further:

@@ -1,4 +1,4 @@
-"""When things happened in one step: forward, backward, each bucket's communication. Times of perf_counter."""
+"""The times of one step: forward, backward, each bucket's communication. All are of time.perf_counter."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 @dataclass
 class BucketTrace:
-    """One bucket's way."""
+    """The times of one bucket."""
 
     index: int
     nbytes: int
-    ready_s: float  # its last gradient is there
-    launched_s: float  # all buckets before it had left too
+    ready_s: float  # its last gradient came
+    launched_s: float  # it left, after all buckets before it
     done_s: float = 0.0  # reduced
 
 
@@ -22,23 +22,23 @@ class StepTrace:
 
     forward_start_s: float
     backward_start_s: float = 0.0
-    backward_end_s: float = 0.0  # the last gradient is there, before waiting for any bucket
-    end_s: float = 0.0  # every .grad is what the optimizer wants
+    backward_end_s: float = 0.0  # the last gradient came; no bucket was waited for yet
+    end_s: float = 0.0  # every .grad is ready for the optimizer
     buckets: list[BucketTrace] = field(default_factory=list)
 
     @property
     def compute_s(self) -> float:
-        """Forward and backward, with what communication cost them."""
+        """Seconds of forward and backward, including what communication cost them."""
         return self.backward_end_s - self.forward_start_s
 
     @property
     def exposed_s(self) -> float:
-        """Communication that the backward did not hide."""
+        """Seconds of communication that backward did not hide."""
         return self.end_s - self.backward_end_s
 
     @property
     def communication_s(self) -> float:
-        """Time in which at least one bucket was under way."""
+        """Seconds in which at least one bucket was under way."""
         total, reached = 0.0, float("-inf")
         for bucket in sorted(self.buckets, key=lambda each: each.launched_s):
             total += max(0.0, bucket.done_s - max(bucket.launched_s, reached))
@@ -47,5 +47,5 @@ class StepTrace:
 
     @property
     def hidden_s(self) -> float:
-        """Communication behind which backward went on."""
+        """Seconds of communication while backward went on."""
         return max(0.0, self.communication_s - self.exposed_s)

@@ -1,7 +1,7 @@
-"""What ranks tell each other at the end of a backward: one small collective, which nobody asks for.
+"""What ranks tell each other at the end of a backward, in one small collective.
 
 used     by parameter, whether this rank used it; then whether any rank did
-rates    the learning rates of what steps the model, as a digest that is to be the same on all ranks
+rates    a digest of the optimizers' learning rates, which must be the same on all ranks
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from imece.errors import MismatchError
 
 _NONE_USED = -1
 _DIGEST_BYTES = 4
-_NO_RATES = bytes(2 * _DIGEST_BYTES)  # of a rank that steps nothing: the largest of all stay the others'
+_NO_RATES = bytes(2 * _DIGEST_BYTES)  # of a rank that steps nothing: zeros leave the largest of all as it is
 
 
 class Used:
     """What the ranks of one group tell each other about one model."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, many: int) -> None:
-        """device: of the parameters; many: how many they are."""
+        """device: of the parameters; many: their number."""
         self._group, self._device = group, host_device(group, device)
-        self._counts: array[int] = array("i")  # of the latest flags
+        self._counts: array[int] = array("i")  # the flags that were sent last
         self._rates: list[float] = []
         self._digest = b""
-        # uint8, by parameter, then the digest and its complement: this rank's, and the largest of all ranks'
+        # uint8: flags by parameter, then the digest and its complement. This rank's, and the largest of all
+        # ranks'
         self._told = torch.zeros(many + len(_NO_RATES), dtype=torch.uint8, device=self._device)
         self._largest = torch.empty_like(self._told)
         self._coming: Pending | torch.Tensor | None = None
@@ -44,16 +45,18 @@ class Used:
         """By parameter, whether some rank used it in the last backward that was asked about."""
 
     def begin(self) -> None:
-        """Nothing is exchanged in this backward yet."""
+        """A backward begins: nothing is exchanged yet."""
         self._coming = None
 
     def exchange(self, fired: array[int], touched: array[int], rates: list[float], async_op: bool) -> None:
-        """Tell what this rank used. fired, touched: by parameter, not 0 if it did, in one way or another.
+        """Tell what this rank used. fired, touched: by parameter, not 0 if this backward or an earlier one
+        used it.
 
-        rates: learning rates, to be the same on all ranks; none where they are not known, or of no account.
+        rates: learning rates, which must be the same on all ranks; empty if they are unknown or do not
+        matter.
         """
         counts = array("i", map(max, fired, touched)) if any(touched) else fired
-        if counts != self._counts:  # they seldom change, and to move flags to a GPU waits for all it has
+        if counts != self._counts:  # they seldom change, and copying to a GPU waits for all it has to do
             self._counts = counts[:]
             self._told[: len(counts)] = torch.tensor([bool(count) for count in counts], dtype=torch.uint8)
         self._rates = rates
@@ -67,11 +70,12 @@ class Used:
         )  # fmt: skip
 
     def wait(self, *, read: bool) -> bool:
-        """Till all have told. False if nothing was exchanged in this backward.
+        """Wait until all ranks have told. False if nothing was exchanged in this backward.
 
-        read: into `anywhere`. On a GPU that waits for all of backward, so only for an unused parameter.
+        read: put the answer into `anywhere`. On a GPU that waits for all of backward, so do it only for an
+        unused parameter.
 
-        MismatchError on every rank that names the learning rates, where these differ.
+        MismatchError on every rank if learning rates differ; the message names them.
         """
         if self._coming is None:
             return False
@@ -86,11 +90,11 @@ class Used:
 
     @property
     def _reads(self) -> bool:
-        """Whether to read what was told takes no time: it lies on the CPU, beside a GPU's model too."""
+        """Whether reading takes no time: the flags lie on a CPU, which may be so for a model on a GPU too."""
         return self._device.type == "cpu"
 
     def _compare_rates(self) -> None:
-        """A digest and its complement add up to 255s, unless the largest are of different ranks."""
+        """A digest and its complement add up to 255s, unless the largest bytes are from different ranks."""
         largest = self._largest[-len(_NO_RATES) :].tolist()
         sums = {sum(each) for each in zip(largest[:_DIGEST_BYTES], largest[_DIGEST_BYTES:], strict=True)}
         if sums <= {255} or sums == {0}:
@@ -108,13 +112,14 @@ class Used:
         )
 
     def newly_unused(self, absent: Collection[int]) -> bool:
-        """Whether no rank used one of these, or any parameter, which was not so before; alike on all ranks.
+        """Whether now no rank used one of these, or any parameter at all, and that is new; alike on all
+        ranks.
 
-        absent: what this rank did not use.
+        absent: parameters that this rank did not use.
         """
         unused = {index for index in absent if not self.anywhere[index]}
         if unused and not any(self.anywhere):
-            unused = {_NONE_USED}  # where all are frozen now
+            unused = {_NONE_USED}  # all parameters may be frozen now
         is_new = not self._known_unused.issuperset(unused)
         self._known_unused |= unused
         return is_new
@@ -128,6 +133,6 @@ class Used:
 
 
 def _digest(rates: list[float]) -> bytes:
-    """Of _DIGEST_BYTES bytes, and as many which are 255 less those."""
+    """_DIGEST_BYTES bytes, and then each of them subtracted from 255."""
     digest = zlib.crc32(array("d", rates)).to_bytes(_DIGEST_BYTES, "big")
     return digest + bytes(255 - each for each in digest)

@@ -1,4 +1,4 @@
-"""Keeps the times of one step (trace.py): only while somebody wants them, since it costs a thread."""
+"""Records the times of one step (trace.py), only on request, since it costs a thread."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import torch
 from imece.data_parallel.reducing.trace import BucketTrace, StepTrace
 
 _LOOK_EVERY_S = 0.0003
-_SELDOM_S = 0.002  # on a GPU, whose host queues work meanwhile: every look would hold that up
+_SELDOM_S = 0.002  # on a GPU: each look holds up the host, which queues work meanwhile
 
 
 class Watch:
-    """What a Reducer tells; `last` is the latest complete step."""
+    """The reducer tells it what happens; `last` is the latest complete step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.computed: torch.cuda.Event | None = None
-        """On a GPU, in the latest backward: its stream has the last gradient, and waits from then on."""
+        """On a GPU, in the latest backward: recorded when its stream has the last gradient, before it
+        waits."""
         self.last: StepTrace | None = None
         self._step = StepTrace(time.perf_counter())
         self._lock = threading.Lock()
@@ -34,7 +35,7 @@ class Watch:
         self._step.buckets.clear()
 
     def left(self, trace: BucketTrace, bucket: Any) -> None:
-        """bucket: whose `work` is under way from now on, if it is not over already."""
+        """A bucket has left. bucket: its `work` is under way, or over already."""
         self._step.buckets.append(trace)
         if bucket.work is None:
             trace.done_s = time.perf_counter()
@@ -60,14 +61,14 @@ class Watch:
         self.last = self._step
 
     def give_up(self) -> None:
-        """Nothing that is under way will be done."""
+        """What is under way will never be done."""
         with self._lock:
             self._underway.clear()
 
     def _look(self) -> None:
-        """Notes when buckets are done: works of all backends can be asked, few of them tell."""
+        """Notes when buckets are done, by asking: works of all backends can be asked, few of them tell."""
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # to ask an event on another makes a context there
+            torch.cuda.set_device(self._device)  # asking an event of another device makes a context there
         while True:
             with self._lock:
                 now = time.perf_counter()

@@ -1,4 +1,4 @@
-"""How large buckets are on a group, and how and when they travel, unless somebody asks for another way."""
+"""The defaults of a group: how large buckets are, and how and when they travel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from imece.layout import MIB, usual_cap_bytes
 
 @dataclass(frozen=True)
 class Way:
-    """How a bucket travels where no hook does it, as for ops.all_reduce; and when."""
+    """How and when a bucket travels if no hook reduces it; fields as for ops.all_reduce."""
 
     schedule: str | None = None
     wire: str | None = None
@@ -26,7 +26,7 @@ class Way:
 
 
 def best_schedule(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """ "hierarchical" for all CPU ranks of several hosts; NCCL finds such ways by itself."""
+    """ "hierarchical" for CPU ranks of several hosts; NCCL finds such ways by itself."""
     with contextlib.suppress(UserError):
         arranged = mesh.current()
         if device.type == "cpu" and len(arranged.hosts) > 1 and group is arranged.world_group:
@@ -35,10 +35,10 @@ def best_schedule(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 def most_under_way(groups: ShardGroups, device: torch.device, schedule: str | None) -> int:
-    """Buckets that are being summed while another one fills, where they borrow their memory.
+    """How many buckets may be summed while another one fills, if they borrow their memory.
 
-    Where all that sum have one memory a sum is over before the next gradient is. On a network it takes as
-    long as the backward of a unit, and has that time; over hosts each lane has one.
+    If all ranks share one memory, a sum ends before the next gradient comes: one. On a network a sum takes as
+    long as the backward of a unit, and has that time; over hosts there is one sum per lane.
     """
     shard, replicas = groups.shard, groups.replicas
     if schedule == "hierarchical" or (replicas is not None and over_hosts.between(shard, replicas)):
@@ -47,7 +47,8 @@ def most_under_way(groups: ShardGroups, device: torch.device, schedule: str | No
 
 
 def units_at_once(schedule: str | None) -> int:
-    """Units that are there at a time in forward: one runs, and one comes, between hosts one in each lane."""
+    """Units that are gathered at a time in forward: one runs and one comes; between hosts one comes in each
+    lane."""
     return 1 + (mesh.LANES if schedule == "hierarchical" else 1)
 
 
@@ -65,11 +66,11 @@ def default_cap_bytes(
     schedule: str | None, *, on_cpu: bool = False, borrows: bool = False, together: bool = False,
     gradients_bytes: int = 0,
 ) -> int:  # fmt: skip
-    """Of a bucket. borrows: whether gradients are sharded, so that a bucket borrows its memory.
+    """The cap of a bucket in bytes. borrows: gradients are sharded, so that a bucket borrows its memory.
 
-    Small ones where that is so, on CPUs, where a message costs less than on a GPU; between hosts, where a
-    slow wire would wait for the first; and where they leave `together`, so that little is left for the end.
-    gradients_bytes: of all, where buckets are not to be too many.
+    Small buckets in three cases: gradients are sharded on CPUs, where a message costs less than on a GPU;
+    between hosts, where a slow wire would wait for the first; and if buckets leave `together`, to leave
+    little for the end. gradients_bytes: of all gradients, to limit the number of buckets.
     """
     if together:
         return 4 * MIB
@@ -77,7 +78,7 @@ def default_cap_bytes(
 
 
 def has_spare_core(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether something else than backward can reduce: a network, a GPU, or a core that is free."""
+    """Whether something other than backward's cores can reduce: a network, a GPU, or a free core."""
     if device.type != "cpu" or not isinstance(group, SharedMemoryGroup):
         return True
     return group.size() * torch.get_num_threads() < group.cores

@@ -1,10 +1,10 @@
 """Gradients that are whole on every rank: `.grad` are views of one piece of memory that layout.py cuts up.
 
-When the order of parameters changes the same memory is cut anew, so a rebuild needs no second one.
+If the order of parameters changes, the same memory is cut anew, so a rebuild needs no second piece.
 
-`share_memory()`, or a queue to another process, moves a storage: torch puts other memory under all that view
-it. Other ranks write into this memory as long as they know of it, so buckets are views of a storage that
-nobody is given, and `.grad` are views of another one on the same memory.
+`share_memory()`, or a queue to another process, moves a storage: torch puts other memory under all its views.
+But other ranks write into the old memory as long as they know of it. So buckets are views of a storage that
+nobody else gets, and `.grad` are views of a second storage on the same memory.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _ALIGN_BYTES = 64
 
 @dataclass(frozen=True)
 class Caps:
-    """What buckets hold before they are closed."""
+    """When buckets are closed."""
 
     cap_bytes: int | Sequence[int]
     first_bytes: int | None
-    """Of the first one; None: as the others."""
+    """The cap of the first bucket; None: as the others."""
     choose: bool = False
-    """cap_bytes is for the first backward only; after that it is what cap.py finds."""
+    """cap_bytes is for the first backward only; then cap.py chooses another."""
 
 
 class WholeGradients(Gradients):
@@ -62,12 +62,12 @@ class WholeGradients(Gradients):
         self._numels = [item.numel for item in self._items]
         self._group, self._schedule, self._wire, self._caps = group, schedule, wire, caps
         self.cap_bytes = caps.cap_bytes
-        # Ranks of this host reduce in place, so that memory on the CPU is to be shared.
+        # Ranks of this host reduce in place, so memory on the CPU must be shared.
         self._shared = isinstance(group, SharedMemoryGroup) or schedule == "hierarchical"
         self.may_be_posted = schedule is None and wire is None
-        self._memory: dict[torch.device, torch.Tensor] = {}  # uint8, the storage that buckets view
-        self._given: dict[torch.device, torch.Tensor] = {}  # the same bytes, the storage that `.grad` view
-        self._places: dict[int, layout.Place] = {}  # by parameter: where in its bucket
+        self._memory: dict[torch.device, torch.Tensor] = {}  # uint8, the storage under the buckets
+        self._given: dict[torch.device, torch.Tensor] = {}  # the same bytes, the storage under `.grad`
+        self._places: dict[int, layout.Place] = {}  # by parameter: its place in its bucket
         self.all = []
         self.slots = []
         self._lay(None)
@@ -81,29 +81,31 @@ class WholeGradients(Gradients):
         return work if isinstance(work, Pending) else None
 
     def start(self) -> None:
-        """As of Gradients. `grad.data = ...`, and so `model.to(...)`, takes a view out of its bucket.
+        """As in Gradients. `grad.data = ...`, and so `model.to(...)`, takes a view out of its bucket; this
+        puts it back.
 
-        RuntimeError: a parameter has another dtype, device or number of elements than when it was wrapped.
+        RuntimeError if a parameter has another dtype, device or number of elements than when it was wrapped.
         """
         if [slot.view.data_ptr() for slot in self.slots] != self._addresses:
-            for slot in self.slots:  # what is in .grad is copied into the view as any other gradient
+            for slot in self.slots:  # the values in .grad are copied into the view, like any other gradient
                 self._view_again(slot)
         if list(map(torch.Tensor.numel, self._parameters)) != self._numels:
-            for slot in self.slots:  # a gradient would be written over the next one's place, without an error
+            for slot in self.slots:  # else a gradient would be written over its neighbour, without an error
                 self.check_kind(slot)
 
     def leaves(self, bucket: Bucket, by_hook: bool) -> None:
-        """As of Gradients: what was moved during this backward is copied back."""
+        """As in Gradients: copies back gradients that were moved out during this backward."""
         for moved, slot in self._moved(bucket):
             slot.view.copy_(moved)
 
     def reduced(self, bucket: Bucket) -> None:
-        """As of Gradients: the sum is in the bucket, wherever `.grad` was moved meanwhile."""
+        """As in Gradients: the sum is in the bucket, wherever `.grad` was moved meanwhile."""
         for _ in self._moved(bucket):
             pass
 
     def _moved(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, Slot]]:
-        """(old view, slot) of a bucket whose views were moved; each slot has one of the bucket again."""
+        """(old view, slot) for views that were moved out of a bucket; each slot gets a view of the bucket
+        again."""
         if bucket.slots[0].view.data_ptr() == self._addresses[bucket.slots[0].index]:
             return
         for slot in bucket.slots:
@@ -119,7 +121,7 @@ class WholeGradients(Gradients):
             slot.view = _view(self._given_to(slot), slot.parameter)
 
     def _given_to(self, slot: Slot) -> torch.Tensor:
-        """What a slot has of the storage that `.grad` view, 1D; of a new one, if that was moved."""
+        """A slot's elements in the storage under `.grad`, 1D; in a new storage if that one was moved."""
         place, flat, device = self._places[slot.index], slot.bucket.flat, slot.bucket.flat.device
         memory = self._memory[device]
         if self._given[device].data_ptr() != memory.data_ptr():
@@ -141,7 +143,7 @@ class WholeGradients(Gradients):
             )
 
     def finish(self, absent: Sequence[Slot], used_anywhere: Sequence[int]) -> None:
-        """As of Gradients: what this rank did not use has another's gradient, or what was there before."""
+        """As in Gradients: an unused parameter gets other ranks' gradient, or keeps what was there before."""
         for slot in absent:
             if used_anywhere[slot.index]:
                 slot.parameter.grad = slot.view
@@ -154,7 +156,7 @@ class WholeGradients(Gradients):
                 slot.older = None
 
     def rebuild(self, came: Sequence[int], arrivals: Sequence[tuple[int, float]], overlap: bool) -> None:
-        """As of Gradients: in the order of rank 0; what did not come goes last.
+        """As in Gradients: in rank 0's order; parameters without a gradient go last.
 
         RuntimeError: as `start`.
         """
@@ -181,7 +183,7 @@ class WholeGradients(Gradients):
         del self._group
 
     def _lay(self, order: Sequence[int] | None) -> None:
-        """Buckets and views for this order of parameters. Gradients that lie in old views move over."""
+        """Make buckets and views for this order of parameters. Gradients in old views move over."""
         self.layout = layout.build(
             self._items, cap_bytes=self.cap_bytes, first_bytes=self._caps.first_bytes, order=order,
             align_bytes=_ALIGN_BYTES,
@@ -236,12 +238,12 @@ class WholeGradients(Gradients):
 
 
 def _another_storage(memory: torch.Tensor) -> torch.Tensor:
-    """On the same memory. On a GPU the same one: nothing moves it there."""
+    """A second storage on the same memory. On a GPU the same storage: nothing moves it there."""
     return torch.from_numpy(memory.numpy()) if memory.device.type == "cpu" else memory
 
 
 def _view(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """`flat`, [numel], shaped and strided as the parameter if that leaves no gaps."""
+    """`flat`, [numel], shaped and strided like the parameter if that leaves no gaps."""
     expected = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -251,10 +253,10 @@ def _view(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _add(slot: Slot, older: torch.Tensor) -> None:
-    """A gradient that was there before this backward."""
+    """Add the gradient from before this backward."""
     if slot.holds(slot.parameter.grad):
         slot.view.add_(older)
-    else:  # nobody used the parameter in it
+    else:  # nobody used the parameter in this backward
         slot.view.copy_(older)
         slot.parameter.grad = slot.view
 

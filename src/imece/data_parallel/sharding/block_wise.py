@@ -1,8 +1,8 @@
-"""Optimizers whose state has 8 bits or fewer: so many elements, a block, share one scale.
+"""Optimizers with state of 8 bits or fewer: blocks of elements share one scale.
 
-Matrices may be cut for them, but only between two blocks: then each rank has the very blocks of an unsharded
-run. Such an optimizer keeps small tensors in 32 bits; what it does with a parameter is not to change because
-it sees a part of it, and neither is what the user has told it to do.
+Matrices may be cut for them, but only between two blocks: then each rank has the same blocks as an unsharded
+run. Such an optimizer keeps small tensors in 32 bits. That choice, and what the user told it about a
+parameter, must not change because it sees only a part.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-_BITSANDBYTES_BLOCK = 256  # elements; the library knows no other
+_BITSANDBYTES_BLOCK = 256  # elements; the library knows no other size
 
 Follow = Callable[[torch.Tensor, nn.Parameter], None]
 
 
 def block_of(optimizer: Optimizer) -> int:
-    """Elements of a block of one that is element-wise otherwise; 1 if it has none.
+    """Elements of a block of an optimizer that is otherwise element-wise; 1 if it has no blocks.
 
     ValueError if it has stepped already: then its state would have to be cut.
     """
@@ -37,10 +37,11 @@ def block_of(optimizer: Optimizer) -> int:
 
 
 def elements_per(optimizer: Any) -> Mapping[str, int]:
-    """Of tensors that it keeps of a parameter, by name: to how many elements of it one of theirs belongs.
+    """For tensors of the optimizer's state, by name: how many elements of the parameter share one element of
+    theirs.
 
-    0: to all of them, whatever the sizes. What is not named can be told from its size. An optimizer says it
-    itself with an attribute `elements_per`.
+    0 means all of them, whatever the sizes. For names that are missing the size tells. An optimizer can say
+    so itself with an attribute `elements_per`.
     """
     said: Mapping[str, int] | None = getattr(optimizer, "elements_per", None)
     if said is not None:
@@ -58,7 +59,8 @@ def elements_per(optimizer: Any) -> Mapping[str, int]:
 
 
 def join(optimizer: Any, parameter: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A tensor of torchao's, of the tensors that lie in one. ValueError if this optimizer keeps no such."""
+    """Put the inner tensors together to a tensor of torchao's. ValueError if this optimizer keeps no such
+    tensors."""
     if not hasattr(optimizer, "_subclass_zeros"):
         raise ValueError(f"{type(optimizer).__name__} keeps nothing made of {', '.join(inner)}")
     signed = "qmap" not in inner or bool((inner["qmap"] < 0).any())
@@ -75,7 +77,8 @@ def join(optimizer: Any, parameter: torch.Tensor, inner: Mapping[str, torch.Tens
 
 
 def followed(optimizer: Optimizer) -> Follow:
-    """Called with each parameter and each part of it: as of the one, the optimizer does of the other."""
+    """A function of a parameter and a part of it: makes the optimizer treat the part as it treats the
+    parameter."""
     library = _library(optimizer)
     if library == "bitsandbytes":
         return _bitsandbytes(optimizer)
@@ -89,12 +92,13 @@ def _library(optimizer: Optimizer) -> str:
 
 
 def _bitsandbytes(optimizer: Any) -> Follow:
-    """What it is told of single parameters it keeps by their id, and again by their place in its groups."""
+    """It keeps what it is told about single parameters by their id, and again by their place in its
+    groups."""
     told = optimizer.mng
-    optimizer.check_overrides()  # those of modules, which it looks up in its first step otherwise
+    optimizer.check_overrides()  # overrides by module, which it otherwise looks up in its first step
     for at, group in enumerate(optimizer.param_groups):
         for place in range(len(group["params"])):
-            told.index2config.pop((at, place), None)  # there will be parts of others
+            told.index2config.pop((at, place), None)  # the place will hold another parameter's part
 
     def follow(whole: torch.Tensor, part: nn.Parameter) -> None:
         config = told.pid2config.get(id(whole), {})
@@ -107,9 +111,9 @@ def _bitsandbytes(optimizer: Any) -> Follow:
 
 
 def _torchao(optimizer: Any) -> Follow:
-    """It looks at the size of what it makes a state for."""
+    """It decides by the size of the tensor that it makes a state for."""
     by_size, known = type(optimizer)._new_buffer, weakref.ref(optimizer)  # which keeps what is made here
-    quantised: set[int] = set()  # ids of parts, which the optimizer keeps alive
+    quantised: set[int] = set()  # ids of parts; the optimizer keeps the parts alive
 
     def new_buffer(parameter: torch.Tensor, signed: bool) -> torch.Tensor:
         if id(parameter) in quantised:

@@ -1,5 +1,5 @@
-"""The memory in which buckets of gradients are filled and summed: what one gives back another borrows; where
-memory is at hand again at once, of torch's allocator.
+"""The memory in which buckets of gradients are filled and summed. A bucket borrows what another gives back;
+on GPUs, where torch's allocator is quick, from the allocator.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from imece.device import behind_this_stream
 
 
 class BorrowedMemory:
-    """Of the buckets of one sharded model."""
+    """The memory for the buckets of one sharded model."""
 
     def __init__(
         self, stores: Sequence[Store], division: Division, lane: Lane, *, keeps: bool = True
     ) -> None:
-        """stores: by bucket. lane: of the copies out of this memory. keeps: what is given back stays here."""
+        """stores: by bucket. lane: for copies out of this memory. keeps: memory that is given back stays
+        here."""
         self._keeps = keeps or not division.strategy.gradients
         self._stores, self._lane = stores, lane
         self._dtype, self._in_reach = division.precision.reduce, division.in_reach
-        # Of units, which differ more, each has as much as it takes.
+        # Buckets of gathered units differ more in size, so each takes exactly its own.
         self._fits_any = division.strategy.gradients and division.gathering is None
         self._spare: list[torch.Tensor] = []  # uint8
         self._borrowed: dict[int, torch.Tensor] = {}  # by bucket
         self.most_bytes = 0
-        """Of all that was there at a time."""
+        """The most bytes that existed at a time."""
 
     @property
     def nbytes(self) -> int:
-        """Of all of it, whether a bucket has it now or not."""
+        """Bytes of all this memory, lent or not."""
         return sum(each.nbytes for each in (*self._spare, *self._borrowed.values()))
 
     def lend(self, bucket: Bucket) -> None:
@@ -73,7 +74,7 @@ class BorrowedMemory:
         return make(nbytes, dtype=torch.uint8, device=device)
 
     def take_back(self, bucket: Bucket) -> None:
-        """Its sum was taken out of it."""
+        """The sum was taken out of a bucket's memory: take the memory back."""
         bucket.flat = bucket.flat.new_empty(0)
         for slot in bucket.slots:
             slot.view = bucket.flat
@@ -85,13 +86,13 @@ class BorrowedMemory:
             behind_this_stream(memory)
 
     def clear(self) -> None:
-        """Let go of all of it."""
+        """Let go of all memory."""
         self._spare.clear()
         self._borrowed.clear()
 
 
 def _zero_between(flat: torch.Tensor, places: Sequence[layout.Place]) -> None:
-    """What no gradient fills, and is summed and looked at with the rest."""
+    """Zero the padding: no gradient fills it, but it is summed and checked with the rest."""
     stops = [0, *(place.stop for place in places)]
     starts = [*(place.start for place in places), flat.numel()]
     for start, stop in zip(stops, starts, strict=True):

@@ -1,7 +1,8 @@
-"""The dtypes of a sharded model, and its buffers and frozen parameters in another one, as FSDP keeps them.
+"""The dtypes of a sharded model, of its buffers and of its frozen parameters, with the meaning they have in
+FSDP.
 
-Both are cast once. Buffers are saved in the dtype that they had, and those of batch norms are left alone:
-torch wants their statistics in the dtype of their parameters or more.
+Buffers and frozen parameters are cast once. Buffers are saved in their former dtype. Those of batch norms are
+left alone: torch wants their statistics to have at least the bits of their parameters.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from imece.data_parallel.same import is_made_of_others
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """In which dtypes a sharded model is kept; None: in its own.
+    """The dtypes in which a sharded model is kept; None: its own.
 
-    param: of the parameters that forward and backward use; their masters, which the optimizer steps, stay in
-    the model's own dtype, one shard a rank; frozen ones have none. reduce: of gradients in buckets, and of
-    their sum. buffer: of buffers of floating point, from parallelize on; state dicts have them in the model's
-    own dtype.
+    param: of the parameters that forward and backward use. Their masters, which the optimizer steps, keep the
+    model's own dtype, one shard per rank; frozen parameters have no masters. reduce: of gradients in buckets,
+    and of their sum. buffer: of floating-point buffers, from parallelize on; state dicts have them in the
+    model's own dtype.
     """
 
     param: torch.dtype | None = None
@@ -35,18 +36,19 @@ class MixedPrecision:
     buffer: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """TypeError for what is no dtype."""
+        """TypeError for anything but a dtype."""
         for what, dtype in vars(self).items():
             if dtype is not None and not isinstance(dtype, torch.dtype):
                 raise TypeError(f"MixedPrecision({what}={dtype!r}): a dtype, such as torch.bfloat16")
 
     def gradients_bytes(self, named: Sequence[tuple[str, Tensor]]) -> int:
-        """Of all their gradients in buckets."""
+        """Bytes of all gradients in buckets."""
         dtype = self.reduce or self.param
         return sum(each.numel() * (dtype or each.dtype).itemsize for _, each in named)
 
     def check(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """ValueError that names a complex parameter, of which param or reduce would keep the real part."""
+        """ValueError that names a complex parameter: a cast by `param` or `reduce` would keep only its real
+        part."""
         for what, dtype in (("param", self.param), ("reduce", self.reduce)):
             for name, each in named if dtype is not None and not dtype.is_complex else ():
                 if each.is_complex():
@@ -61,7 +63,7 @@ def refuse_batch_norms(
 ) -> None:
     """ValueError that names a batch norm which would fail in each forward with its parameters in `param`.
 
-    On CPUs torch takes parameters of fewer bits than their statistics' for no input.
+    On CPUs torch refuses parameters with fewer bits than the statistics.
     """
     for name, module in model.named_modules() if home.type == "cpu" else ():
         if not isinstance(module, _BatchNorm) or isinstance(module, SyncBatchNorm):
@@ -77,13 +79,13 @@ def refuse_batch_norms(
 
 
 def can_be_cast(parameter: Tensor) -> bool:
-    """Whether it is numbers of floating point; what a class of its own keeps are codes in any dtype."""
+    """Whether its values are floating point. A tensor subclass may keep codes, whatever dtype it shows."""
     is_numbers = type(parameter) is nn.Parameter or is_made_of_others(parameter)
     return is_numbers and parameter.is_floating_point()
 
 
 def cast_frozen(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """Cast those that can be, which are in no bucket; they stay the objects that others know."""
+    """Cast these, which are in no bucket, if they can be cast; they stay the same objects."""
     for each in parameters:
         if can_be_cast(each) and each.dtype != dtype:
             if is_made_of_others(each):  # its values are not in its data
@@ -93,7 +95,7 @@ def cast_frozen(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
 
 
 def cast_buffers(model: nn.Module, dtype: torch.dtype, ignored: Collection[str]) -> None:
-    """Cast buffers of floating point but the `ignored` ones; they stay the objects that others know."""
+    """Cast floating-point buffers except `ignored` ones; they stay the same objects."""
     before = {each: each.dtype for name, each in model.named_buffers() if name not in ignored}
     for module in model.modules():
         if isinstance(module, _BatchNorm):
@@ -110,5 +112,5 @@ def _restore(
     kept: Mapping[str, torch.dtype], _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
 ) -> None:
     for key, dtype in kept.items():
-        if prefix + key in state:  # one that is not persistent is not
+        if prefix + key in state:  # a buffer that is not persistent is not in it
             state[prefix + key] = state[prefix + key].to(dtype)

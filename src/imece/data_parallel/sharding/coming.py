@@ -1,21 +1,21 @@
-"""A parameter whose new values are still on their way: whoever uses it waits for them first.
+"""Parameters whose new values are still being gathered: any use of one waits for them first.
 
-After an optimizer's step a rank has the new values of its own part, and an all-gather for each bucket brings
-the others'. Over a network these come while the next forward goes on with what it uses first (Megatron-LM
-calls it overlap-param-gather). Until a bucket has come its parameters are ComingParameters: any operation on
-one of them, in a forward or anywhere else, waits for that bucket, and finds an ordinary parameter. Code in
-C++ may take a tensor without a word: so the modules that have them wait too, before their forward.
+After a step a rank has the new values of its own parts, and an all-gather for each bucket brings the others'.
+Over a network, the next forward begins meanwhile with what it uses first (Megatron-LM calls this
+overlap-param-gather). Until a bucket has come, its parameters are ComingParameters: any operation on one, in
+a forward or elsewhere, waits for that bucket, and then finds an ordinary parameter. C++ code may take a
+tensor unnoticed; so the modules that have the parameters also wait, before their forward.
 
-So are this rank's parts, where the gather reads them in place: whoever writes one before it has come would
-write what others are to get from the step. What only reads them goes around (Part.values).
+The same holds for this rank's parts if the gather reads them in place: an early write into one would change
+what other ranks get from the step. Readers of parts do not wait (Part.values).
 
-On a GPU it is the current stream that waits, and a branch of a model, or an average of weights, may run on
-another: until the GPU has filled the bucket, every operation on its parameters lets its own stream wait.
+On a GPU the current stream waits. A branch of a model, or an average of weights, may run on another stream:
+until the GPU has filled the bucket, each operation on its parameters makes its own stream wait.
 
-What cannot see it is a tensor made from a parameter before the step, `parameter.detach()` say, and read after
-it: it shares the memory and does not wait. And compiled code takes parameters as they are: the stream that
-runs the first block with some of a bucket waits for all of it, and no other one. Compiled code that finds
-parts through their optimizer waits for nothing. What either of them has written into parts Store.settle sees.
+Two cases escape. A tensor made from a parameter before the step, such as `parameter.detach()`, and read after
+it, shares the memory and does not wait. And compiled code takes parameters as they are: only the stream that
+runs the first block with a parameter of a bucket waits for that bucket. Compiled code that finds parts
+through their optimizer does not wait at all. Store.settle notices if either has written into parts.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from imece.collectives.pending import Pending
 from imece.data_parallel.sharding import freed
 from imece.device import has_streams
 
-# Their answers do not depend on values. What is asked of a tensor before its memory is taken, without torch
-# being told (strides, whether it is contiguous or complex), is not among them.
+# Their answers do not depend on values. Questions that come before somebody takes the tensor's memory without
+# telling torch (strides, contiguous, complex) are not among them.
 _KNOWN = freed.KNOWN - {
     getattr(torch.Tensor, name)
     for name in ("element_size", "is_complex", "is_contiguous", "storage_offset", "stride")
@@ -42,14 +42,14 @@ _KNOWN = freed.KNOWN - {
 
 
 class Coming:
-    """The parameters of one bucket while an all-gather fills it, and what it reads of them."""
+    """The parameters of one bucket while an all-gather fills it, and the parts that the gather reads."""
 
     def __init__(
         self, parameters: Iterable[torch.Tensor], modules: Iterable[nn.Module], work: Pending
     ) -> None:
-        """From now on whoever uses one of them waits. modules: those that have them."""
+        """From now on whoever uses one of the parameters waits. modules: those that have the parameters."""
         self._work = work
-        self._came: torch.cuda.Event | None = None  # of the first stream that has waited
+        self._came: torch.cuda.Event | None = None  # recorded on the first stream that waited
         self._handles = [each.register_forward_pre_hook(self._before, prepend=True) for each in modules]
         self._kinds = {each: type(each) for each in parameters}
         self._device = next((each.device for each in self._kinds if has_streams(each)), None)
@@ -59,11 +59,11 @@ class Coming:
 
     @property
     def nobody_waited(self) -> bool:
-        """For any of them, so far."""
+        """Whether nobody has waited for any of them so far."""
         return self._came is None and bool(self._kinds)
 
     def wait(self) -> None:
-        """They have come when this returns: for the current stream. What `Pending.wait` raises, again each
+        """When this returns, they have come for the current stream. Raises what `Pending.wait` raises, each
         time."""
         if self._came is None:
             self._work.wait()
@@ -75,7 +75,7 @@ class Coming:
             self._show()
 
     def settle(self) -> None:
-        """As `wait`, and nobody else waits: what uses them from now on comes behind the current stream."""
+        """As `wait`, and nobody waits afterwards: later uses come behind the current stream."""
         self.wait()
         self._show()
 
@@ -88,7 +88,7 @@ class Coming:
 
     @contextlib.contextmanager
     def shown(self, parameter: torch.Tensor) -> Iterator[None]:
-        """Inside it has come, for the current stream, and is an ordinary one."""
+        """Inside, the parameter has come for the current stream, and is an ordinary one."""
         self.wait()
         if kind := self._kinds.get(parameter):
             parameter.__class__ = kind
@@ -117,7 +117,7 @@ class Coming:
 
 
 class ComingParameter(nn.Parameter):
-    """What a parameter's class is while it is coming."""
+    """The class of a parameter while it is coming."""
 
     @classmethod
     def __torch_function__(
@@ -145,7 +145,7 @@ class ComingParameter(nn.Parameter):
 
 @torch._disable_dynamo(recursive=True)
 def settle(parameters: Iterable[torch.Tensor]) -> None:
-    """All of them have come, as of Coming.settle."""
+    """Make sure that all of them have come, as by Coming.settle."""
     for each in parameters:
         if isinstance(each, ComingParameter):
             _of(each).settle()
@@ -158,7 +158,7 @@ def _of(parameter: torch.Tensor) -> Coming:
 
 @torch._disable_dynamo(recursive=True)
 def _shown(given: Iterable[object]) -> contextlib.ExitStack:
-    """Inside, those of them that are coming have come, and are ordinary ones."""
+    """Inside, those that were coming have come, and are ordinary parameters."""
     inside = contextlib.ExitStack()
     for each in given:
         if isinstance(each, ComingParameter):
@@ -168,6 +168,6 @@ def _shown(given: Iterable[object]) -> contextlib.ExitStack:
 
 @torch._disable_dynamo(recursive=True)
 def _finished(parameter: torch.Tensor) -> torch.Tensor:
-    """It, of its own class again."""
+    """The parameter, with its own class again."""
     _of(parameter).finish()
     return parameter

@@ -1,6 +1,7 @@
-"""What an optimizer keeps of whole parameters, cut to what one rank keeps of its parts.
+"""Cuts an optimizer's state for whole parameters down to the state for one rank's parts.
 
-groups: of each of the optimizer's groups what the program has given it, before parts came in its place.
+groups: for each of the optimizer's groups, the parameters that the program gave it before parts replaced
+them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Groups = Sequence[Mapping[str, list[Any]]]
 
 
 def whose(optimizer: Optimizer, sharding: Sharding) -> dict[str, Any]:
-    """For a state dict: which rank's parts it is of. "parts": a digest of which elements they are."""
+    """Which rank's parts a state dict is of; kept within it. "parts": a digest of which elements they are."""
     by_parameter = {id(part.parameter): part for part in sharding.parts}
     elements = [
         [(part.index, part.shape, part.start, part.stop)
@@ -36,7 +37,7 @@ def whose(optimizer: Optimizer, sharding: Sharding) -> dict[str, Any]:
 def is_of_whole(
     state_dict: dict[str, Any], optimizer: Optimizer, groups: Groups, parts: Iterable[Part]
 ) -> bool:
-    """Whether a state dict that does not say whose it is looks like that of whole parameters."""
+    """Whether a state dict without that note looks like one for whole parameters."""
     given = state_dict["param_groups"]
     sizes = [len(group["params"]) for group in given]
     if sizes != [len(whole["params"]) for whole in groups]:
@@ -54,17 +55,17 @@ def is_of_whole(
 
 
 def cut_state(state_dict: dict[str, Any], groups: Groups, sharding: Sharding) -> dict[str, Any]:
-    """The state of whole parameters as that of this rank's parts."""
+    """The state of whole parameters, cut to this rank's parts."""
     parts = by_index(sharding.parts)
     index = {id(each): at for at, (_, each) in enumerate(sharding.trained.named)}
     cut: list[dict[str, Any]] = []
     state: dict[int, Any] = {}
-    number = count()  # of what is in the groups, as torch counts
+    number = count()  # of the parameters in the groups, as torch counts them
     for group, whole in zip(state_dict["param_groups"], groups, strict=True):
         mine: list[tuple[int, Any]] = []
         given = zip(group["params"], whole["params"], group.get("param_names", repeat("")), strict=False)
         for key, parameter, name in given:
-            # One that was frozen is in its group as it was.
+            # A frozen parameter stays in its group as it was.
             found = parts.get(index[id(parameter)], []) if id(parameter) in index else [None]
             for part in found:
                 mine.append((next(number), name))
@@ -76,7 +77,7 @@ def cut_state(state_dict: dict[str, Any], groups: Groups, sharding: Sharding) ->
 
 
 def by_index(parts: Iterable[Part]) -> dict[int, list[Part]]:
-    """Those of each parameter, by its number."""
+    """The parts of each parameter, by its number."""
     found: dict[int, list[Part]] = defaultdict(list)
     for part in parts:
         found[part.index].append(part)
@@ -84,17 +85,17 @@ def by_index(parts: Iterable[Part]) -> dict[int, list[Part]]:
 
 
 def part_of_state(state: Mapping[str, Any], part: Part) -> dict[str, Any]:
-    """What an optimizer kept of a whole parameter, cut as the parameter is."""
+    """An optimizer's state for a whole parameter, cut as the parameter is."""
     whole = math.prod(part.shape)
     home = part.parameter.device
 
     def cut(value: Any) -> Any:
-        # Of another shape it may be of rows, and no less of them for a part that is all.
+        # A tensor of another shape may be per row, and then is not cut even if the part is all of it.
         spread = isinstance(value, torch.Tensor) and value.numel() == whole and value.ndim
         if spread and (value.shape == part.shape or part.numel < whole):
             mine = value.reshape(-1)[part.start : part.stop].clone().view(part.parameter.shape)
             return mine.to(home)
-        # A count of steps may lie on a GPU, but not beside a part that is stepped on the CPU.
+        # A step count may lie on a GPU, but not beside a part that is stepped on the CPU.
         return value.cpu() if isinstance(value, torch.Tensor) and home.type == "cpu" else value
 
     return {key: cut(value) for key, value in state.items()}

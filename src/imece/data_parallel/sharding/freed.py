@@ -1,4 +1,5 @@
-"""A parameter whose memory is gone for now: it knows its shape, and says what to do when it is used."""
+"""A parameter whose memory is freed for now: it knows its shape, and any use of it says what to do
+instead."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class FreedParameter(nn.Parameter):
-    """What a parameter's class is while its unit is freed; `free` and `revive` swap it."""
+    """The class of a parameter while its unit is freed; `free` and `revive` swap it."""
 
     @classmethod
     def __torch_function__(
@@ -47,7 +48,7 @@ class FreedParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         if func in _CONVERSIONS and _is_so_already(func, *args, **(kwargs or {})):
             return args[0]
-        if func == _SET_DATA and args[0] is args[1]:  # by `module.to`, of what it is already
+        if func == _SET_DATA and args[0] is args[1]:  # from `module.to`, of what it is already
             return None
         raise RuntimeError(_complaint([*args, *(kwargs or {}).values()]))
 
@@ -59,7 +60,7 @@ class FreedParameter(nn.Parameter):
 
 
 def _is_so_already(convert: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) -> bool:
-    """Whether it would give back the parameter itself."""
+    """Whether the conversion would return the parameter itself."""
     if type(first) is not FreedParameter:
         return False
     alike = torch.empty([0] * first.dim(), dtype=first.dtype, device=first.device)
@@ -67,13 +68,13 @@ def _is_so_already(convert: Callable[..., Any], first: Any, *args: Any, **kwargs
 
 
 def free(parameter: torch.Tensor, name: str, unit: str) -> None:
-    """From now on any use of it raises RuntimeError that names it."""
+    """From now on any use of the parameter raises RuntimeError that names it."""
     parameter._imece_freed = name, unit, type(parameter)  # type: ignore[attr-defined]
     parameter.__class__ = FreedParameter
 
 
 def revive(parameter: torch.Tensor) -> None:
-    """What `free` did is undone."""
+    """Undo `free`."""
     *_, kind = parameter.__dict__.pop("_imece_freed")
     parameter.__class__ = kind
 

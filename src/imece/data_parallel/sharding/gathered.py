@@ -1,4 +1,4 @@
-"""All of a sharded model for a while: to look at it, to write into it, to take and load a state dict."""
+"""A sharded model made whole for a while: to read it, to write it, to take and load a state dict."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from imece.data_parallel.sharding.stores import Store
 
 @contextlib.contextmanager
 def gathered(sharding: Sharding, write: bool) -> Iterator[None]:
-    """Parameters are whole inside, on every rank. write: what all ranks write into them stays."""
+    """Inside, parameters are whole on every rank. write: what all ranks write into them stays."""
     inside: contextlib.AbstractContextManager[None]
     sharding.settle()
     if sharding.gathering is not None:
@@ -35,10 +35,10 @@ def gathered(sharding: Sharding, write: bool) -> Iterator[None]:
 
 
 def fill_state(sharding: Sharding, state: dict[str, Any]) -> None:
-    """Copies of masters in place of parameters that are gathered or have fewer bits than these.
+    """Put copies of masters in place of parameters that are gathered or have fewer bits than their masters.
 
-    No more than one bucket is there besides the copies. What was written into a parameter that is there now,
-    and is not in its master yet, counts.
+    Besides the copies no more than one bucket is whole. A write into a gathered parameter that is not in its
+    master yet counts.
     """
     keys: dict[int, list[str]] = defaultdict(list)
     for key, value in state.items():
@@ -57,7 +57,8 @@ def fill_state(sharding: Sharding, state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def loading(sharding: Sharding) -> Iterator[None]:
-    """What is copied into parameters that have fewer bits than their masters goes into these as it is."""
+    """Inside, values copied into parameters with fewer bits than their masters go into the masters
+    unrounded."""
     stores = [store for store in sharding.stores if store.has_more_bits]
     copied = _Copied([parameter for store in stores for parameter in store.members])
     with copied:
@@ -71,7 +72,7 @@ def loading(sharding: Sharding) -> Iterator[None]:
 
 
 class _Copied(TorchFunctionMode):
-    """Sees what is copied into parameters, whatever modules do with a state dict before that."""
+    """Sees what is copied into parameters, whatever modules do to a state dict before that."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class _Copied(TorchFunctionMode):
 
 
 def _take_over(sharding: Sharding) -> None:
-    """This rank's part of what was written goes where it stays."""
+    """Copy this rank's part of what was written into the kept memory."""
     sharding.check_views()
     sharding.lane.wait()
     for store in sharding.every_store:
@@ -111,21 +112,21 @@ def _take_over(sharding: Sharding) -> None:
 
 
 def _take_over_frozen(store: Store, new: torch.Tensor) -> None:
-    """Whoever keeps copies of the parts, or digests, goes by how often these were written."""
+    """Copy only if something changed: holders of copies or digests go by how often the parts were written."""
     if not torch.equal(store.own.view(torch.uint8), new.view(torch.uint8)):
         store.own.copy_(new)
         torch.autograd.graph.increment_version([part.parameter for part in store.parts])
 
 
 def _rounding_to(parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """A new tensor: of each element the master's bits, unless it was written in the parameter."""
+    """A new tensor: each element has the master's bits, unless somebody wrote it in the parameter."""
     written = master.to(parameter.dtype) != parameter
     return torch.where(written, parameter.to(master.dtype), master)
 
 
 @contextlib.contextmanager
 def _private(sharding: Sharding) -> Iterator[None]:
-    """Ranks with parameters in common write into a copy each, as `add_` by all of them must count once."""
+    """Inside, each rank has a private copy of shared parameters: an `add_` by all ranks must count once."""
     stores = sharding.every_store
     common = [store.parameters for store in stores]
     for store in stores:

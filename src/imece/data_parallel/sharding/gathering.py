@@ -1,21 +1,21 @@
 """When units are gathered and freed: around their forward, around their backward, ahead of both.
 
-    forward    a unit is gathered before it runs, and those that ran after it last time are started; it is
+    forward    a unit is gathered before it runs, and the units that ran after it last time are started; it is
                freed when it has run. The root stays until backward is over; so do the last units, as many as
                the first gradient would start to gather again
-    backward   the first gradient that reaches an output of a unit gathers it again, and starts those that ran
-               before it. It is freed when all of its gradients have left; one with frozen parameters, which
-               are in use until it is over, when a gradient comes to a unit before it. At the end all are
+    backward   the first gradient that reaches an output of a unit gathers it again, and starts the units that
+               ran before it. It is freed when all of its gradients have left; a unit with frozen parameters,
+               which have no gradients to tell, when a gradient reaches a unit before it. At the end all are
     step       nothing is gathered after it
 
-All ranks must run the same units in the same order, as their gathers are collectives. A checkpoint runs a
-unit's forward inside of backward: then it is gathered there, and nothing of it is freed by that forward.
+All ranks must run the same units in the same order, as their gathers are collectives. If a checkpoint runs a
+unit's forward inside of backward, the unit is gathered there, and that forward frees nothing.
 
-Which parameters of a unit have gradients may differ between ranks, and so, when its buckets are full. They
+Ranks may differ in which parameters of a unit have gradients, and so in when its buckets are full. So these
 leave when the unit is over, which all ranks know alike: autograd goes back in the opposite order of forward,
-so a gradient that comes to an output of one unit says that all that was entered after it was left is over.
-Inside of `gathered` nothing is said: there a backward of several forwards may go in any order, as one of a
-gradient's gradient does, and buckets leave at its end.
+so a gradient that reaches an output of one unit shows that everything entered after that unit was left is
+over. Inside of `gathered` nothing is known: a backward of several forwards may go in any order there, as does
+the backward of a gradient's gradient; buckets leave at its end.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 @dataclass(frozen=True)
 class GatherOptions:
-    """How parameters of which each rank keeps a part are gathered."""
+    """How sharded parameters are gathered."""
 
     units: Wanted = None
-    """None: found by themselves; classes of modules; or elements that a unit has at least."""
+    """None: found automatically; classes of modules; or the least number of elements of a unit."""
     reshard_after_forward: bool = True
-    """False: what forward gathered stays for backward; more memory, one gather less."""
+    """False: units gathered by forward stay for backward; more memory, one gather less."""
     in_flight: int | None = None
-    """Units that are there at a time in forward, those that come included; at least 1. None: see way.py."""
+    """Units gathered at a time in forward, including those that are coming; at least 1. None: see way.py."""
     always: bool = False
-    """Also where the ranks have memory in common, in which nothing needs to be gathered."""
+    """Gather even if the ranks share memory, where nothing needs to be gathered."""
 
     def __post_init__(self) -> None:
         if isinstance(self.units, type):
@@ -60,12 +60,12 @@ class GatherOptions:
             raise ValueError(f"gathers_in_flight is {self.in_flight}; it must be at least 1")
 
     def wanted(self, strategy: Strategy, in_common: bool) -> bool:
-        """Whether parameters come unit by unit; else those that are shared out lie in common memory."""
+        """Whether parameters are gathered by unit; otherwise sharded ones lie in shared memory."""
         return strategy.parameters and (self.always or not in_common)
 
 
 class Gathering:
-    """The hooks on the modules of all units, and who is gathered."""
+    """The hooks on the modules of all units, and what they gather and free."""
 
     def __init__(
         self,
@@ -74,16 +74,16 @@ class Gathering:
         options: GatherOptions,
         schedule: str | None = None,
     ) -> None:
-        """units: the root first; their buckets are added after this. schedule: as for ops.all_gather."""
+        """units: the root first; their buckets are added later. schedule: as for ops.all_gather."""
         self.units, self._group, self.options, self._schedule = list(units), group, options, schedule
         self.in_flight = options.in_flight or units_at_once(schedule)
         self._ahead = self.in_flight - 1
-        self._order: list[Unit] = []  # in which units ran in the last forward that came to its end
-        self._path: list[Unit] = []  # in this one
-        self._held = 0  # `gathered` contexts
-        self.most_bytes = 0  # of units that were there at a time
-        self._ending = False  # this backward will free all when it is over
-        self._clock = 0  # units entered and left
+        self._order: list[Unit] = []  # the order of units in the last complete forward
+        self._path: list[Unit] = []  # their order in this one
+        self._held = 0  # number of open `gathered` contexts
+        self.most_bytes = 0  # of units that were gathered at a time
+        self._ending = False  # all will be freed when this backward is over
+        self._clock = 0  # counts units entered and left
         self._training = False  # in a forward of the root with gradients
         self._came: list[tuple[Unit, int]] = []  # calls whose gradients came in this backward
         self.when_over: Callable[[set[int]], None] | None = None  # told the numbers of units
@@ -101,7 +101,7 @@ class Gathering:
             ]
 
     def let_go(self) -> None:
-        """Of the modules and of all memory, whatever is under way; parameters stay as they are."""
+        """Let go of the modules and of all memory, whatever is under way; parameters stay as they are."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -112,18 +112,18 @@ class Gathering:
 
     @property
     def is_held(self) -> bool:
-        """Whether this is inside of `gathered`."""
+        """Whether the caller is inside of `gathered`."""
         return bool(self._held)
 
-    # Forward. Of a unit that calls itself the outermost call is its forward, outside of a backward.
+    # Forward. If a unit calls itself, its forward, outside of a backward, is the outermost call.
 
     def begin_forward(self) -> None:
-        """Of the whole model: no unit runs, also where the one before was interrupted."""
+        """A forward of the whole model begins: no unit runs, even if the last forward was interrupted."""
         for unit in self.units:
             unit.depth = 0
 
     def _has_left(self, unit: Unit, _inputs: Any, _output: Any) -> None:
-        """Its call is over, or has raised."""
+        """A unit's call is over, or has raised."""
         unit.depth = max(0, unit.depth - 1)
 
     def _enter(self, unit: Unit, _inputs: Any) -> None:
@@ -157,7 +157,7 @@ class Gathering:
                 unit.earlier = tuple(self._path[::-1][: self._ahead])
                 self._order = self._path
             self._clock += 1
-            # A re-entrant checkpoint runs it without gradients at first.
+            # A re-entrant checkpoint first runs it without gradients.
             if self._training or torch.is_grad_enabled():
                 unit.calls[unit.entered] = self._clock
         comes = torch.is_grad_enabled() and self._await_backward(unit, output)
@@ -176,12 +176,12 @@ class Gathering:
             self._free([unit])
 
     def _is_among_last(self, unit: Unit) -> bool:
-        """Whether the first gradient would start to gather it, if this forward is as the one before."""
+        """Whether the first gradient would start to gather it, if this forward is like the last."""
         at = len(self._path)
         return self._order[at - 1 : at] == [unit] and len(self._order) - at < self._ahead
 
     def _await_backward(self, unit: Unit, output: Any) -> bool:
-        """Whether a backward may come through this output, which will gather the unit."""
+        """Whether a backward may come through this output, and gather the unit."""
         earlier, entered, left = unit.earlier, unit.entered, unit.calls.get(unit.entered)
         comes = False
 
@@ -212,22 +212,22 @@ class Gathering:
     # Backward.
 
     def begin(self) -> None:
-        """A backward that is to be synchronised begins."""
+        """A synchronised backward begins."""
         for unit in self.units:
             unit.left = 0
 
     def bucket_left(self, number: int) -> None:
-        """All gradients of a bucket of this unit are in it, and it is on its way."""
+        """A bucket of this unit has left, with all its gradients."""
         unit = self.units[number]
         unit.left += 1
         if unit.left == len(unit.flats):  # never of one with frozen ones, which leave nothing
             self._free([unit])
 
     def settle(self) -> None:
-        """Nothing is under way when this returns.
+        """When this returns, nothing is under way.
 
-        A gather ahead leaves when all ranks are known to make it: a hook's collective, which does not wait
-        for that, would be before it on one rank and after it on another.
+        A gather ahead leaves when all ranks are known to make it. A hook's collective does not wait for that:
+        it could come before the gather on one rank and after it on another.
         """
         for unit in self.units:
             unit.settle()
@@ -235,13 +235,13 @@ class Gathering:
     def _end(self) -> None:
         for unit, entered in self._came:
             unit.calls.pop(entered, None)
-        # The next forward inside of the same autocast would go on with casts of this one, whose gradients
-        # come as those of this one would: when the units that they are in are over.
+        # Otherwise the next forward in the same autocast would reuse casts from this one, and their gradients
+        # would come late: when the units of this forward are over.
         torch.clear_autocast_cache()
         self._free_all()
 
     def _recover(self) -> None:
-        """The last backward may have raised."""
+        """Clean up if the last backward raised."""
         if self._ending:
             self._free_all()
 
@@ -255,7 +255,8 @@ class Gathering:
     # What is there.
 
     def _gather(self, unit: Unit, then: Iterable[Unit], *, at_end: bool = True) -> None:
-        """at_end: inside of a backward, which frees it when it is over."""
+        """Gather a unit now and start others. at_end: the caller is inside of a backward, whose end frees the
+        unit."""
         if at_end and not self._ending:
             self._ending = True
             _queue_callback(self._end)
@@ -266,7 +267,8 @@ class Gathering:
         self.most_bytes = max(self.most_bytes, sum(each.nbytes for each in self.units if each.is_there))
 
     def _free(self, units: Iterable[Unit]) -> None:
-        """RuntimeError, when all are freed, that names a parameter into which was written what is lost."""
+        """Free units. Afterwards RuntimeError that names a parameter into which somebody wrote: that is
+        lost."""
         if self._held:
             return
         lost = [(name, unit) for unit in units if (name := unit.free()) is not None]
@@ -277,14 +279,14 @@ class Gathering:
             )
 
     def note_versions(self) -> None:
-        """What has been written into parameters that are there is not lost, or is to be."""
+        """Accept writes into gathered parameters until now: they are kept, or need not be."""
         for unit in self.units:
             if unit.state is State.GATHERED:
                 for flat in unit.flats:
                     flat.note_versions()
 
     def before_step(self) -> None:
-        """Nothing of what is about to change stays gathered."""
+        """Free everything that the step is about to change."""
         if self._held:
             raise RuntimeError("an optimizer's step inside of gathered(): what is gathered would not change")
         for unit in self.units:
@@ -293,9 +295,10 @@ class Gathering:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """All units are there inside; nothing is freed.
+        """Inside, all units are gathered, and nothing is freed.
 
-        RuntimeError that names a parameter which was written into, but for `note_versions` after that.
+        RuntimeError that names a parameter that was written into, unless `note_versions` was called after
+        that.
         """
         if _in_backward():
             raise RuntimeError("gathered() inside of backward")
@@ -305,7 +308,7 @@ class Gathering:
                 unit.gather(self._group, self._schedule)
             yield
         except BaseException:
-            self.note_versions()  # or freeing would raise in the place of what was raised
+            self.note_versions()  # or freeing would raise, and hide the first error
             raise
         finally:
             self._held -= 1
@@ -313,8 +316,8 @@ class Gathering:
 
 
 class _Hook:
-    """A hook on the module of a unit. Copies and pickles of the module, which have parameters of their own,
-    have one that does nothing.
+    """A hook on the module of a unit. In a copy or pickle of the module, which has parameters of its own, the
+    hook does nothing.
     """
 
     def __init__(self, unit: Unit | None = None, run: Callable[..., None] | None = None) -> None:

@@ -1,8 +1,8 @@
-"""A model made on the meta device gets memory and values unit by unit, so that no rank ever holds all of it.
+"""Gives a model on the meta device memory and values unit by unit, so that no rank ever holds all of it.
 
-Each module with parameters or buffers of its own is filled by `init(module)`, or by its `reset_parameters`,
-from a seed that all ranks have in common and that belongs to its unit: so values do not depend on how many
-ranks there are.
+`init(module)`, or the module's `reset_parameters`, fills each module that has parameters or buffers of its
+own. The random seed is the same on all ranks and belongs to the unit: so values do not depend on the number
+of ranks.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ Init = Callable[[nn.Module], object]
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Whether any of its parameters or buffers has no memory."""
+    """Whether any of its parameters or buffers is without memory."""
     return any(each.is_meta for each in (*model.parameters(), *model.buffers()))
 
 
 class Filling:
-    """Fills one unit after the other: it is called with their numbers, once for each."""
+    """Fills units one after the other: call it once with the number of each."""
 
     def __init__(
         self, units: Sequence[Unit], device: torch.device, group: dist.ProcessGroup, init: Init | None
     ) -> None:
-        """ValueError for a module that nothing fills, before anything is changed. A collective of `group`."""
+        """ValueError, before anything is changed, for a module that nothing fills. A collective of
+        `group`."""
         self._device, self._init = device, init
         self._left = set(range(len(units)))
         self._modules: list[list[tuple[str, nn.Module]]] = [[] for _ in units]  # children before parents
@@ -48,12 +49,12 @@ class Filling:
         self._seed = int(ops.broadcast(seed, 0, group=group, label="seed of the parameters"))
 
     def rest(self) -> None:
-        """Fill those in which nothing is trained, and of which nobody asked."""
+        """Fill the units in which nothing is trained, which nobody asked for."""
         for number in sorted(self._left):
             self(number)
 
     def __call__(self, number: int) -> None:
-        """Fill a unit. ValueError for a module that keeps elements which nobody wrote."""
+        """Fill a unit. ValueError for a module with elements that nothing wrote."""
         self._left.discard(number)
         modules = self._modules[number]
         new = [(name, module) for name, module in modules if _has_own_meta(module)]
@@ -98,7 +99,7 @@ def _has_own_meta(module: nn.Module) -> bool:
 
 
 def _is_there(module: nn.Module) -> bool:
-    """Whether all in it has memory now: of a module with units in it, some never has."""
+    """Whether everything in the module has memory now: if it contains units, some never has."""
     return not any(each.is_meta or isinstance(each, FreedParameter) for each in module.parameters())
 
 
@@ -108,7 +109,7 @@ def _reset_of(module: nn.Module) -> Callable[[], object] | None:
 
 
 def _allocate(module: nn.Module, device: torch.device) -> None:
-    """Memory for what is on the meta device, NaN until somebody writes it."""
+    """Allocate memory for tensors on the meta device, NaN until somebody writes it."""
     for key, tensor in _own(module).items():
         if not tensor.is_meta:
             continue

@@ -1,5 +1,5 @@
-"""Whether a step has changed what it steps. An optimizer that keeps parameters of its own finds no gradients
-there, as these are with parts, and leaves everything as it is without a word.
+"""Checks that a step changes the parts it should. An optimizer that keeps references to the whole parameters
+finds no gradients there, as only parts have them, and silently changes nothing.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch.optim import Optimizer
 
 from imece.data_parallel.optimizer import numbers_by_key
 
-_DEPTH = 3  # of containers in an optimizer's attributes
+_DEPTH = 3  # levels of containers in an optimizer's attributes
 _TORCHS = ("param_groups", "state", "defaults")
 
 
 class _Seen(NamedTuple):
-    """A part before a step, where its gradient is largest and where it is least."""
+    """A part before a step, at the elements with its largest and its smallest gradient."""
 
     part: torch.Tensor
     version: int
-    places: torch.Tensor  # [2], in all of its elements
+    places: torch.Tensor  # [2], indices among all elements
     gradient: torch.Tensor  # [2]
     value: torch.Tensor  # [2]
 
@@ -34,34 +34,34 @@ class _Seen(NamedTuple):
 
     @property
     def is_to_move(self) -> bool:
-        """Whether a step with its gradient would change it."""
+        """Whether a step with this gradient would change the part."""
         return bool(self.gradient.isfinite().all() and self.gradient.any())
 
     @property
     def has_moved(self) -> bool:
-        """Whether it was written into. What goes by `.data`, or a pointer, is in no version."""
-        with torch._C.DisableTorchFunctionSubclass():  # it may be coming
+        """Whether the part was written into. Writes through `.data`, or by a pointer, change no version."""
+        with torch._C.DisableTorchFunctionSubclass():  # the part may be coming
             if self.part._version != self.version:
                 return True
             return not torch.equal(_numbers(self.part)[self.places], self.value)
 
 
 class Moved:
-    """Of one optimizer's parts: looked at in each step, until one has changed some of them."""
+    """Watches the parts of one optimizer in each step, until a step has changed some of them."""
 
     def __init__(self) -> None:
         self._is_known = False
         self._seen: list[_Seen] = []
 
     def begin(self, optimizer: Optimizer) -> None:
-        """A step comes."""
+        """A step begins."""
         self._seen = [] if self._is_known else [_Seen.of(*each) for each in _to_move(optimizer)]
 
     def end(self, optimizer: Optimizer, whole: Collection[torch.Tensor]) -> None:
-        """It is over. whole: the parameters of which it steps parts.
+        """The step is over. whole: the parameters whose parts it steps.
 
-        RuntimeError, with the attribute, if it has changed nothing and keeps some of these. A warning if
-        nobody knows why it has: it may mean to skip a step.
+        RuntimeError, with the attribute, if nothing changed and the optimizer keeps some of these. A warning
+        if nothing changed for another reason: it may mean to skip a step.
         """
         seen, self._seen = self._seen, []
         if any(each.has_moved for each in seen):
@@ -82,9 +82,9 @@ class Moved:
 
 
 def _to_move(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What its next step should change, each with its gradient."""
+    """The tensors that the next step should change, each with its gradient."""
     for group in optimizer.param_groups:
-        if numbers_by_key(group).get("lr") != 0:  # a scheduler may begin with that
+        if numbers_by_key(group).get("lr") != 0:  # a scheduler may begin with 0
             for each in group["params"]:
                 if each.grad is not None and each.numel() and not each.grad.is_sparse:
                     yield each, each.grad
@@ -96,7 +96,7 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _has(value: Any, ids: Collection[int], depth: int) -> bool:
-    """Whether it is, or has in it, something with one of these ids, or one of them as a key."""
+    """Whether `value` is or contains an object with one of these ids, or has one of them as a key."""
     if isinstance(value, torch.Tensor) or not depth:
         return id(value) in ids
     if isinstance(value, Mapping):

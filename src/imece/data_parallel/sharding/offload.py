@@ -2,18 +2,19 @@
 
     device      where forward and backward run
     host        the other memory: a GPU's host; the optimizer steps there
-    hosted      a shard of masters, of summed gradients or of parameters that lies there
+    hosted      in the host's memory: a shard of masters, of summed gradients or of parameters
     up, down    a copy from the host to the device, and the reverse
     lane        the order of copies: beside what the device computes, but not before what they read is written
 
-A copy that does not block has begun when the call returns, and no more is known of it. So the lane is asked
-at each place where one memory trusts the other:
+A copy that does not block has only begun when the call returns. So every place where one memory relies on the
+other asks the lane:
 
-    within      a collective that reads what comes up
-    reuse       memory that is written again while a copy down may still read it
-    wait        the host reads what came down, or writes what goes up; what the device is told then is behind
+    within      a collective reads what comes up
+    reuse       memory is written again while a copy down may still read it
+    wait        the host reads what came down, or writes what goes up; what the device is told later comes
+    behind
 
-(Ren et al. 2021 have the optimizer's side of it; their delayed step, which is not bit-equal, is left out.)
+(Ren et al. 2021 describe the optimizer's side; their delayed step, which is not bit-equal, is left out.)
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ _FUSED_ON_CPU = frozenset(["Adagrad", "Adam", "AdamW", "SGD"])  # those that tor
 
 
 class Lane(Protocol):
-    """Copies between two memories. See the table above for when each is asked."""
+    """Copies between two memories. The table above says when to call which method."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin a copy, behind all that the device has been told to do; dtypes may differ."""
+        """Begin a copy, behind everything the device has been told so far; dtypes may differ."""
 
     def within(self) -> contextlib.AbstractContextManager[object]:
-        """What the device is told inside comes behind all copies up, and beside what it computes."""
+        """Inside, the device's work comes behind all copies up, and beside what it computes."""
 
     def reuse(self, memory: torch.Tensor) -> None:
-        """The device goes on behind copies down out of this storage."""
+        """The device continues behind all copies down out of this storage."""
 
     def wait(self) -> None:
         """All copies are done when this returns."""
 
 
 class Direct:
-    """One memory: a copy is done when it returns."""
+    """A single memory: a copy is done when `copy` returns."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
@@ -65,7 +66,7 @@ class Direct:
 
 
 class Streams:
-    """A GPU and its host: two streams, since a gradient that has to wait must not keep parameters waiting."""
+    """A GPU and its host: two streams, so that a gradient that has to wait does not hold up parameters."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -80,7 +81,7 @@ class Streams:
         stream = self._up if target.is_cuda else self._down
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            # Where dtypes differ it is cast on the device, in memory that belongs to this stream.
+            # If dtypes differ, the device casts, in memory that belongs to this stream.
             target.copy_(source, non_blocking=True)
             if target.is_cuda:
                 self._came.record(stream)
@@ -91,7 +92,7 @@ class Streams:
                 self._reads[source.untyped_storage()._cdata] = event
 
     def within(self) -> contextlib.AbstractContextManager[object]:
-        # Not on the stream of forward: that would have it wait for a unit which comes ahead.
+        # Not on the stream of forward, which would then wait for a unit that is gathered ahead.
         return torch.cuda.stream(self._up)
 
     def reuse(self, memory: torch.Tensor) -> None:
@@ -110,26 +111,26 @@ class Offload:
     """What lies in the host's memory, and how it gets there and back."""
 
     parameters: bool
-    """This rank's shards of parameters too, where units are gathered; not only what the optimizer steps."""
+    """Also this rank's shards of parameters, if units are gathered; not only what the optimizer steps."""
     lane: Lane
     empty: Callable[[int, torch.dtype], torch.Tensor]
     """(elements, dtype) -> 1D, in the host's memory."""
     takes: Callable[[int], int] = int
-    """Bytes of one such tensor -> bytes that it takes there."""
+    """Bytes of such a tensor -> bytes that it takes in the host's memory."""
 
     @property
     def name(self) -> Literal["optimizer", "parameters"]:
         return "parameters" if self.parameters else "optimizer"
 
     def hosted(self, shard: torch.Tensor) -> torch.Tensor:
-        """A copy of it there, with its values."""
+        """A copy of the shard in the host's memory."""
         made = self.empty(shard.numel(), shard.dtype)
         with torch.no_grad():
             return made.copy_(shard)
 
 
 def offload_of(name: str, devices: Iterable[torch.device]) -> Offload:
-    """For a model on these devices. ValueError for CPUs, and for several devices."""
+    """The Offload for a model on these devices. ValueError for CPUs, and for several devices."""
     found = sorted({str(each) for each in devices})
     if len(found) != 1:
         raise ValueError(f"offload={name!r} takes a model on one GPU, and this one is on {', '.join(found)}")
@@ -143,7 +144,7 @@ def offload_of(name: str, devices: Iterable[torch.device]) -> Offload:
 
 
 def check_strategy(name: str, strategy: Strategy) -> None:
-    """ValueError for an unknown name, and for one that this strategy does not go with."""
+    """ValueError for an unknown name, and for one that does not go with this strategy."""
     if name not in OFFLOADS:
         raise ValueError(f"unknown offload {name!r}: None, {' or '.join(map(repr, OFFLOADS))}")
     if not strategy.optimizer:
@@ -156,12 +157,12 @@ def check_strategy(name: str, strategy: Strategy) -> None:
 
 
 def can_offload(name: str, strategy: Strategy) -> bool:
-    """Whether `check_strategy` has nothing against it."""
+    """Whether `check_strategy` accepts this."""
     return strategy.optimizer and (name == "optimizer" or strategy.parameters)
 
 
 def check_steps_on_host(optimizers: Iterable[Optimizer]) -> None:
-    """ValueError, with the reason, for an optimizer that steps on GPUs alone."""
+    """ValueError, with the reason, for an optimizer that steps only on GPUs."""
     for optimizer in optimizers:
         name = type(optimizer).__name__
         if getattr(optimizer, "is_paged", False):
@@ -177,10 +178,11 @@ def check_steps_on_host(optimizers: Iterable[Optimizer]) -> None:
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """What torch pins for a tensor of so many: the next power of two (`torch.cuda.host_memory_stats`)."""
+    """Bytes that torch pins for a tensor of this size: the next power of two
+    (`torch.cuda.host_memory_stats`)."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 def _pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    # Of memory that is not pinned a copy blocks, whatever it is told.
+    # Copies out of memory that is not pinned block, whatever flag they get.
     return torch.empty(numel, dtype=dtype, pin_memory=True)

@@ -1,10 +1,10 @@
-"""A model's parameters in flat memory, and of each what this rank owns.
+"""A model's parameters in flat memory, and the part of each that this rank owns.
 
-    part    what of one parameter lies in this rank's shard: the parameter that the optimizer steps
-    master  the memory of the parts: this rank's shards; the parameters' own memory, unless they are stored in
-            fewer bits than they are updated in
+    part    the elements of one parameter in this rank's shard: the parameter that the optimizer steps
+    master  the memory of the parts: this rank's shards. It is the parameters' own memory, unless these are
+            stored in fewer bits than they are updated in
 
-Parameters, gradients and masters of a bucket have their elements in the same places, whatever their dtypes.
+In the buckets of parameters, gradients and masters, an element has the same place, whatever their dtypes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import nn
 from imece import layout
 
 ALIGN_BYTES = 128  # 64 for parameters and gradients in half as many bits as their masters
-# Likewise 16: what torch.compile makes of one block for a GPU reads 16 bytes at a time of all the others'
-# parameters too, and never looks whether they lie so.
+# 16 for half as many bits. Code that torch.compile makes from one block for a GPU reads 16 bytes at a time
+# from the parameters of all other blocks too, and never checks their alignment.
 ITEM_ALIGN_BYTES = 32
 
 
@@ -42,21 +42,20 @@ class Part:
 
     @property
     def values(self) -> torch.Tensor:
-        """To be read, and no more: a gather that reads them too is not waited for."""
+        """The values, for reading only: this does not wait for a gather that reads them too."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.parameter.detach()
 
     def of(self, shard: torch.Tensor) -> torch.Tensor:
-        """This part of a shard, [shard_numel], shaped as the optimizer's parameter."""
+        """This part of a shard, [shard_numel], shaped like the optimizer's parameter."""
         return shard[self.offset : self.offset + self.numel].view(self.parameter.shape)
 
 
 def items_of(
     named: Sequence[tuple[str, torch.Tensor]], dtypes: Sequence[torch.dtype], groups: Sequence[int]
 ) -> list[layout.Item]:
-    """The items of a layout. dtypes: of the parameters' masters.
-
-    groups: of each parameter, those of different ones never share a bucket.
+    """The items of a layout. dtypes: of the parameters' masters. groups: of each parameter; parameters of
+    different groups never share a bucket.
     """
     return [
         layout.Item(
@@ -71,7 +70,7 @@ def items_of(
 def move_into(
     flat: torch.Tensor, plan: layout.Bucket, parameters: Sequence[torch.Tensor], copy: bool
 ) -> None:
-    """Make a bucket's parameters views into `flat`, [numel]. They are given by place.
+    """Make a bucket's parameters, given in the order of places, views into `flat`, [numel].
 
     copy: with the values that they have.
     """
@@ -91,9 +90,9 @@ def make_parts(
     *,
     frozen: bool = False,
 ) -> list[Part]:
-    """What `rank` owns of a bucket. master: its shard, [shard_numel]; whole: its items are not cut.
+    """The parts that `rank` owns of a bucket. master: its shard, [shard_numel]; whole: items are not cut.
 
-    frozen: of any dtype, and no optimizer is to see it.
+    frozen: parts may have any dtype, and no optimizer sees them.
     """
     first, stop = plan.shard(rank)
     parts = []
@@ -101,8 +100,8 @@ def make_parts(
         item = items[found.item]
         offset = found.bucket_start - first
         flat = master[offset : offset + found.item_stop - found.item_start]
-        # One without dims stays so: its state may have been made before. By `.data` it counts what is written
-        # into it by itself, not what collectives write into the bucket.
+        # A parameter without dims stays so: its optimizer state may exist already. Through `.data` it counts
+        # only the writes into itself, not those of collectives into the bucket.
         of = (flat.view(item.shape) if whole or not item.shape else flat).data
         parameter = nn.Parameter(of, requires_grad=not frozen)
         parts.append(

@@ -1,8 +1,9 @@
 """Any torch optimizer on the parts that a rank owns.
 
-The user's own optimizer goes on: its groups, hooks and schedulers stay, only what lies in its groups changes,
-from parameters to this rank's parts of them. So its state is 1/N. An optimizer whose update of an element
-looks at that element alone may have matrices cut anywhere; one that looks at whole matrices gets whole ones.
+The user's own optimizer goes on: its groups, hooks and schedulers stay. Only the contents of its groups
+change, from parameters to this rank's parts of them. So its state is 1/N. If an optimizer's update of an
+element depends on that element alone, matrices may be cut anywhere; an optimizer that looks at whole matrices
+gets whole ones.
 """
 
 from __future__ import annotations
@@ -30,30 +31,30 @@ if TYPE_CHECKING:
     from imece.data_parallel.sharded import ShardedDataParallel
 
 _TORCHS_STATE_DICTS = "torch.distributed.checkpoint.state_dict"
-_WHOSE = "imece"  # in an optimizer's state dict, beside torch's "state" and "param_groups"
+_WHOSE = "imece"  # key in an optimizer's state dict, beside torch's "state" and "param_groups"
 
 
 class SteppedParts:
     """One of the user's optimizers, which from now on steps this rank's parts.
 
-    The optimizer keeps this, by its hooks and methods. Nothing here keeps the optimizer: when nobody has it,
-    its state is to be gone at once, and not when something looks for cycles.
+    The optimizer keeps this object alive, by its hooks and methods. This object must not keep the optimizer:
+    when nobody has it any more, its state must be freed at once, not when the garbage collector runs.
     """
 
     def __init__(self, optimizer: Optimizer, number: int, model: ShardedDataParallel) -> None:
-        """Hooks of the optimizer's steps bring the parts of other ranks."""
+        """Hooks the optimizer's steps, to bring the parts of other ranks."""
         self._known_optimizer, self._number = weakref.ref(optimizer), number
         self._module = model.module
-        self._known = weakref.ref(model)  # it is to be gone when nobody else has it
-        self.ids_of_parts: set[int] = set()  # none between leave() and regroup()
-        self._in_step: Optimizer | None = None  # this one, or one that shares its groups
-        self._whole: list[dict[str, list[Any]]] = []  # by group: what lay in it before it was divided
+        self._known = weakref.ref(model)  # the model must go when nobody else has it
+        self.ids_of_parts: set[int] = set()  # empty between leave() and regroup()
+        self._in_step: Optimizer | None = None  # this optimizer, or one that shares its groups
+        self._whole: list[dict[str, list[Any]]] = []  # by group: its contents before it was divided
         self._moved = Moved()
         _complete(optimizer)
         self.divide(model.sharding)
         optimizer.register_step_pre_hook(self._before)
         first = optimizer.register_step_post_hook(self._after)
-        # Before the user's: an average of weights there would see this rank's parts stepped, the others' not.
+        # Runs before the user's hooks: an average of weights there would find only this rank's parts stepped.
         optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
         self._zero = _unkept(optimizer.zero_grad)
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
@@ -66,13 +67,13 @@ class SteppedParts:
         self._is_asking = False
         self._takes_scale = getattr(optimizer, "_step_supports_amp_scaling", False)
         # A scaler of torch's skips the step of a rank whose part is not finite, unless the optimizer says
-        # that it does so by itself: then all ranks come to `_before`, which refuses it.
+        # that it does so itself: then all ranks come to `_before`, which refuses it.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         optimizer._imece_stepped = self  # type: ignore[attr-defined]
 
     @staticmethod
     def of(optimizer: Optimizer) -> SteppedParts | None:
-        """None: it steps whole parameters."""
+        """The SteppedParts of an optimizer; None if it steps whole parameters."""
         return getattr(optimizer, "_imece_stepped", None)
 
     @property
@@ -82,19 +83,19 @@ class SteppedParts:
 
     @property
     def whole(self) -> Sequence[Mapping[str, list[Any]]]:
-        """Of each group the parameters that the program has given it, and their names where it has these."""
+        """For each group, the parameters that the program gave it, and their names if it has them."""
         return self._whole
 
     @property
     def optimizer(self) -> Optimizer:
-        """Whose parts these are."""
+        """The optimizer that steps these parts."""
         optimizer = self._known_optimizer()
         assert optimizer is not None, "it keeps this"
         return optimizer
 
     @property
     def _model(self) -> ShardedDataParallel:
-        """RuntimeError: it is gone."""
+        """The model. RuntimeError if it is gone."""
         model = self._known()
         if model is None:
             raise RuntimeError(
@@ -104,7 +105,7 @@ class SteppedParts:
         return model
 
     def divide(self, sharding: Sharding) -> None:
-        """Parts in the place of parameters, and of what was kept of these."""
+        """Put parts in place of parameters, in the groups and in the state."""
         optimizer, self._sharding = self.optimizer, sharding
         index = {id(each): at for at, (_, each) in enumerate(sharding.trained.named)}
         self._parameters = [each for each in parameters_of(optimizer) if id(each) in index]
@@ -115,7 +116,7 @@ class SteppedParts:
             mine: list[tuple[torch.Tensor, str]] = []
             for parameter, name in zip(group["params"], group.get("param_names", repeat("")), strict=False):
                 if id(parameter) not in index:
-                    mine.append((parameter, name))  # wants no gradient: nobody steps it
+                    mine.append((parameter, name))  # wants no gradient: nothing steps it
                     continue
                 state = optimizer.state.pop(parameter, None)
                 for part in parts.get(index[id(parameter)], []):
@@ -131,22 +132,23 @@ class SteppedParts:
         self._watch_state()
 
     def restore(self) -> None:
-        """Parameters in the place of parts, as before `divide`; what was kept of the parts is dropped.
+        """Put parameters in place of parts, as before `divide`; the state of the parts is dropped.
 
-        The hooks stay, so that they keep their place among the user's.
+        The hooks stay, to keep their place among the user's.
         """
         for part in self._sharding.parts:
             self.optimizer.state.pop(part.parameter, None)
         del self._sharding
         self.ids_of_parts.clear()
-        # By place: load_state_dict makes other groups in the same order.
+        # By position: load_state_dict makes new groups in the same order.
         for group, whole in zip(self.optimizer.param_groups, self._whole, strict=False):
             group["params"][:] = whole["params"]
             group.update({key: kept for key, kept in whole.items() if key != "params"})
         self._whole = []
 
     def ask_all(self, flag: torch.Tensor) -> None:
-        """flag: whether this rank's gradients are not finite, float32 scalar; then whether any rank's are."""
+        """flag: whether this rank's gradients are not finite, a float32 scalar; afterwards, whether any
+        rank's are."""
         if self._model._join_config.enable:
             raise RuntimeError(
                 "GradScaler inside of join(): ranks that have ended do not unscale their parts of the "
@@ -156,7 +158,7 @@ class SteppedParts:
 
     @contextlib.contextmanager
     def by_asking(self) -> Iterator[None]:
-        """Inside a scaler steps it which has asked all ranks."""
+        """Inside, a scaler that has asked all ranks may step it."""
         self._is_asking = True
         self.optimizer._step_supports_amp_scaling = self._takes_scale  # type: ignore[attr-defined]
         try:
@@ -165,11 +167,11 @@ class SteppedParts:
             self._is_asking = False
             self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
-    # torch.compile, of a step or of what makes one, passes over what is done together with other ranks.
+    # torch.compile, of a step or of what makes one, passes over what all ranks do together.
 
     @torch._disable_dynamo(recursive=True)
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Hook of its step. What a closure reads is not to be written by ranks that have left theirs."""
+        """Hook of its step. Ranks that have left theirs must not write what a closure here still reads."""
         self.before(optimizer)
 
         def waiting(given: Any) -> Any:
@@ -191,7 +193,8 @@ class SteppedParts:
         self.after(optimizer)
 
     def before(self, optimizer: Optimizer) -> None:
-        """A step of it begins, or of one that shares its groups: perhaps inside of its own."""
+        """A step begins: its own, or that of an optimizer that shares its groups, perhaps inside of its
+        own."""
         if optimizer is not self.optimizer and self._in_step not in (None, optimizer):
             return
         if self._model.reducer.has_unsummed and self._parameters:
@@ -210,7 +213,7 @@ class SteppedParts:
         self._moved.begin(optimizer)
 
     def _check_summed(self) -> None:
-        """RuntimeError: the step would leave out gradients that were not summed over ranks."""
+        """RuntimeError if the step would leave out gradients that were not summed over ranks."""
         if self._model.has_joined or not any(each.grad is not None for each in self._parameters):
             return
         mine = {id(each) for each in self._parameters}
@@ -235,7 +238,7 @@ class SteppedParts:
         self._moved.end(optimizer, self._parameters)
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
-        """ValueError: parts are cut and gradients summed for what was there in `parallelize`."""
+        """ValueError: parts were cut, and gradients are summed, for the parameters given to `parallelize`."""
         names = {id(each): name for name, each in self._module.named_parameters()}
         given = param_group["params"]
         for each in [given] if isinstance(given, torch.Tensor) else given:
@@ -248,12 +251,14 @@ class SteppedParts:
         self._add(param_group)
 
     def _say_whose(self, _: Optimizer, state: dict[str, Any]) -> None:
-        """Another rank's state dict has the same keys, and mostly the same shapes, for other elements."""
+        """Note whose parts these are: other ranks' state dicts have the same keys and mostly the same
+        shapes."""
         if self.is_divided:
             state[_WHOSE] = whose(self.optimizer, self._sharding)
 
     def _load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """One of whole parameters, from a plain optimizer, is cut. ValueError: it is of other parts."""
+        """Load this rank's own state; that of whole parameters, from a plain optimizer, is cut. ValueError
+        for other parts."""
         found = state_dict.get(_WHOSE)
         if found is not None and found["parts"] != (mine := whose(self.optimizer, self._sharding))["parts"]:
             raise ValueError(
@@ -273,9 +278,10 @@ class SteppedParts:
         self._watch_state()
 
     def _watch_state(self) -> None:
-        """A lookup of a whole parameter says what to do; it would add what breaks `state_dict()`."""
+        """Make a lookup of a whole parameter raise: as a defaultdict, the state would add an entry that
+        breaks `state_dict()`."""
         optimizer = self.optimizer
-        # One that has another inside may share its state with that.
+        # An optimizer with another one inside may share its state with that.
         shares = any(isinstance(each, Optimizer) for each in vars(optimizer).values())
         if type(optimizer.state) is defaultdict and not shares:
             state = _StateOfParts(dict, optimizer.state)
@@ -283,7 +289,7 @@ class SteppedParts:
             optimizer.state = state
 
     def name_of(self, parameter: object) -> str | None:
-        """Of a whole parameter that it steps a part of, or another rank."""
+        """The name of a whole parameter of which it, or the optimizer of another rank, steps a part."""
         sharding: Sharding | None = self.__dict__.get("_sharding")
         named = sharding.trained.named if sharding is not None else ()
         return next((name for name, each in named if each is parameter), None)
@@ -293,12 +299,12 @@ class SteppedParts:
             model._before_zero(self._number, set_to_none)
         self._zero(set_to_none)
         self._sharding.zeroed((self._number,), set_to_none)
-        for parameter in self._parameters:  # what came in no_sync and was not summed
+        for parameter in self._parameters:  # gradients from no_sync that were not summed
             parameter.grad = None
 
 
 def whole_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-    """Its groups, each with the parameters that the program has given it, whatever parts lie in it now."""
+    """Its groups, each with the parameters that the program gave it, whatever parts they hold now."""
     stepped = SteppedParts.of(optimizer)
     groups = optimizer.param_groups
     whole = stepped._whole if stepped is not None and stepped.is_divided else groups
@@ -312,8 +318,8 @@ class _StateOfParts(defaultdict[Any, Any]):
     stepped: weakref.ref[SteppedParts] | None = None
 
     def __bool__(self) -> bool:
-        """RuntimeError where torch's get_state_dict or set_state_dict looks whether there is anything: next
-        they look for whole parameters, and say `KeyError: 0`.
+        """RuntimeError if torch's get_state_dict or set_state_dict asks whether there is any state: they
+        would look for whole parameters next, and say only `KeyError: 0`.
         """
         stepped = self.stepped() if self.stepped is not None else None
         asks = sys._getframe(1).f_globals.get("__name__")
@@ -343,8 +349,8 @@ class _StateOfParts(defaultdict[Any, Any]):
 
 
 def _complete(optimizer: Optimizer) -> None:
-    """With what `Optimizer.__init__` sets up, so that its steps run hooks: one that has another inside, such
-    as a Lookahead, may take over its groups and not call that.
+    """Set up what `Optimizer.__init__` would, so that steps run hooks: an optimizer around another, such as a
+    Lookahead, may take over its groups and never call that.
     """
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         vars(optimizer).setdefault("defaults", {})
@@ -352,7 +358,7 @@ def _complete(optimizer: Optimizer) -> None:
 
 
 def _unkept(method: Callable[..., Any]) -> Callable[..., Any]:
-    """An optimizer's method as it is now, by a function that does not keep the optimizer."""
+    """An optimizer's method as it is now, as a function that does not keep the optimizer alive."""
     if getattr(method, "__self__", None) is None:
         return method  # somebody has put another function in its place
     known: Callable[[], Any] = weakref.WeakMethod(method)

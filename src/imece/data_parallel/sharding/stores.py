@@ -1,4 +1,4 @@
-"""What a rank keeps of a sharded model, by bucket: parameters, what is stepped of them, summed gradients."""
+"""What a rank keeps of a sharded model, by bucket: parameters, masters, summed gradients."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ from imece.device import casts_fast
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """How a model is divided among these ranks, where that lies, and how it travels."""
+    """How a model is divided among these ranks, where it lies, and how it travels."""
 
     strategy: Strategy
     groups: ShardGroups
     cap_bytes: int
-    """Of a bucket, where nothing is gathered by unit."""
+    """The cap of a bucket, if nothing is gathered by unit."""
     precision: MixedPrecision
     way: Way
-    """Of what travels in the shard group; a hybrid strategy's wire is for what goes between hosts.
+    """How buckets travel in the shard group; a hybrid strategy's wire is for the way between hosts.
 
-    When a step may end before what it gathers has come is not said here: see Sharding.
+    Sharding says when a step may end before its gathers have.
     """
     gathering: Gathering | None = None
-    """Of parameters that are not in common memory."""
+    """Who gathers parameters that are not in shared memory."""
     offload: Offload | None = None
     """Where what the optimizer steps lies, if not with the parameters."""
     root: int | None = None
-    """The rank of the world group that has all frozen parameters, where others have come that do not; None:
-    all have them, or nobody."""
+    """The rank of the world group that has all frozen parameters, if newcomers lack them; None: all ranks
+    have them, or nobody."""
 
     @property
     def in_common(self) -> bool:
-        """Whether the ranks of the shard group have memory in common."""
+        """Whether all ranks of the shard group share memory."""
         return isinstance(self.groups.shard, SharedMemoryGroup)
 
     @property
     def in_reach(self) -> bool:
-        """Whether some ranks of it have memory in common."""
+        """Whether some ranks of the shard group share memory."""
         return self.in_common or self.way.schedule == "hierarchical"
 
     @property
     def common_parameters(self) -> bool:
-        """Whether parameters lie in such memory, one copy for all."""
+        """Whether parameters lie in shared memory, one copy for all ranks."""
         return self.in_common and self.strategy.parameters and self.gathering is None
 
 
@@ -70,35 +70,36 @@ class Store:
     plan: layout.Bucket
     unit: int
     kind: int
-    items: list[layout.Item]  # by place
-    members: list[torch.Tensor]  # by place: the model's parameters, views of `parameters`
+    items: list[layout.Item]  # in the order of places
+    members: list[torch.Tensor]  # in the order of places: the model's parameters, views of `parameters`
     parameters: torch.Tensor  # [numel]
-    own: torch.Tensor  # [shard_numel], what the other ranks get: a view of `parameters` unless gathered
-    master: torch.Tensor  # `own` itself unless that has fewer bits or lies in another memory; see offload.py
-    # A unit that is gathered on a GPU gets `own` cast: then it is the master, whatever bits this has.
+    own: torch.Tensor  # [shard_numel], what other ranks get: a view of `parameters` unless gathered
+    master: torch.Tensor  # `own` itself unless that has fewer bits or lies elsewhere; see offload.py
+    # For a unit gathered on a GPU, each gather casts `own`: then it is the master, even if that has more
+    # bits.
     parts: list[Part]
     gradient: torch.Tensor | None = None  # [shard_numel], where `master` lies; None: nothing came yet
-    older: torch.Tensor | None = None  # what the sum under way is to be added to
+    older: torch.Tensor | None = None  # what the sum under way will be added to
     coming: Coming | None = None  # what the latest step gathers, while it may be under way
     _noted: list[tuple[int, int]] = field(default_factory=list)  # of each part, when all ranks had it
 
     @property
     def label(self) -> str:
-        """For errors."""
+        """Names the bucket in errors."""
         return label_of([item.name for item in self.items])
 
     @property
     def is_frozen(self) -> bool:
-        """Whether its parameters are: then `own` is all that there is of it besides them."""
+        """Whether its parameters are frozen: then it has only `own` besides them."""
         return self.kind == FROZEN
 
     @property
     def has_more_bits(self) -> bool:
-        """Whether masters have, than the parameters."""
+        """Whether masters have more bits than the parameters."""
         return self.parameters.dtype != self.master.dtype
 
     def settle(self) -> None:
-        """What the latest step gathers has come.
+        """Wait until what the latest step gathers has come.
 
         RuntimeError that names a parameter whose part was written into before that.
         """
@@ -133,7 +134,7 @@ class Store:
                     )
 
     def bring_back(self) -> None:
-        """Parts lie in `master`: an optimizer may have given them other memory, `p.data = ...`.
+        """Make parts lie in `master` again: an optimizer may have given them other memory, `p.data = ...`.
 
         RuntimeError that names a parameter whose part has another size now.
         """
@@ -151,7 +152,7 @@ class Store:
                 parameter.data = place
 
     def note_parts(self) -> None:
-        """What is in the parts now all ranks have, or are about to have."""
+        """All ranks have the present values of the parts, or will have them soon."""
         self._noted = _written(self.parts)
 
     def check_parts(self) -> None:
@@ -164,13 +165,13 @@ class Store:
             )
 
     def written_part(self) -> Part | None:
-        """The first that was written into since `note_parts`."""
+        """The first part that was written into since `note_parts`."""
         trios = zip(self.parts, _written(self.parts), self._noted, strict=True)
         return next((part for part, now, noted in trios if now != noted), None)
 
 
 def _written(parts: Sequence[Part]) -> list[tuple[int, int]]:
-    """Of each; another one after it was written into, or given other memory."""
+    """A stamp for each part, which changes when the part is written into or given other memory."""
     with torch._C.DisableTorchFunctionSubclass():  # they may be coming
         return [(part.parameter._version, part.parameter.data_ptr()) for part in parts]
 
@@ -180,10 +181,11 @@ def make_stores(
     division: Division,
     fill: Callable[[int], None] | None,
 ) -> list[list[Store]]:
-    """Of each layout its buckets. The model's parameters move there; all ranks of the world group call it.
+    """The buckets of each layout. The model's parameters move into them; all ranks of the world group call
+    this.
 
-    fill: gives a unit's parameters memory and values, if they have none. It is one unit after the other, so
-    that no more than one is whole on a rank that fills it.
+    fill: gives a unit's parameters memory and values, if they have none. It runs unit by unit, so that a rank
+    has no more than one whole unit.
     """
     found: list[dict[int, Store]] = [{} for _ in all_laid]
     filled = set()
@@ -192,7 +194,7 @@ def make_stores(
         for at, (trained, laid) in enumerate(all_laid)
         for plan in laid.buckets
     ]
-    # The root last: it has what units share, which each of them may fill.
+    # The root last: it has what units share, and each of them may fill that.
     for unit, at, plan in sorted(plans, key=lambda each: (each[0] == 0, -each[0])):
         if fill is not None and unit not in filled:
             fill(unit)
@@ -225,7 +227,7 @@ def _store(plan: layout.Bucket, laid: layout.Layout, trained: Trained, division:
         ops.barrier(group=division.groups.shard)
     if root is not None and not (division.common_parameters and division.groups.replicas is None):
         ops.broadcast(flat.view(torch.uint8), root, group=division.groups.world, label="frozen parameters")
-    if not copies:  # before, `first` may die: then these still have what it had
+    if not copies:  # before, `first` may die: then these still have its values
         move_into(flat, plan, members, copy=False)
     if kind == FROZEN:
         own = master = _kept_frozen(division, own)
@@ -245,7 +247,7 @@ def _store(plan: layout.Bucket, laid: layout.Layout, trained: Trained, division:
 
 
 def _kept_frozen(division: Division, own: torch.Tensor) -> torch.Tensor:
-    """It where it stays: as `_kept`, but that nothing steps it."""
+    """A frozen shard in its kept memory: as `_kept`, but nothing steps it."""
     if division.gathering is None:
         return own
     hosted = division.offload is not None and division.offload.parameters
@@ -253,7 +255,7 @@ def _kept_frozen(division: Division, own: torch.Tensor) -> torch.Tensor:
 
 
 def _memory(division: Division, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Of a bucket of parameters."""
+    """Memory for a bucket of parameters."""
     if device.type != "cpu" or not division.in_reach or division.gathering is not None:
         return torch.zeros(numel, dtype=dtype, device=device)
     if division.common_parameters:
@@ -263,7 +265,7 @@ def _memory(division: Division, numel: int, dtype: torch.dtype, device: torch.de
 
 
 def _kept(division: Division, own: torch.Tensor, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both where they stay: in memory of their own if units are gathered, and in the host's."""
+    """Both in their kept memory: separate memory if units are gathered, and the host's if offloaded."""
     offload, same = division.offload, master is own
     if division.gathering is not None:
         if offload is None and not same and casts_fast(own.device):

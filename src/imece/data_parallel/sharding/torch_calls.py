@@ -1,14 +1,16 @@
-"""What torch does with a model's parameters, where the model is sharded and gradients lie in ranks' parts.
+"""torch's own functions on a sharded model's parameters, whose gradients lie in the ranks' parts.
 
     torch.nn.utils.clip_grad_norm_    the norm over all ranks, by torch's arithmetic
     torch.nn.utils.clip_grad_value_   this rank's parts
     torch.nn.utils.get_total_norm     of parts' gradients: the norm over all ranks
-    an optimizer that `parallelize` was not given    is refused in its step, unless it is inside of one that
-                                                     was and shares its groups (SAM, Lookahead): that is asked
+    a step of an optimizer that `parallelize` did not get    refused, unless it shares the groups of one that
+    it
+                                                             got, from around it (SAM, Lookahead): that one
+                                                             acts
 
-A parameter's own `.grad` is None there, so torch's functions would find nothing to do, and say nothing. In an
-optimizer's groups they would find this rank's parts, and take their norm for that of all. So with the part of
-a rank of a model that is divided along tensor or pipeline, whose norm is that of all parts.
+A sharded parameter's own `.grad` is None, so torch's functions would silently do nothing. In an optimizer's
+groups they would find this rank's parts, and take the parts' norm for that of all. The same holds for a
+rank's part of a model divided along tensor or pipeline: the norm must be over all parts.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ if TYPE_CHECKING:
 
 _models: weakref.WeakSet[ShardedDataParallel] = weakref.WeakSet()
 _divided: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # replicas of parts of a model
-_left = WeakTensorKeyDictionary()  # parameters in memory that ranks have in common, whose model is gone
+_left = WeakTensorKeyDictionary()  # parameters in shared memory whose model is gone
 _SEVERAL = "these are of several models, one of them sharded or divided: call it for each model"
-_torchs: dict[Callable[..., Any], Callable[..., Any]] = {}  # by what runs in its place
+_torchs: dict[Callable[..., Any], Callable[..., Any]] = {}  # by the function that runs in its place
 
 
 def watch(model: ShardedDataParallel) -> None:
-    """From now on, for as long as the model is there, or until the same module is made another one."""
+    """Watch `model` while it exists, or until the same module is wrapped again."""
     for before in [each for each in _models if each.module is model.module]:
         _models.remove(before)
     _models.add(model)
@@ -52,7 +54,7 @@ def watch(model: ShardedDataParallel) -> None:
 
 
 def watch_divided(model: DistributedDataParallel) -> None:
-    """A replicated model whose other parts other ranks have: a norm is of all of them."""
+    """Watch a replicated model whose other parts are on other ranks: a norm is over all parts."""
     _divided.add(model)
     _install()
 
@@ -72,8 +74,8 @@ def _install() -> None:
         (clip_grad._clip_grads_with_norm_, clip_grads_with_norm_),
     )
     for public, ours in instead:
-        # The public one turns gradients off and calls what is in its closure. Another one in its place would
-        # not be found by whoever has imported it by its own name.
+        # The public function turns gradients off and calls what is in its closure. Replacing the public one
+        # would miss whoever has imported it by name.
         inside = next(each for each in public.__closure__ if each.cell_contents is public.__wrapped__)
         _torchs[ours], inside.cell_contents = inside.cell_contents, ours
     register_optimizer_step_pre_hook(_before_step)
@@ -87,21 +89,21 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """torch's. Of parameters of a sharded or divided model, or of what lies in its optimizers' groups, all
-    ranks call it.
+    """torch's. For parameters of a sharded or divided model, or the contents of its optimizers' groups, all
+    ranks call this.
 
-    The norm is of all that any rank gives. ValueError for a norm_type that is not above 0.
+    The norm is over what all ranks give. ValueError if norm_type is not above 0.
     """
     given = _list(parameters)
     model, only = _the_model(given)
     if model is not None:
         norm = _norm(model, only, norm_type, error_if_nonfinite)
-        factor = float(max_norm / (norm + 1e-6))  # as torch's, with a norm that is not finite too
+        factor = float(max_norm / (norm + 1e-6))  # as torch's, also if the norm is not finite
         if not factor >= 1:
             model.scale_gradients(factor, only)
         return norm
     if all(each.grad is None for each in given):
-        return torch.tensor(0.0)  # as torch's, which would ask for the norm of nothing at all
+        return torch.tensor(0.0)  # as torch's, for no gradients at all
     found: torch.Tensor = _torchs[clip_grad_norm_](given, max_norm, norm_type, error_if_nonfinite, foreach)
     return found
 
@@ -109,7 +111,7 @@ def clip_grad_norm_(
 def clip_grad_value_(
     parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float, foreach: bool | None = None
 ) -> None:
-    """torch's. Of a sharded model's parameters each rank calls it for its parts."""
+    """torch's. For a sharded model's parameters each rank calls it for its parts."""
     given = _list(parameters)
     for model, slots, _ in _sharded(given):
         whole, indices = {id(slot.parameter) for slot in slots}, {slot.index for slot in slots}
@@ -125,9 +127,9 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """torch's. Of the gradients of parts all ranks call it: the norm is of all that any rank gives.
+    """torch's. For gradients of parts all ranks call this: the norm is over what all ranks give.
 
-    ValueError for a norm_type that is not above 0.
+    ValueError if norm_type is not above 0.
     """
     given = _list(tensors)
     held: list[torch.Tensor] = [part.parameter for model in _models for part in _parts_of(model)]
@@ -163,7 +165,7 @@ def _list(given: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _norm(
     model: DistributedDataParallel, only: set[int] | None, norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor:
-    """Over all ranks. ValueError, RuntimeError: as torch's functions."""
+    """The norm over all ranks. ValueError, RuntimeError: as torch's functions."""
     norm = model.gradient_norm(only, float(norm_type))
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradient is {norm}, on all ranks")
@@ -184,7 +186,7 @@ def _before_step(optimizer: Optimizer, *args: Any) -> None:
             f"made before, or as a function that makes it"
         )
     for parameter in given if _left else ():
-        if _left.pop(parameter, False):  # or each rank would step what all of them have
+        if _left.pop(parameter, False):  # or each rank would step the parameter that all of them share
             parameter.data = parameter.data.clone()
 
 
@@ -196,10 +198,10 @@ def _after_step(optimizer: Optimizer, *args: Any) -> None:
 
 
 def _the_model(given: list[torch.Tensor]) -> tuple[DistributedDataParallel | None, set[int] | None]:
-    """The sharded or divided model of these parameters or parts, if they are of one, and their numbers in it.
+    """The sharded or divided model of these parameters or parts, if any, and their numbers in it.
 
-    None: all of them. There may be frozen ones too. ValueError: they are of several models, and one of them
-    is sharded; or of none that can be told.
+    None in place of numbers: all of them. Frozen parameters may be among them. ValueError if they are of
+    several models, one of them sharded, or of no model that can be told.
     """
     found = _sharded(given)
     if not found:
@@ -215,7 +217,7 @@ def _the_model(given: list[torch.Tensor]) -> tuple[DistributedDataParallel | Non
 
 
 def _several(model: DistributedDataParallel, others: set[int]) -> ValueError:
-    """others: ids of what was given with parameters of this model."""
+    """others: ids of what was given along with parameters of this model."""
     for name, each in model.module.named_parameters():
         if id(each) in others and _ignores(model, name):
             return ValueError(
@@ -226,12 +228,12 @@ def _several(model: DistributedDataParallel, others: set[int]) -> ValueError:
 
 
 def _ignores(model: DistributedDataParallel, name: str) -> bool:
-    """Whether each rank has a gradient of its own of this parameter."""
+    """Whether each rank has its own gradient of this parameter."""
     return name in model.parameters_to_ignore
 
 
 def _the_divided(given: list[torch.Tensor]) -> tuple[DistributedDataParallel, set[int]] | None:
-    """The replicated model of which these are some parameters, and their numbers. ValueError: of several."""
+    """The replicated model that has these parameters, and their numbers. ValueError if there are several."""
     ids = {id(each) for each in given if each.grad is not None}
     for model in _divided:
         numbers = {id(slot.parameter): slot.index for slot in _whole_slots_of(model)}
@@ -243,9 +245,9 @@ def _the_divided(given: list[torch.Tensor]) -> tuple[DistributedDataParallel, se
 
 
 def _of_others(given: list[torch.Tensor]) -> ShardedDataParallel | None:
-    """The sharded model of which other ranks may have parts of what is meant, while this one has none.
+    """The sharded model that is meant if this rank has no parts of it, but other ranks may.
 
-    given: nothing, or what is frozen in it. ValueError: there are several.
+    given: nothing, or what is frozen in it. ValueError if there are several.
     """
     ids = {id(each) for each in given}
     models = [
@@ -263,7 +265,7 @@ def _of_others(given: list[torch.Tensor]) -> ShardedDataParallel | None:
 
 
 def _sharded(given: Sequence[torch.Tensor]) -> list[tuple[ShardedDataParallel, list[Slot], list[Part]]]:
-    """Each sharded model that has some of these, with its slots of parameters and its parts among them."""
+    """Each sharded model with some of these, and which of its slots and parts they are."""
     ids = {id(each) for each in given}
     found = [
         (
@@ -277,7 +279,7 @@ def _sharded(given: Sequence[torch.Tensor]) -> list[tuple[ShardedDataParallel, l
 
 
 def _steppers_of(given: Sequence[torch.Tensor]) -> list[SteppedParts]:
-    """Those that step some of these, which are parts of sharded models."""
+    """The SteppedParts that step some of these parts."""
     ids = {id(each) for each in given}
     return [each for model in _models for each in model.stepped if not ids.isdisjoint(each.ids_of_parts)]
 

@@ -1,7 +1,8 @@
-"""The parameters of a model, and how a strategy that shards lays them in buckets.
+"""The parameters of a model, and how a strategy that shards lays them out in buckets.
 
-trained  those that want a gradient when the model is wrapped
-frozen   the others; where parameters are sharded they lie in buckets of their own: with a unit and a shard
+trained  parameters that want a gradient when the model is wrapped
+frozen   the others. If parameters are sharded, frozen ones lie in buckets of their own: with a unit and a
+shard
          on each rank, and without gradients, masters and an optimizer
 """
 
@@ -24,23 +25,23 @@ from imece.data_parallel.sharding.cast import can_be_cast
 from imece.data_parallel.sharding.parts import ALIGN_BYTES, ITEM_ALIGN_BYTES, items_of
 from imece.data_parallel.sharding.units import Unit, unit_numbers
 
-FROZEN = -2  # in the place of the number of an optimizer
+FROZEN = -2  # in place of an optimizer's number
 _NO_CAP = 2**62  # bytes
 
 
 def refuse_tied_by_data(
     named: Sequence[tuple[str, torch.Tensor]], frozen: Sequence[tuple[str, torch.Tensor]] = ()
 ) -> None:
-    """ValueError that names two parameters in the same memory: parts of them would go different ways.
+    """ValueError that names two parameters in the same memory: their parts would go different ways.
 
-    frozen: these may lie where another one does, if that is frozen too: nothing writes into either.
+    frozen: two frozen parameters may share memory: nothing writes into either.
     """
     places, still = [], {name for name, _ in frozen}
     for name, each in (*named, *frozen):
         if each.numel() and not each.is_meta:
             start = each.data_ptr()
             extent = 1 + sum((n - 1) * stride for n, stride in zip(each.shape, each.stride(), strict=True))
-            # In the gaps of one that has some another may lie: of that its first element is sure.
+            # Another parameter may lie in the gaps of this one: only its first element is certain.
             nbytes = each.nbytes if extent == each.numel() else each.itemsize
             places.append((str(each.device), start, start + nbytes, name))
     reached: tuple[str, int, str] = ("", 0, "")
@@ -63,11 +64,12 @@ def refuse_subclasses(named: Sequence[tuple[str, torch.Tensor]]) -> None:
 
 
 def can_lie_flat(parameter: torch.Tensor) -> bool:
-    """Whether a frozen parameter's values may lie in a bucket: all are in its own memory, and no other tensor
-    that it knows is there too.
+    """Whether a frozen parameter's values may lie in a bucket: they are all in its own memory, and no other
+    tensor that it refers to lies there too.
 
-    What a class keeps beside them stays where it is, as the scales of bitsandbytes' codes do. Those that are
-    made of others (torchao) stay whole: these have no place in a layout by parameters.
+    What a class keeps beside its values stays where it is, such as the scales of bitsandbytes' codes.
+    Parameters made of other tensors (torchao) stay whole: a layout by parameters has no place for those
+    tensors.
     """
     if not issubclass(type(parameter), nn.Parameter) or isinstance(parameter, UninitializedParameter):
         return False
@@ -82,17 +84,17 @@ class Trained:
     """What decides which bucket a parameter is in, and where it may be cut."""
 
     named: Sequence[tuple[str, torch.Tensor]]
-    """Those that want a gradient, or those that are frozen, in registration order."""
+    """The trained parameters, or the frozen ones, in registration order."""
     kinds: Sequence[int]
-    """Of each the number of its optimizer; -1: none steps it; FROZEN."""
+    """The number of each parameter's optimizer; -1: none steps it; FROZEN."""
     units: Sequence[int] | None
-    """Of each the number of its unit; None: nothing is done by unit."""
+    """The number of each parameter's unit; None: nothing is done by unit."""
     dtypes: Sequence[torch.dtype]
-    """Of their masters: a parameter may be in fewer bits already."""
+    """Dtypes of their masters: a parameter may have fewer bits already."""
     whole: Collection[int]
     """Optimizers that step whole matrices."""
     blocks: Mapping[int, int]
-    """Of the other optimizers, how many elements must not be cut."""
+    """For the other optimizers, how many elements stay together."""
 
     @classmethod
     def of(
@@ -103,10 +105,10 @@ class Trained:
         units: Sequence[Unit] = (),
         dtypes: Sequence[torch.dtype] | None = None,
     ) -> Trained:
-        """named: of the model.
+        """named: parameters of the model.
 
-        ValueError for an optimizer that cannot be sharded, for a parameter that is none of the model's, and
-        for one that two optimizers step.
+        ValueError for an optimizer that cannot be sharded, for a parameter that is not the model's, and for
+        one that two optimizers step.
         """
         whole = {at for at, each in enumerate(optimizers) if not is_element_wise(each)}
         return cls(
@@ -126,14 +128,15 @@ class Trained:
         units: Sequence[Unit] = (),
         param: torch.dtype | None = None,
     ) -> Trained:
-        """Of frozen ones, which nothing steps. param: of those that can be cast; None: their own."""
+        """For frozen parameters, which nothing steps. param: the dtype of those that can be cast; None: their
+        own."""
         numbers = unit_numbers(model, units, [each for _, each in named]) if units else None
         dtypes = [param if param and can_be_cast(each) else each.dtype for _, each in named]
         return cls(named, [FROZEN] * len(named), numbers, dtypes, (), {})
 
     @cached_property
     def pairs(self) -> list[tuple[int, int]]:
-        """Of each group of the layout (number of the unit, of the optimizer)."""
+        """For each group of the layout (number of the unit, number of the optimizer)."""
         return sorted(set(self._pair_of_each))
 
     @property
@@ -141,7 +144,7 @@ class Trained:
         return list(zip(self.units or [0] * len(self.named), self.kinds, strict=True))
 
     def lay(self, shards: int, cap_bytes: int | None) -> layout.Layout:
-        """In buckets of `shards` equal shards; cap_bytes: None: all of a group is one bucket."""
+        """Lay them out in buckets of `shards` equal shards. cap_bytes: None: each group is one bucket."""
         at = {pair: group for group, pair in enumerate(self.pairs)}
         return layout.build(
             items_of(self.named, self.dtypes, [at[pair] for pair in self._pair_of_each]),

@@ -1,17 +1,19 @@
 """The units of a model: modules whose parameters are gathered and freed as one.
 
-    own      this rank's shard of a bucket, in memory of its own; the host's, if parameters are offloaded.
-             On a GPU it is the masters, if these have more bits, and each gather casts them
-    full     all of the bucket; the parameters are views of it, for good
+    own      this rank's shard of a bucket, in separate memory; in the host's, if parameters are offloaded. On
+    a
+             GPU it is the masters, if these have more bits, and each gather casts them
+    full     the whole bucket; the parameters are views of it, for good
     freed    the storage of `full` has size 0, and the parameters are FreedParameters
-    coming   it has memory again, and an all-gather fills it
+    coming   `full` has memory again, and an all-gather fills it
     gathered the parameters can be used
 
-A freed storage that comes back is the same storage: views and what autograd saved of them stay valid.
+A freed storage that gets memory again is the same storage: views, and what autograd saved of them, stay
+valid.
 
-On a GPU it is the current stream that waits for what comes, and torch's allocator gives memory to others in
-the order of the stream that took it. Where branches of a model run on several, each that comes to a unit
-waits, and tells the allocator.
+On a GPU the current stream waits for a gather, and torch's allocator reuses memory in the order of the stream
+that took it. If branches of a model run on several streams, each that comes to a unit waits, and tells the
+allocator.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from imece.device import has_streams
 
 Wanted = Sequence[type[nn.Module]] | int | None
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # nobody calls them
-_CALLS_NONE = nn.MultiheadAttention  # it takes the parameters of its children without calling these
+_CALLS_NONE = nn.MultiheadAttention  # takes the parameters of its children without calling these
 
 
 class State(enum.Enum):
@@ -52,20 +54,21 @@ class Flat:
     full: torch.Tensor  # 1D, padded
     own: torch.Tensor  # [shard]
     named: list[tuple[str, torch.Tensor]]
-    lane: Lane | None = None  # by which `own` comes, if it is in another memory than `full`, or has more bits
+    lane: Lane | None = None  # copies or casts `own`, if it lies elsewhere than `full` or has more bits
     is_frozen: bool = False  # no gradients come to it
     _versions: list[int] = field(default_factory=list)  # of each parameter, when it was gathered
     _taken_on: torch.cuda.Stream | None = None  # None: freed, or on a CPU
-    _came: torch.cuda.Event | None = None  # of the first stream that has waited
+    _came: torch.cuda.Event | None = None  # recorded on the first stream that waited
 
     def take(self) -> None:
-        """It has memory again, whatever is in it."""
+        """Give `full` memory again, with any contents."""
         self.full.untyped_storage().resize_(self.full.nbytes)
         if has_streams(self.full):
             self._taken_on, self._came = torch.cuda.current_stream(self.full.device), None
 
     def come(self) -> None:
-        """For the current stream, if it has for the first one that came here after the gather's `wait`."""
+        """It has come for the current stream, if it has for the stream that first came here after the
+        gather's `wait`."""
         if self._taken_on is None:
             return
         here = torch.cuda.current_stream(self.full.device)
@@ -77,13 +80,14 @@ class Flat:
             self.full.record_stream(here)
 
     def give_back(self) -> None:
-        """Its memory, which others get when all streams that came here have done what they have by now."""
+        """Give its memory back; it is reused once all streams that came here have done their work until
+        now."""
         self.full.untyped_storage().resize_(0)
         self._taken_on = None
 
     @contextlib.contextmanager
     def own_here(self, rank: int) -> Iterator[torch.Tensor]:
-        """`own` where `full` lies; what is begun inside comes behind it."""
+        """`own` on the device of `full`; what is begun inside comes behind the copy."""
         if self.lane is None:
             yield self.own
             return
@@ -93,13 +97,13 @@ class Flat:
             yield here
 
     def revive(self) -> None:
-        """It holds what it should."""
+        """`full` holds the right values."""
         for _, parameter in self.named:
             freed.revive(parameter)
         self.note_versions()
 
     def note_versions(self) -> None:
-        """What has been written into parameters until now is in `own` too, or was not meant to stay."""
+        """Accept all writes into parameters until now: they are in `own` too, or need not stay."""
         self._versions = [parameter._version for _, parameter in self.named]
 
     def written(self) -> str | None:
@@ -110,7 +114,7 @@ class Flat:
         return None
 
     def free(self, unit: str) -> None:
-        """Its memory goes."""
+        """Free its memory."""
         for name, parameter in self.named:
             freed.free(parameter, name, unit)
         self.give_back()
@@ -120,20 +124,20 @@ class Flat:
 class Unit:
     """A module and the buckets of its parameters."""
 
-    number: int  # 0: the root, which has what is in no other
+    number: int  # 0: the root, which has all parameters of no other unit
     name: str
-    known: weakref.ref[nn.Module]  # which keeps this by its hooks, and is not to be kept by it
+    known: weakref.ref[nn.Module]  # the module's hooks keep this unit, which must not keep the module
     flats: list[Flat] = field(default_factory=list)
     state: State = State.FREED
     left: int = 0  # buckets that left in this backward
-    earlier: tuple[Unit, ...] = ()  # those that ran before it in the latest forward, the last one first
+    earlier: tuple[Unit, ...] = ()  # units that ran before it in the latest forward, the last one first
     calls: dict[int, int] = field(default_factory=dict)
     """Forwards that wait for their backward: {when it was entered: when it was left}; see gathering.py."""
     depth: int = 0  # of calls under way: a module may call itself
     entered: int = 0  # its latest forward
-    kept: bool = False  # it is there though its forward is over, as a backward may soon come through it
+    kept: bool = False  # stays gathered after its forward, as a backward may soon come through it
     awaited: bool = True  # a backward may come through the output of its latest forward
-    pinned: bool = False  # a backward may come through an output in which nobody sees tensors
+    pinned: bool = False  # a backward may come through an output that hides its tensors
     _works: list[Pending] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -141,7 +145,7 @@ class Unit:
 
     @property
     def module(self) -> nn.Module:
-        """Of which this is."""
+        """The module of this unit."""
         module = self.known()
         assert module is not None, "it keeps this"
         return module
@@ -153,23 +157,23 @@ class Unit:
 
     @property
     def has_frozen(self) -> bool:
-        """Whether some of its parameters are. Backward uses them until it is over, without a gradient of
-        theirs to tell."""
+        """Whether some of its parameters are frozen. Backward uses these until it is over, and no gradient of
+        theirs tells when."""
         return any(flat.is_frozen for flat in self.flats)
 
     @property
     def nbytes(self) -> int:
-        """Of it when it is gathered."""
+        """Its bytes when gathered."""
         return sum(flat.full.nbytes for flat in self.flats)
 
     def add(self, flat: Flat) -> None:
-        """One more bucket, which is freed."""
+        """Add one more bucket, which is freed."""
         assert self.state is State.FREED
         flat.free(str(self))
         self.flats.append(flat)
 
     def start(self, group: dist.ProcessGroup, schedule: str | None = None) -> None:
-        """Gather it in the background. schedule: as for ops.all_gather."""
+        """Begin to gather it. schedule: as for ops.all_gather."""
         if self.state is not State.FREED:
             return
         self.state = State.COMING
@@ -177,7 +181,7 @@ class Unit:
             flat.take()
             with flat.own_here(group.rank()) as own:
                 full = flat.full
-                if flat.is_frozen:  # in any dtype: backends do not know all
+                if flat.is_frozen:  # as bytes: backends do not know all dtypes
                     full, own = full.view(torch.uint8), own.view(torch.uint8)
                 work = ops.all_gather(
                     full, own, group=group, schedule=schedule, async_op=True, label=f"parameters of {self}"
@@ -185,7 +189,7 @@ class Unit:
             self._works.append(work)
 
     def gather(self, group: dist.ProcessGroup, schedule: str | None = None) -> None:
-        """Its parameters can be used when this returns."""
+        """When this returns, its parameters can be used."""
         self.start(group, schedule)
         self.settle()
         if self.state is State.COMING:
@@ -194,7 +198,7 @@ class Unit:
             self.state = State.GATHERED
 
     def free(self) -> str | None:
-        """Keep nothing but the own shards. The name of a parameter that was written into, which is lost."""
+        """Keep only the own shards. Returns the name of a parameter that was written into, which is lost."""
         self.settle()
         lost = None
         for flat in self.flats:
@@ -207,13 +211,13 @@ class Unit:
         return lost
 
     def let_go(self) -> None:
-        """Of its buckets, whatever is under way."""
+        """Let go of its buckets, whatever is under way."""
         while self._works:
             self._works.pop().give_up()
         self.flats.clear()
 
     def settle(self) -> None:
-        """What comes has come, for the current stream."""
+        """What is coming has come, for the current stream."""
         while self._works:
             self._works.pop().wait()
         for flat in self.flats:
@@ -221,10 +225,10 @@ class Unit:
 
 
 def find_units(model: nn.Module, wanted: Wanted = None) -> list[Unit]:
-    """The root first, then the others in the order of the model's modules.
+    """The units: the root first, then the others in the order of the model's modules.
 
-    wanted: None: of the outermost lists (nn.ModuleList, nn.Sequential) whose children share a class, those
-    children; classes: their outermost modules; a number: modules of so many elements, the smallest such ones.
+    wanted: None: the children of the outermost lists (nn.ModuleList, nn.Sequential) whose children share a
+    class; classes: their outermost modules; a number: the smallest modules with at least so many elements.
 
     ValueError for classes that the model does not have, or a number below 1.
     """
@@ -249,9 +253,9 @@ def find_units(model: nn.Module, wanted: Wanted = None) -> list[Unit]:
 
 
 def unit_numbers(model: nn.Module, units: Sequence[Unit], parameters: Iterable[torch.Tensor]) -> list[int]:
-    """Of each parameter the innermost unit that has it; the root if several have it."""
+    """The number of the innermost unit that has each parameter; the root's if several have it."""
     of_module = {id(unit.module): unit.number for unit in units[1:]}
-    # By all names: what is shared has several.
+    # By all names: a shared module has several.
     of_name = {name: of_module.get(id(each), 0) for name, each in model.named_modules(remove_duplicate=False)}
     found: dict[int, set[int]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -263,7 +267,7 @@ def unit_numbers(model: nn.Module, units: Sequence[Unit], parameters: Iterable[t
 
 
 def owners_of(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """Of each parameter, by its id, the modules that have it by themselves."""
+    """For each parameter, by its id, the modules that have it directly."""
     owners: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -294,7 +298,7 @@ def _of_class(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> Iterab
 
 
 def _of_size(module: nn.Module, elements: int, chosen: list[nn.Module]) -> int:
-    """Adds to `chosen`; returns the elements of `module` that are in none of them."""
+    """Adds units to `chosen`; returns the elements of `module` that are in none of them."""
     whole = isinstance(module, _CALLS_NONE)
     left = sum(each.numel() for each in module.parameters(recurse=whole))
     left += sum(_of_size(child, elements, chosen) for child in module.children() if not whole)

@@ -1,4 +1,4 @@
-"""What a rank writes into parameters itself, outside of a step, where it would be lost."""
+"""Finds writes of a rank into parameters, outside of a step, that would be lost."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ _FROM_MASTER = (
 
 
 class Written:
-    """Counts how often the parameters of one sharded model were, those of which it would be lost.
+    """Counts the writes into those parameters of one sharded model where a write would be lost.
 
-    A step writes into parts, and a gather into buckets, which count their own versions. Parameters that are
-    gathered by unit are freed between, and say so by themselves; or gathered, see Gathering. What goes by
-    `.data` counts none: of those in common memory, into which nobody but a step is to write, some elements
-    are compared.
+    Steps write into parts, and gathers into buckets, which count versions of their own. Parameters gathered
+    by unit are freed in between, and notice writes themselves (see Gathering). Writes through `.data` are not
+    counted; for parameters in shared memory, which only a step may write, some elements are compared instead.
     """
 
     def __init__(self, stores: Sequence[Store], division: Division) -> None:
         self._probes: list[_Probe] = []
-        self._guarded: list[tuple[str, torch.Tensor, str]] = []  # name, parameter, what becomes of it
+        self._guarded: list[tuple[str, torch.Tensor, str]] = []  # name, parameter, what becomes of a write
         self._versions: list[int] = []  # of those
         common = division.common_parameters and division.groups.shard.size() > 1
         for store in stores if division.gathering is None else ():
@@ -43,7 +42,7 @@ class Written:
         self.note()
 
     def note(self) -> None:
-        """What has been written until now was meant to be."""
+        """Accept all writes until now."""
         self._versions = [_version(parameter) for _, parameter, _ in self._guarded]
         for probe in self._probes:
             probe.note()
@@ -59,8 +58,8 @@ class Written:
 
 
 class _Probe:
-    """Of each parameter that this rank has a part of in common memory the first, the middle and the last
-    element of that part: what goes by `.data` is in no version, and here nobody else is to write.
+    """The first, the middle and the last element of this rank's part of each parameter in shared memory.
+    Writes through `.data` change no version, and nobody else may write there.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -77,15 +76,15 @@ class _Probe:
         self.note()
 
     def _bytes(self) -> torch.Tensor:
-        """1D; as bytes NaN is equal to itself."""
+        """The elements as bytes, 1D, so that NaN equals itself."""
         return self._memory[self._places].view(torch.uint8)
 
     def note(self) -> None:
-        """What is there now is to be."""
+        """Accept the present values."""
         self._noted = self._bytes()
 
     def changed(self) -> str | None:
-        """The name of a parameter that has other bits than those noted, not by a write into its part."""
+        """The name of a parameter with other bits than those noted, unless its part was written into."""
         now = self._bytes()
         if torch.equal(now, self._noted):
             return None
@@ -95,6 +94,6 @@ class _Probe:
 
 
 def _version(parameter: torch.Tensor) -> int:
-    """How often it was written into; one that is coming is not waited for."""
+    """How often it was written into; does not wait for one that is coming."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter._version
