@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -123,7 +124,7 @@ class Mesh:
     def can_change(self) -> bool:
         """Whether other ranks can replace these: not if axes were asked for, nor in a process group that
         imece did not open."""
-        return self._owns_world and _opened_with[0] is None
+        return self._owns_world and _opened_with.axes is None
 
     def size(self, axis: str) -> int:
         """The number of ranks along `axis`."""
@@ -287,8 +288,27 @@ class Mesh:
 
 
 _open: Mesh | None = None
-_Asked = tuple[dict[str, int] | None, int | None, str | None, str, timedelta]
-_opened_with: _Asked = (None, None, None, "None", timedelta())
+
+
+class _Asked(NamedTuple):
+    """The arguments of one call of `init`."""
+
+    axes: dict[str, int] | None = None
+    ranks: int | None = None
+    backend: str | None = None
+    device: str = "None"
+    timeout: timedelta = timedelta()
+
+    def differences(self, other: _Asked) -> tuple[str, str]:
+        """The arguments in which the two calls are not alike, of the one and of the other."""
+        names = [name for name in self._fields if getattr(self, name) != getattr(other, name)]
+        mine, theirs = (
+            ", ".join(f"{name}={getattr(each, name)}" for name in names) for each in (self, other)
+        )
+        return mine, theirs
+
+
+_opened_with = _Asked()
 _openings = 0
 
 
@@ -337,10 +357,10 @@ def init(
         raise UserError(f"timeout={timeout!r}: give a datetime.timedelta, timedelta(seconds=60) say")
     if axes is not None and not isinstance(axes, Mapping):
         raise UserError(f"axes={axes!r}: give sizes by name, {{'shard': 2}} say")
-    asked: _Asked = (None if axes is None else dict(axes), ranks, backend, str(device), timeout)
+    asked = _Asked(None if axes is None else dict(axes), ranks, backend, str(device), timeout)
     if _open is not None:
         if asked != _opened_with:
-            before, now = _differences(_opened_with, asked)
+            before, now = _opened_with.differences(asked)
             raise UserError(
                 f"imece.init() was called with {before} before, and now with {now}: close() the mesh that is "
                 "open to open another"
@@ -362,13 +382,6 @@ def init(
     return _open
 
 
-def _differences(before: _Asked, now: _Asked) -> tuple[str, str]:
-    """The arguments that differ between two calls of init(): those of the first, those of the second."""
-    names = ("axes", "ranks", "backend", "device", "timeout")
-    both = [(name, a, b) for name, a, b in zip(names, before, now, strict=True) if a != b]
-    return ", ".join(f"{name}={a}" for name, a, _ in both), ", ".join(f"{name}={b}" for name, _, b in both)
-
-
 def reform(rank: int, world_size: int, store: dist.Store) -> Mesh:
     """Put other ranks into the open mesh: it stays the same object, and gets new groups in place of all old
     ones.
@@ -380,9 +393,9 @@ def reform(rank: int, world_size: int, store: dist.Store) -> Mesh:
     not come.
     """
     mesh = current()
-    asked_axes, _, backend, _, timeout = _opened_with
+    axes, backend, timeout = _opened_with.axes, _opened_with.backend, _opened_with.timeout
     if not mesh.can_change:
-        why = f"axes {asked_axes}" if asked_axes is not None else "a process group that existed before"
+        why = f"axes {axes}" if axes is not None else "a process group that existed before"
         raise UserError(f"imece.init() was called with {why}: such a world cannot change its ranks")
     # Gloo closes a group's connections with the last reference to it, and other ranks wait for that.
     mesh._groups, mesh._created, mesh._device_mesh = {}, [], None
