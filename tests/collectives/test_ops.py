@@ -78,7 +78,7 @@ def run_contract() -> dict[str, Any]:
     for group in groups():
         for case in (
             all_reduces, reduces, broadcasts, reduce_scatters, all_gathers, several_at_once, point_to_point,
-            averages_of_complex,
+            averages_of_complex, moves,
         ):  # fmt: skip
             if group is not None and isinstance(group, dist.ProcessGroup):
                 count += case(group)
@@ -358,6 +358,23 @@ def averages_of_complex(group: dist.ProcessGroup) -> int:
         ops.reduce_scatter(part, mean.repeat(world_size), "avg", group=group, schedule=name)
         same(torch.stack((tensor, part)), torch.stack((mean, mean)), "", f"complex avg schedule={name!r}")
     return 4
+
+
+def moves(group: dist.ProcessGroup) -> int:
+    """What is not summed has any dtype, whether the backend knows it or not."""
+    rank, world_size, count = group.rank(), group.size(), 0
+    for dtype in (torch.complex64, torch.int16, torch.uint64, torch.float8_e4m3fn):
+        mine = (torch.arange(5) + rank).float().to(dtype)
+        everybody = torch.stack([(torch.arange(5) + each).float() for each in range(world_size)])
+        for async_op in (False, True):
+            output = torch.zeros((world_size, 5), dtype=torch.float32).to(dtype)
+            finish(ops.all_gather(output, mine, group=group, async_op=async_op), async_op)
+            moved = mine.clone()
+            finish(ops.broadcast(moved, world_size - 1, group=group, async_op=async_op), async_op)
+            got = torch.cat([output, moved.view(1, 5)]).to(torch.complex64).real
+            same(got, torch.cat([everybody, everybody[-1:]]), "", f"{dtype} gathered and broadcast")
+            count += 2
+    return count
 
 
 def inference_tensors(group: dist.ProcessGroup, inside: bool) -> int:

@@ -104,6 +104,19 @@ class Odd(nn.Module):
         return loss + (self.shift * self.frozen).square().sum() + self.nothing.sum()
 
 
+class Turned(nn.Module):
+    """Of complex numbers, which Gloo and NCCL do not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Linear(SHAPE.length + 1, 5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        on_the_circle = torch.polar(torch.ones(()), tokens.float()).to(self.turn.weight.dtype)
+        loss: torch.Tensor = self.turn(on_the_circle).abs().square().mean()
+        return loss
+
+
 def tokens(turn: int, rank: int, count: int = 16) -> torch.Tensor:
     return batch(SHAPE, count, seed=turn * 10 + rank)
 
@@ -356,6 +369,7 @@ CASES = {
     "adafactor": Case(make=adafactor),
     "adagrad": Case(make=adagrad, steps=3),
     "odd parameters": Case(Odd),
+    "complex parameters": Case(Turned, momentum, dtype=torch.complex128),
     "odd parameters, adafactor": Case(lambda: Odd(empty=False), adafactor, before=1),
     "adamw that has stepped": Case(Odd, before=2, steps=2),
     "sgd that has stepped": Case(make=momentum, before=2, steps=2),
@@ -882,7 +896,7 @@ SLOW = ["compiled", *(f"bits: {name}" for name in LONG_IN_BITS)]
     jobs(__name__, [name for name in CHECKS if name not in SLOW], (2, "shm"))
     + jobs(__name__, [*CORE, *IN_THREE], (3, "shm"))
     + jobs(__name__, CORE[:2], (1, "shm"), (3, "gloo"))
-    + jobs(__name__, CORE[2:], (2, "gloo"))
+    + jobs(__name__, ["complex parameters", *CORE[2:]], (2, "gloo"))
     + jobs(__name__, ["muon and adamw, schedule"], (4, "shm"))
     + slow(
         jobs(__name__, SLOW, (2, "shm"))

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from imece.collectives.given_up import Waitable
 from imece.collectives.reduction import REDUCE_OPS, torch_op
-from imece.collectives.shared_memory.group import on_device
+from imece.collectives.shared_memory.group import SharedMemoryGroup, on_device
 from imece.collectives.shared_memory.tensors import named
 
 _OPS = {name: dist.ReduceOp(torch_op(name)) for name in REDUCE_OPS}
@@ -32,7 +32,8 @@ def all_reduce(flat: torch.Tensor, op: str, group: dist.ProcessGroup) -> Waitabl
 
 def broadcast(flat: torch.Tensor, src: int, group: dist.ProcessGroup) -> Waitable:
     """In place, from rank `src` of the group."""
-    return cast(Waitable, dist.broadcast(flat, group=group, group_src=src, async_op=True))
+    sent = _as_sent(flat, on_device(group, flat))
+    return cast(Waitable, dist.broadcast(sent, group=group, group_src=src, async_op=True))
 
 
 def reduce(flat: torch.Tensor, dst: int, op: str, group: dist.ProcessGroup) -> Waitable:
@@ -53,11 +54,10 @@ def reduce_scatter(output: torch.Tensor, flat: torch.Tensor, op: str, group: dis
 
 def all_gather(output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup) -> Waitable:
     """Every rank's `flat` into its slice of `output`, which may be where `flat` lies."""
-    options = AllgatherOptions()
+    options, group = AllgatherOptions(), on_device(group, flat)
     options.asyncOp = True
-    return cast(
-        Waitable, named(on_device(group, flat), "all_gather_single", "_allgather_base")(output, flat, options)
-    )
+    start = named(group, "all_gather_single", "_allgather_base")
+    return cast(Waitable, start(_as_sent(output, group), _as_sent(flat, group), options))
 
 
 def all_to_all(output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup) -> Waitable | None:
@@ -73,3 +73,8 @@ def all_to_all(output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGrou
 def barrier(group: dist.ProcessGroup) -> Waitable:
     """Done when every rank of the group has come."""
     return cast(Waitable, dist.barrier(group=group, async_op=True))
+
+
+def _as_sent(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """What is not summed goes as bytes: Gloo and NCCL do not know all dtypes. "shm" does, and names them."""
+    return flat if isinstance(group, SharedMemoryGroup) else flat.view(torch.uint8)

@@ -57,8 +57,7 @@ def sync_from(
     label: str,
     device: torch.device | None = None,
 ) -> None:
-    """Give all ranks the values of rank `root`. Tensors travel flat, up to 64 MiB at a time, and as bytes,
-    since backends do not know all dtypes.
+    """Give all ranks the values of rank `root`. Tensors travel flat, up to 64 MiB at a time.
 
     device: where they travel, if some lie in memory that the group does not reach.
 
@@ -84,7 +83,7 @@ def sync_from(
         for members in flats:
             flat = torch.cat([each.reshape(-1) for each in members])
             flat = flat.to(device) if device is not None else flat
-            ops.broadcast(flat.view(torch.uint8), root, group=group, label=label)
+            ops.broadcast(flat, root, group=group, label=label)
             for member, part in zip(members, flat.split([each.numel() for each in members]), strict=True):
                 member.copy_(part.view(member.shape))
 

@@ -348,8 +348,7 @@ class Sharding(Gradients):
         own = store.master.to(store.parameters.device)
         whole = own.new_empty(store.plan.numel)
         schedule, label = self._way.schedule, f"masters of {store.label}"
-        as_sent = [each.view(torch.uint8) if store.is_frozen else each for each in (whole, own)]
-        ops.all_gather(*as_sent, group=self.groups.shard, schedule=schedule, label=label)
+        ops.all_gather(whole, own, group=self.groups.shard, schedule=schedule, label=label)
         return whole
 
     def check_views(self) -> None:

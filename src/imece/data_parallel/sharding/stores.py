@@ -226,7 +226,7 @@ def _store(plan: layout.Bucket, laid: layout.Layout, trained: Trained, division:
     if division.common_parameters:
         ops.barrier(group=division.groups.shard)
     if root is not None and not (division.common_parameters and division.groups.replicas is None):
-        ops.broadcast(flat.view(torch.uint8), root, group=division.groups.world, label="frozen parameters")
+        ops.broadcast(flat, root, group=division.groups.world, label="frozen parameters")
     if not copies:  # before, `first` may die: then these still have its values
         move_into(flat, plan, members, copy=False)
     if kind == FROZEN:

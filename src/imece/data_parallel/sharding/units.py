@@ -180,12 +180,8 @@ class Unit:
         for flat in self.flats:
             flat.take()
             with flat.own_here(group.rank()) as own:
-                full = flat.full
-                if flat.is_frozen:  # as bytes: backends do not know all dtypes
-                    full, own = full.view(torch.uint8), own.view(torch.uint8)
-                work = ops.all_gather(
-                    full, own, group=group, schedule=schedule, async_op=True, label=f"parameters of {self}"
-                )
+                full, label = flat.full, f"parameters of {self}"
+                work = ops.all_gather(full, own, group=group, schedule=schedule, async_op=True, label=label)
             self._works.append(work)
 
     def gather(self, group: dist.ProcessGroup, schedule: str | None = None) -> None:
