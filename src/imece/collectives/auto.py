@@ -1,4 +1,5 @@
-"""Which way a call goes when nobody names one: measured once for each group, then chosen by message size."""
+"""The schedule of a call that names none: links are measured once for each group, then message size
+decides."""
 
 from __future__ import annotations
 
@@ -18,35 +19,37 @@ from imece.collectives.schedules import DEFAULT_PARTS
 from imece.world import SCHEDULE
 
 FORCED = os.environ.get(SCHEDULE, "")
-"""A schedule for every operation that knows it, or "auto"; the same on all ranks. Read once, at import."""
+"""IMECE_SCHEDULE: a schedule for every operation that knows it, or "auto"; the same on all ranks. Read once,
+at import."""
 
 _links: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Links]] = weakref.WeakKeyDictionary()
-"""By the type of device whose memory they join: in one group NCCL may move a GPU's, and shm the CPU's."""
+"""By group, then by type of device: in one group NCCL may move a GPU's tensors, and shm the CPU's."""
 
 
 def choice(op: str, nbytes: int, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> Choice:
     """What schedule="auto" means for a call: `print(choice(...))` says which schedule and why.
 
     op: "all_reduce", "reduce_scatter", "all_gather", "broadcast" or "reduce". nbytes: of the whole tensor.
-    The first call on a group measures its links (0.3 s for two ranks), so all ranks of it make that call.
-    UserError if IMECE_SCHEDULE names no schedule.
+    The first call on a group measures its links (0.3 s for two ranks), so all ranks of the group must make
+    it. UserError if IMECE_SCHEDULE names no schedule.
     """
     return choose(op, nbytes, links_of(group, device), forced=FORCED)
 
 
 def parts_of(nbytes: int, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> int:
-    """Of a broadcast along the pipelined ring: as the links say where they were measured."""
+    """The number of parts of a broadcast along the pipelined ring: by the links, if they were measured."""
     links = _links.get(group, {}).get(torch.device(device).type)
     return best_parts(nbytes, links) if links is not None else DEFAULT_PARTS
 
 
 def links_of(group: dist.ProcessGroup, device: torch.device | str) -> Links:
-    """The measured links of a group, between memories of this type of device. The first call measures them:
-    all ranks of the group make it."""
+    """The measured links of a group, between memories of this type of device. The first call measures them,
+    so all ranks of the group must make it."""
     kind = torch.device(device).type
     links = _links.get(group, {}).get(kind)
     if links is None:
-        # Behind all that was called before: a thread may not have begun it yet, and would do so in the midst.
+        # After all earlier calls: a thread may not have begun one yet, and would begin it in the midst of
+        # measuring.
         began = Call("barrier", group, torch.empty(0, device=device), label="to measure links")
         began.native(lambda: native.barrier(group), None, None, async_op=False)
         links = measure(group, mesh.hosts_in(group), device)

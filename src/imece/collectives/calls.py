@@ -1,6 +1,6 @@
-"""The way of every collective: recorded, checked, started, and waited for or handed out as `Pending`.
+"""The way of every collective: it is recorded, checked, started, then waited for or returned as `Pending`.
 
-Only the shortest one, a synchronous all_reduce in shared memory, goes round this file (ops.py).
+Only the shortest way, a synchronous all_reduce in shared memory, passes this file by (ops.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from imece.errors import UserError
 def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The group, or that of all ranks. UserError if there is none, ValueError if this rank is not in it."""
     if type(group) is SharedMemoryGroup or type(group) is dist.ProcessGroup:
-        return group  # torch's isinstance takes longer than the rest of a small call's checks
+        return group  # torch's isinstance takes longer than all other checks of a small call
     if group is None:
         group = dist.group.WORLD
         if group is None:
@@ -41,7 +41,7 @@ def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def finish() -> None:
-    """Before the groups are destroyed: others may need what has begun here, and nobody waits for any more.
+    """Before groups are destroyed: end calls that nobody waits for any more, as other ranks may need them.
 
     Calls that wait for a lost rank are left.
     """
@@ -53,13 +53,14 @@ mesh.before_closing.append(finish)
 
 
 def in_shared_memory(group: dist.ProcessGroup, tensor: torch.Tensor) -> bool:
-    """Whether our own engine moves this tensor: it checks calls and knows all reductions by itself."""
+    """Whether imece's own engine moves this tensor: it checks calls itself and knows all reductions."""
     return type(group) is SharedMemoryGroup and tensor.is_cpu
 
 
 def collectives_made(group: dist.ProcessGroup, device: torch.device) -> int | None:
-    """How many this rank has called for in a group with tensors of a device, by torch's functions or imece's,
-    and a few more: what matters is whether it changes. None if the backend does not count torch's."""
+    """How many collectives this rank has made on a group with tensors of a device, by torch's functions or
+    imece's, plus a few: only changes of the number mean something. None if the backend does not count
+    torch's."""
     try:
         backend: Any = group._get_backend(device)
         number = int(backend._get_sequence_number_for_group())
@@ -70,10 +71,11 @@ def collectives_made(group: dist.ProcessGroup, device: torch.device) -> int | No
 
 
 def host_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where a number that the host knows travels in this group: on the CPU if it moves such tensors.
+    """Where a number that the host knows travels in this group: on the CPU if the group moves the CPU's
+    tensors.
 
-    Beside a model on a GPU, `device`, it would have to be copied there and back, and the host would wait for
-    all that the GPU has still to do.
+    On `device`, a GPU, it would be copied there and back, and the host would wait for all that the GPU has to
+    do.
     """
     has_cpu = isinstance(group, SharedMemoryGroup) or torch.device("cpu") in group._device_types
     return torch.device("cpu") if has_cpu else device
@@ -85,7 +87,7 @@ def flat_place(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_back(place: torch.Tensor, tensor: torch.Tensor) -> None:
-    """What came into `flat_place(tensor)` goes where it belongs, if it is not there."""
+    """Copy what came into `flat_place(tensor)` to the tensor, if it is not there already."""
     if not shares_memory(place, tensor):
         tensor.detach().copy_(place.view(tensor.shape))
 
@@ -103,7 +105,7 @@ class Call:
     reduce_op: str = ""
     root: int = -1  # or the peer of a message
     label: str = ""
-    way: str = ""  # as of fingerprint.explain: of what goes as messages of ours
+    way: str = ""  # as in fingerprint.explain, for calls made of messages of imece's
 
     def native(
         self,
@@ -112,9 +114,9 @@ class Call:
         finish: Callable[[], object] | None,
         async_op: bool,
     ) -> Any:
-        """Runs what the backend does by itself. launch starts it, finish puts the result where it belongs.
+        """Run what the backend does by itself. launch starts it, finish puts the result where it belongs.
 
-        ValueError if it cannot be written there; so of the two below.
+        ValueError if nothing can be written there; so for the two methods below.
         """
         if finish is not None and result is not None:
             check_written(result)
@@ -151,7 +153,7 @@ class Call:
         async_op: bool,
         *others: dist.ProcessGroup,
     ) -> Any:
-        """Runs what we do ourselves, message by message. others: groups that it uses besides its own."""
+        """Run what imece does itself, message by message. others: groups that it uses besides its own."""
         if result is not None:
             check_written(result)
         token = self._enter()
@@ -189,10 +191,10 @@ class Call:
         lane: int,
         offered: torch.Tensor | None,
     ) -> Pending:
-        """As `scheduled`, asynchronously, beside what is in other lanes.
+        """As `scheduled`, asynchronously, beside calls in other lanes.
 
-        run: uses nothing that they use. It is given the bytes of what the ranks of this host have `offered`
-        for this call, where it lies; of none unless all of it is in shared memory.
+        run: uses nothing that calls in other lanes use. It gets the bytes of what the ranks of this host have
+        `offered` for this call, where they lie; nothing unless all of them are in shared memory.
         """
         check_written(result)
         token = self._enter()
@@ -205,7 +207,8 @@ class Call:
                 check = checker.meet(self._announced(), offered) if checker is not None else self._begun()
 
             def checked() -> None:
-                # Here, not in a thread of the checker: each hand-over waits for a core, where all compute.
+                # Here, not in a thread of the checker: if all cores compute, each hand-over between threads
+                # waits for one.
                 if check is not None:
                     check.wait()
                 run(check.opened if check is not None else ())
@@ -224,12 +227,12 @@ class Call:
 
     @property
     def _keeps_order(self) -> bool:
-        """Whether it is launched before the call returns, also if nobody waits for it.
+        """Whether it is launched before the call returns, even if nobody waits for it.
 
-        NCCL may wait for ever where ranks launch calls of several communicators in different orders. Along
-        tensor the thread that computes makes calls, and what another thread launches would come between them
-        just anywhere. Not so along the other axes: on parts of a sequence ranks may use other parameters, and
-        stages wait for each other, so that who waits here might hold up whom it waits for.
+        NCCL may hang if ranks launch calls of several communicators in different orders. Along tensor, the
+        computing thread makes calls, and another thread's launches would fall between them anywhere. Along
+        the other axes this must not be: on parts of a sequence ranks may use different parameters, and stages
+        wait for each other, so a rank that waits here might hold up the rank it waits for.
         """
         if self.tensor is None or self.tensor.is_cpu:
             return False
@@ -241,7 +244,7 @@ class Call:
 
     @property
     def _may_get_stuck(self) -> bool:
-        """Whether another thread is to carry it out, which can be given up: Gloo's messages may be stuck."""
+        """Whether another thread must carry it out, which can be given up: Gloo's messages may get stuck."""
         return self._is_gloos and pending.leaves_calls()
 
     @property
@@ -250,24 +253,25 @@ class Call:
         return type(self.group) is not SharedMemoryGroup and (self.tensor is None or self.tensor.is_cpu)
 
     def _labelled(self) -> contextlib.AbstractContextManager[None]:
-        """Shared memory notes a call by itself, when its turn comes."""
+        """A label for the recorder; shared memory notes a call itself, when its turn comes."""
         if self.label and self._in_shared_memory and isinstance(self.group, SharedMemoryGroup):
             return self.group.labelled(self.label)
         return _NOTHING
 
     def _here(self, async_op: bool) -> contextlib.AbstractContextManager[None]:
-        """In shared memory a call that waits runs on the thread that makes it."""
+        """In shared memory, a call that waits runs on the thread that makes it."""
         if not async_op and type(self.group) is SharedMemoryGroup:
             return self.group.inline()
         return _NOTHING
 
     @property
     def _in_shared_memory(self) -> bool:
-        """Whether our engine moves it, not NCCL in a group for "cpu:shm,cuda:nccl"; None is a barrier's."""
+        """Whether imece's engine moves it, not NCCL in a group of "cpu:shm,cuda:nccl". None is a barrier's
+        device."""
         return type(self.group) is SharedMemoryGroup and (self.tensor is None or self.tensor.is_cpu)
 
     def _enter(self) -> int | None:
-        """The recorder's token; None for what shared memory notes by itself."""
+        """The recorder's token; None for calls that shared memory notes itself."""
         if self._in_shared_memory:
             return None
         dtype, shape = (self.tensor.dtype, self.tensor.shape) if self.tensor is not None else (None, ())
@@ -276,10 +280,11 @@ class Call:
         )
 
     def _begun(self) -> checks.Check | None:
-        """Tells the others of this call; what to wait for before data moves, None if they have all come.
+        """Tell the other ranks of this call. Returns what to wait for before data moves; None if all have
+        come.
 
-        In shared memory a call without a `way` is made of others, which the group checks by itself; they may
-        be in the background still, and this one is to have its place behind them on all ranks.
+        In shared memory a call without a `way` is made of other calls, which the group checks itself. Those
+        may still be in the background, and this one must come after them on all ranks.
         """
         checker = self._checker()
         if checker is not None:

@@ -1,10 +1,10 @@
 """Checked calls on backends that do not check themselves: Gloo, NCCL, MPI. "shm" checks in its own protocol.
 
-Left alone, Gloo adds float32 bits to int32 bits, takes one rank's broadcast for another's all_reduce, and
-when sizes differ it hangs or ends the process from a thread of its own (`gloo::EnforceNotMet`, SIGABRT),
-which no Python can catch. So each collective first gathers its fingerprint from all ranks over a second
-group of the same ranks, and moves data only when all agree. On a mismatch no rank has started: every rank
-gets the same error and can leave (destroy_process_group() would wait for a Gloo collective that never ends).
+Left alone, Gloo adds float32 bits to int32 bits, takes one rank's broadcast for another's all_reduce, and if
+sizes differ it hangs, or ends the process from a thread of its own (`gloo::EnforceNotMet`, SIGABRT), which
+Python cannot catch. So before each collective a second group of the same ranks gathers its fingerprint from
+all of them, and data moves only when all agree. On a mismatch no rank has started: every rank gets the same
+error and can leave (destroy_process_group() would wait for a Gloo collective that never ends).
 
     checker = checks.guard(group, companions(group))
 
@@ -15,9 +15,9 @@ gets the same error and can leave (destroy_process_group() would wait for a Gloo
                         Announced("all_reduce", x.dtype, x.shape, "sum", label=name))
     work.wait()
 
-The price is one gathering of 240 bytes a rank (rollcall.py) before each call; of asynchronous calls in a row
-the next check runs while data moves, where a core is free to do so. send and recv are not checked here: one
-more message each way for every message would double their time. A recv whose buffer is too small still ends a
+The price is one gathering of 240 bytes a rank (rollcall.py) before each call. Among asynchronous calls in a
+row, the next check runs while data moves, if a core is free for it. send and recv are not checked here: one
+more message each way for every message would double their time. A recv with too small a buffer still ends a
 Gloo process.
 """
 
@@ -48,7 +48,7 @@ from imece.collectives.streams import Place
 from imece.errors import CollectiveError, CollectiveTimeoutError, MismatchError, PeerLostError
 from imece.status import says_timed_out
 
-# What travels: number of the call, fingerprint, six dims + 1 (0: none), way; and the label, which is not
+# What travels: number of the call, fingerprint, six dims + 1 (0: none), way; then the label, which is not
 # compared.
 _ROW = struct.Struct("=qq6q48s128s")
 _COMPARED_BYTES = 64 + 48
@@ -66,11 +66,11 @@ class _Said(NamedTuple):
 
 
 class Check:
-    """The fingerprints of one call, on their way. Created by `Checker.begin`."""
+    """The fingerprints of one call, being gathered. Created by `Checker.begin`."""
 
     def __init__(self, checker: Checker, what: str, rollcall: RollCall, before: CheckedWork | None) -> None:
         self.what = what
-        self.opened = rollcall.opened  # bytes of what the ranks of this host have offered, in their order
+        self.opened = rollcall.opened  # bytes that the ranks of this host have offered, in the order of ranks
         self._checker, self._rollcall, self._before = checker, rollcall, before
 
     def done(self) -> bool:
@@ -92,7 +92,7 @@ class Check:
     def _gather(self, deadline: float | None) -> None:
         checker = self._checker
         if checker.failure is not None:
-            raise checker.failure  # the first one; what came after it is only its consequence
+            raise checker.failure  # the first one; later failures only follow from it
         rows = self._rollcall.wait(lambda work: _wait(checker.sliced(work), deadline, self.what, checker))
         raw = rows.numpy().tobytes()
         if any(
@@ -103,12 +103,12 @@ class Check:
 
 
 class CheckedWork:
-    """A collective that starts as soon as its check says so. Created by `Checker.call`."""
+    """A collective that starts as soon as its check allows. Created by `Checker.call`."""
 
     def __init__(
         self, check: Check, launch: Callable[[], Waitable | None], device: torch.device | None
     ) -> None:
-        """device: of the tensors that move, if there are any."""
+        """device: of the tensors that move, if any."""
         self._check, self._device = check, device
         self._launch: Callable[[], Waitable | None] | None = launch
         self.started = threading.Event()
@@ -133,17 +133,17 @@ class CheckedWork:
         if self._work is not None:
             checker = self._check._checker
             _wait(checker.sliced_call(self._work, self._device), deadline, self._check.what, checker)
-        self._work = self._launch = None  # the checker keeps its last call, which would keep its tensors
+        self._work = self._launch = None  # the checker keeps its last call, and would keep its tensors
 
     def _wait_started(self, deadline: float | None) -> None:
         if not self.started.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
             raise _timeout(self._check.what)
 
     def _run(self) -> None:
-        """In the checker's thread: keeps what goes wrong for whoever waits."""
+        """Runs in the checker's thread; keeps an error for whoever waits."""
         try:
             self._check._gather(None)
-            # Its modes are a thread's own, and a tensor that is reduced in place may want gradients.
+            # Inference mode belongs to a thread, and a tensor that is reduced in place may want gradients.
             with self._mode, self._place.behind():
                 assert self._launch is not None, "it is started once, and waited for after that"
                 self._work = self._launch()
@@ -156,7 +156,7 @@ class CheckedWork:
 class Checker:
     """Checks all collectives of one group. All ranks make their calls on it in the same order.
 
-    group: the one that moves data. companions: groups of the same ranks on the CPU, for this alone.
+    group: moves the data. companions: groups of the same ranks on the CPU, only for checks.
     After a failure every further call raises it again: the ranks no longer agree on what comes next.
     """
 
@@ -166,25 +166,25 @@ class Checker:
         assert len(companions.order) == group.size(), "group and companions hold different ranks"
         self._has_nccl = "nccl" in str(dist.get_backend_config(group))
         self._number = 0
-        self._lock = threading.Lock()  # numbers go to the check group in their own order
+        self._lock = threading.Lock()  # calls get numbers in the order in which they go to the check group
         self.failure: CollectiveError | None = None  # the first
         self.last: CheckedWork | None = None
-        self._behind: CheckedWork | None = None  # the last one whose fingerprint the thread sends on
+        self._behind: CheckedWork | None = None  # the last call whose fingerprint the thread sends on
         self._queue: queue.SimpleQueue[CheckedWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def begin(self, announced: fp.Announced) -> Check:
-        """Sends this rank's fingerprint of its next call; `wait` on it before the data moves."""
+        """Send this rank's fingerprint of its next call; `wait` on it before the data moves."""
         with self._lock:
             return self._begin(announced, self.last, inline=True)
 
     def meet(self, announced: fp.Announced, offered: torch.Tensor | None) -> Check:
-        """`begin` for a call that may start before earlier ones: it uses nothing that they use.
+        """`begin` for a call that may start before earlier ones, since it uses nothing that they use.
 
-        Returns when the ranks of this host have come: where cores are fewer than ranks those that are ahead
-        leave theirs to those that are behind, and all the hosts begin to send sooner. Whoever makes the call,
-        in whatever thread, waits on it before data moves. offered: contiguous, on the CPU; what the others
-        offer is in `opened`, unless some of it is not in shared memory.
+        Returns when the ranks of this host have come: if cores are fewer than ranks, early ranks leave theirs
+        to late ones, and all hosts begin to send sooner. Whoever carries out the call, in whatever thread,
+        waits on the check before data moves. offered: contiguous, on the CPU; `opened` has what the other
+        ranks offer, unless some of it is not in shared memory.
         """
         with self._lock:
             return self._begin(announced, None, inline=True, offered=offered)
@@ -195,10 +195,10 @@ class Checker:
         announced: fp.Announced,
         device: torch.device | None = None,
     ) -> CheckedWork:
-        """Starts a collective as soon as all ranks are known to make it, in the order of the calls.
+        """Start a collective as soon as all ranks are known to make it, in the order of calls.
 
         launch: starts it asynchronously and returns its work; runs in the checker's own thread, and never if
-        ranks differ. Keep the tensors as they are until `wait`. device: where they lie, if there are any.
+        ranks differ. Do not touch the tensors until `wait`. device: where they lie, if there are any.
         """
         with self._lock:
             work = CheckedWork(self._begin(announced, None, inline=False), launch, device)
@@ -210,26 +210,26 @@ class Checker:
         return work
 
     def sliced(self, work: Waitable) -> Waitable:
-        """A work of the companions', waited for so that it can be given up."""
+        """A work of the companions, waited for so that it can be given up."""
         if isinstance(work, ShmWork):
             return work
         groups = (self.group, *self.companions.levels)
         return Sliced(work, *(each for each in groups if not isinstance(each, SharedMemoryGroup)))
 
     def sliced_call(self, work: Waitable, device: torch.device | None) -> Waitable:
-        """The same for one of the group's own; NCCL's is not waited for on the host."""
+        """The same for a work of the group; the host does not wait for NCCL's."""
         return work if self.is_nccls(device) else self.sliced(work)
 
     def is_nccls(self, device: torch.device | None) -> bool:
-        """Whether NCCL makes the group's calls of tensors there, on a stream beside the caller's.
+        """Whether NCCL makes the group's calls with tensors of this device, on a stream beside the caller's.
 
-        Gloo copies a GPU's tensors at launch and reads the copies in `wait`: on one stream, the caller's.
-        In a group that has both the CPU's tensors are Gloo's. None: of a call without tensors.
+        Gloo copies a GPU's tensors at launch and reads the copies in `wait`, on one stream: the caller's. In
+        a group that has both, Gloo moves the CPU's tensors. None: a call without tensors.
         """
         return self._has_nccl and (device is None or device.type != "cpu")
 
     def close(self) -> None:
-        """Ends the thread, calls that are still queued first, and leaves the companions."""
+        """End the thread, after the calls that are still queued, and leave the companions."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(_SHUT_S)  # a check that waits for a lost rank ends with its group's timeout
@@ -260,7 +260,7 @@ class Checker:
         )
         what = f"{op} number {self._number}" + (f" ({label})" if label else "")
         if inline and self._behind is not None and len(self.companions.levels) > 1:
-            self._behind.started.wait()  # or this one might be the first between the hosts, on some ranks
+            self._behind.started.wait()  # or on some ranks this one might be the first between the hosts
             self._behind = None
         said = torch.frombuffer(row, dtype=torch.uint8)
         rollcall = RollCall(self.companions, said, inline=inline, offered=offered)
@@ -273,22 +273,22 @@ class Checker:
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             work._run()
-            del work  # or it would be kept, and what it was called with, until the next one comes
+            del work  # else it, and its tensors, would be kept until the next one comes
 
 
 _checkers: dict[str, Checker] = {}
 
 
 def guard(group: dist.ProcessGroup, companions: Companions) -> Checker:
-    """Makes and keeps the checker of a group; `checker(group)` returns it. All ranks call it."""
+    """Make and keep the checker of a group; `checker(group)` returns it. All ranks call this."""
     release(group)
     _checkers[group.group_name] = made = Checker(group, companions)
     return made
 
 
 def meet(group: dist.ProcessGroup, what: str) -> Checker:
-    """`guard` with new companions, in the group's first call, which is `what`. CollectiveTimeoutError if not
-    all ranks make it.
+    """`guard` with new companions, in the group's first call, named `what`. CollectiveTimeoutError if not all
+    ranks make it.
     """
     try:
         return guard(group, companions(group))
@@ -299,21 +299,21 @@ def meet(group: dist.ProcessGroup, what: str) -> Checker:
 
 
 def checker(group: dist.ProcessGroup) -> Checker | None:
-    """The checker of a group, None if its calls are not checked here."""
+    """The checker of a group; None if its calls are not checked here."""
     found = _checkers.get(group.group_name)
-    # Names come again after destroy_process_group(); the group object does not.
+    # Group names come again after destroy_process_group(); the group object does not.
     return found if found is not None and found.group is group else None
 
 
 def start_all(patience_s: float) -> None:
-    """What was called has started, but for calls that not all ranks make."""
+    """Wait until all calls have started, except those that not all ranks make."""
     for found in list(_checkers.values()):
         if found.last is not None:
             found.last.started.wait(patience_s)
 
 
 def release(group: dist.ProcessGroup) -> None:
-    """Forgets the checker of a group; before the group is destroyed."""
+    """Forget the checker of a group; call this before the group is destroyed."""
     found = _checkers.pop(group.group_name, None)
     if found is not None:
         found.close()
@@ -321,20 +321,20 @@ def release(group: dist.ProcessGroup) -> None:
 
 @atexit.register
 def _end() -> None:
-    """A thread that comes back from C++ when Python is gone would abort the process."""
+    """End the threads: one that comes back from C++ after Python has ended would abort the process."""
     for found in _checkers.values():
         found.close()
     _checkers.clear()
 
 
 def _wait(work: Waitable, deadline: float | None, what: str, checker: Checker) -> None:
-    """Waits for a work; its backend's RuntimeErrors become ours."""
+    """Wait for a work; RuntimeErrors of its backend become imece's errors."""
     try:
         if deadline is None:
             work.wait()
         else:
             work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-    except CollectiveError as error:  # of shared memory, which names its ranks
+    except CollectiveError as error:  # from shared memory, whose errors name ranks
         raise checker._fail(error) from None
     except RuntimeError as error:
         if says_timed_out(str(error)):
@@ -343,7 +343,7 @@ def _wait(work: Waitable, deadline: float | None, what: str, checker: Checker) -
 
 
 def _timeout(what: str) -> CollectiveTimeoutError:
-    """Says who is missing, as far as this host's recorders know."""
+    """An error that says who is missing, as far as this host's recorders know."""
     lines = recorder.explain(recorder.of_this_job())
     return CollectiveTimeoutError(f"{what}: not all ranks came in time. " + " / ".join(lines))
 

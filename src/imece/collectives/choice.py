@@ -2,8 +2,8 @@
 
 The model is the usual one of latency and bandwidth (Hockney 1994; the formulae per schedule as in Thakur,
 Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005): a message of n
-bytes takes a + n·b seconds, and a byte that is summed takes c more. What it leaves out: cores that ranks
-share, and messages of one rank that hinder each other. So a schedule must promise a real gain over the
+bytes takes a + n·b seconds, and a byte that is summed takes c more. The model leaves out that ranks share
+cores and that messages of one rank hinder each other. So a schedule must promise a real gain over the
 backend's own way, which was timed as a whole.
 """
 
@@ -21,13 +21,13 @@ GAIN = 0.9  # a schedule replaces the native way if it is predicted to take less
 
 @dataclass(frozen=True)
 class Choice:
-    """A schedule and why. `str()` of it is one line for people."""
+    """A schedule and why it was chosen. `str()` of it is one line for people."""
 
     op: str
     nbytes: int
     name: str  # "native", or a name of schedules.py
     predicted_s: float
-    others: tuple[tuple[str, float], ...]  # the candidates left, fastest first, with their seconds
+    others: tuple[tuple[str, float], ...]  # the other candidates, fastest first, with their seconds
     why: str  # "predicted", or who forced it
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ _KNOWN = ("native", "auto", *dict.fromkeys(name for names in SCHEDULES.values() 
 
 
 def check_forced(name: str) -> None:
-    """UserError unless IMECE_SCHEDULE may be this."""
+    """UserError unless IMECE_SCHEDULE may have this value."""
     if name not in _KNOWN:
         raise UserError(f"IMECE_SCHEDULE={name} is no schedule{nearest(name, _KNOWN)}")
 
@@ -88,7 +88,7 @@ def predict(op: str, nbytes: int, links: Links) -> dict[str, float]:
     pipelined_ring      (N-2+S)(a + nb/S) in S parts
     hierarchical        reduce-scatter and all-gather in the host; between K hosts H slices of n/H share the
                         cable: 2(K-1)a + 2(K-1)/K nb; its halves alone half of it
-    Flat schedules go at the pace of their slowest link. Sums are added with c.
+    Flat schedules run at the pace of their slowest link. Sums cost c per byte besides.
     """
     if op not in SCHEDULES:
         raise UserError(f"unknown collective {op!r}{nearest(op, list(SCHEDULES))}")
@@ -121,14 +121,15 @@ def best_parts(nbytes: int, links: Links) -> int:
 
 
 def _summed(op: str, name: str, size: int, nbytes: float) -> float:
-    """Bytes that the busiest rank adds up."""
+    """The bytes that the busiest rank sums."""
     if op in ("broadcast", "all_gather"):
         return 0.0
     return {"ring": (size - 1) / size, "tree": (size - 1).bit_length()}.get(name, size - 1) * nbytes
 
 
 def _doubling_s(nbytes: float, links: Links) -> float:
-    """Distances below the host's size stay inside, if hosts are even; else every step may cross."""
+    """If hosts have equally many ranks, distances below that number stay inside; else every step may
+    cross."""
     total = cost("all_reduce", "recursive_doubling", links.world_size, nbytes)
     per_host = len(links.hosts[0])
     own = min(int(math.log2(per_host)), total.steps) if _even(links.hosts) and links.inside else 0

@@ -1,4 +1,4 @@
-"""Memory that all ranks of one host have in common: what one writes, the others read where it lies."""
+"""Memory that all ranks of one host share: what one rank writes, the others read where it lies."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from imece.collectives.texts import gather_texts
 
 
 def common_zeros(nbytes: int, group: dist.ProcessGroup, purpose: str) -> torch.Tensor:
-    """uint8 [nbytes], zeros, the same memory on every rank of `group`; all of them call it.
+    """uint8 [nbytes], zeros, the same memory on every rank of `group`; all of them call this.
 
-    It is freed when the last rank that holds a view of it has let go or ended, however that ended. Nothing
-    orders one rank's writes and another's reads but the collectives between them.
+    The memory is freed when the last rank that holds a view of it has let go or ended, however it ended. Only
+    collectives order one rank's writes before another's reads.
 
-    TypeError for a group of another backend than "shm"; UserError where the host has too little memory.
+    TypeError if the group's backend is not "shm"; UserError if the host has too little memory.
     """
     if not isinstance(group, SharedMemoryGroup):
         raise TypeError(f"{purpose}: only ranks on the backend 'shm' have memory in common")

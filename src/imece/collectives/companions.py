@@ -1,7 +1,7 @@
 """Groups beside a group, for control messages on the CPU: checked calls talk over them.
 
-torch does not know them: its own way to make a group is a call of all ranks of the world, or names the group
-by its ranks alone, and a name that comes again finds the addresses of the group before.
+torch does not know these groups. Its own ways to make one are a call of all ranks of the world, or name the
+group by its ranks alone, and a name used again finds the addresses of the earlier group.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.connections import of_groups
 from imece.mesh import hosts_in
 
-_made: Counter[str] = Counter()  # by the name of their group
+_made: Counter[str] = Counter()  # by the name of the group that they belong to
 
 
 class Companions(NamedTuple):
     """Groups beside a group, of the same ranks, for control messages on the CPU."""
 
     levels: tuple[Any, ...]
-    """One group of all ranks; or of those on this host, and then of those with this place on their host."""
+    """One group of all ranks; or this host's ranks, and then the ranks with this one's place on each host."""
     order: list[int]
-    """order[rank] is where a rank's row is, when each level's rows are put together in the order of ranks."""
+    """order[rank] is where a rank's row is once the rows of each level are concatenated in the order of
+    ranks."""
 
     def leave(self) -> None:
-        """Whoever waits for this rank in shared memory is told that it is gone, although an error may keep
-        these groups: torch, which ends its own, does not know them. Gloo's end with their last reference, or
-        are cut (imece.connections).
+        """Leave these groups. Ranks that wait for this one in shared memory are told so even if an error
+        keeps the groups alive; torch does not know them, and would not end them. Gloo's groups end with their
+        last reference, or are cut (imece.connections).
         """
         for level in self.levels:
             if isinstance(level, SharedMemoryGroup):
@@ -39,10 +40,11 @@ class Companions(NamedTuple):
 
 @of_groups()
 def companions(group: dist.ProcessGroup) -> Companions:
-    """The companions of a group, made anew. All ranks of `group` ask for them, as often as each other.
+    """New companions of a group. All ranks of `group` make them, equally often.
 
-    On "shm" where ranks are known to share a host, else on Gloo; with the timeout of the group. In a group of
-    torch's fake backend there is nobody to meet: it is its own companion, and hears itself from all ranks.
+    They are on "shm" if the ranks are known to share a host, else on Gloo, with the timeout of the group. A
+    group of torch's fake backend has nobody to meet: it is its own companion, and hears itself from all
+    ranks.
     """
     me, ranks = group.rank(), tuple(range(group.size()))
     if ":fake" in str(dist.get_backend_config(group)):
@@ -55,7 +57,7 @@ def companions(group: dist.ProcessGroup) -> Companions:
     def make(creator: Any, name: str, members: tuple[int, ...]) -> Any:
         made = creator(dist.PrefixStore(name, store), members.index(me), len(members), timeout)
         if isinstance(made, SharedMemoryGroup):
-            made.recorded = False  # the call that is checked is recorded, and to wait in both is to wait once
+            made.recorded = False  # the checked call is recorded itself, and a wait must not count twice
         return made
 
     on_hosts = hosts_in(group) or ()
@@ -66,7 +68,7 @@ def companions(group: dist.ProcessGroup) -> Companions:
     if len(mine) > 1 and all(len(members) == len(mine) for members in on_hosts):
         across = tuple(members[mine.index(me)] for members in on_hosts)
         in_host = make(shm, f"checks in host {on_hosts.index(mine)}", mine)
-        in_host.sleep_at_once()  # it waits for other hosts anyway, and what it waits for needs cores
+        in_host.sleep_at_once()  # this group waits for other hosts anyway, and what it waits for needs cores
         between = make(gloo, f"checks between hosts {mine.index(me)}", across)
         rows = [rank for members in on_hosts for rank in members]
         return Companions((in_host, between), [rows.index(rank) for rank in ranks])
@@ -74,7 +76,7 @@ def companions(group: dist.ProcessGroup) -> Companions:
 
 
 def forget() -> None:
-    """Names may come again: the ranks are about to meet in a store in which nobody has ever met."""
+    """Forget used names: the ranks are about to meet in a store in which nobody has met."""
     _made.clear()
 
 

@@ -1,8 +1,8 @@
 """Runs a schedule over any torch group, and posts messages that progress together.
 
-A step's messages are cut into pieces. Piece i of all of them is round i, and some rounds are in flight while
-an earlier one is summed, so that arithmetic and transfer overlap. Both ends cut alike, since both know the
-range.
+A step's messages are cut into pieces. Piece i of all of them is round i, and later rounds are in flight while
+an earlier one is summed, so arithmetic and transfer overlap. Both ends of a message know its range, and cut
+it alike.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from imece.collectives.shared_memory.group import on_device
 CHUNK_BYTES = 512 * 1024
 ROUNDS_AHEAD = 3
 
-# Messages of one pair and tag arrive in the order of their posting; these tags keep ours apart from the
+# Messages of one pair and tag arrive in the order of their posting; these tags keep imece's apart from the
 # user's.
 TAG_SCHEDULE = 0x1ECE0001
 TAG_WIRE = 0x1ECE0003
@@ -42,7 +42,7 @@ class Message(NamedTuple):
 
 @dataclass
 class Traffic:
-    """What one rank has really moved: what `schedules.cost` is held to."""
+    """What one rank has really moved, to compare with `schedules.cost`."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -53,11 +53,11 @@ class Traffic:
 def post(
     sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup, *, alone: bool = False
 ) -> list[Waitable]:
-    """Starts all of them at once. Receives first, so that a message never waits for its place.
+    """Start all of them at once. Receives come first, so that no message waits for its place.
 
-    alone: one message, which the peer posts alone too. NCCL then needs these two ranks; a batch is in the
-    communicator of the whole group, and the first call of all makes that with all ranks of it. ValueError for
-    one with a tag over NCCL.
+    alone: a single message, which the peer posts alone too. Then NCCL needs only these two ranks; a batch
+    uses the communicator of the whole group, and the group's first call makes that with all its ranks.
+    ValueError for a single message with a tag over NCCL.
     """
     on_gpu = next((message.tensor for message in (*sends, *receives) if message.tensor.is_cuda), None)
     if on_gpu is not None:
@@ -79,9 +79,10 @@ def post(
 def _post_batch(
     sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup
 ) -> list[Waitable]:
-    """NCCL runs calls one after the other unless they are batched: the first would wait forever.
+    """Unless they are batched, NCCL runs calls one after the other: the first would wait forever.
 
-    It has no tags, and pairs what two ranks send and receive in the order of posting: that of the tags then.
+    NCCL has no tags. It pairs what two ranks send and receive in the order of posting; so post in the order
+    of tags.
     """
     device = (*sends, *receives)[0].tensor.device
     group._start_coalescing(device)
@@ -100,7 +101,8 @@ def _tag(message: Message) -> int:
 def _post_staged(
     sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup
 ) -> list[Waitable]:
-    """Gloo takes a GPU's tensors in collectives, but in messages it would read their addresses as its own."""
+    """Gloo takes a GPU's tensors in collectives, but in messages it would read their addresses as the
+    CPU's."""
     works: list[Waitable] = []
     for message in receives:
         place = torch.empty_like(message.tensor, device="cpu")
@@ -109,7 +111,7 @@ def _post_staged(
 
 
 class _Staged:
-    """A message that comes to the host, and is at its place after `wait`."""
+    """A message that comes to the host; `wait` copies it to its place."""
 
     def __init__(self, work: Waitable, place: torch.Tensor, tensor: torch.Tensor) -> None:
         self._work, self._place, self._tensor = work, place, tensor
@@ -132,12 +134,11 @@ def run_schedule(
     chunk_bytes: int = CHUNK_BYTES,
     timeout_s: float | None = None,
 ) -> Traffic:
-    """Runs this rank's schedule, in place on `flat`, and returns what was moved.
+    """Run this rank's schedule, in place on `flat`; returns what was moved.
 
-    flat: 1D and contiguous, equally long and of one dtype on every rank. op: sum, min, max or product, for
-    what the schedule calls "sum". Scratch: the summed part of ROUNDS_AHEAD + 1 rounds. timeout_s: for each
-    message. The rank with the lower number is always the left operand, so both ends of an exchange get the
-    same bits.
+    flat: 1D and contiguous, of one length and dtype on every rank. op: sum, min, max or product, for what the
+    schedule calls "sum". Scratch: the summed part of ROUNDS_AHEAD + 1 rounds. timeout_s: for each message.
+    The rank with the lower number is always the left operand, so both ends of an exchange get the same bits.
     """
     assert flat.dim() == 1 and flat.is_contiguous()
     runner = _Runner(flat, group, op, chunk_bytes, timeout_s)
@@ -147,7 +148,7 @@ def run_schedule(
 
 
 class _Arrived(NamedTuple):
-    """Where a received piece lies and where it goes; scratch is None for a copy, which is there already."""
+    """Where a received piece lies and where it goes; scratch is None for a copy, which arrives in place."""
 
     peer: int
     target: torch.Tensor
@@ -168,11 +169,11 @@ class _Runner:
     chunk_bytes: int
     timeout_s: float | None
     traffic: Traffic = field(default_factory=Traffic)
-    _scratch: list[torch.Tensor] = field(default_factory=list)  # free ones, each a piece long
+    _scratch: list[torch.Tensor] = field(default_factory=list)  # free ones, each as long as a piece
 
     def __post_init__(self) -> None:
         self.rank = self.group.rank()
-        # NCCL cuts and overlaps by itself, and each batch costs a kernel: the whole step is one piece there.
+        # NCCL cuts and overlaps by itself, and each batch costs a kernel: there the whole step is one piece.
         whole = self.flat.is_cuda or self.chunk_bytes <= 0
         self.piece = max(1, self.flat.numel() if whole else self.chunk_bytes // self.flat.itemsize)
 
@@ -192,7 +193,7 @@ class _Runner:
         return -(-longest // self.piece)
 
     def _cut(self, start: int, stop: int, number: int) -> torch.Tensor | None:
-        """Piece `number` of a range; None where the range is shorter than others of its step."""
+        """Piece `number` of a range; None if the range is too short to have one."""
         start += number * self.piece
         return self.flat[start : min(stop, start + self.piece)] if start < stop else None
 
@@ -217,7 +218,7 @@ class _Runner:
         return _Round(works, arrivals, [message.peer for message in (*receives, *sends)])
 
     def _finish(self, this: _Round) -> None:
-        # All works first: an exchange sums into the very elements that it sends.
+        # Wait for all works first: an exchange sums into the very elements that it sends.
         for work in this.works:
             peers = ", ".join(map(str, dict.fromkeys(this.peers)))
             wait_for(work, f"a schedule's exchange with rank {peers} of the group", self.timeout_s)
@@ -230,7 +231,7 @@ class _Runner:
             self._scratch.append(scratch)
 
     def _take(self, numel: int) -> torch.Tensor:
-        """Scratch for one piece, from an earlier one that was as long if there is any."""
+        """Scratch for one piece, from an earlier one of the same length if there is one."""
         for i, scratch in enumerate(self._scratch):
             if scratch.numel() >= numel:
                 return self._scratch.pop(i)

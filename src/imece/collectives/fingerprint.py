@@ -43,11 +43,11 @@ DTYPE_CODES = {dtype: bits >> _DTYPE_SHIFT for dtype, bits in _DTYPE_BITS.items(
 
 
 class Announced(NamedTuple):
-    """A call as a rank tells the others of it, which all must tell alike but for the label."""
+    """A call as a rank tells the others of it. All ranks must agree in everything but the label."""
 
     op: str  # of OPS
-    dtype: torch.dtype | None  # of the tensor that must be alike on all ranks, so the input; None: no tensor
-    shape: tuple[int, ...]  # of the same
+    dtype: torch.dtype | None  # of the tensor that must be alike on all ranks, the input; None: no tensor
+    shape: tuple[int, ...]  # of the same tensor
     reduce_op: str = ""  # of REDUCE_OPS
     root: int = -1  # rank in the group
     label: str = ""  # the parameter or bucket, for errors
@@ -67,8 +67,8 @@ class Fields(NamedTuple):
 def pack(op: str, reduce_op: str, dtype: torch.dtype | None, numel: int, root_or_peer: int = -1) -> int:
     """The fingerprint of one call, a non-negative int below 2**63.
 
-    KeyError for an unknown operation; a numel above MAX_NUMEL or a root above MAX_ROOT wraps around: it is
-    still compared in its low bits, and both are far beyond one machine's memory or one job's ranks.
+    KeyError for an unknown operation. A numel above MAX_NUMEL or a root above MAX_ROOT wraps around and is
+    compared in its low bits only; both are far beyond one machine's memory or one job's ranks.
     """
     return (
         _OP_BITS[op]
@@ -100,7 +100,7 @@ def describe(fingerprint: int) -> str:
 
 
 def describe_tensor(fingerprint: int) -> str:
-    """Only what was sent, e.g. "float32[2359296]"."""
+    """Only the tensor, e.g. "float32[2359296]"."""
     return _tensor(unpack(fingerprint), None)
 
 
@@ -113,8 +113,8 @@ def mismatch_message(
 ) -> str:
     """The sentence for a mismatch of call number `seq` of a group.
 
-    by_rank: what each rank did, in words; ranks with equal words are named together. `op` is the operation if
-    all ranks agree on it. asked: what the ranks should do, and perhaps do not.
+    by_rank: what each rank did, in words; ranks with equal words are named together. op: the operation if all
+    ranks agree on it. asked: what the ranks should do, and perhaps did not.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank in sorted(by_rank):
@@ -137,9 +137,9 @@ def explain(
 ) -> str | None:
     """None if all ranks did the same, else the mismatch in words: only what differs, and the labels.
 
-    fingerprints, labels, shapes, ways: by rank in the group. Ranks agree if their fingerprints and (where
-    given) their shapes and ways are equal; labels are shown and never compared. A way is "schedule ring" or
-    "wire bf16", say, and "" the backend's own.
+    fingerprints, labels, shapes, ways: by rank in the group. Ranks agree if their fingerprints and (if given)
+    their shapes and ways are equal; labels are shown and never compared. A way is "schedule ring" or "wire
+    bf16", for instance; "" is the backend's own way.
     """
     shapes, ways = shapes or {}, ways or {}
     same_call = len(set(fingerprints.values())) <= 1 and len(set(shapes.values())) <= 1

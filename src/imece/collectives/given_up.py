@@ -1,6 +1,6 @@
-"""Waits for what Gloo carries out, each of which ends when it is given up (pending.py says by whom, and why).
+"""Waits for Gloo that can be given up: each one then ends (pending.py says who gives up, and why).
 
-A wait is made of slices, with a look after each.
+A wait is made of slices, with a check after each.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from imece.errors import PeerLostError
 
 _SLICE = timedelta(seconds=1)
-_SLICE_OVER = "Operation timed out!"  # torch's words: the work itself goes on
+_SLICE_OVER = "Operation timed out!"  # torch's words; the work itself goes on
 
 
 class Waitable(Protocol):
-    """What torch's Work and our Task have in common."""
+    """What torch's Work and imece's Task have in common."""
 
     def wait(self, timeout: timedelta = ..., /) -> object: ...
 
@@ -28,20 +28,20 @@ class Waitable(Protocol):
 
 
 class _Told:
-    times = 0  # that calls were given up in this process
-    why = ""  # the last time
+    times = 0  # how often calls were given up in this process
+    why = ""  # the latest reason
 
 
 _told = _Told()
 
 
 def tell(why: str) -> None:
-    """All that is waited for here by now is given up."""
+    """Give up everything that is waited for here by now."""
     _told.times, _told.why = _told.times + 1, why
 
 
 class Sliced:
-    """A collective that Gloo carries out, waited for so that `give_up` ends it."""
+    """A collective that Gloo carries out, waited for so that `give_up` ends the wait."""
 
     def __init__(self, work: Waitable, *groups: dist.ProcessGroup) -> None:
         """groups: those in which it may be stuck."""
@@ -69,7 +69,7 @@ class Sliced:
 
 
 def value_of(future: torch.futures.Future[Any]) -> Any:
-    """What a future gives that torch made of its own calls, waited for so that `give_up` ends it."""
+    """The value of a future that torch made of its own calls, waited for so that `give_up` ends the wait."""
     ended, before = threading.Event(), _told.times
     future.add_done_callback(lambda _: ended.set())
     while not ended.wait(_SLICE.total_seconds()):
@@ -79,5 +79,5 @@ def value_of(future: torch.futures.Future[Any]) -> Any:
 
 
 def _keep_for_ever(group: dist.ProcessGroup) -> None:
-    """To destroy it would be to wait for its threads, which are stuck."""
+    """Keep a group alive: destroying it would wait for its threads, which are stuck."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -1,15 +1,16 @@
-"""Collectives over hosts: reduce-scatter, all-gather, and all-reduce, which is one and then the other; and
-the sum of rows, an all-reduce of which each rank keeps what its place in the host is for.
+"""Collectives over hosts: reduce-scatter, all-gather, all-reduce (one and then the other), and the sum of
+rows (an all-reduce of which each rank keeps one row, that of its place in the host).
 
-Of K hosts with H ranks each, only (K−1)/K · M/H bytes a rank pass between hosts in either half, where a ring
-over all K·H ranks passes nearly M between neighbouring hosts. The tensor goes in chunks through a pipeline of
+With K hosts of H ranks each, only (K−1)/K · M/H bytes a rank pass between hosts in either half; a ring over
+all K·H ranks passes nearly M between neighbouring hosts. The tensor goes in chunks through a pipeline of
 stages: stage s of chunk c runs at tick c + s · CHUNKS_AHEAD. So a chunk's messages have that many ticks to
 travel before somebody waits for them, the wire always has work in both directions, and all ranks do the same
 things in the same order whatever their timing.
 
-Where the tensors of a host lie in shared memory its ranks meet twice, at the beginning and at the end: each
-sums straight out of the others' tensors, and writes what is gathered into all of them. What is gathered into
-memory of a rank's own comes by rows beside it, and each rank reads those of the others.
+If the tensors of a host lie in shared memory, its ranks meet only twice, at the beginning and at the end:
+each sums straight out of the others' tensors, and writes what it gathers into all of them. If a gather's
+outputs are private memory, rows come into shared memory beside them, and each rank reads the rows of the
+others.
 
 Every sum is over the ranks of a host, in their order, and then over hosts, in theirs, whoever computes it: so
 all of these give the same bits.
@@ -32,12 +33,12 @@ from imece.collectives.wire import check_bf16, check_wire
 __all__ = ["HostGroups", "all_gather", "all_reduce", "reduce_scatter", "sum_of_rows"]
 
 CHUNK_BYTES = 1024 * 1024
-LANE_CHUNK_BYTES = 2 * CHUNK_BYTES  # beside another call the wire has work while this one begins and ends
+LANE_CHUNK_BYTES = 2 * CHUNK_BYTES  # beside another call, the wire has work while this one begins and ends
 AT_ONCE_CHUNK_BYTES = 8 * CHUNK_BYTES  # there, of an all_reduce between two hosts: a bucket is one message
-BESIDE_BYTES = 64 * CHUNK_BYTES  # most that is gathered beside where it is to lie
+BESIDE_BYTES = 64 * CHUNK_BYTES  # the most that is gathered beside its final place
 LEAST_BYTES = 32 * 1024  # of a message between hosts: with many ranks chunks are larger
 CHUNKS_AHEAD = 1  # more would only queue in front of the wire
-LANE_CHUNKS_AHEAD = 3  # in a lane, whose thread waits for a core between one chunk and the next
+LANE_CHUNKS_AHEAD = 3  # in a lane, whose thread waits for a core between chunks
 
 
 def all_reduce(
@@ -50,9 +51,9 @@ def all_reduce(
 ) -> torch.Tensor:
     """In place; every rank gets the same bits.
 
-    tensor: any shape, M bytes. op: sum, avg, min, max, product. wire="bf16": between hosts half the bytes
-    (sum and avg of floating point only; summed in fp32, as in wire.py, and the sum not rounded where hosts
-    are two). Bytes sent a rank: 2(H−1)/H · M in the host, 2(K−1)/K · M/H between hosts. ValueError for an
+    tensor: any shape, M bytes. op: sum, avg, min, max, product. wire="bf16": half the bytes between hosts
+    (sum and avg of floating point only; summed in fp32, as in wire.py; with two hosts the sum is not
+    rounded). Bytes sent a rank: 2(H−1)/H · M in the host, 2(K−1)/K · M/H between hosts. ValueError for an
     operation that the dtype or the wire does not know.
     """
     _check_wire(tensor, op, wire)
@@ -71,7 +72,7 @@ def all_reduce(
                   whole=buffer[start:stop])
             for start, stop in pieces(even, _length(buffer, hosts, chunk_bytes, parts) * world_size)
         ]  # fmt: skip
-        # Every chunk has equal parts; what is left over makes a padded one.
+        # Every chunk has equal parts; the remainder makes a padded one.
         tail = buffer.new_zeros(world_size) if even < buffer.numel() else None
         if tail is not None:
             tail[: buffer.numel() - even].copy_(buffer[even:])
@@ -92,10 +93,11 @@ def reduce_scatter(
     *,
     chunk_bytes: int | None = None,
 ) -> torch.Tensor:
-    """Slice r of the reduced `tensor`, in flat order, in `out` on rank r of all; the same bits as all_reduce.
+    """Put slice r of the reduced `tensor`, in flat order, into `out` on rank r of all; the same bits as
+    all_reduce.
 
     tensor: K·H times as many elements as out, M bytes; out may be its own slice, and the others stay as they
-    are. op, wire, ValueError: as of all_reduce; but the sum is never rounded to bf16. Bytes sent a rank:
+    are. op, wire, ValueError: as for all_reduce, but the sum is never rounded to bf16. Bytes sent a rank:
     (H−1)/H · M in the host, (K−1)/K · M/H between hosts.
     """
     _check_wire(tensor, op, wire)
@@ -124,10 +126,10 @@ def sum_of_rows(
     *,
     chunk_bytes: int | None = None,
 ) -> torch.Tensor:
-    """Slice p of the reduced `tensor`, in flat order, in `out` on the ranks with place p of every host.
+    """Put slice p of the reduced `tensor`, in flat order, into `out` on the ranks with place p of every host.
 
     tensor: H times as many elements as out, M bytes; out may be its own slice, and the others stay as they
-    are. op, wire, ValueError, and bits: as of all_reduce. Bytes sent a rank: (H−1)/H · M in the host,
+    are. op, wire, ValueError, and bits: as for all_reduce. Bytes sent a rank: (H−1)/H · M in the host,
     2(K−1)/K · M/H between hosts.
     """
     _check_wire(tensor, op, wire)
@@ -149,7 +151,7 @@ def sum_of_rows(
             .sum_of_row(list(target[start:stop].view(parts, -1)))
             for start, stop in pieces(even, length)
         ]  # fmt: skip
-        # As in all_reduce: of what is left over a padded one.
+        # As in all_reduce, the remainder makes a padded chunk.
         tail = buffer.new_zeros(each * parts) if rest else None
         if tail is not None:
             tail.view(each, parts)[:, :rest].copy_(buffer.view(each, numel)[:, even:])
@@ -171,11 +173,11 @@ def all_gather(
     offered: torch.Tensor | None = None,
     chunk_bytes: int | None = None,
 ) -> torch.Tensor:
-    """Every rank's `tensor`, in the order of all ranks, in `out` on every rank.
+    """Put every rank's `tensor`, in the order of all ranks, into `out` on every rank.
 
-    out: K·H times as many elements as tensor, M bytes; tensor may be its own slice of it. offered: what
-    `offered_for(out, hosts)` is, if it was made before. Bytes sent a rank: (H−1)/H · M in the host, (K−1)/K ·
-    M/H between hosts.
+    out: K·H times as many elements as tensor, M bytes; tensor may be its own slice of it. offered: the result
+    of `offered_for(out, hosts)`, if that was made before. Bytes sent a rank: (H−1)/H · M in the host, (K−1)/K
+    · M/H between hosts.
     """
     numel, here = tensor.numel(), hosts.peers.index(hosts.cross.rank())
     assert out.numel() == hosts.world_size * numel
@@ -208,10 +210,11 @@ def all_gather(
 
 
 def offered_for(out: torch.Tensor, hosts: HostGroups) -> torch.Tensor | None:
-    """What the ranks of the host may reach into while `out` is gathered, flat; None if there is nothing.
+    """The flat memory that ranks of the host may access while `out` is gathered; None if there is none.
 
-    `out` itself, in which they write what comes to them; or a row beside it, unless that is too much, which
-    all of them read then: less work than to meet for every chunk, which is copied three times.
+    It is `out` itself, into which they write what comes to them; or a row beside it, unless that is too
+    large, which all of them read afterwards. That is less work than meeting for every chunk, which is copied
+    three times.
     """
     if not _has_memory_in_common(out, hosts.host):
         return None
@@ -222,7 +225,7 @@ def offered_for(out: torch.Tensor, hosts: HostGroups) -> torch.Tensor | None:
 
 
 def _gather_rows(place: torch.Tensor, hosts: HostGroups, in_host: Sequence[torch.Tensor], numel: int) -> None:
-    """The row of each rank comes into what it has offered, where the others read it when all have come."""
+    """Gather each rank's row into what it has offered; the others read it there when all rows have come."""
     own = hosts.host.rank()
     rows = [_row(each, hosts, numel, of) for of, each in enumerate(in_host)]
 
@@ -236,11 +239,11 @@ def _gather_rows(place: torch.Tensor, hosts: HostGroups, in_host: Sequence[torch
     read(own)
     _close(in_host, hosts.host)
     for at in range(1, len(rows)):
-        read((own + at) % len(rows))  # not all from one
+        read((own + at) % len(rows))  # each rank begins elsewhere, so that not all read from one
 
 
 def _row(memory: torch.Tensor, hosts: HostGroups, numel: int, of: int) -> Row:
-    """By host the elements of the ranks with place `of`, in what holds those of all ranks, or only these."""
+    """The elements of the ranks with place `of`, by host. memory: holds those of all ranks, or only these."""
     whole = memory.numel() == hosts.world_size * numel
     at = [ranks[of] for ranks in hosts.ranks] if whole else range(len(hosts.ranks))
     return [memory[each * numel : (each + 1) * numel] for each in at]
@@ -253,24 +256,25 @@ def _check_wire(tensor: torch.Tensor, op: str, wire: str | None) -> None:
 
 
 def _to_sum(tensor: torch.Tensor, op: str, world_size: int, wire: str | None) -> tuple[torch.Tensor, str]:
-    """As `prepared`; what goes in fewer bits is summed in fp32."""
+    """As `prepared`, but dtypes of fewer bits are summed in fp32."""
     buffer, base = prepared(tensor, op, world_size)
     return (buffer if wire is None else buffer.float()), base
 
 
 def _place_for(out: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """Flat, for the sums of `buffer`: `out` where they can lie there."""
+    """Flat memory for the sums of `buffer`: `out` if they can lie there."""
     direct = out.is_contiguous() and out.dtype == buffer.dtype
     return flattened(out) if direct else buffer.new_empty(out.numel())
 
 
 def _parts(peers: Sequence[int]) -> int:
-    """Of a row that is summed and gathered again; hierarchical_chunk.py says why two hosts need only one."""
+    """Parts of a row that is summed and gathered again; hierarchical_chunk.py says why two hosts need only
+    one."""
     return 1 if len(peers) == 2 else len(peers)
 
 
 def _length(tensor: torch.Tensor, hosts: HostGroups, chunk_bytes: int | None, parts: int = 0) -> int:
-    """Elements of one rank's part of a chunk. parts: of a row that is summed and gathered again."""
+    """Elements of one rank's part of a chunk. parts: those of a row that is summed and gathered again."""
     if chunk_bytes is None:
         in_lane = AT_ONCE_CHUNK_BYTES if 0 < parts < hosts.cross.size() else LANE_CHUNK_BYTES
         chunk_bytes = max(in_lane if hosts.lane else CHUNK_BYTES, LEAST_BYTES * hosts.world_size)
@@ -278,7 +282,7 @@ def _length(tensor: torch.Tensor, hosts: HostGroups, chunk_bytes: int | None, pa
 
 
 def _cut(hosts: HostGroups, numel: int, start: int, stop: int) -> Cut:
-    """Of slices of `numel` elements, one a rank, the elements start:stop of each."""
+    """Cuts elements start:stop out of each of the slices, one a rank, of `numel` elements."""
 
     def cut(tensor: torch.Tensor, place: int) -> Row:
         firsts = [ranks[place] * numel for ranks in hosts.ranks]
@@ -296,7 +300,7 @@ def _open(tensor: torch.Tensor, hosts: HostGroups) -> list[torch.Tensor]:
     host = hosts.host
     if not _has_memory_in_common(tensor, host):
         return []
-    # Whether a copy is worked on depends on what all ranks agree in.
+    # All ranks must agree on whether a copy is worked on.
     if hosts.opened and hosts.opened[host.rank()].data_ptr() == tensor.data_ptr():
         return [each.view(tensor.dtype) for each in hosts.opened]
     assert isinstance(host, SharedMemoryGroup)
@@ -304,7 +308,7 @@ def _open(tensor: torch.Tensor, hosts: HostGroups) -> list[torch.Tensor]:
 
 
 def _open_each(offered: torch.Tensor | None, out: torch.Tensor, hosts: HostGroups) -> list[torch.Tensor]:
-    """As `_open`, of what each rank offers for itself."""
+    """As `_open`, for what each rank offers on its own account."""
     host = hosts.host
     if not _has_memory_in_common(out, host):
         return []
@@ -316,14 +320,15 @@ def _open_each(offered: torch.Tensor | None, out: torch.Tensor, hosts: HostGroup
 
 
 def _close(in_host: Sequence[torch.Tensor], host: dist.ProcessGroup) -> None:
-    """Till then others read this rank's tensor, and write into it."""
+    """Until then others read this rank's tensor, and write into it."""
     if in_host:
         assert isinstance(host, SharedMemoryGroup)
         host.barrier_now()
 
 
 def _pipeline(chunks: Sequence[list[Stage]], hosts: HostGroups) -> None:
-    """Later chunks first in each tick: their messages leave before an earlier chunk is summed."""
+    """Run the stages. In each tick later chunks come first: their messages leave before an earlier chunk is
+    summed."""
     depth = max((len(stages) for stages in chunks), default=0)
     ahead = LANE_CHUNKS_AHEAD if hosts.lane else CHUNKS_AHEAD
     for tick in range(len(chunks) + (depth - 1) * ahead if chunks else 0):

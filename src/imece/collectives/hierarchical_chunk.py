@@ -1,17 +1,17 @@
-"""One chunk of a collective over hosts, on its way: reduce-scatter, all-gather, and what is made of the two.
+"""One chunk of a collective over hosts: reduce-scatter, all-gather, and what is made of the two.
 
     place   of a rank: its index among the ranks of its host
-    part    what one rank owns of the chunk, [n]; all parts of a chunk are equally long
+    part    what one rank owns of the chunk, [n]; all parts of a chunk have the same length
     row     the parts of the ranks with one place, by host
 
-Reduce-scatter: a rank sums the row of its place over the ranks of its host, sends the others' parts of it to
-them, and adds up, in the order of hosts, what comes of its own. All-gather: it sends its part to its place on
-the other hosts, and brings the row that has come to the ranks of its host.
+Reduce-scatter: a rank sums the row of its place over the ranks of its host, sends the other hosts' parts of
+that row to them, and adds up what comes for its own part, in the order of hosts. All-gather: it sends its
+part to its place on the other hosts, and hands the row that has come to the ranks of its host.
 
-All-reduce is one and then the other, and so is the sum of rows, but that these are not brought to other ranks
-of the host. Of two hosts either sends half a row in each, and gets the other half. A whole row at once is no
-more, in half the messages, and nobody waits for another's sum: so there a row is one part, which both hosts
-add up.
+All-reduce is one and then the other. So is the sum of rows, but its rows are not handed to other ranks of the
+host. With two hosts, each would send half a row in each of the two, and get the other half. Sending a whole
+row at once is no more data, in half the messages, and nobody waits for another's sum: so with two hosts a row
+is one part, which both hosts add up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from imece.collectives.shared_memory.group import SharedMemoryGroup
 Tensor = torch.Tensor
 Row = list[Tensor]
 Cut = Callable[[Tensor, int], Row]
-"""(a tensor, a place) -> the row of that place in it, for one chunk."""
+"""(tensor, place) -> the row of that place in the tensor, for one chunk."""
 Stage = Callable[[], None]
 
 
@@ -43,10 +43,11 @@ class HostGroups(NamedTuple):
     cross: dist.ProcessGroup  # the ranks with this rank's place on every host
     ranks: Sequence[Sequence[int]]  # all of them, by host and place
     lane: int = 0
-    """Calls in different lanes go on side by side: each lane has a `host` group and a tag in `cross`."""
+    """Calls in different lanes run side by side: each lane has its own `host` group, and its own tag in
+    `cross`."""
 
     opened: Sequence[Tensor] = ()
-    """The bytes of this call's tensor on all ranks of the host, if they have met over it before."""
+    """The bytes of this call's tensor on all ranks of the host, if they have already met over it."""
 
     @property
     def world_size(self) -> int:
@@ -55,13 +56,14 @@ class HostGroups(NamedTuple):
 
     @property
     def peers(self) -> list[int]:
-        """By host the rank in `cross` that has this one's place there: a group has its own order of hosts."""
+        """For each host, the rank in `cross` with this rank's place: a group has its own order of hosts."""
         members = dist.get_process_group_ranks(self.cross)
         return [members.index(ranks[self.host.rank()]) for ranks in self.ranks]
 
 
 class Chunk:
-    """A chunk on its way. The four kinds of call are lists of stages, as long for every chunk of a call."""
+    """A chunk under way. The four kinds of call are lists of stages, equally long for all chunks of a
+    call."""
 
     def __init__(
         self,
@@ -74,9 +76,9 @@ class Chunk:
         wire: str | None = None,
         whole: Tensor | None = None,
     ) -> None:
-        """peers: of `hosts`. tensor: this rank's, 1D. in_host: those of all ranks of the host, if this one
-        can reach into them. cut: into a part for each host, or one for both of two. whole: all rows of
-        `tensor`, if they lie one after the other."""
+        """peers: of `hosts`. tensor: this rank's, 1D. in_host: the tensors of all ranks of the host, if this
+        rank can access them. cut: into one part per host, or into one for both of two hosts. whole: all rows
+        of `tensor`, if they lie one after the other."""
         self.host, self.cross, self.place = hosts.host, hosts.cross, hosts.host.rank()
         self.tag = TAG_HIERARCHICAL + hosts.lane
         self.peers, self.here = peers, peers.index(hosts.cross.rank())
@@ -87,23 +89,23 @@ class Chunk:
         self.theirs = [cut(each, self.place) for each in in_host]
         self.at_once = len(self.mine) < len(peers)
         self.in_place = whole is not None
-        """Whether the own row's sums over the ranks of the host may lie in `result`."""
+        """Whether the own row's sums over the host's ranks may lie in `result`."""
         self.part = self.result[0 if self.at_once else self.here]
-        # What is under way, and is let go when it has come.
+        # Under way; let go of when it has come.
         self.works: list[Waitable] = []
         self.arrived: Row = []  # by host, this one's included
 
     def reduce_scatter(self, out: Tensor) -> list[Stage]:
-        """out: [n], where the sum of the own part goes; nothing else is written."""
+        """out: [n], gets the sum of the own part; nothing else is written."""
         self.part = out
         return [self._send_sums, self._add_up]
 
     def all_gather(self) -> list[Stage]:
-        """Of own parts, which lie where they belong."""
+        """Gather the own parts, which lie in their places."""
         return [self._send_part, self._take_parts_and_bring]
 
     def gather_row(self) -> list[Stage]:
-        """As all_gather, and the row is brought to nobody."""
+        """As all_gather, but the row is handed to nobody."""
         return [self._send_part, self._take_parts]
 
     def all_reduce(self) -> list[Stage]:
@@ -113,7 +115,7 @@ class Chunk:
         return [self._send_sums, self._add_up_and_send, self._take_parts_and_bring]
 
     def sum_of_row(self, out: Row) -> list[Stage]:
-        """out: as the own row, which it may be; nothing else is written."""
+        """out: shaped like the own row, which it may be; nothing else is written."""
         self.result, self.in_place = out, True
         self.part = out[0 if self.at_once else self.here]
         if self.at_once:
@@ -134,7 +136,7 @@ class Chunk:
         self._exchange(sums, self.arrived)
 
     def _add_up(self) -> None:
-        """In the order of hosts, whoever adds."""
+        """In the order of hosts, whichever rank adds."""
         self._wait()
         if self.wire is None:
             _reduce(self.op, self.arrived, self.part)
@@ -145,7 +147,7 @@ class Chunk:
         self.arrived = []
 
     def _sum_in_host(self) -> Row:
-        """Of the own row, in place if it is to be overwritten anyway: what was read is in the cache."""
+        """Sum the own row; in place if it will be overwritten anyway: what was read is in the cache."""
         if self.host.size() == 1:
             return self.mine
         if self.theirs and self.in_place:
@@ -180,7 +182,7 @@ class Chunk:
         self.arrived = []
 
     def _bring(self) -> None:
-        """The own row to all ranks of the host."""
+        """Hand the own row to all ranks of the host."""
         for place, row in enumerate(self.theirs):
             if place != self.place:
                 for target, part in zip(row, self.mine, strict=True):
@@ -218,7 +220,7 @@ class Chunk:
         return [part for place in range(self.host.size()) for part in self.cut(self.tensor, place)]
 
     def _in_host(self, what: Literal["reduce_scatter", "all_gather"], source: Tensor, target: Tensor) -> None:
-        """Where this rank cannot reach into the others' tensors."""
+        """For a rank that cannot access the others' tensors."""
         if isinstance(self.host, SharedMemoryGroup) and source.device.type == "cpu":
             self.host.run_now(what, source, target, self.op if what == "reduce_scatter" else "")
         elif what == "reduce_scatter":
@@ -227,7 +229,7 @@ class Chunk:
             wait_for(native.all_gather(target, source, self.host), "the gather in the host")
 
     def _exchange(self, sent: Row, places: Row) -> None:
-        """sent, places: by host; what goes there, and where what comes from there is to lie."""
+        """sent, places: by host; what goes there, and where what comes from there is put."""
         others = [(self.here + i) % len(self.peers) for i in range(1, len(self.peers))]  # not all to one
         sends = [Message(sent[host], self.peers[host], self.tag) for host in others]
         receives = [Message(places[host], self.peers[host], self.tag) for host in others]

@@ -1,4 +1,4 @@
-"""What is known of the links between ranks: how long a message takes, and the backend's own collectives."""
+"""What is known about the links between ranks: times of messages, and of the backend's own collectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Hosts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two ranks, or the typical one of a level."""
+    """One direction between two ranks, or the typical one of a level (in a host, between hosts)."""
 
     latency_s: float
     bytes_per_s: float
@@ -33,7 +33,7 @@ class Native:
 
 @dataclass(frozen=True)
 class Links:
-    """What `measure` found. Equal on all ranks, so all ranks choose alike."""
+    """The result of `measure`. It is equal on all ranks, so all ranks choose alike."""
 
     backend: str
     world_size: int
@@ -42,7 +42,7 @@ class Links:
     inside: Link | None  # median pair of one host; None if no host has two ranks
     between: Link | None  # median pair of two hosts; None on one host
     native: Mapping[str, Native]  # by operation
-    sum_s_per_byte: float  # adding one fp32 message to another, the slowest rank
+    sum_s_per_byte: float  # adding one fp32 message to another, on the slowest rank
 
 
 def table_line(*measured: Links) -> str:

@@ -1,10 +1,10 @@
-"""How fast ranks can talk, measured; and which schedule is the fastest for a message of some size.
+"""Measures how fast ranks can talk, and says which schedule is the fastest for a message of some size.
 
     links = measure(group, hosts)                   # all ranks together; the same result on every rank
     print(table_line(links))                        # link  gloo 1.4 GB/s, 165 us in the host
     print(choose("all_reduce", 16 << 20, links))    # 16 MiB all_reduce: ring, 13 ms predicted (native 15)
 
-Words of it: link_types.py. The choice: choice.py.
+link_types.py defines the words, choice.py makes the choice.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 SMALL_BYTES, LARGE_BYTES = 8, 2 << 20
 ROUNDS, PINGS = 7, 5  # medians over rounds; several small messages each, since one is near the clock's grain
-ALL_PAIRS = 8  # up to so many ranks every pair is measured
+ALL_PAIRS = 8  # up to this many ranks, every pair is measured
 
 
 def measure(
@@ -45,10 +45,10 @@ def measure(
     hosts: Hosts | None = None,
     device: torch.device | str = "cpu",
 ) -> Links:
-    """Times messages between pairs of ranks, and the backend's own collectives. All ranks call it together.
+    """Time messages between pairs of ranks, and the backend's own collectives. All ranks call this together.
 
-    hosts: ranks in the group of each host; None: all on one. device: where the tensors lie (NCCL: cuda).
-    One pair talks at a time. Up to 8 ranks all pairs are measured (28 at most), of more a sample of
+    hosts: for each host its ranks in the group; None: all on one. device: where the tensors lie (NCCL: cuda).
+    One pair talks at a time. Up to 8 ranks, all pairs are measured (28 at most), beyond that a sample of
     neighbours. Two ranks on Gloo take about 0.3 s.
     """
     group = group if group is not None else dist.group.WORLD
@@ -63,7 +63,7 @@ def measure(
             pair = _ping_pong(group, rank == one, other if rank == one else one, device)
             if rank == one:
                 found[index] = torch.tensor(pair, dtype=torch.float64)
-    # Each row was written by one rank, so the sum hands the same numbers to all.
+    # One rank wrote each row, so the sum gives all ranks the same numbers.
     dist.all_reduce(found, group=group)
     rows = found.tolist()
     measured = tuple((a, b, Link(*row)) for (a, b), row in zip(pairs, rows, strict=True))
@@ -94,7 +94,7 @@ def pairs_to_measure(hosts: Hosts) -> list[tuple[int, int]]:
 def _ping_pong(
     group: dist.ProcessGroup, first: bool, peer: int, device: torch.device | str
 ) -> tuple[float, float]:
-    """(latency in s, bytes/s) to the peer, a rank in the group; both sides call it at the same time."""
+    """(latency in s, bytes/s) to the peer, a rank in the group; both sides call this at the same time."""
 
     def one_way(tensor: torch.Tensor, sends: bool) -> None:
         message = [Message(tensor, peer, 0)]
@@ -113,15 +113,16 @@ def _ping_pong(
     large = torch.zeros(LARGE_BYTES, dtype=torch.uint8, device=device)
     there_and_back(small, 2)  # opens the connection
     there_and_back(large, 1)
-    # By turns, so that whatever else the machine does disturbs both alike.
+    # By turns, so that other load on the machine disturbs both alike.
     rounds = [(there_and_back(small, PINGS), there_and_back(large, 1)) for _ in range(ROUNDS)]
     latency_s, large_s = (statistics.median(times) for times in zip(*rounds, strict=True))
-    # On a loaded machine a small message can take longer than a large one: then the bytes get half the time.
+    # On a loaded machine a small message can take longer than a large one: then half the time counts for the
+    # bytes.
     return min(latency_s, large_s), LARGE_BYTES / max(large_s - latency_s, large_s / 2)
 
 
 def _native(group: dist.ProcessGroup, device: torch.device | str) -> dict[str, Native]:
-    """The backend's own collectives, each at a small and a large size; the slowest rank counts."""
+    """Times of the backend's own collectives, each at a small and a large size; the slowest rank counts."""
     size = dist.get_world_size(group)
 
     def timed(op: str, nbytes: int) -> float:

@@ -39,12 +39,12 @@ class Recv:
 
 
 def send(tensor: Tensor, dst: int, *, tag: int = 0, group: Group | None = None, label: str = "") -> Tensor:
-    """Sends M bytes to rank dst, which calls `recv` with the same dtype, numel and tag; returns when they are
-    gone.
+    """Send M bytes to rank dst, which calls `recv` with the same dtype, numel and tag; returns when they have
+    left.
 
-    Messages of one pair and tag arrive in the order of sending. On a GPU what is sent so is received by
-    `recv`, and not by `exchange`. ValueError if dst is this rank or not in the group, for a tag that is no
-    int of 64 bits, and for any tag over NCCL, which has none.
+    Messages of one pair and tag arrive in the order of sending. On a GPU, `recv` receives these messages, not
+    `exchange`. ValueError if dst is this rank or not in the group, for a tag that is no int of 64 bits, and
+    for any tag over NCCL, which has none.
 
     dst counts within the group: a ProcessGroup that holds both ranks, None for all. label: what the tensor
     is, for errors. PeerLostError if the other rank is gone, CollectiveTimeoutError if it comes too late.
@@ -60,8 +60,8 @@ def send(tensor: Tensor, dst: int, *, tag: int = 0, group: Group | None = None, 
 
 
 def recv(tensor: Tensor, src: int, *, tag: int = 0, group: Group | None = None, label: str = "") -> Tensor:
-    """Receives M bytes from rank src of the group into `tensor`, and returns it. tag, label and errors are as
-    of `send`."""
+    """Receive M bytes from rank src of the group into `tensor`, and return it. tag, label and errors: as for
+    `send`."""
     check_tensor("recv", tensor)
     group = group_or_default(group)
     _check_peer("recv from", src, group)
@@ -82,9 +82,9 @@ def exchange(
 ) -> Any:
     """All these messages progress together, in any order, without deadlock; a rank may write to itself.
 
-    Messages of one pair and tag arrive in the order in which they are listed; over NCCL tags tell those of
-    one call apart, not of two. There the first call of all in a group waits for all its ranks: let it be
-    another one, an all_reduce say, where a rank may have no messages. Returns None when all have ended
+    Messages of one pair and tag arrive in the order in which they are listed. Over NCCL tags only tell
+    messages of one call apart, and the first call in a group waits for all its ranks: if a rank may have no
+    messages, make another call first, such as an all_reduce. Returns None when all messages have ended
     (async_op: a Pending of None). ValueError for ranks outside the group, and for a Send and a Recv of this
     rank to itself that do not match.
 

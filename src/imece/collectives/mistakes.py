@@ -1,4 +1,4 @@
-"""What a user got wrong, when only some of the ranks can see it: all of them learn of it in one exchange."""
+"""Mistakes of a user that only some ranks can see: one exchange tells all ranks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ Result = TypeVar("Result")
 
 
 class Outcome(NamedTuple, Generic[Result]):
-    """What came of a call on this rank, and what went wrong on any."""
+    """The result of a call on this rank, and the mistakes on any rank."""
 
     result: Result | None
     mine: UserError | None
     wrong: dict[int, str]
-    """Rank -> its mistake, ascending; empty if there is none, and then there is a result."""
+    """Rank -> its mistake, ascending; if empty, there is a result."""
 
 
 def tried(
     call: Callable[[], Result], group: dist.ProcessGroup, device: torch.device, label: str
 ) -> Outcome[Result]:
-    """`call()`, without any collective in it, on every rank of `group`; its UserErrors are not raised."""
+    """Run `call()`, which makes no collective, on every rank of `group`; its UserErrors are returned, not
+    raised."""
     mine: UserError | None = None
     result: Result | None = None
     try:

@@ -1,10 +1,9 @@
-"""torch's own collectives of a group, by the group's ranks and our names of reductions. All return torch's
-Work.
+"""torch's own collectives, by the group's ranks and imece's names of reductions. All return torch's Work.
 
-Those of buckets are asked of the group itself: torch's functions check again what has been checked, and a
-group of "cpu:shm,cuda:nccl" would hand a GPU's tensors on from Python, for as much time as NCCL's launch.
+Those of buckets call the group itself: torch's functions repeat checks, and a group of "cpu:shm,cuda:nccl"
+would pass a GPU's tensors on in Python, which takes as long as NCCL's launch.
 
-Tensors are flat and contiguous, and the reduction is one that the backend knows (reduction.prepared).
+Tensors are flat and contiguous, and the backend knows the reduction (reduction.prepared).
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ def broadcast(flat: torch.Tensor, src: int, group: dist.ProcessGroup) -> Waitabl
 
 
 def reduce(flat: torch.Tensor, dst: int, op: str, group: dist.ProcessGroup) -> Waitable:
-    """In place on rank `dst` of the group; some backends leave part sums in the others' tensors."""
+    """In place on rank `dst` of the group; some backends leave partial sums in the other ranks' tensors."""
     return cast(Waitable, dist.reduce(flat, op=torch_op(op), group=group, group_dst=dst, async_op=True))
 
 
 def reduce_scatter(output: torch.Tensor, flat: torch.Tensor, op: str, group: dist.ProcessGroup) -> Waitable:
-    """Slice `rank` of the reduced `flat`, which may be that slice's own memory, into `output`."""
+    """Put slice `rank` of the reduced `flat` into `output`, which may be that slice."""
     if flat.is_complex() and op in ("sum", "avg"):
-        # NCCL has no complex dtypes: in its other collectives torch does the same.
+        # NCCL has no complex dtypes; torch does the same in its other collectives.
         output, flat = torch.view_as_real(output).view(-1), torch.view_as_real(flat).view(-1)
     options = dist.ReduceScatterOptions()
     options.reduceOp, options.asyncOp = _OPS[op], True
@@ -61,7 +60,7 @@ def all_gather(output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGrou
 
 
 def all_to_all(output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup) -> Waitable | None:
-    """Slice i of `flat` goes to rank i, into the sender's slice there. None if the backend cannot do it."""
+    """Slice i of `flat` goes to rank i, into the sender's slice there. None if the backend cannot do this."""
     try:
         return cast(Waitable, dist.all_to_all_single(output, flat, group=group, async_op=True))
     except RuntimeError as error:  # NotImplementedError is one too

@@ -1,4 +1,4 @@
-"""SIGUSR1 makes a rank show what it does, unless the program has another use for that signal."""
+"""SIGUSR1 makes a rank print what it is doing, unless the program uses that signal itself."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from imece.collectives import recorder
 def listen() -> None:
     """From now on `kill -USR1 PID` prints this rank's stacks and last calls (recorder.install_signal).
 
-    Does nothing where the program handles the signal already, nor on another than the main thread, where
-    Python allows no handlers. A handler that the program sets later replaces this one.
+    Does nothing if the program handles the signal already, or outside of the main thread, where Python allows
+    no handlers. A handler that the program sets later replaces this one.
     """
     if threading.current_thread() is threading.main_thread() and not _in_use(signal.SIGUSR1):
         recorder.install_signal()
 
 
 def _in_use(number: int) -> bool:
-    """Whether the signal does something else than end this process."""
+    """Whether the signal does anything else than end this process."""
     if signal.getsignal(number) is not signal.SIG_DFL:
         return True
     try:  # Python's own table leaves out what C has set, for instance faulthandler.register

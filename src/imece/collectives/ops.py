@@ -2,19 +2,19 @@
 
 Common to all of them. group: a torch ProcessGroup that holds this rank, None for all ranks; ranks in
 arguments (src, dst) count within the group, and every rank of the group makes the call. op: "sum", "avg",
-"min", "max", "product", or torch's ReduceOp. dtypes: fp64, fp32, fp16, bf16, int64, int32, uint8, bool (of
-bools, sum and max mean "any", the others "all"); averages of integers are those of their sum in int64, which
-is exact but where it overflows, truncated toward zero.
-Tensors may have any shape, be empty, and need not be contiguous; those that are written to are not expanded.
-label: what the tensor is, for errors and the recorder.
+"min", "max", "product", or torch's ReduceOp. dtypes: fp64, fp32, fp16, bf16, int64, int32, uint8, bool (for
+bools, sum and max mean "any", the others "all"). An average of integers is that of their sum in int64,
+truncated toward zero; it is exact unless the sum overflows.
+Tensors may have any shape, be empty, and need not be contiguous; tensors that are written to must not be
+expanded. label: what the tensor is, for errors and the recorder.
 
 A synchronous call returns its tensor. With async_op=True the call returns a `Pending`: `wait(timeout_s)`
 gives the tensor, `done()` asks. schedule: None for the backend's own way, a name of schedules.py, or "auto"
 (links.py).
 
-In what follows M is the bytes of the whole tensor and N the number of ranks. Errors: ValueError for arguments
-that cannot be meant, TypeError for what is no tensor, before anything is sent; CollectiveError and its kinds
-for calls that fail.
+M is the bytes of the whole tensor and N the number of ranks. Errors: ValueError for arguments that make no
+sense and TypeError if there is no tensor, both before anything is sent; CollectiveError and its kinds for
+calls that fail.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def all_reduce(
 
     op: "sum", "avg", "min", "max", "product", or torch's ReduceOp. schedule: one of these names, "auto" for
     the fastest by the links, None for the backend's own way.
-    group: a ProcessGroup that holds this rank; None for all ranks, and each of them makes the call.
-    async_op: return a `Pending` at once, whose wait() gives the tensor. label: the tensor's name in errors.
-    MismatchError if ranks make other calls, PeerLostError if one is gone, CollectiveTimeoutError if one comes
-    too late; more in help("imece.collectives.ops").
+    group: a ProcessGroup that holds this rank; None for all ranks, and each of them makes the call. async_op:
+    return a `Pending` at once, whose wait() gives the tensor. label: the tensor's name in errors.
+    MismatchError if ranks make different calls, PeerLostError if one is gone, CollectiveTimeoutError if one
+    comes too late; more in help("imece.collectives.ops").
     """
     check_tensor("all_reduce", tensor)
     group = group if group is not None else group_or_default(None)
@@ -143,18 +143,19 @@ def reduce_scatter(
     wire: str | None = None,
     label: str = "",
 ) -> Any:
-    """Reduce `input` over all ranks, and leave slice `rank` of it, in flat order, in `output`; returns that.
+    """Reduce `input` over all ranks, and put slice `rank` of it, in flat order, into `output`; returns
+    output.
 
     input: N times as many elements as output, of its dtype. Bytes sent a rank: (N−1)/N · M, M being the
     input's; with schedule "hierarchical" (K−1)/K · M/H of them between K hosts of H ranks. output may be its
-    own slice of a contiguous input: nothing is copied then, and the other slices of the input are scratch.
-    wire: as of all_reduce, but the sum is not rounded. ValueError if the sizes or dtypes do not fit.
+    own slice of a contiguous input: then nothing is copied, and the other slices of the input are scratch.
+    wire: as for all_reduce, but the sum is not rounded. ValueError if the sizes or dtypes do not fit.
 
-    op, schedule: as of all_reduce.
-    group: a ProcessGroup that holds this rank; None for all ranks, and each of them makes the call.
-    async_op: return a `Pending` at once, whose wait() gives output. label: the tensor's name in errors.
-    MismatchError if ranks make other calls, PeerLostError if one is gone, CollectiveTimeoutError if one comes
-    too late; more in help("imece.collectives.ops").
+    op, schedule: as for all_reduce.
+    group: a ProcessGroup that holds this rank; None for all ranks, and each of them makes the call. async_op:
+    return a `Pending` at once, whose wait() gives output. label: the tensor's name in errors. MismatchError
+    if ranks make different calls, PeerLostError if one is gone, CollectiveTimeoutError if one comes too late;
+    more in help("imece.collectives.ops").
     """
     group, name = group_or_default(group), op_name(op)
     world_size = group.size()
@@ -213,18 +214,18 @@ def sum_of_rows(
     wire: str | None = None,
     label: str = "",
 ) -> Any:
-    """Sum `input` over the ranks of both groups, and leave slice `rank` of `group`, in flat order, in
-    `output` on all `replicas`; returns that.
+    """Sum `input` over the ranks of both groups, and put slice `rank` of `group`, in flat order, into
+    `output` on all `replicas`; returns output.
 
-    group: what a model is divided among; replicas: the ranks with the same place in all such groups. input:
-    contiguous, as many times larger than output as `group` has ranks G, of its dtype. output may be its own
-    slice; the other slices are scratch. wire="bf16": as of all_reduce, between the replicas. Bytes sent a
-    rank: (G−1)/G · M in its group, 2(K−1)/K · M/G among K replicas. Where the groups are the mesh's hosts and
-    what is between them, on CPUs, asynchronous calls go side by side, as with schedule "hierarchical".
+    group: the ranks that divide a model; replicas: the ranks with the same place in all such groups. input:
+    contiguous, of output's dtype, and G times as long, G being the ranks of `group`. output may be its own
+    slice; the other slices are scratch. wire="bf16": as for all_reduce, between the replicas. Bytes sent a
+    rank: (G−1)/G · M in its group, 2(K−1)/K · M/G among K replicas. On CPUs, if the groups are the mesh's
+    hosts and the ranks between them, asynchronous calls run side by side, as with schedule "hierarchical".
 
     async_op: return a `Pending` at once, whose wait() gives output. label: the tensor's name in errors.
-    MismatchError if ranks make other calls, PeerLostError if one is gone, CollectiveTimeoutError if one comes
-    too late; ValueError if the sizes or dtypes do not fit.
+    MismatchError if ranks make different calls, PeerLostError if one is gone, CollectiveTimeoutError if one
+    comes too late; ValueError if the sizes or dtypes do not fit.
     """
     _check_sizes("sum_of_rows", "input", input, "output", output, group.size())
     if wire is not None:
@@ -241,7 +242,7 @@ def sum_of_rows(
     def both() -> None:
         if in_shared_memory(group, input):
             reduce_scatter(output, input, group=group, label=label)
-        else:  # checked as `call`: a second check would be numbered while the next call's is
+        else:  # checked as `call`: a second check would get its number while the next call gets one
             wait_for(native.reduce_scatter(output, flattened(input), "sum", group), "the sum in the group")
         all_reduce(output, group=replicas, wire=wire, label=label)
 
@@ -258,17 +259,18 @@ def all_gather(
     schedule: str | None = None,
     label: str = "",
 ) -> Any:
-    """Every rank's `input`, one after the other in flat order, in `output` on every rank; returns that.
+    """Put every rank's `input`, one after the other in flat order, into `output` on every rank; returns
+    output.
 
     output: N times as many elements as input, of its dtype. Bytes sent a rank: (N−1)/N · M, M being the
     output's; with schedule "hierarchical" (K−1)/K · M/H of them between K hosts of H ranks. input may be its
     own slice of a contiguous output. ValueError if the sizes or dtypes do not fit.
 
-    schedule: as of all_reduce.
-    group: a ProcessGroup that holds this rank; None for all ranks, and each of them makes the call.
-    async_op: return a `Pending` at once, whose wait() gives output. label: the tensor's name in errors.
-    MismatchError if ranks make other calls, PeerLostError if one is gone, CollectiveTimeoutError if one comes
-    too late; more in help("imece.collectives.ops").
+    schedule: as for all_reduce.
+    group: a ProcessGroup that holds this rank; None for all ranks, and each of them makes the call. async_op:
+    return a `Pending` at once, whose wait() gives output. label: the tensor's name in errors. MismatchError
+    if ranks make different calls, PeerLostError if one is gone, CollectiveTimeoutError if one comes too late;
+    more in help("imece.collectives.ops").
     """
     group = group_or_default(group)
     world_size = group.size()
@@ -281,7 +283,7 @@ def all_gather(
     hosts = over_hosts.hosts_of(call) if schedule == "hierarchical" else None
     if hosts is not None:
         at_home = input.data_ptr() == output.data_ptr() + group.rank() * input.nbytes
-        # Here, so that the ranks of a host tell each other where it is when they agree to make the call.
+        # Made here, so that the ranks of a host tell each other where it is when they agree to make the call.
         offered = hierarchical.offered_for(output, hosts)
         # Others may write to what is offered before this rank has read it.
         safe = offered is None or at_home or not overlap(input, offered)
@@ -317,18 +319,18 @@ def broadcast(
     parts: int | None = None,
     label: str = "",
 ) -> Any:
-    """Rank src's tensor on every rank, in place.
+    """Give every rank the tensor of rank src, in place.
 
-    tensor: the same shape and dtype on every rank. Every rank but src receives M bytes; with schedule
-    "pipelined_ring" nobody sends more than M, in `parts` parts (None: as many as is fastest by the links, if
+    tensor: the same shape and dtype on every rank. Every rank but src receives M bytes. With schedule
+    "pipelined_ring" no rank sends more than M, in `parts` parts (None: the fastest number by the links, if
     they were measured, or 8); with "root", src sends (N−1) · M; with "tree", ceil(log2 N) · M. ValueError if
     src is not in the group.
 
-    src counts within the group. schedule: as of all_reduce.
-    group: a ProcessGroup that holds this rank; None for all ranks, and each of them makes the call.
-    async_op: return a `Pending` at once, whose wait() gives the tensor. label: the tensor's name in errors.
-    MismatchError if ranks make other calls, PeerLostError if one is gone, CollectiveTimeoutError if one comes
-    too late; more in help("imece.collectives.ops").
+    src counts within the group. schedule: as for all_reduce.
+    group: a ProcessGroup that holds this rank; None for all ranks, and each of them makes the call. async_op:
+    return a `Pending` at once, whose wait() gives the tensor. label: the tensor's name in errors.
+    MismatchError if ranks make different calls, PeerLostError if one is gone, CollectiveTimeoutError if one
+    comes too late; more in help("imece.collectives.ops").
     """
     check_tensor("broadcast", tensor)
     group = group_or_default(group)
@@ -369,11 +371,11 @@ def reduce(
     tensor: the same shape and dtype on every rank. Every rank but dst sends M bytes; rank dst receives (N−1)
     · M with schedule "root", ceil(log2 N) · M with "tree". ValueError if dst is not in the group.
 
-    dst counts within the group. op, schedule: as of all_reduce.
-    group: a ProcessGroup that holds this rank; None for all ranks, and each of them makes the call.
-    async_op: return a `Pending` at once, whose wait() gives the tensor. label: the tensor's name in errors.
-    MismatchError if ranks make other calls, PeerLostError if one is gone, CollectiveTimeoutError if one comes
-    too late; more in help("imece.collectives.ops").
+    dst counts within the group. op, schedule: as for all_reduce.
+    group: a ProcessGroup that holds this rank; None for all ranks, and each of them makes the call. async_op:
+    return a `Pending` at once, whose wait() gives the tensor. label: the tensor's name in errors.
+    MismatchError if ranks make different calls, PeerLostError if one is gone, CollectiveTimeoutError if one
+    comes too late; more in help("imece.collectives.ops").
     """
     check_tensor("reduce", tensor)
     group, name = group_or_default(group), op_name(op)
@@ -390,7 +392,7 @@ def reduce(
         and shares_memory(flat, tensor)
         and not (schedule is None and in_shared_memory(group, tensor))
     ):
-        flat = flat.clone()  # part sums pass through it
+        flat = flat.clone()  # partial sums pass through it
 
     def finish() -> None:
         if here:
@@ -409,11 +411,11 @@ def reduce(
 
 
 def barrier(*, group: Group | None = None, async_op: bool = False) -> Any:
-    """Nobody goes on before every rank of the group has come. Returns None.
+    """No rank goes on before every rank of the group has come. Returns None.
 
     group: a ProcessGroup that holds this rank; None for all ranks. async_op: return a `Pending` of None at
-    once. MismatchError if ranks make other calls, PeerLostError if one is gone, CollectiveTimeoutError if one
-    comes too late.
+    once. MismatchError if ranks make different calls, PeerLostError if one is gone, CollectiveTimeoutError if
+    one comes too late.
     """
     group = group_or_default(group)
     if _runs_now(group, async_op, None):
@@ -429,7 +431,7 @@ def barrier(*, group: Group | None = None, async_op: bool = False) -> Any:
 def _runs_now(
     group: Group, async_op: bool, schedule: str | None, *tensors: Tensor
 ) -> TypeGuard[SharedMemoryGroup]:
-    """Whether our own engine does the call at once. 1 KiB takes 8 us then, so every check here counts."""
+    """Whether imece's own engine does the call at once. 1 KiB then takes 8 us, so every check here counts."""
     if async_op or schedule is not None or auto.FORCED or type(group) is not SharedMemoryGroup:
         return False
     for tensor in tensors:
@@ -441,14 +443,14 @@ def _runs_now(
 
 
 def _ready(tensor: Tensor, op: str, group: Group, native: bool = True) -> tuple[Tensor, str, str]:
-    """(buffer, what the backend reduces it with, what `landed` is told)."""
+    """(buffer, the reduction to ask of the backend, the reduction to tell `landed`)."""
     if native and in_shared_memory(group, tensor):
         return flattened(tensor), op, "sum"
     return *prepared(tensor, op, group.size()), op
 
 
 def _check_wire(tensor: Tensor, op: str, schedule: str | None, wire: str) -> None:
-    """ValueError unless this can go in fewer bits, on the way that was asked for."""
+    """ValueError unless this tensor can travel in fewer bits, in the way that was asked for."""
     check_wire(wire)
     if schedule not in (None, "auto", "hierarchical"):
         raise ValueError(f"wire='bf16' has its own schedule, or 'hierarchical', but not {schedule!r}")
@@ -465,7 +467,7 @@ def _reduce_scatter_bf16(call: Call, output: Tensor, input: Tensor, op: str, asy
 
 
 def _chosen(op: str, schedule: str | None, tensor: Tensor, group: Group) -> str | None:
-    """The schedule to run, None for the backend's own way."""
+    """The schedule to run; None for the backend's own way."""
     if schedule is None and auto.FORCED:
         check_forced(auto.FORCED)
         if auto.FORCED != "hierarchical" or over_hosts.is_whole(group):
@@ -481,8 +483,8 @@ def _chosen(op: str, schedule: str | None, tensor: Tensor, group: Group) -> str 
 
 
 def _way(schedule: str | None, wire: str | None = None, parts: int | None = None) -> str:
-    """What all ranks must do alike besides the call itself, in words; "" for the backend's own way."""
-    if wire is not None and schedule != "hierarchical":  # it has its own schedule
+    """What all ranks must agree on besides the call itself, in words; "" for the backend's own way."""
+    if wire is not None and schedule != "hierarchical":  # hierarchical has its own schedule
         return f"wire {wire}"
     words = [f"schedule {schedule}"] if schedule is not None else []
     words += [f"wire {wire}"] if wire is not None else []

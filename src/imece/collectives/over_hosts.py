@@ -1,14 +1,14 @@
 """How a call over hosts is carried out: on which groups, and in which lane.
 
-A call leaves the wire idle at its ends: before it the ranks agree that they all make it and meet in their
-hosts, after it they meet again. Where ranks compute on all cores meanwhile that is a fourth of its time. So
-asynchronous calls take turns in the mesh's lanes, and what one sends fills the gaps of the other. A lane has
-a thread, groups inside the hosts and a tag for its messages between them: nothing in it can be taken for what
-is in another, and all ranks count alike which lane a call goes in.
+A call leaves the wire idle at its ends: before it, the ranks agree that they all make it and meet within
+their hosts; after it, they meet again. If the ranks' computation fills all cores meanwhile, that is a fourth
+of the call's time. So asynchronous calls take turns in the mesh's lanes, and the messages of one fill the
+gaps of the other. A lane has a thread, groups inside the hosts and a tag for its messages between them, so
+messages of two lanes cannot be confused. All ranks count alike which lane a call goes in.
 
-Where cores are few, what starts a call waits for one at each hand-over between threads. So the ranks of a
-host tell each other where the call's tensor lies when they agree to make it, and its lane waits for the other
-hosts' word by itself.
+If cores are few, a call waits for one at each hand-over between threads. So the ranks of a host tell each
+other where the call's tensor lies when they agree to make it, and its lane waits for the other hosts' answer
+by itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from imece.collectives.hierarchical import HostGroups
 from imece.errors import UserError
 
 _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""Of each group between hosts: how many calls have gone in its lanes."""
+"""For each group between hosts, how many calls have gone in its lanes."""
 
 
 def is_whole(group: dist.ProcessGroup) -> bool:
@@ -41,8 +41,8 @@ def is_whole(group: dist.ProcessGroup) -> bool:
 def hosts_of(call: Call) -> HostGroups | None:
     """The mesh's hosts, for this call; None, with a warning that says why, if there is no hierarchy.
 
-    ValueError for another group than that of all ranks. Errors of the call's check, where groups are to be
-    made for it.
+    ValueError for any other group than that of all ranks. Errors of the call's check, if groups are made for
+    it.
     """
     try:
         arranged = mesh.current()
@@ -52,7 +52,7 @@ def hosts_of(call: Call) -> HostGroups | None:
         if call.group is not arranged.world_group:
             raise ValueError("schedule='hierarchical' is for the group of all ranks, not for some of them")
         if not arranged.has_groups_of_hosts:
-            # Ranks that call something else would make none, and be waited for in vain.
+            # Ranks that call something else would make no groups, and this rank would wait for them in vain.
             call.scheduled(lambda: None, None, False)
         cross = arranged.cross_group
         if cross is not None:
@@ -64,7 +64,7 @@ def hosts_of(call: Call) -> HostGroups | None:
 
 
 def between(host: dist.ProcessGroup, cross: dist.ProcessGroup) -> HostGroups | None:
-    """The mesh's hosts, if these are its groups inside of a host and between hosts, of ranks on CPUs."""
+    """The mesh's hosts, if these groups are the mesh's within a host and between hosts, of ranks on CPUs."""
     try:
         arranged = mesh.current()
     except UserError:
@@ -83,9 +83,9 @@ def start(
     *,
     shared: torch.Tensor | None,
 ) -> Any:
-    """As Call.scheduled. run: given the groups to use, does the whole call.
+    """As Call.scheduled. run: does the whole call on the groups it is given.
 
-    shared: what all ranks of the host may read and write from now on, where it is in shared memory.
+    shared: what all ranks of the host may read and write from now on, if it is in shared memory.
     """
     # On a GPU calls have one order anyway, and NCCL would have to be told of two threads.
     if not async_op or result.is_cuda:

@@ -1,17 +1,17 @@
-"""Collectives under way: what `async_op=True` returns, and the thread that runs schedules in the background.
+"""Collectives under way: what `async_op=True` returns, and the threads that run schedules in the background.
 
 torch's own collectives progress by themselves. A schedule does not: somebody must sum what has arrived and
-post what comes next. For asynchronous calls that is one thread of this process, which runs them one after the
-other in the order of their calls; as with any collective, that order is the same on all ranks. A later call
-on a group that such a task still uses waits for it first (`drain`), so messages of the two cannot be taken
-for each other.
+post what comes next. For asynchronous calls, one thread of this process does that, for one call after the
+other in their order, which is the same on all ranks, as with any collective. If such a task still uses a
+group, a later call on that group waits for it first (`drain`), so that messages of the two cannot be
+confused.
 
 A lane is one more such thread, for calls that use nothing that others use at the same time (over_hosts.py):
-what is in different lanes goes on side by side.
+calls in different lanes run side by side.
 
-Gloo does not end all that waits when a connection ends: nobody tells whoever waits until a message has left
-that it was still queued, nor who waits for the rest of one that had begun to come; they wait for the timeout
-of their group. So whoever knows that a rank is gone says so here, and what does not end is left (`give_up`).
+When a connection ends, Gloo does not end everything that waits. It tells neither a sender whose message was
+still queued, nor a receiver of a message that had begun to come; these wait for the timeout of their group.
+So whoever knows that a rank is gone says so here, and calls that do not end are left behind (`give_up`).
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from imece.collectives.waited import waiting
 from imece.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 from imece.status import says_peer_gone, says_timed_out
 
-PATIENCE_S = 2.0  # with one task, before its groups are destroyed
+PATIENCE_S = 2.0  # for one task, before its groups are destroyed
 _GOODBYE_S = 0.5
 _NOTHING = contextlib.nullcontext()
 MAIN = -1
-"""The lane of calls that the main thread would carry out itself, if it could be left behind."""
+"""The lane of calls that the main thread would carry out itself, if it could leave them behind."""
 
 
 def without_gradients(*written: torch.Tensor | None) -> contextlib.AbstractContextManager[None]:
-    """A context for writing to these tensors, and for going on elsewhere with what this thread begins.
+    """A context for writing to these tensors, and for carrying on elsewhere what this thread begins.
 
-    It is torch's inference mode if this thread is in it, or if one of the tensors was made there: outside of
-    the mode, which is a thread's own, torch lets nobody write to such a tensor.
+    It is torch's inference mode if this thread is in it, or if one of the tensors was made in it: outside of
+    the mode, which belongs to a thread, torch lets nobody write to such a tensor.
     """
     made_inside = any(tensor is not None and tensor.is_inference() for tensor in written)
     return _without_gradients(made_inside or torch.is_inference_mode_enabled())
@@ -80,7 +80,7 @@ class Pending:
         self._inference = torch.is_inference_mode_enabled()
 
     def handed_out(self) -> Self:
-        """The call goes on by itself: for others this rank waits for it from its `wait` on."""
+        """The call goes on by itself; the recorder counts this rank as waiting only from `wait` on."""
         if self._token is not None:
             recorder.hand_out(self._token)
         return self
@@ -88,8 +88,8 @@ class Pending:
     def wait(self, timeout_s: float | None = None) -> torch.Tensor | None:
         """The call's tensor, complete (None for barrier and exchange). A second call returns it at once.
 
-        timeout_s: for each message of the call; None means the group's own. CollectiveTimeoutError when it is
-        over: then the group cannot be used any more. PeerLostError if a connection was lost.
+        timeout_s: for each message of the call; None means the group's own. CollectiveTimeoutError when it
+        has passed: then the group cannot be used any more. PeerLostError if a connection was lost.
         """
         if self._token is not None:
             recorder.wait(self._token)
@@ -114,18 +114,18 @@ class Pending:
             self._token = None
 
     def give_up(self) -> None:
-        """Nobody will wait for it: its group is gone."""
+        """Nobody will wait for this call: its group is gone."""
         self._works.clear()
         self._finish = None
         self._tell(recorder.fail)
 
     def done(self) -> bool:
-        """Whether `wait` would return at once. Gloo knows of a receive in `wait` only: False till then."""
+        """Whether `wait` would return at once. Gloo learns of a receive only in `wait`: until then False."""
         return all(work.is_completed() for work in self._works)
 
 
 def wait_for(work: Waitable, what: str, timeout_s: float | None = None) -> None:
-    """Waits for one work; torch's RuntimeErrors become ours if they mean a timeout or a lost peer."""
+    """Wait for one work; torch's RuntimeErrors become imece's if they mean a timeout or a lost peer."""
     try:
         if timeout_s is None:
             work.wait()
@@ -145,9 +145,9 @@ def wait_for(work: Waitable, what: str, timeout_s: float | None = None) -> None:
 
 
 class Handed:
-    """A message that Gloo carries out, waited for so that `give_up` ends it.
+    """A message that Gloo carries out, waited for so that `give_up` ends the wait.
 
-    Gloo breaks all connections of a group when a wait for one message takes too long: none can be sliced.
+    Waits for messages cannot be sliced: Gloo breaks all connections of a group if one takes too long.
     """
 
     def __init__(self, work: Waitable, group: dist.ProcessGroup) -> None:
@@ -190,7 +190,7 @@ class Task:
         return self._ended.is_set()
 
     def check(self) -> None:
-        """PeerLostError for the thread that runs it, if it was given up: it is to write nothing more."""
+        """For the thread that runs the task: PeerLostError if it was given up and must write nothing more."""
         if self._left:
             raise PeerLostError("this call was given up")
 
@@ -202,7 +202,8 @@ class Task:
             self._ended.set()
 
     def settled(self, patience_s: float | None = None) -> bool:
-        """Until it has ended, well or not: its own `wait` tells the error. False if it took too long."""
+        """Wait until the task has ended, well or not: its own `wait` raises the error. False if that took too
+        long."""
         return self._ended.wait(patience_s)
 
     def execute(self) -> None:
@@ -244,7 +245,7 @@ class _Server:
             task.execute()
             with _lock:
                 unfinished[:] = [each for each in unfinished if each is not task]
-            del task  # or its error, and the groups in the frames that this came through, would be kept here
+            del task  # or its error would be kept here, and the groups in that error's frames
 
 
 unfinished: list[Task] = []  # in the order of their calls
@@ -253,9 +254,9 @@ _servers: dict[int, _Server] = {}  # by lane
 
 
 def in_background(run: Callable[[], object], *groups: dist.ProcessGroup, lane: int = 0) -> Task:
-    """Runs `run` after all tasks before it in its lane, without gradients.
+    """Run `run`, without gradients, after all tasks before it in its lane.
 
-    groups: those whose messages it uses; none of them in a lane other than 0, where it has its own.
+    groups: those whose messages it uses; none in a lane other than 0, which has groups of its own.
     """
     task = Task(run, groups)
     with _lock:
@@ -267,7 +268,7 @@ def in_background(run: Callable[[], object], *groups: dist.ProcessGroup, lane: i
 
 
 def at_once(run: Callable[[], object], *groups: dist.ProcessGroup) -> Task:
-    """Runs `run` here and now: a GPU has then been told of it, and does it beside the caller's stream."""
+    """Run `run` here and now: this only queues work on a GPU, beside the caller's stream."""
     task = Task(run, groups)
     with waiting:
         task.execute()
@@ -275,7 +276,7 @@ def at_once(run: Callable[[], object], *groups: dist.ProcessGroup) -> Task:
 
 
 def drain(*groups: dist.ProcessGroup) -> None:
-    """Waits until no background task uses any of these groups any more."""
+    """Wait until no background task uses any of these groups any more."""
     if not unfinished or threading.current_thread() in [each.thread for each in _servers.values()]:
         return
     with _lock:
@@ -285,27 +286,29 @@ def drain(*groups: dist.ProcessGroup) -> None:
 
 
 class _Expected:
-    giving_up = False  # whether anybody may do it in this process
+    giving_up = False  # whether anybody in this process may do it
 
 
 _expected = _Expected()
 
 
 def expect_giving_up() -> None:
-    """From now on somebody may `give_up`: the main thread is not to be where it cannot be told."""
+    """From now on somebody may `give_up`: the main thread must not block where that cannot reach it."""
     _expected.giving_up = True
 
 
 def leaves_calls() -> bool:
-    """Whether this thread leaves what may be stuck to another, which costs some milliseconds a call."""
+    """Whether this thread leaves calls that may get stuck to another, which costs some milliseconds a
+    call."""
     return _expected.giving_up and threading.current_thread() is threading.main_thread()
 
 
 def give_up(why: str, within_s: float) -> None:
-    """A rank is gone: what does not end within so many seconds is left, and whoever waits gets PeerLostError.
+    """A rank is gone: leave calls that do not end within `within_s` seconds; whoever waits gets
+    PeerLostError.
 
-    Threads that are stuck are left too, others take their place. The connections of groups, and what waits in
-    shared memory, are to have been ended before: so nothing comes to its end any more.
+    Threads that are stuck are left too, and others take their place. Before this, end the connections of
+    groups and what waits in shared memory: then nothing can complete any more.
     """
     deadline = time.monotonic() + within_s
     with _lock:
@@ -327,7 +330,7 @@ def give_up(why: str, within_s: float) -> None:
 
 
 def finish() -> None:
-    """What has begun comes to its end, but for a task that waits for a lost rank, and those behind it."""
+    """Wait for everything that has begun, except a task that waits for a lost rank, and those behind it."""
     with _lock:
         waiting = list(unfinished)
     for task in waiting:
@@ -337,7 +340,7 @@ def finish() -> None:
 
 @atexit.register
 def _end() -> None:
-    """Before the interpreter ends: a thread that came back from C++ after that would abort the process."""
+    """Before the interpreter ends: a thread that came back from C++ later would abort the process."""
     finish()
     for server in _servers.values():
         server.tasks.put(None)
@@ -349,7 +352,7 @@ def _end() -> None:
 
 
 def _forget_after_fork() -> None:
-    """The threads have stayed in the parent, and so have their tasks."""
+    """In a forked child: the threads stayed in the parent, and so did their tasks."""
     global _lock
     _lock = threading.Lock()
     _servers.clear()

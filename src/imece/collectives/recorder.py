@@ -6,9 +6,9 @@
 
 From elsewhere: `imece doctor --attach`, or `for line in explain(find()): print(line)`.
 
-The ring lives in an anonymous file (memfd): it has no name in the file system, so nothing can stay behind,
-and /proc/PID/fd lets any process of the same user map it. Layout and reading: recording.py. Where memfd does
-not exist (macOS) the ring is private and only `dump` and the signal show it.
+The ring lies in an anonymous file (memfd): it has no name in the file system, so nothing can stay behind, and
+/proc/PID/fd lets any process of the same user map it. recording.py defines the layout and reads it. Without
+memfd (macOS) the ring is private, and only `dump` and the signal show it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Recorder:
         self.begin(rank, world_size, job)
 
     def begin(self, rank: int, world_size: int, job: str) -> None:
-        """Nothing is noted yet of this rank. To `leave` a call that was noted before does nothing."""
+        """Begin anew, with nothing noted. To `leave` a call that was noted before does nothing."""
         self._map[ring.GROUPS_AT :] = bytes(ring.TOTAL_BYTES - ring.GROUPS_AT)
         self._bodies: dict[_Key, tuple[bytes, Iterator[int], int]] = {}
         self._rows: dict[str, int] = {}
@@ -92,7 +92,7 @@ class Recorder:
 
     def leave(self, token: int, sign: int = 1) -> None:
         word = (_RING_AT + (token & _MASK) * _RECORD_BYTES) >> 3
-        # A call that outlived 1,024 later ones has lost its slot to one of them.
+        # If 1,024 later calls have come, one of them has taken this call's slot.
         if self._words[word] == token:
             self._words[word + 3] = sign * _now()
 
@@ -129,7 +129,7 @@ class Recorder:
         return row
 
     def _remember(self, key: _Key) -> tuple[bytes, Iterator[int], int]:
-        """Packs what repeats with every call of the same kind, so that `enter` copies bytes only."""
+        """Pack what repeats with every call of the same kind, so that `enter` only copies bytes."""
         op, group_name, dtype, shape, reduce_op, peer, label = key
         row = self._row(group_name)
         word = (ring.GROUPS_AT + row * ring.GROUP_BYTES) // 8 + (op in ring.POINT_TO_POINT)
@@ -154,31 +154,31 @@ def enter(
     op: str, group_name: str, tensor_dtype: torch.dtype | None, shape: Sequence[int], reduce_op: str = "",
     peer: int = -1, label: str = "",
 ) -> int:  # fmt: skip
-    """Notes that this rank enters a call; returns the token for `leave` or `fail`.
+    """Note that this rank enters a call; returns the token for `leave` or `fail`.
 
     shape: a tuple or torch.Size; () with dtype None for a barrier. peer: root or other side, as rank in the
-    group. KeyError for an operation that fingerprint.OPS does not hold. Enter and leave cost about 1 us.
+    group. KeyError for an operation that is not in fingerprint.OPS. Enter and leave cost about 1 us.
     """
     return (_recorder or _create()).enter(op, group_name, tensor_dtype, shape, reduce_op, peer, label)
 
 
 def leave(token: int) -> None:
-    """Notes that the call is complete."""
+    """Note that the call is complete."""
     (_recorder or _create()).leave(token)
 
 
 def fail(token: int) -> None:
-    """Notes that the call has raised."""
+    """Note that the call has raised."""
     (_recorder or _create()).leave(token, -1)
 
 
 def hand_out(token: int) -> None:
-    """Notes that the call goes on by itself: this rank does not wait for it before `wait`."""
+    """Note that the call goes on by itself: this rank does not wait for it before `wait`."""
     (_recorder or _create()).turn(token, -1)
 
 
 def wait(token: int) -> None:
-    """Notes that this rank waits from now on for a call, if that was handed out."""
+    """Note that this rank waits for a call from now on, if it was handed out."""
     (_recorder or _create()).turn(token, 1)
 
 
@@ -193,7 +193,7 @@ def of_this_job() -> list[Recording]:
 
 
 def dump(file: TextIO | None = None, last: int = 16) -> None:
-    """Prints this rank's last calls, newest last, to `file` (standard error)."""
+    """Print this rank's last calls, newest last, to `file` (standard error)."""
     recording = (_recorder or _create()).recording()
     lines = [f"rank {recording.rank} (pid {recording.pid}): last {min(last, len(recording.calls))} calls"]
     for call in recording.calls[-last:]:
@@ -206,10 +206,10 @@ def dump(file: TextIO | None = None, last: int = 16) -> None:
 def install_signal(number: int = signal.SIGUSR1) -> None:
     """After this, `kill -USR1 PID` prints all threads' stacks and this rank's last calls to standard error.
 
-    The stacks come at once, from C. The calls come from a Python handler, which can run only between two
-    bytecodes of the main thread: a main thread that sits in a C wait (a hung Gloo or NCCL call) prints them
-    when the wait ends, so never. Reading from outside works then too: `imece doctor --attach`.
-    Main thread only (ValueError elsewhere); replaces a handler that was there.
+    C code prints the stacks at once. A Python handler prints the calls, and can run only between two
+    bytecodes of the main thread: if that thread hangs in C (in a Gloo or NCCL call), it never prints them.
+    Reading from outside still works: `imece doctor --attach`.
+    Main thread only (ValueError elsewhere); replaces any earlier handler.
     """
 
     def show(_number: int, _frame: FrameType | None) -> None:
@@ -220,7 +220,7 @@ def install_signal(number: int = signal.SIGUSR1) -> None:
 
 
 def _ranks_of(group_name: str) -> bytes:
-    """The global ranks of a group of torch's, as words; nothing for a name that torch does not know."""
+    """The global ranks of a torch group, in words; empty for a name that torch does not know."""
     try:
         group = distributed_c10d._resolve_process_group(distributed_c10d.GroupName(group_name))
         return ring.ranks_text(tuple(dist.get_process_group_ranks(group))).encode()
@@ -235,7 +235,8 @@ def _create() -> Recorder:
 
 
 def _begin_again() -> None:
-    """torch gives new groups the names of old ones: what this rank was and did in those is not to count."""
+    """Start anew: torch gives new groups the names of old ones, and what this rank did in those must not
+    count."""
     if _recorder is not None:
         _recorder.begin(*_place())
 
@@ -251,7 +252,8 @@ def _place() -> tuple[int, int, str]:
 
 
 def _job() -> str:
-    """Equal on all ranks of a job, different between jobs that live at the same time on one host."""
+    """A name that is equal on all ranks of a job, and differs between jobs alive at the same time on one
+    host."""
     environ = os.environ
     if environ.get("MASTER_PORT"):
         run = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID") or ""
@@ -267,13 +269,13 @@ def _number(name: str, default: int) -> int:
 
 
 def _short(label: str) -> bytes:
-    """At most 32 bytes; both ends of a parameter's name tell more than its first half."""
+    """At most 32 bytes: both ends of a parameter's name tell more than its first half."""
     raw = label.encode()
     return raw if len(raw) <= 32 else raw[:13] + b".." + raw[-17:]
 
 
 def _forget_after_fork() -> None:
-    """The child must not write into its parent's ring: it gets its own at its first call."""
+    """A forked child must not write into its parent's ring: it gets its own at its first call."""
     global _recorder
     if _recorder is not None:
         _recorder.close()

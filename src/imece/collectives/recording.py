@@ -1,6 +1,5 @@
-"""Reads the recorder of another process, also of one that hangs, and says who is missing from what.
+"""Reads the recorder of another process, even one that hangs. who_waits.py says who is missing from what.
 
-Words of this file:
     recorder    the ring of last calls that each rank writes (recorder.py)
     recording   what was read from one rank's recorder at one moment
     call        one record: a collective or point-to-point call that this rank entered, left or failed
@@ -9,7 +8,7 @@ Layout of the memory, all integers in the host's byte order (only processes of t
     0           header: magic, version, pid, rank, world_size, capacity, record size, start, host, job
     4096        64 rows of 256 bytes, one a group: last collective, last point-to-point, name, ranks
     20480       ring of 1,024 records of 128 bytes; the record of call `token` lies at token % 1,024
-A record begins and ends with its token. The writer writes it front to back and takes no lock, so a reader
+A record begins and ends with its token. The writer writes it front to back and takes no lock. So a reader
 copies it until two copies agree and both tokens are equal, and leaves out a record that never settles.
 """
 
@@ -91,7 +90,8 @@ class Recording:
     groups: dict[str, GroupSeen]
 
     def age_s(self, call: Call) -> float:
-        """Seconds since the call ended; of an open one, since the rank waits in it or has started it."""
+        """Seconds since the call ended; for an open call, since the rank began to wait in it or started
+        it."""
         return max(0, self.read_at_ns - (abs(call.end_ns) or abs(call.start_ns))) / 1e9
 
     @property
@@ -100,7 +100,7 @@ class Recording:
 
 
 def attach(pid: int) -> Recording:
-    """Reads the recorder of process `pid`, which need not help and may hang or be stopped.
+    """Read the recorder of process `pid`, which need not help and may hang or be stopped.
 
     UserError if there is no such process, it belongs to someone else, or it has made no imece call.
     """
@@ -121,7 +121,7 @@ def attach(pid: int) -> Recording:
 
 
 def find(job: str | None = None) -> list[Recording]:
-    """The recordings of all live ranks of this user on this host, or of one job, by job and rank."""
+    """The recordings of all live ranks of this user on this host, or of one job, ordered by job and rank."""
     found = []
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
         if not entry.isdigit():
@@ -137,7 +137,7 @@ def find(job: str | None = None) -> list[Recording]:
 
 
 def read(view: mmap.mmap, process_state: str) -> Recording | None:
-    """The recording in a mapping of a recorder's memory; None if that holds something else."""
+    """The recording in a mapping of a recorder's memory; None if the mapping holds something else."""
     header = HEADER.unpack_from(view, 0)
     magic, version, pid, rank, _world_size, capacity, record_bytes, _started_ns, _host, job = header
     if (magic, version, capacity, record_bytes) != (MAGIC, VERSION, CAPACITY, RECORD_BYTES):
@@ -198,7 +198,7 @@ def _parse_ranks(text: str) -> tuple[int, ...] | None:
 
 
 def text_of(raw: bytes) -> str:
-    """Of a field that is filled up with zeros."""
+    """The text of a field that is padded with zeros."""
     return raw.split(b"\0", 1)[0].decode("utf-8", "replace")
 
 
@@ -221,5 +221,5 @@ def _own_pid(pid: int) -> int:
 
 
 def _process_state(pid: int) -> str:
-    # The command's name is in brackets and may hold anything, brackets too: the state follows the last one.
+    # The command's name is in brackets and may hold brackets too: the state follows the last one.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -1,7 +1,7 @@
-"""What "sum", "avg", "min", "max" and "product" mean for each dtype, on backends that know only some of it.
+"""What "sum", "avg", "min", "max" and "product" mean for each dtype, on backends that know only some of them.
 
-`prepared` gives a flat buffer and one of the four operations every backend has; `landed` puts the result
-where it belongs. Between the two lies the collective. shm needs neither: its engine does all of it.
+`prepared` gives a flat buffer and one of the four operations that every backend has; then comes the
+collective; `landed` puts the result where it belongs. shm needs neither: its engine knows all of them.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def torch_op(name: str) -> dist.ReduceOp.RedOpType:
 def prepared(tensor: torch.Tensor, op: str, world_size: int) -> tuple[torch.Tensor, str]:
     """(buffer, op): what to reduce, flat and contiguous, and with which of sum, min, max, product.
 
-    The buffer shares memory with a contiguous tensor wherever it can. An average is a sum here, of int64 for
-    integers (exact but where it overflows), of quotients for fp16 (a sum of gradients passes its 65,504
-    easily). bool travels as uint8: some backends would add True and True to 2, which is no bool. Sum and max
+    The buffer shares memory with a contiguous tensor wherever possible. An average becomes a sum: of int64
+    for integers (exact unless it overflows), of quotients for fp16 (a sum of gradients easily passes its
+    65,504). bool travels as uint8: some backends would add True and True to 2, which is no bool. Sum and max
     mean "any", the others "all".
     """
     flat = flattened(tensor)
@@ -65,8 +65,7 @@ def prepared(tensor: torch.Tensor, op: str, world_size: int) -> tuple[torch.Tens
 
 
 def landed(buffer: torch.Tensor, tensor: torch.Tensor, op: str, world_size: int) -> torch.Tensor:
-    """Writes the reduced buffer into `tensor` (as many elements), and returns that. `op` is the one asked
-    for.
+    """Write the reduced buffer into `tensor` (as many elements), and return that. op: the one asked for.
 
     Integers are divided with truncation toward zero.
     """
@@ -89,8 +88,8 @@ def _divides(dtype: torch.dtype) -> bool:
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in order, 1D with stride 1: the tensor's own memory if it is contiguous, else a copy.
 
-    view(-1) would not do: one element is contiguous with any stride, and such a tensor has no view as bytes.
-    ValueError for a sparse tensor.
+    view(-1) would not do: a single element is contiguous with any stride, and such a tensor has no view as
+    bytes. ValueError for a sparse tensor.
     """
     check_dense(tensor)
     if tensor.dim() == 1 and tensor.stride(0) == 1 and not tensor.requires_grad:

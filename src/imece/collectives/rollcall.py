@@ -1,9 +1,8 @@
-"""Every rank's row, on every rank: how the fingerprints of a checked call travel.
+"""Gathers a row from every rank on every rank: this is how the fingerprints of a checked call travel.
 
-Inside a host through shared memory (10 us), then between hosts among the ranks with the same place on
-theirs; or among all at once where the mesh knows no such levels. Over Gloo a gathering is one all-to-all of
-equal rows: it takes the time of one message, where Gloo's all-gather passes each row from neighbour to
-neighbour.
+Rows go through shared memory within a host (10 us), then between hosts among the ranks with the same place;
+or among all ranks at once if the mesh knows no such levels. Over Gloo a gathering is one all-to-all of equal
+rows, which takes the time of one message; Gloo's all-gather passes each row from neighbour to neighbour.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from imece.collectives.shared_memory.group import SharedMemoryGroup
 
 
 class RollCall:
-    """One row from each rank of a group, on its way."""
+    """One row from each rank of a group, being gathered."""
 
     def __init__(
         self,
@@ -29,20 +28,20 @@ class RollCall:
         inline: bool,
         offered: torch.Tensor | None = None,
     ) -> None:
-        """row: uint8 [nbytes], as long on every rank. inline: what shared memory does is done here and now,
-
-        sooner than a thread of its own would have begun it. offered: then, to the ranks of this host.
+        """row: uint8 [nbytes], of the same length on every rank. inline: shared memory gathers here and now,
+        sooner than a thread of its own would have begun. offered: then also offered to the ranks of this
+        host.
         """
         self._companions, self._offered = companions, offered
         self.opened: list[torch.Tensor] = []
-        """What those offered, as of gather_and_open."""
+        """What the ranks of this host offered, as returned by gather_and_open."""
         self._left = list(companions.levels)
         self._rows = row.view(1, -1)  # [ranks so far, nbytes]
         self._work: dist.Work | None = None
         self._go_on(inline)
 
     def done(self) -> bool:
-        """Whether all rows are here; it does not go on by itself from one level to the next."""
+        """Whether all rows are here. It does not go on by itself from one level to the next."""
         return not self._left and (self._work is None or bool(self._work.is_completed()))
 
     def wait(self, wait_for: Callable[[dist.Work], None]) -> torch.Tensor:
@@ -65,7 +64,7 @@ class RollCall:
 
 
 def _gather(group: Any, rows: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
-    """(place, work): all ranks' `rows`, one rank's after the other's."""
+    """(place, work): all ranks' `rows`, one rank's after another's."""
     place = rows.new_empty(group.size() * rows.shape[0], rows.shape[1])
     if not isinstance(group, dist.ProcessGroupGloo):
         return place, group.allgather([list(place.split(rows.shape[0]))], [rows])

@@ -2,9 +2,9 @@
 
 Pure arithmetic: ints in, tuples out; no tensor and no process is touched (execute.py runs a schedule).
 
-Words used here: a `Schedule` is what one rank does, a list of steps in order. All sends and receives of one
-`Step` progress together, and the step ends when all of them have ended. A range start:stop counts elements of
-the flat tensor, which is equally long on every rank, so a message has the same range on both ends. A received
+A `Schedule` is what one rank does, a list of steps in order. All sends and receives of one `Step` progress
+together, and the step ends when all of them have ended. A range start:stop counts elements of the flat
+tensor, which has the same length on every rank, so a message has the same range on both ends. A received
 range is either copied over the own elements or summed into them ("sum" stands for min, max or product too).
 
 Messages without elements are left out on both ends; their step stays, so that steps can be counted.
@@ -35,7 +35,8 @@ class Incoming(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What progresses together. A copied range overlaps no sent one; a summed one equals it or is apart."""
+    """What progresses together. A copied range overlaps no sent one; a summed one equals a sent one or is
+    apart."""
 
     sends: tuple[Outgoing, ...] = ()
     receives: tuple[Incoming, ...] = ()
@@ -66,8 +67,8 @@ def build(
 ) -> Schedule:
     """The schedule of one rank of the group.
 
-    op, name: a pair of SCHEDULES, but not "hierarchical", which hierarchical.py does. numel: of the whole
-    tensor (reduce_scatter: of its input, all_gather: of its output). root: source of a broadcast, target of a
+    op, name: a pair of SCHEDULES, except "hierarchical" (hierarchical.py). numel: of the whole tensor
+    (reduce_scatter: of its input, all_gather: of its output). root: source of a broadcast, target of a
     reduce. parts: S of the pipelined ring. ValueError for an unknown pair or a bad number.
     """
     check_name(op, name)
@@ -112,7 +113,7 @@ def bounds(numel: int, parts: int) -> list[tuple[int, int]]:
 
 
 def ring_reduce_scatter(rank: int, world_size: int, numel: int) -> Schedule:
-    """Afterwards slice `rank` of bounds(numel, world_size) holds the sum; other slices hold part sums.
+    """Afterwards slice `rank` of bounds(numel, world_size) holds the sum; other slices hold partial sums.
 
     world_size − 1 steps; sends all slices but its own: (N−1)/N · M bytes.
     """
@@ -181,7 +182,7 @@ def tree_reduce(rank: int, world_size: int, numel: int, root: int) -> Schedule:
 
 
 def tree_broadcast(rank: int, world_size: int, numel: int, root: int) -> Schedule:
-    """tree_reduce backwards: who sent receives a copy, who received sends."""
+    """tree_reduce backwards: a rank that sent receives a copy, one that received sends."""
     backwards = reversed(tree_reduce(rank, world_size, numel, root))
     return [
         Step(
@@ -200,7 +201,7 @@ def tree_all_reduce(rank: int, world_size: int, numel: int) -> Schedule:
 def recursive_doubling(rank: int, world_size: int, numel: int) -> Schedule:
     """Exchange the whole with the rank at distance 1, 2, 4, ...: log2 N steps of M bytes.
 
-    Of any N: the ranks above the largest power of two P are folded into rank − P first and get the result
+    For any N: first the ranks above the largest power of two P are folded into rank − P; they get the result
     last.
     """
     power = 1 << (world_size.bit_length() - 1)
@@ -261,7 +262,8 @@ class Cost(NamedTuple):
 
 
 def cost(op: str, name: str, world_size: int, nbytes: float, parts: int = DEFAULT_PARTS) -> Cost:
-    """Steps and bytes of a flat schedule; nbytes is M, the whole tensor's. Hierarchical is a sum of them."""
+    """Steps and bytes of a flat schedule. nbytes: M, of the whole tensor. Hierarchical is a sum of
+    several."""
     check_name(op, name)
     n, m = world_size, float(nbytes)
     if n == 1:

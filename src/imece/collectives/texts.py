@@ -1,4 +1,4 @@
-"""What every rank has to say, on every rank: for messages, not for the way of a step."""
+"""Gathers texts from all ranks on all ranks: for messages, not for use within a step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _MOST_CHARACTERS = 2**16  # of one text: JSON takes up to 12 bytes for each
 def gather_texts(
     mine: list[str], group: dist.ProcessGroup, device: torch.device, label: str = ""
 ) -> list[list[str]]:
-    """The lists of all ranks, by rank. Of a list of more than 1 MiB only the beginning is sent, but never
-    nothing: of a text that is so long by itself its beginning, which says so.
+    """The lists of all ranks, by rank. Of a list of more than 1 MiB only the beginning is sent. A single text
+    that is longer is shortened, and says so.
     """
     data = json.dumps(mine).encode()
     while len(data) > _MOST_BYTES:
@@ -28,9 +28,10 @@ def gather_texts(
 
 
 def gather_json(mine: Any, group: dist.ProcessGroup, device: torch.device, label: str = "") -> list[Any]:
-    """What all ranks have to say, by rank, each all of it however long: it travels in parts of 1 MiB a rank.
+    """Every rank's object, by rank, complete however long: it travels in parts of 1 MiB a rank.
 
-    For what is read by a program; for a message to a person `gather_texts` is enough. TypeError for no JSON.
+    For data that a program reads; for messages to people `gather_texts` is enough. TypeError if `mine` is no
+    JSON.
     """
     data = bytearray(json.dumps(mine).encode())
     lengths = torch.empty(group.size(), dtype=torch.int64, device=device)

@@ -1,10 +1,10 @@
-"""How long this thread has been in collectives: what is left of a span of time is the rank's own work.
+"""How long this thread has been in collectives; the rest of a span of time is the rank's own work.
 
     began, waited = time.perf_counter(), waited_s()
     ...
     own = (time.perf_counter() - began) - (waited_s() - waited)
 
-The ranks that wait for a slow one need as long for a step as it does; only their own work tells them apart.
+Ranks that wait for a slow one take as long for a step as it does; only their own work tells them apart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ here = _Here()
 
 
 class _Waiting:
-    """A context for whatever blocks until other ranks have come."""
+    """A context for anything that blocks until other ranks have come."""
 
     def __enter__(self) -> None:
         here.depth += 1
@@ -40,10 +40,10 @@ waiting = _Waiting()
 
 
 def count(seconds: float) -> None:
-    """So much was waited in calls of others, as torch's pipelines make them."""
+    """Add time waited in calls of others, such as those that torch's pipelines make."""
     here.seconds += seconds
 
 
 def waited_s() -> float:
-    """Seconds that this thread has been in collectives, since it began."""
+    """Seconds that this thread has been in collectives since it began."""
     return here.seconds

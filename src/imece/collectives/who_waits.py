@@ -1,4 +1,4 @@
-"""From the recordings of a job's ranks: who waits for whom, in words. Pure; no rank is asked anything."""
+"""Says who waits for whom, from the recordings of a job's ranks. Pure; no rank is asked anything."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "dead,
 
 def explain(recordings: Iterable[Recording]) -> list[str]:
     """One line for each collective that some rank is in, longest wait first; then point-to-point calls, and
-    what was started and nobody waits for yet.
+    calls that were started and nobody waits for yet.
 
     E.g. "all_reduce number 812 on group replicate (ranks 0-3): ranks 0, 1, 3 wait since 12.4 s; rank 2 is not
     in it: its last call was broadcast number 811 on group replicate (left 13.0 s ago)".
@@ -68,7 +68,7 @@ def _explain_collective(open_: dict[int, Call], by_rank: dict[int, Recording]) -
         parts.append(f"they differ: {sides}")
     parts += [f"rank {rank} {_absent(call, by_rank.get(rank))}" for rank in members if rank not in waiting]
     if len(parts) == 1:
-        # Also a rank that is in the call may be the one the others wait for.
+        # A rank that is in the call may still be the one the others wait for.
         held = [f"rank {rank} (pid {by_rank[rank].pid}) is {_STATES[by_rank[rank].process_state]}"
                 for rank in ranks if by_rank[rank].process_state in _STATES]  # fmt: skip
         parts += held or ["all of them are in it" if members else "the ranks of this group are not known"]
@@ -101,7 +101,7 @@ def _explain_direct(rank: int, call: Call, by_rank: dict[int, Recording]) -> str
 
 
 def _absent(call: Call, recording: Recording | None) -> str:
-    """What a rank does that does not wait in `call`, as the rest of a sentence that begins with the rank."""
+    """What a rank does that does not wait in `call`: the rest of a sentence that begins with the rank."""
     if recording is None:
         return "has no recorder on this host: it has ended, runs elsewhere, or has made no call yet"
     for own in recording.calls:
@@ -141,7 +141,7 @@ def _members(group: str, by_rank: dict[int, Recording]) -> tuple[int, ...]:
 
 
 def _waits(call: Call) -> bool:
-    """Whether the rank stands still in it, an open call."""
+    """Whether the call is open and the rank stands still in it."""
     return call.state == "entered"
 
 

@@ -1,4 +1,4 @@
-"""What travels: bf16 instead of fp32, with the sums still in fp32. Half the bytes on every backend.
+"""Sends bf16 instead of fp32, and still sums in fp32. Half the bytes on every backend.
 
 A ring that sums in bf16 rounds at every hop, so its error grows with the number of ranks. Here each element
 is rounded twice, whatever the number of ranks: each rank sends its slices in bf16 to their owners, an owner
@@ -26,7 +26,7 @@ OPS = ("sum", "avg")
 
 
 def check_wire(wire: str | None) -> None:
-    """ValueError for what is no way to travel."""
+    """ValueError unless `wire` is None or "bf16"."""
     if wire not in (None, "bf16"):
         raise ValueError(f"unknown wire {wire!r}: None or 'bf16'")
 
@@ -91,7 +91,7 @@ class Bf16Sum:
         self.flat.copy_(self.rows.view(-1)[: self.flat.numel()])
 
     def _peers(self) -> list[int]:
-        """The next rank first, so that not all ranks write to the same one."""
+        """The other ranks, the next one first, so that not all ranks write to the same one."""
         return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
 
     def _exchange(self, sent: dict[int, torch.Tensor], places: torch.Tensor) -> None:
@@ -112,9 +112,9 @@ def all_reduce_bf16(
 ) -> torch.Tensor:
     """Sum or average over the group, in place, with bf16 on the wire and sums in fp32.
 
-    tensor: any shape and floating dtype, M bytes in fp32. Each rank sends (N−1)/N · M bytes, half of what an
-    fp32 ring does. The result holds bf16 numbers, the same bits on every rank. ValueError for integers, min
-    and max.
+    tensor: any shape and floating dtype, M bytes in fp32. Each rank sends (N−1)/N · M bytes, half as many as
+    an fp32 ring. The result holds bf16 numbers, the same bits on every rank. ValueError for integers, min and
+    max.
     """
     check_bf16(tensor, op)
     flat = flattened(tensor)
@@ -136,10 +136,10 @@ def reduce_scatter_bf16(
     *,
     collective: bool = True,
 ) -> torch.Tensor:
-    """Sum or average `input` over the group, with bf16 on the wire; slice `rank` of it lands in `output`.
+    """Sum or average `input` over the group, with bf16 on the wire; put slice `rank` of it into `output`.
 
-    Both 1D and contiguous, input N times as long; output may be its own slice of it, and the others stay as
-    they are. Each rank sends (N−1)/N · M/2 bytes, M being those of the input in fp32. ValueError as above.
+    Both 1D and contiguous, input N times as long; output may be its own slice, and the others stay as they
+    are. Each rank sends (N−1)/N · M/2 bytes, M being those of the input in fp32. ValueError as above.
     """
     check_bf16(input, op)
     assert input.numel() == output.numel() * group.size()
@@ -152,19 +152,19 @@ def reduce_scatter_bf16(
 def bf16_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """A communication hook for torch's DistributedDataParallel: `model.register_comm_hook(None, bf16_hook)`.
 
-    Averages the bucket over the group `state` (None: all ranks) while backward goes on. torch's own
-    bf16_compress_hook is refused by its name unless NCCL is there, because a backend would sum in bf16; this
-    one sums in fp32 and runs on any. The future holds the bucket's buffer.
+    Averages the bucket over the group `state` (None: all ranks) while backward goes on. torch refuses its own
+    bf16_compress_hook by name without NCCL, because a backend would sum in bf16; this hook sums in fp32 and
+    runs on any backend. The future holds the bucket's buffer.
     """
     # DDP compares the annotations above with these very classes: strings (PEP 563) would be refused.
     group = state if state is not None else dist.group.WORLD
     assert group is not None, "torch.distributed is not initialized"
     buffer = bucket.buffer()
-    if buffer.is_cuda:  # all of it is only queued, in the order of buckets; backward goes on beside it
+    if buffer.is_cuda:  # all of it is only queued, in the order of buckets, beside backward
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device])
         with Place(buffer.device).behind():
             all_reduce_bf16(buffer, group, "avg")
-            done.set_result(buffer)  # whoever waits for it waits for the stream that is current here
+            done.set_result(buffer)  # waiting for it means waiting for the stream that is current here
         return done
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 

@@ -1,10 +1,10 @@
-"""`shared_empty`: tensors that live in memory which every rank of the host can map.
+"""`shared_empty`: tensors in memory that every rank of the host can map.
 
-Collectives on such tensors need no staging copy: a rank reads the others' data where it lies.
-Blocks are cut from arenas (segments of this process), first fit; a block goes back when the last
-tensor on it is gone. An arena whose last block is gone is kept for the next tensor, since making one
-(and mapping it in every rank) costs more than most collectives on it; of those kept, the oldest are
-given back to the system beyond 128 MiB.
+Collectives on such tensors need no staging copy: a rank reads the others' data where it lies. Blocks are cut
+from arenas (segments of this process), first fit; a block goes back when the last tensor on it is gone. An
+arena whose last block is gone is kept as a spare for the next tensor, since making one (and mapping it in
+every rank) costs more than most collectives on it. Beyond 128 MiB of spares, the oldest go back to the
+system.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from imece.errors import UserError
 _ALIGN_BYTES = 4096  # a page: blocks of different tensors never share a cache line or a page
 _ARENA_BYTES = 16 * 2**20
 _SPARE_BYTES = 128 * 2**20
-_MAP_NORESERVE = 0x4000  # the module mmap has neither of these, nor mremap
+_MAP_NORESERVE = 0x4000  # the module mmap lacks both of these, and mremap
 _MREMAP_MAYMOVE_FIXED = 1 | 2
 _FAILED = ctypes.c_void_p(-1).value
 _LIBC = ctypes.CDLL(None)  # before any fork: not in a child whose parent had threads
@@ -82,9 +82,9 @@ class Arenas:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._in_use: list[_Arena] = []
-        self._spares: list[_Arena] = []  # without a block, the one that has been so for longest first
+        self._spares: list[_Arena] = []  # arenas without a block, the oldest first
         self._by_address: tuple[list[int], list[Segment]] = [], []  # replaced as one: readers take no lock
-        self._returned: deque[tuple[_Arena, int, int]] = deque()  # blocks that `_settle` is to take back
+        self._returned: deque[tuple[_Arena, int, int]] = deque()  # blocks for `_settle` to take back
         self.freed = 0  # arenas given back so far; peers drop their mappings when it moves
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -100,7 +100,7 @@ class Arenas:
                 arena, start = self._find(taken)
         finally:
             self._settle()
-        # numpy's array is the owner that torch keeps alive: its end is the end of the last view.
+        # torch keeps numpy's array alive as the owner: it ends with the last view.
         block = arena.segment.memory[start : start + nbytes].numpy()
         weakref.finalize(block, self._release, arena, start, start + taken).atexit = False
         return torch.from_numpy(block).view(dtype).view(tuple(shape))
@@ -120,8 +120,8 @@ class Arenas:
         return next(each.memory for each in owners if each.serial == serial)
 
     def forget(self) -> None:
-        """Start anew, as a forked child must: its parent goes on handing out the same memory, and is not to
-        see what the child writes into tensors on it."""
+        """Start anew, as a forked child must: its parent goes on handing out the same memory, and must not
+        see what the child writes into tensors there."""
         for arena in (*self._in_use, *self._spares):
             _make_private(arena.segment)
         self._lock = threading.Lock()
@@ -142,7 +142,8 @@ class Arenas:
         return arena, first
 
     def _spare(self, nbytes: int) -> _Arena | None:
-        """The smallest spare for `nbytes`, no spare any more; none that one small tensor would keep alive."""
+        """The smallest spare for `nbytes`, taken out of the spares; None rather than one that a small tensor
+        would keep alive."""
         most = 2 * max(nbytes, _ARENA_BYTES)
         fitting = [each for each in self._spares if nbytes <= each.segment.nbytes <= most]
         if not fitting:
@@ -154,16 +155,17 @@ class Arenas:
     def _new(self, nbytes: int) -> _Arena:
         with contextlib.suppress(UserError):
             return _Arena(nbytes)
-        self._give_back(keep_bytes=0)  # the memory that was too little may lie here
+        self._give_back(keep_bytes=0)  # the memory that was missing may lie in spares
         return _Arena(nbytes)
 
     def _release(self, arena: _Arena, start: int, stop: int) -> None:
-        """The end of a block. Runs on any thread at any moment, also in the middle of `_find` on this one."""
+        """The end of a block. Runs on any thread at any moment, even in the middle of `_find` on this one."""
         self._returned.append((arena, start, stop))
         self._settle()
 
     def _settle(self) -> None:
-        """Take back what was returned. Whoever holds the lock meanwhile looks again after letting it go."""
+        """Take back returned blocks. A thread that holds the lock meanwhile looks again after letting it
+        go."""
         while self._returned and self._lock.acquire(blocking=False):
             try:
                 while self._returned:
@@ -176,7 +178,8 @@ class Arenas:
                 self._lock.release()
 
     def _give_back(self, keep_bytes: int) -> None:
-        """Spares to the system until those left have `keep_bytes` at most: the too large, then the oldest."""
+        """Give spares back to the system until those left have `keep_bytes` at most: too large ones first,
+        then the oldest."""
         while sum(each.segment.nbytes for each in self._spares) > keep_bytes:
             large = (each for each in self._spares if each.segment.nbytes > keep_bytes)
             given = next(large, self._spares[0])
@@ -191,14 +194,14 @@ class Arenas:
 
 
 def _make_private(held: Segment) -> None:
-    """Copy what this process writes into from now on, page by page. Where the kernel has no room to promise,
-    as it may under strict overcommit, nothing changes: a fork never fails for this."""
+    """From now on, copy pages when this process writes to them. If the kernel cannot promise the room, as
+    under strict overcommit, nothing changes: a fork never fails for this."""
     map_new, move = _LIBC.mmap, _LIBC.mremap
     map_new.restype = move.restype = ctypes.c_void_p
     address, nbytes = ctypes.c_void_p(held.address), ctypes.c_size_t(held.nbytes)
     first = ctypes.c_long(len(held.map) - held.nbytes)  # of the payload in the file
     rights, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE
-    # Not at once in the old one's place: that would be gone, even if this then failed.
+    # Not directly in place of the old mapping: if this failed, that would be gone.
     new = map_new(None, nbytes, rights, flags, held.fd, first)
     if new != _FAILED:
         move(ctypes.c_void_p(new), nbytes, nbytes, _MREMAP_MAYMOVE_FIXED, address)
@@ -211,7 +214,7 @@ os.register_at_fork(after_in_child=ARENAS.forget)
 def shared_empty(
     shape: int | np.integer[Any] | Sequence[int], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Uninitialised CPU tensor that lives in memory shared with the other ranks of this host.
+    """Uninitialised CPU tensor in memory shared with the other ranks of this host.
 
     shape: of the tensor; an int is one dimension. dtype: any of torch's.
 
@@ -221,6 +224,6 @@ def shared_empty(
     ValueError: a dimension is negative. UserError: the host or the container has too little memory; the
     message names both sizes.
     """
-    # Ints of Python's: the product of numpy's may wrap around.
+    # Python ints: a product of numpy's ints may wrap around.
     sizes = (shape,) if isinstance(shape, int | np.integer) else shape
     return ARENAS.empty(tuple(map(operator.index, sizes)), dtype)

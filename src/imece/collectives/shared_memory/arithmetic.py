@@ -1,8 +1,8 @@
 """What is computed when ranks meet: one reduction over the ranks' pieces, always in rank order.
 
-The order is what makes bits equal: ((x0 + x1) + x2) + ... for every element, whichever rank computes
-it, in whichever strategy. Half precision is summed in fp32 and rounded once, so the error does not
-grow with the number of ranks; averages of integers are summed in int64 and truncated toward zero.
+The order makes bits equal: ((x0 + x1) + x2) + ... for every element, whichever rank computes it, in whichever
+strategy. Half precision is summed in fp32 and rounded once, so the error does not grow with the number of
+ranks; averages of integers are summed in int64 and truncated toward zero.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 _BINARY: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
-    "premul_sum": torch.add,  # of what was multiplied before it came here
+    "premul_sum": torch.add,  # of values that are multiplied before they come here
     "avg": torch.add,
     "product": torch.mul,
     "min": torch.minimum,
@@ -27,7 +27,7 @@ _BINARY: dict[str, Callable[..., torch.Tensor]] = {
 _ROUNDS = ("sum", "premul_sum", "avg", "product")
 _HALVES = (torch.float16, torch.bfloat16)
 Scratch = Callable[[int, torch.dtype], torch.Tensor]
-"""(n, dtype) -> memory of this process, [n], which the next call may give again."""
+"""(n, dtype) -> memory of this process, [n], which the next call may return again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,9 @@ class Reduction:
     ) -> None:
         """out = op over pieces, in their order.
 
-        pieces: one a rank, each [n] of `dtype`. out: [n]. scratch: where the running result is if not there.
-        in_place: `out` may hold the running result: it is no piece but perhaps the first or second.
+        pieces: one a rank, each [n] of `dtype`. out: [n]. scratch: for the running result, unless that is in
+        `out`. in_place: `out` may hold the running result: it is none of the pieces, except perhaps the first
+        or second.
         """
         if len(pieces) == 1:
             if out.data_ptr() != pieces[0].data_ptr():
@@ -74,8 +75,8 @@ class Reduction:
 def reduction(op: str, dtype: torch.dtype) -> Reduction:
     """The reduction `op` (sum, premul_sum, avg, product, min, max, band, bor, bxor) over `dtype`.
 
-    Raises ValueError where torch itself has no such operation on that dtype, before anything is sent. Which
-    those are (a sum of uint16, of float8) changes with torch, so it is tried.
+    ValueError if torch has no such operation on that dtype, before anything is sent. Which those are (a sum
+    of uint16, of float8) changes with torch, so it is tried out.
     """
     if op not in _BINARY:
         raise ValueError(f"the shm backend cannot reduce with {op!r}; it knows {', '.join(_BINARY)}")
@@ -104,5 +105,5 @@ def reduction(op: str, dtype: torch.dtype) -> Reduction:
 
 
 def fresh(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A `Scratch` that is new in each call."""
+    """A `Scratch` that makes new memory in each call."""
     return torch.empty(numel, dtype=dtype, device="cpu")

@@ -14,12 +14,12 @@ Layout of a segment (word = int64, line = 8 words = 64 bytes, so that ranks neve
     then          two texts, JSON: why it failed, and what it sent, for the error messages of the others.
                   Two, because a rank fails as soon as it has read what the others sent, and others may
                   still be reading what this one sent
-    then          two lines for each other rank: a channel of point-to-point messages (see p2p)
+    then          two lines for each other rank: a channel of point-to-point messages (messages.py)
     then          SLOTS slots, through which tensors in ordinary memory travel
     then          a ring of pieces for each other rank, for messages (pages that are never used cost nothing)
 
-Two descriptors are enough: a rank that writes number n + 2 has seen everybody enter n + 1, so nobody
-reads number n any more. Four slots are enough by the same argument; it stands at `Engine.next_slot`.
+Two descriptors are enough: a rank that writes number n + 2 has seen everybody enter n + 1, so nobody reads
+number n any more. Four slots are enough by the same argument; see `Engine.next_slot`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BELL = 24
 FINGERPRINT, OFFERED, FD, SERIAL, OFFSET = range(5)
 
 _TEXT_BYTE = {FAILED: 256, DETAIL: 2176}
-_TEXT_BYTES = 1920  # of each, its length of 8 bytes included
+_TEXT_BYTES = 1920  # of each text, including 8 bytes for its length
 _CHANNELS_BYTE = 4096
 CHANNEL_WORDS = 16
 
@@ -87,7 +87,7 @@ class Board:
     """This rank's view of everybody's segments in one group."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
-        """Raises as `_meet` does, and CollectiveError where one that has come is gone."""
+        """Raises what `_meet` raises, and CollectiveError if a rank that has come is gone again."""
         allow_open_files()
         self.rank = rank
         self.world_size = world_size
@@ -106,7 +106,7 @@ class Board:
                     self._pidfds[peer.rank] = _pidfd(peer)
         except BaseException:
             words = words_of(own.memory)
-            words[CLOSED] = words[JOINED] = 1  # for those that have come: nobody is to wait for this rank
+            words[CLOSED] = words[JOINED] = 1  # for ranks that have come: nobody must wait for this one
             own.close()
             self._close_pidfds()
             raise
@@ -137,14 +137,14 @@ class Board:
     # Writing one's own line.
 
     def publish(self, word: int, value: int) -> None:
-        """Store a word after everything that was written before it, and wake who sleeps."""
+        """Store a word after everything that was written before it, and wake the sleepers."""
         if futex.NEEDS_FENCE:
             futex.fence()
         self.mine[word] = value
         self.ring_sleepers()
 
     def ring_sleepers(self) -> None:
-        """Wake who sleeps: something has changed that they may wait for."""
+        """Wake the sleepers: something has changed that they may wait for."""
         for other in self.others:
             if self.words[other][SLEEPERS]:
                 self.ring(other)
@@ -158,13 +158,13 @@ class Board:
             self.ring(other)
 
     def ring(self, other: int) -> None:
-        """Wake a rank. Each ring leaves another value, so that none is mistaken for an older one."""
+        """Wake a rank. Each ring leaves a new value, so that none is mistaken for an older one."""
         self._rings += 1
         self.words[other][BELL] = (self._rings * self.world_size + self.rank) & 0x7FFFFFFF
         futex.wake(self._bells[other])
 
     def bell(self) -> int:
-        """What the own bell shows: read it before looking at the condition to wait for."""
+        """The value of this rank's bell: read it before checking the condition to wait for."""
         return self.mine[BELL]
 
     def sleep(self, seen: int, limit_s: float) -> None:
@@ -181,7 +181,7 @@ class Board:
             self.mine[SLEEPERS] = self.sleepers
 
     def give_back_slots(self) -> None:
-        """The memory of this rank's own, which nobody reads any more."""
+        """Free the memory of this rank's slots, which nobody reads any more."""
         self._segments[self.rank].give_back(self._slots_byte, self._rings_byte)
 
     # What went wrong.
@@ -189,7 +189,7 @@ class Board:
     def write_text(self, word: int, value: int, text: str) -> None:
         """Leave a text for the others and announce it in `word` (FAILED or DETAIL)."""
         data = json.dumps(text).encode()
-        while len(data) > _TEXT_BYTES - 8:  # the beginning says most; half a JSON text would say nothing
+        while len(data) > _TEXT_BYTES - 8:  # the beginning says most; a cut JSON text would say nothing
             text = text[: len(text) * 3 // 4]
             data = json.dumps(text + "...").encode()
         at = 4096 + _TEXT_BYTE[word]
@@ -198,9 +198,9 @@ class Board:
         self.publish(word, value)
 
     def read_text(self, rank: int, word: int | None = None) -> str:
-        """The text that a rank left for `word`, by default the one about its failure if it has failed.
+        """The text that a rank left for `word`; by default the one about its failure, if it has failed.
 
-        "" where it is damaged.
+        "" if it is damaged.
         """
         mapped = self._segments[rank].map
         if word is None:
@@ -213,12 +213,12 @@ class Board:
             return ""
 
     def dead(self) -> list[int]:
-        """Ranks whose process has ended, whatever the reason."""
+        """Ranks whose process has ended, for whatever reason."""
         with self._looking:  # a poll object that two threads use at once raises
             gone = {fd for fd, _ in self._watch.poll(0)}
         return [rank for rank, fd in self._pidfds.items() if fd in gone] if gone else []
 
-    # The others' tensors.
+    # Tensors of other ranks.
 
     def memory(self, rank: int, fd: int, serial: int) -> torch.Tensor:
         """Payload of an arena of a rank as uint8[nbytes], mapped on first use."""
@@ -230,12 +230,12 @@ class Board:
             self._attached = {key: kept for key, kept in self._attached.items() if key[0] != rank}
         found = self._attached.get((rank, serial))
         if found is None:
-            found = segment.attach(self.peers[rank].pid, fd, serial)  # resident is what is used of it
+            found = segment.attach(self.peers[rank].pid, fd, serial)  # memory counts for what is used of it
             self._attached[rank, serial] = found
         return found.memory
 
     def announce_freed(self) -> None:
-        """Tell the others when arenas of this process are gone, so that they let go of them too."""
+        """Tell the others that arenas of this process are gone, so that they drop their mappings."""
         if self.mine[FREED] != arena.ARENAS.freed:
             self.mine[FREED] = arena.ARENAS.freed
 
@@ -254,7 +254,8 @@ class Board:
         self._pidfds.clear()
 
     def _wait_for_late_ranks(self) -> None:
-        """A rank that is still joining needs this segment's descriptor, and this process: wait a moment."""
+        """Wait a moment for ranks that are still joining: they need this segment's descriptor, and this
+        process."""
         deadline = time.monotonic() + _JOIN_LIMIT_S
         while late := {other for other in self.others if not self.words[other][JOINED]}:
             if late <= set(self.dead()) or time.monotonic() > deadline:
@@ -262,7 +263,7 @@ class Board:
             time.sleep(0.001)
 
     def message_ring(self, source: int, target: int) -> torch.Tensor:
-        """Through which messages from `source` to `target` travel, uint8[RING_BYTES]."""
+        """The ring for messages from `source` to `target`, uint8[RING_BYTES]."""
         return self._segments[source].memory.narrow(0, self._rings_byte + target * RING_BYTES, RING_BYTES)
 
     def channel_word(self, other: int) -> int:
@@ -271,9 +272,9 @@ class Board:
 
 
 def _meet(store: dist.Store, own: Segment, rank: int, world_size: int, timeout: timedelta) -> list[Peer]:
-    """Everybody introduces itself through the store, as JSON.
+    """All ranks introduce themselves through the store, as JSON.
 
-    Raises UserError where the ranks are not on one host, CollectiveTimeoutError where one does not come.
+    UserError if the ranks are not on one host, CollectiveTimeoutError if one does not come.
     """
     me: dict[str, int | str] = {"pid": os.getpid(), "fd": own.fd, "serial": own.serial, "host": host_id()}
     me["cores"] = usable_cores()
@@ -293,7 +294,7 @@ def _meet(store: dist.Store, own: Segment, rank: int, world_size: int, timeout: 
 
 
 def _pidfd(peer: Peer) -> int:
-    """A descriptor that tells of its end. CollectiveError if it has been reaped already."""
+    """A descriptor that shows when a peer's process ends. CollectiveError if it has been reaped already."""
     try:
         return os.pidfd_open(peer.pid)
     except ProcessLookupError:

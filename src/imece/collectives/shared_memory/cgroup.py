@@ -1,8 +1,9 @@
-"""Memory that a container, a SLURM job or a systemd unit allows: the limits of this process's control groups.
+"""The memory that a container, a SLURM job or a systemd unit allows: the limits of this process' control
+groups.
 
 A limit holds for a group and all below it, so each ancestor counts. Version 2 has one tree, version 1 one for
-memory. In a container the path may be that of the host, where only the root is to be seen: what is not there
-is passed over.
+memory. In a container the path may be that of the host, of which only the root is visible: missing groups are
+passed over.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ _PROC, _TREES = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 class Limit(NamedTuple):
-    """Of one group."""
+    """The memory limit of one control group."""
 
     most_bytes: int
     used_bytes: int
-    """Without files that were read and not since: the kernel drops them before it refuses memory."""
+    """Without cached files that were not read recently: the kernel drops them before it refuses memory."""
 
     @property
     def free_bytes(self) -> int:
@@ -29,12 +30,12 @@ class Limit(NamedTuple):
 
 
 def allowed_bytes() -> int:
-    """Of memory, in use or not: the machine's, or what this process may have of it if that is less."""
+    """Bytes of memory, in use or not: the machine's, or what this process may have of it if that is less."""
     return min([psutil.virtual_memory().total, *(each.most_bytes for each in limits())])
 
 
 def limits() -> list[Limit]:
-    """Of this process's groups and their ancestors, those that have one; none where nothing is limited."""
+    """The limits of this process' groups and their ancestors; empty if nothing is limited."""
     try:
         lines = _PROC.read_text().splitlines()
     except OSError:
@@ -65,5 +66,5 @@ def _limit(group: Path, most: str, used: str, unused: str) -> Limit | None:
         allowed, taken = (group / most).read_text().strip(), int((group / used).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except OSError:
-        return None  # a root, which has no limit, or a group that is not seen from here
+        return None  # a root, which has no limit, or a group that cannot be seen from here
     return None if allowed == "max" else Limit(int(allowed), max(0, taken - int(stat.get(unused, 0))))

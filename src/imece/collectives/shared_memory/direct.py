@@ -30,15 +30,15 @@ _KEPT = 1024  # kinds of small calls
 
 
 class DirectCalls(GroupBase):
-    """What `SharedMemoryGroup` stands on besides what torch wants of a group."""
+    """The calls of `SharedMemoryGroup` that imece makes, besides those that torch makes."""
 
     def run_now(
         self, op: str, input: Tensor, output: Tensor, reduce_op: str = "", root: int = -1, label: str = ""
     ) -> None:
-        """One collective, over when this returns: no dispatch, options or work handles of torch's.
+        """One collective, over when this returns, without torch's dispatch, options or work handles.
 
-        op: all_reduce, reduce, broadcast (input is output), reduce_scatter or all_gather. Both tensors are
-        contiguous, on the CPU, of one dtype and of sizes that fit each other; the caller sees to that.
+        op: all_reduce, reduce, broadcast (input is output), reduce_scatter or all_gather. The caller makes
+        sure that both tensors are contiguous, on the CPU, of one dtype and of sizes that fit each other.
         """
         small = self._small(op, input.dtype, input.shape, reduce_op, root)
         if small is None:
@@ -61,19 +61,20 @@ class DirectCalls(GroupBase):
             self._run_small(small, source, target, label)
 
     def open(self, tensor: Tensor, label: str = "") -> list[Tensor] | None:
-        """Every rank's `tensor` where it lies, in rank order; None, for all, unless all are in shared memory.
+        """Every rank's `tensor` where it lies, in rank order; None, on all ranks, unless all are in shared
+        memory.
 
-        tensor: flat, on the CPU, of one dtype and size on all ranks. From the return of this until all ranks
-        have called `barrier_now` a rank may read and write what is agreed to be its part of all of them.
+        tensor: flat, on the CPU, of one dtype and size on all ranks. From here until all ranks have called
+        `barrier_now`, a rank may read and write its agreed part of all of them.
         """
         fingerprint = pack("open", "", tensor.dtype, tensor.numel(), -1)
         found = self._open(fingerprint, tensor, tensor.dtype, tensor.shape, label)
         return [each.view(tensor.dtype) for each in found] or None
 
     def open_each(self, offered: Tensor | None) -> list[Tensor]:
-        """As `open` of what each rank offers for itself: any tensor, contiguous and on the CPU, or none.
+        """As `open`, but each rank offers what it likes: any contiguous tensor on the CPU, or none.
 
-        Their bytes in rank order; none, for all ranks, unless all are in shared memory.
+        Returns their bytes in rank order; an empty list, on all ranks, unless all are in shared memory.
         """
         return self._open(pack("open", "", torch.uint8, 0), offered, torch.uint8, ())
 
@@ -101,9 +102,10 @@ class DirectCalls(GroupBase):
     def gather_and_open(self, row: Tensor, offered: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         """Every rank's `row`, and what every rank offers where it lies, in one meeting.
 
-        row: uint8[nbytes], as long on every rank. offered: contiguous, on the CPU; ranks may offer different
-        ones. The rows come as uint8[world_size, nbytes], the tensors as their bytes in rank order; none of
-        these, for all ranks, unless all are in shared memory. Who may do what with them is the rows' affair.
+        row: uint8[nbytes], of the same length on every rank. offered: contiguous, on the CPU; ranks may offer
+        different tensors. Returns the rows as uint8[world_size, nbytes] and the tensors as their bytes in
+        rank order; no tensors, on all ranks, unless all are in shared memory. The rows must say who may do
+        what with them.
         """
         engine = self._engine
         gathered: list[Tensor] = []
@@ -123,13 +125,13 @@ class DirectCalls(GroupBase):
         return gathered[0], found
 
     def posted(self, tensors: Sequence[Tensor], *, scatter: bool = False) -> Posted | None:
-        """To sum these again and again: each is posted when it is full, and ranks that are early sum for the
-        late. None, for all ranks, unless all tensors of all ranks are in shared memory.
+        """Sums of these tensors that can be repeated: a rank posts each tensor when it is full, and early
+        ranks sum for late ones. None, on all ranks, unless all tensors of all ranks are in shared memory.
 
-        tensors: flat, on the CPU, at least one; as many on all ranks, of the same dtypes and sizes. scatter:
-        each rank gets the sum of one of as many equal parts as there are ranks, where it lies; otherwise all
-        get all. All ranks make it together. Each posts its tensors and then calls `sum_posted`, again and
-        again.
+        tensors: flat, on the CPU, at least one; equally many on all ranks, of the same dtypes and sizes.
+        scatter: each tensor has as many equal parts as there are ranks, and each rank gets the sum of one, in
+        place; otherwise all get all. All ranks make this together. Then each posts its tensors and calls
+        `sum_posted`, again and again.
         """
         offered = [self.open(tensor, "to be posted") for tensor in tensors]
         if not all(offered):
@@ -145,7 +147,7 @@ class DirectCalls(GroupBase):
         )
 
     def sum_posted(self, posted: Posted, label: str = "") -> None:
-        """After it all that was posted is summed. This rank has posted all its tensors, and others will."""
+        """Sum everything that was posted. This rank has posted all its tensors, and the others will."""
         engine = self._engine
         noted = self._noted(
             posted.fingerprint, posted.dtype, (posted.numel,), posted.finish(), nothing, label
@@ -155,7 +157,7 @@ class DirectCalls(GroupBase):
             self._runner.run(operation)
 
     def agree(self, announced: Announced) -> None:
-        """Over when all ranks are known to make this call, which then goes its own `way`, as messages."""
+        """Returns when all ranks are known to make this call, which then goes its own `way`, as messages."""
         op, dtype, shape, reduce_op, root, label, way = announced
         key = (op, dtype, shape, reduce_op, root, way)
         small = self._smalls.get(key)
@@ -165,12 +167,12 @@ class DirectCalls(GroupBase):
         self._run_small(small, None, None, label)
 
     def barrier_now(self) -> None:
-        """Nobody goes on before everybody is here."""
+        """No rank goes on before all are here."""
         self._run_small(self._barrier, None, None)
 
     def give_back(self) -> None:
-        """What ordinary tensors have travelled through takes no memory till the next ones do. All ranks call
-        it, after what is large and comes once."""
+        """Free the slots through which ordinary tensors travel, until the next ones need them. All ranks call
+        this, after something large that comes once."""
         self.barrier_now()
         self._engine.board.give_back_slots()
 
@@ -192,7 +194,8 @@ class DirectCalls(GroupBase):
     def _steps(
         self, op: str, tensor: Tensor, source: Tensor, target: Tensor, reduce_op: str = "", root: int = -1
     ) -> tuple[int, Steps]:
-        """(fingerprint, steps) of a collective. tensor: what must be alike on all ranks; source: it, flat."""
+        """(fingerprint, steps) of a collective. tensor: must be alike on all ranks; source: the same,
+        flat."""
         small = self._small(op, tensor.dtype, tensor.shape, reduce_op, root)
         if small is not None:
             return small.fingerprint, small.steps(source, target, self._label)
@@ -208,7 +211,7 @@ class DirectCalls(GroupBase):
     def _small(
         self, op: str, dtype: torch.dtype, shape: Sequence[int], reduce_op: str, root: int
     ) -> Small | None:
-        """What repeats with every small call of this kind; None where the tensor is too large for it."""
+        """What repeats with every small call of this kind; None if the tensor is too large for it."""
         key = (op, dtype, shape, reduce_op, root)
         try:
             return self._smalls[key]

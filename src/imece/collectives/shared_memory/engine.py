@@ -1,8 +1,8 @@
 """The collectives of one group, as generators over the board.
 
-Every rank runs the same collectives in the same order, so one counter a rank says it all: CLOCK. A
-step is "do my part, tick, wait until everybody's clock has come as far". Three ways lead through a
-collective, and all ranks take the same one because they decide from what all have seen:
+Every rank runs the same collectives in the same order, so one counter a rank says it all: CLOCK. A step is
+"do my part, tick, wait until everybody's clock has come as far". There are three ways through a collective,
+and all ranks take the same one because they decide from what all have seen:
 
 - small: the data travels with the announcement, one step in all;
 - direct: the tensors lie in shared memory, so each rank works on the others' memory in place;
@@ -54,7 +54,7 @@ class Engine:
         self.clock = 0
         self.shape: tuple[int, ...] = ()  # of the tensor under way, for messages
         self.label = ""
-        self.way = ""  # as of fingerprint.explain
+        self.way = ""  # as in fingerprint.explain
         self._others = [board.words[other] for other in board.others]
         self._piece = 0
         self._freed = 0
@@ -83,7 +83,7 @@ class Engine:
         mine, at = self.board.mine, DESCRIPTORS + 8 * (self.number & 1)
         mine[at + FINGERPRINT] = fingerprint
         mine[at + SHAPE] = self.shape_word(fingerprint, self.shape) if shape_word is None else shape_word
-        mine[at + FD] = -1  # others may look for an offer where this rank makes none
+        mine[at + FD] = -1  # others may look for an offer even if this rank makes none
         if offered is not None:
             nbytes = offered.numel() * offered.itemsize
             location = ARENAS.locate(offered.data_ptr(), nbytes)
@@ -96,7 +96,7 @@ class Engine:
         self.tick()
 
     def shape_word(self, fingerprint: int, shape: Sequence[int], way: str = "") -> int:
-        """Shape and way in one word, 0 where ranks may differ in it. Tuples of ints hash alike everywhere."""
+        """Shape and way in one word, 0 if ranks may differ in it. Tuples of ints hash alike everywhere."""
         word = hash(tuple(shape)) if fingerprint >> 59 in _SAME_SHAPE else 0
         return hash((word, zlib.crc32(way.encode()))) if way else word
 
@@ -116,7 +116,7 @@ class Engine:
     def entered_soon(self, fingerprint: int, shape_word: int) -> bool:
         """Whether all ranks announce this same collective within a few microseconds.
 
-        If not, `entered` waits for the late, and says what differs.
+        If not, `entered` waits for the late ones, and says what differs.
         """
         polls = 0 if self.board.crowded else _SOON_POLLS
         clock, at = self.clock, DESCRIPTORS + 8 * (self.number & 1)
@@ -163,20 +163,20 @@ class Engine:
     def next_slot(self) -> int:
         """The slot for the next piece, the same number on all ranks.
 
-        Four of them in turn, and no step that asks whether one is free. A rank writes piece q after it
-        has finished piece q - 2. For that it saw everybody announce at least q - 2 (or the step after),
-        which each rank does only after it has finished q - 4: the slot's last readers are gone.
+        Four slots take turns, and no step asks whether one is free. A rank writes piece q after it has
+        finished piece q - 2. For that it saw everybody announce at least q - 2 (or the step after), which
+        each rank does only after it has finished q - 4: the slot's last readers are gone.
         """
         self._piece += 1
         return self._piece % SLOTS
 
     def slot_views(self, slot: int, start: int, stop: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Bytes [start, stop) of one slot of each rank, as `dtype`; kept, since the same come again."""
+        """Bytes [start, stop) of one slot of each rank, as `dtype`; kept, since the same ones come again."""
         key = (slot, start, stop, dtype)
         return self.kept(key, lambda: [each[start:stop].view(dtype) for each in self.board.slots[slot]])
 
     def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Room for the running result of one piece, as large as the largest one until now."""
+        """Room for the running result of one piece, as large as the largest one so far."""
         found = self._scratches.get(dtype)
         if found is None or found.numel() < numel:
             with torch.inference_mode(False):  # small calls write to it outside of the mode too
@@ -184,7 +184,7 @@ class Engine:
         return found[:numel]
 
     def in_place(self, ranks: Iterable[int]) -> list[torch.Tensor] | None:
-        """What `ranks` offer as uint8 tensors where it lies; None unless all of it is in shared memory."""
+        """What `ranks` offer, as uint8 tensors where it lies; None unless all of it is in shared memory."""
         freed = sum(words[FREED] for words in self.board.words)
         if freed != self._freed:  # views of memory that its owner has given back would keep it alive
             self._freed = freed
@@ -205,7 +205,7 @@ class Engine:
         )
 
     def kept(self, key: Hashable, make: Callable[[], list[T]]) -> list[T]:
-        """make(), or what it gave last time: steps of a training run use the same memory again and again.
+        """make(), or its last result: steps of a training run use the same memory again and again.
 
         Making views of a few pieces costs as much as summing 100 KiB.
         """

@@ -1,7 +1,7 @@
 """Broadcast, all-gather, gather, scatter, all-to-all: bytes go from some ranks to others.
 
-In general each rank offers bytes and reads what it wants (`exchange`). Those of an all-gather it offers where
-they are to lie (`gather`); what one rank has for all is written by all (`spread`).
+In general each rank offers bytes and reads what it wants (`exchange`). In an all-gather a rank offers its
+bytes where they will lie (`gather`). In a broadcast all ranks write the root's bytes to all (`spread`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from imece.errors import MismatchError
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Bytes [start, start + target.numel()) of what `rank` offers, wanted in `target` (uint8, flat)."""
+    """Bytes [start, start + target.numel()) of what `rank` offers, to be put into `target` (uint8, flat)."""
 
     rank: int
     start: int
@@ -59,14 +59,14 @@ def exchange(
     for read in _own_reads(engine, offered, reads):
         copy_flat(read.target, memory[read.rank][read.start : read.start + read.target.numel()])
     engine.tick()
-    yield from engine.everybody(engine.clock)  # till then the others read this rank's tensor
+    yield from engine.everybody(engine.clock)  # until then the others read this rank's tensor
 
 
 def gather(engine: Engine, fingerprint: int, source: torch.Tensor, target: torch.Tensor) -> Steps:
     """all_gather of `source` into `target`, uint8, flat.
 
-    In shared memory each rank has its own part in place before the others come, and takes theirs from where
-    they lie: it writes into its own tensor alone, most of which is nearer to its core than to theirs.
+    In shared memory each rank puts its own part in place before the others come, and copies theirs from where
+    they lie: it writes only into its own tensor, most of which is nearer to its core than to theirs.
     """
     rank, nbytes = engine.rank, source.numel()
     parts = target.split(nbytes) if nbytes else ()
@@ -83,12 +83,13 @@ def gather(engine: Engine, fingerprint: int, source: torch.Tensor, target: torch
     for read in _own_reads(engine, None, reads):
         copy_flat(read.target, places[read.rank][read.start : read.start + nbytes])
     engine.tick()
-    yield from engine.everybody(engine.clock)  # till then the others read this rank's part
+    yield from engine.everybody(engine.clock)  # until then the others read this rank's part
 
 
 def spread(engine: Engine, fingerprint: int, tensor: torch.Tensor, root: int) -> Steps:
     """broadcast in place from `root`, uint8, flat. In shared memory each rank writes an even share of the
-    root's into the tensors of all. A chunk comes from memory once, for further ranks from the cache.
+    root's bytes into the tensors of all: a chunk comes from memory once, and from the cache for further
+    ranks.
     """
     everybody, rank = range(engine.world_size), engine.rank
     engine.enter(fingerprint, tensor)
@@ -106,11 +107,11 @@ def spread(engine: Engine, fingerprint: int, tensor: torch.Tensor, root: int) ->
         for copy in copies:
             copy_flat(copy, chunk)
     engine.tick()
-    yield from engine.everybody(engine.clock)  # till then the others write to this rank's tensor
+    yield from engine.everybody(engine.clock)  # until then the others write to this rank's tensor
 
 
 def _apart(engine: Engine, offered: torch.Tensor, reads: Sequence[Read]) -> torch.Tensor:
-    """`offered`, or a copy where a read would write to what others still have to read."""
+    """`offered`, or a copy if a read would overwrite what others still have to read."""
     for read in reads:
         at_home = read.rank == engine.rank and read.target.data_ptr() == offered.data_ptr() + read.start
         if not at_home and overlap(offered, read.target):
@@ -119,9 +120,9 @@ def _apart(engine: Engine, offered: torch.Tensor, reads: Sequence[Read]) -> torc
 
 
 def _own_reads(engine: Engine, offered: torch.Tensor | None, reads: Sequence[Read]) -> list[Read]:
-    """Do the reads from the own offer, return the others, beginning with the next rank.
+    """Do the reads from this rank's own offer, and return the others, beginning with the next rank.
 
-    Beginning at different ranks keeps all ranks from reading the same memory at the same time.
+    Ranks begin at different ranks so that they do not all read the same memory at the same time.
     """
     others = []
     for read in reads:
@@ -135,7 +136,7 @@ def _own_reads(engine: Engine, offered: torch.Tensor | None, reads: Sequence[Rea
 
 
 def _staged(engine: Engine, offered: torch.Tensor | None, reads: Sequence[Read], largest_bytes: int) -> Steps:
-    """Piece by piece through the slots, the next piece being sent while this one is read."""
+    """Piece by piece through the slots; the next piece is sent while this one is read."""
     size = engine.board.slot_bytes
     count = -(-largest_bytes // size)
     reads = _own_reads(engine, offered, reads)
@@ -160,7 +161,7 @@ def _staged(engine: Engine, offered: torch.Tensor | None, reads: Sequence[Read],
 
 
 def _copy_out(engine: Engine, slot: int, start: int, stop: int, reads: Sequence[Read]) -> None:
-    """What `reads` want of bytes [start, stop), which lie in `slot`."""
+    """Copy what `reads` want of bytes [start, stop), which lie in `slot`."""
     for read in reads:
         first, last = max(start, read.start), min(stop, read.start + read.target.numel())
         if first < last:
@@ -178,7 +179,8 @@ def all_to_all(
 ) -> Steps:
     """Bytes `given[r]` of `source` go to rank r; `wanted[r]` bytes come from rank r into `target`.
 
-    What each rank gives is exchanged first, so splits that do not fit are an error that names both sides.
+    The ranks first exchange how much each gives, so splits that do not fit are an error that names both
+    sides.
     """
     world_size = engine.world_size
     table = torch.empty(world_size, world_size, dtype=torch.int64)  # [from, to], bytes

@@ -43,7 +43,7 @@ class _Timespec(ctypes.Structure):
 
 
 def fence() -> None:
-    """Everything before stays before, everything after stays after; see the module's text."""
+    """Everything before stays before, everything after stays after; see the file's docstring."""
     for _ in range(2):
         # One lock for each thread would do as well; contention only makes the order stronger.
         with _fence_lock:
@@ -65,7 +65,7 @@ _number = ctypes.c_long(_SYSCALL_NUMBER.get(_MACHINE, 0))
 def wait(address: int, expected: int, limit_s: float) -> None:
     """Sleep until the 32-bit word at `address` is woken or is not `expected`, `limit_s` at most.
 
-    Returns early for no reason at times: the caller looks at its condition again anyway.
+    May return early for no reason: the caller checks its condition again anyway.
     """
     if _syscall is None:
         time.sleep(min(limit_s, 0.0002))
@@ -83,7 +83,7 @@ def wait(address: int, expected: int, limit_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake all who sleep on the word at `address`, in any process."""
+    """Wake everybody who sleeps on the word at `address`, in any process."""
     if _syscall is not None:
         _syscall(
             _number,
@@ -97,5 +97,5 @@ def wake(address: int) -> None:
 
 
 def let_others_run() -> None:
-    """Give the core to whoever is waiting for it: with more ranks than cores, that is who we wait for."""
+    """Give the core to whoever is waiting for it: with more ranks than cores, that is the one we wait for."""
     os.sched_yield()

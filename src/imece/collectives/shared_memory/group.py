@@ -47,7 +47,7 @@ _OP_NAMES = {
 
 
 def _op_name(opts: Any) -> str:
-    """Our name of torch's reduction. ValueError for one that the backend does not know."""
+    """imece's name of torch's reduction. ValueError for one that the backend does not know."""
     op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
     op = getattr(op, "op", op)
     name = _OP_NAMES.get(op)
@@ -57,7 +57,7 @@ def _op_name(opts: Any) -> str:
 
 
 def _addend(tensor: Tensor, opts: Any) -> tuple[Tensor, Callable[[], None]]:
-    """`flattened`: what this rank gives to a reduction. For PREMUL_SUM a copy, times its own factor."""
+    """This rank's input to a reduction, as by `flattened`. For PREMUL_SUM a copy, times its own factor."""
     flat, back = flattened(tensor)
     if _op_name(opts) != "premul_sum":
         return flat, back
@@ -72,7 +72,8 @@ def _addend(tensor: Tensor, opts: Any) -> tuple[Tensor, Callable[[], None]]:
 
 
 def on_device(group: dist.ProcessGroup, tensor: Tensor) -> dist.ProcessGroup:
-    """The group that really moves this tensor: another one for a GPU's in a "cpu:shm,cuda:nccl" group."""
+    """The group that really moves this tensor: another one for a GPU's tensor in a "cpu:shm,cuda:nccl"
+    group."""
     other = group._others.group(tensor, group) if type(group) is SharedMemoryGroup else None
     return other if other is not None else group
 
@@ -80,8 +81,9 @@ def on_device(group: dist.ProcessGroup, tensor: Tensor) -> dist.ProcessGroup:
 def _refuse_batch() -> None:
     """UserError for a message that torch's batch_isend_irecv starts outside of any batch.
 
-    Before torch 2.14 that makes a batch in groups of torch's own class only. Here it makes one call after the
-    other, which NCCL runs one after the other: two ranks that send to each other would wait without an end.
+    Before torch 2.14 batch_isend_irecv makes a batch only in groups of torch's own class. Here it makes one
+    call after the other, and NCCL runs them one after the other: two ranks that send to each other would wait
+    forever.
     """
     frame = sys._getframe(2)  # torch's isend or irecv
     if frame.f_back is not None and frame.f_back.f_code is dist.batch_isend_irecv.__code__:
@@ -207,7 +209,7 @@ class SharedMemoryGroup(DirectCalls):
         return self._gather_list(targets, input, "all_gather_list", -1, opts, [targets])
 
     def _gather_each(self, targets: list[Tensor], input: Tensor, opts: Any) -> dist.Work:
-        """Tensors of different lengths, as NCCL gathers them too: one broadcast from each rank."""
+        """Tensors of different lengths, which NCCL gathers too: one broadcast from each rank."""
         mine = targets[self.rank()]
         same_size([mine], input, "all_gather")
         for target in targets:
@@ -307,7 +309,7 @@ class SharedMemoryGroup(DirectCalls):
         return self._all_to_all(target, source, wanted, given, inputs[0].dtype, back, opts, outputs)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Nobody goes on before everybody is here."""
+        """No rank goes on before all are here."""
         steps = self._barrier.steps(None, None)
         return self._collective(self._barrier.fingerprint, steps, None, opts, [])
 
@@ -334,14 +336,14 @@ class SharedMemoryGroup(DirectCalls):
         return self._receive([source], tensors[0], tag)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """What this thread calls from now on with tensors of a GPU becomes one batch."""
+        """Later calls of this thread with tensors of a GPU become one batch."""
         if other := self._others.on(device, self):
             self._batching = True
             return other._start_coalescing(device)
         return super()._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        """The batch begins."""
+        """Start the batch."""
         if other := self._others.on(device, self):
             self._batching = False
             return other._end_coalescing(device)

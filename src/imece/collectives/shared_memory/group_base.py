@@ -1,7 +1,7 @@
-"""What every call of the "shm" group stands on: its engine, its names, and the way of an operation.
+"""The basis of every call of the "shm" group: its engine, its names, and the way of an operation.
 
-torch takes a ProcessGroup written in Python as it is, and then asks no other backend; with
-"cpu:shm,cuda:nccl" tensors on other devices therefore go on from here to a group of their own.
+torch takes a ProcessGroup written in Python as it is, and then asks no other backend. So with
+"cpu:shm,cuda:nccl", tensors on other devices go on from here to a group of their own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _fields = functools.lru_cache(maxsize=4096)(unpack)
 
 
 class GroupBase(dist.ProcessGroup):
-    """One rank's end of a group; `SharedMemoryGroup` adds what torch calls."""
+    """One rank's end of a group; `SharedMemoryGroup` adds the calls that torch makes."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub lacks this form
@@ -48,7 +48,7 @@ class GroupBase(dist.ProcessGroup):
         self._messages = Messages(self._board)
         self._runner = Runner(self._board, self._engine, self._messages, timeout.total_seconds())
         self._others = OtherDevices(store, rank, size, timeout)
-        self._batching = False  # what is called with tensors of these
+        self._batching = False  # calls with tensors of these devices
         self._barrier = Small(self._engine, "barrier")
         self._smalls: dict[Hashable, Small | None] = {}
         self._inline = threading.local()
@@ -57,20 +57,22 @@ class GroupBase(dist.ProcessGroup):
         self._close = weakref.finalize(self, _close, os.getpid(), self._runner, self._board)
 
     def sleep_at_once(self) -> None:
-        """From now on who waits in it leaves its core to others, instead of looking again and again first."""
+        """From now on a thread that waits in this group leaves its core to others at once, instead of polling
+        first."""
         self._runner.may_spin = False
 
-    # What torch asks of a group.
+    # Attributes and methods that torch expects of a group.
 
     def getBackendName(self) -> str:
         """The name in torch's tables."""
         return "shm"
 
-    # torch's own accessors of these read them from backends in C++, which this group does not have.
+    # torch's own accessors read these from backends in C++, which this group does not have.
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Those whose tensors it moves. torch chooses by them where a state dict travels, for one."""
+        """The devices whose tensors it moves. torch uses them to choose where a state dict travels, for
+        one."""
         return [torch.device(device) for device in self._others.asked(self)]
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -85,28 +87,28 @@ class GroupBase(dist.ProcessGroup):
 
     @property
     def cores(self) -> int:
-        """That every rank may run on: the least of all ranks."""
+        """The number of cores that every rank may run on: the least of all ranks."""
         return min(peer.cores for peer in self._board.peers)
 
     @property
     def timeout(self) -> timedelta:
-        """For each call that does not name its own."""
+        """The timeout of each call that does not name its own."""
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Another one for the calls that come."""
+        """Another timeout for later calls."""
         self._timeout = timeout
         self._runner.timeout_s = timeout.total_seconds()
         self._others.set_timeout(timeout)
 
     @property
     def other_backends(self) -> list[Any]:
-        """torch's backends for tensors on other devices, as far as any have come."""
+        """torch's backends for tensors on other devices that have come so far."""
         return self._others.backends
 
     @property
     def group_desc(self) -> str:
-        """What torch calls the group in its logs."""
+        """torch's name of the group in its logs."""
         return self._desc
 
     def _set_group_name(self, name: str) -> None:
@@ -131,7 +133,7 @@ class GroupBase(dist.ProcessGroup):
         return self._calls
 
     def split_group(self, *_: Any, **__: Any) -> Any:
-        """RuntimeError: what torch's does is to its backends in C++, which this group does not have."""
+        """RuntimeError: torch's version works on backends in C++, which this group does not have."""
         raise RuntimeError("a group of shm is not split: make the others by torch.distributed.new_group")
 
     def shutdown(self) -> None:
@@ -148,7 +150,7 @@ class GroupBase(dist.ProcessGroup):
 
     @contextlib.contextmanager
     def labelled(self, label: str) -> Iterator[None]:
-        """Whatever this thread starts inside is this, for errors and the recorder."""
+        """Label whatever this thread starts inside, for errors and the recorder."""
         self._inline.label = label
         try:
             yield
@@ -163,8 +165,8 @@ class GroupBase(dist.ProcessGroup):
     def inline(self) -> Iterator[None]:
         """Whatever this thread starts inside runs on this thread, and is over at the end of the block.
 
-        Collectives end at once, messages together at the end: no hand-over to the worker, which costs
-        more than a small message.
+        Collectives end at once, messages together at the end: there is no hand-over to the worker, which
+        costs more than a small message.
         """
         self._inline.messages = []
         try:
@@ -218,9 +220,9 @@ class GroupBase(dist.ProcessGroup):
         back: Callable[[], None],
         label: str = "",
     ) -> Steps:
-        """`steps`, noted in the recorder and for errors from the moment it is their turn, and then `back`."""
+        """`steps`, noted in the recorder and for errors once it is their turn, and then `back`."""
         fields = _fields(fingerprint)
-        if fields.op not in ("send", "recv"):  # messages run beside a collective, whose note this is
+        if fields.op not in ("send", "recv"):  # messages run beside a collective, which owns this note
             self._engine.shape, self._engine.label, self._engine.way = shape, label, ""
         token: int | None = None
         if self.recorded:
@@ -236,7 +238,7 @@ class GroupBase(dist.ProcessGroup):
             recorder.leave(token)
 
     def _all_of(self, works: Sequence[dist.Work], result: Any) -> dist.Work:
-        """One handle for several operations, which run in order: the last one's end is the end of all."""
+        """One handle for several operations, which run in order: the end of the last is the end of all."""
         if not works:
             return ShmWork(result, done=True)
         last = works[-1]

@@ -1,10 +1,10 @@
 """Point-to-point messages with tags, in any order, without deadlock.
 
-From each rank to each other leads a channel: a ring of pieces in the sender's segment, a word that
-counts the pieces written (the sender's) and one that counts those consumed (the receiver's). A small
-message is sent when it is in the ring; a tensor in shared memory is read where it lies, and sent when
-it has been read. Messages of one channel arrive in order; one whose tag nobody waits for yet is set
-aside in private memory, so that it does not hold up those behind it.
+A channel leads from each rank to each other: a ring of pieces in the sender's segment, a word that counts the
+pieces written (the sender's) and one that counts those consumed (the receiver's). A small message counts as
+sent when it is in the ring; a tensor in shared memory is read where it lies, and counts as sent when it has
+been read. Messages of one channel arrive in order. A message whose tag nobody waits for yet is set aside in
+private memory, so that it does not hold up those behind it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Wanted:
 
 @dataclass(eq=False, slots=True)
 class _Incoming:
-    """A message of which pieces have come."""
+    """A message whose pieces are coming."""
 
     tag: int
     fingerprint: int
@@ -97,7 +97,7 @@ class Messages:
         self._lock = threading.RLock()
         self._out: dict[int, _Outbox] = {}
         self._in: dict[int, _Inbox] = {}
-        self.moved = 0  # pieces so far, to see progress by
+        self.moved = 0  # pieces so far, which shows progress
 
     def send(self, target: int, data: torch.Tensor, fingerprint: int, tag: int) -> Steps:
         """Send `data` (uint8, flat) to rank `target`; messages to one rank leave in the order of calls."""
@@ -163,11 +163,11 @@ class Messages:
         return self._receive(boxes, wanted)
 
     def awaited(self, sources: Sequence[int]) -> Sequence[int]:
-        """Of `sources`, those that can still send; all of them when all have left the group."""
+        """Those `sources` that can still send; all of them if all have left the group."""
         return [source for source in sources if not self._board.words[source][CLOSED]] or sources
 
     def _refuse(self, error: MismatchError) -> Steps:
-        """Raise when the operation runs: only then does the whole group learn of it."""
+        """Raise when the operation runs: only then does the whole group learn of the error."""
         yield from ()
         raise error
 

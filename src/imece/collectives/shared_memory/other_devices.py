@@ -1,4 +1,4 @@
-"""Tensors that are not on the CPU, in a group that was made for "cpu:shm,cuda:nccl"."""
+"""Tensors that are not on the CPU, in a group made for "cpu:shm,cuda:nccl"."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.distributed.distributed_c10d import GroupName
 
 
 class OtherDevices:
-    """Groups of the other backends, made when the first tensor of their device comes.
+    """Groups of other backends, each made when the first tensor of its device comes.
 
-    torch stops asking for backends as soon as one returns a whole ProcessGroup, as ours must. The
-    backends that the user asked for are in torch's table, under the group's name.
+    torch stops asking for backends as soon as one returns a whole ProcessGroup, as shm's must. The backends
+    that the user asked for are in torch's table, under the group's name.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
@@ -40,11 +40,11 @@ class OtherDevices:
 
     @property
     def backends(self) -> list[Any]:
-        """torch's, of the groups that were made."""
+        """torch's backends of the groups made so far."""
         return [group._get_backend(torch.device(device)) for device, group in list(self._groups.items())]
 
     def asked(self, owner: dist.ProcessGroup) -> dict[str, str]:
-        """The backend for each kind of device, as the group was made."""
+        """The backend for each kind of device, as asked for when the group was made."""
         asked = distributed_c10d._world.pg_backend_config.get(owner, "cpu:shm")
         return dict(part.split(":") for part in asked.split(",") if ":" in part)
 
@@ -70,13 +70,13 @@ class OtherDevices:
         return group
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Another one for the groups that were made and those that will be."""
+        """Another timeout for groups made so far and later."""
         self._timeout = timeout
         for backend in self.backends:
             backend._set_default_timeout(timeout)
 
     def shutdown(self) -> None:
-        """End the groups that were made, when what is under way in them is over."""
+        """End the groups made so far, once their work is over."""
         for group in self._groups.values():
             group.shutdown()
         self._groups.clear()

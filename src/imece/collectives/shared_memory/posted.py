@@ -1,25 +1,25 @@
-"""Sums that ranks make for each other: who is early does the work of who is late, instead of waiting.
+"""Sums that ranks make for each other: an early rank does the work of a late one, instead of waiting.
 
-    post      one tensor of this rank is full: others may read it, and write sums into it, from now on
+    post      one tensor of this rank is full: from now on others may read it, and write sums into it
     finish    a collective of all ranks: after it all tensors are summed
     item      one chunk of one rank's row of a tensor, whose sum is one piece of work
     owner     the rank whose row it is, as in reducing.py
     helper    the one other rank that may make that sum in its place
 
-Ranks do not come to the end of a backward together. Those that are in `finish` first sum what all have
-posted, their own items and then those of which they are the helper; little is left for the last to come.
-Elements are summed in the order of ranks whoever does it: the bits are those of all_reduce, reduce_scatter.
+Ranks do not come to the end of a backward together. Ranks in `finish` first sum what all have posted, their
+own items and then those they are the helper of; little is left for the last to come. Elements are summed in
+the order of ranks, whoever sums: the bits are those of all_reduce and reduce_scatter.
 
-Who makes an item is settled without a lock, by two words in shared memory, one of its owner and one of its
-helper. Each writes its own before it reads the other's (Dekker's way), so that of two at once at least one
-sees the other:
+Who makes an item is settled without a lock, by two words in shared memory, one written by its owner and one
+by its helper. Each writes its own before it reads the other's (Dekker's way), so that of two at once at least
+one sees the other:
 
-    owner     writes TAKEN. Where the helper's says TAKEN, that one makes it; where TRIED, look again
-    helper    writes TRIED. Where the owner's says TAKEN it withdraws; else it writes TAKEN and makes it
+    owner     writes TAKEN. If the helper's word says TAKEN, the helper makes it; if TRIED, look again
+    helper    writes TRIED. If the owner's word says TAKEN it withdraws; else it writes TAKEN and makes it
 
-A word holds the number of the sum too, so nobody has to clear it for the next one. That of a tensor holds
-how often this rank had to begin anew as well: where ranks fail together, one may be in its next attempt while
-another still has posted what it is about to take back.
+A word holds the number of the sum too, so nobody has to clear it for the next one. A tensor's word also holds
+how often this rank had to begin anew: if ranks fail together, one may be in its next attempt while another
+still has posted what it is about to take back.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from imece.errors import CollectiveError
 Tensor = torch.Tensor
 _TRIED, _TAKEN = 1, 2
 _STATES = 4  # an item's word is the number of the sum times this, plus one of these
-_ATTEMPTS = 2**24  # a tensor's is it times this, plus how often what was posted for it was taken back
+_ATTEMPTS = 2**24  # a tensor's word is that number times this, plus how often its post was taken back
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +69,17 @@ class Posted:
         open_sheet: Callable[[Tensor], Sequence[Tensor]],
         fail: Callable[[BaseException], None],
     ) -> None:
-        """offered: of each tensor those of all ranks, in their order, where they lie: [numel].
+        """offered: for each tensor those of all ranks, in their order, where they lie: [numel].
 
-        scatter: a sum goes to the rank whose shard it is, as reduce_scatter's in place; otherwise to all.
-        open_sheet: gives all ranks', in their order, for one of this rank's in shared memory.
+        scatter: a sum goes to the rank whose shard it is, in place as with reduce_scatter; otherwise to all.
+        open_sheet: for a tensor of this rank in shared memory, returns those of all ranks, in their order.
         fail: tells all ranks of an error after which the group is of no use.
         """
         self._engine, self._rank, self._hows, self._fail = engine, engine.rank, hows, fail
         self._own: list[list[_Item]] = []  # by tensor
         self._helped: list[list[_Item]] = []
         self._words: list[range] = []  # of its items
-        word = len(offered)  # before them is one for each tensor: whether it is posted
+        word = len(offered)  # the first words, one for each tensor, say whether it is posted
         for index, ranks in enumerate(offered):
             first = word
             own, helped = list[_Item](), list[_Item]()
@@ -106,29 +106,29 @@ class Posted:
         self._begin()
 
     def _begin(self) -> None:
-        """The next sum, to which this rank has posted nothing."""
+        """Begin the next sum, to which this rank has posted nothing."""
         self._number += 1
         self._stamp = self._number * _STATES
         self._posted = self._number * _ATTEMPTS
-        self._all_in = False  # `finish`: whatever an attempt's number, nobody takes back any more
+        self._all_in = False  # in `finish`: nobody takes back any more, whatever an attempt's number
         self._coming = list(range(len(self._words)))  # tensors that not all ranks have posted
         self._to_do: deque[_Item] = deque()
         self._to_help: list[_Item] = []  # taken from its end, as owners begin with the first
-        self._undecided = -1  # the rank that is about to take an item of this one's, or to withdraw
+        self._undecided = -1  # the rank that is about to take an item of this rank, or to withdraw
 
     # Before the end.
 
     def post(self, tensor: int) -> None:
-        """This rank's is full: it leaves it alone until `finish` is over. May be said again."""
+        """A tensor is full: this rank leaves it alone until `finish` is over. May be called again."""
         if futex.NEEDS_FENCE:
             futex.fence()
         self._mine[tensor] = self._posted
         self._engine.board.ring_sleepers()
 
     def take_back(self) -> None:
-        """What this rank has posted since the last `finish` is to be filled anew.
+        """Take back what this rank has posted since the last `finish`, to fill it anew.
 
-        CollectiveError, for all ranks, if another one has summed some of it: then it is gone.
+        CollectiveError, on all ranks, if another rank has summed some of it: then the values are gone.
         """
         posted = [tensor for tensor in range(len(self._words)) if self._mine[tensor] == self._posted]
         for tensor in posted:
@@ -148,7 +148,7 @@ class Posted:
     # The end.
 
     def finish(self) -> Steps:
-        """After it all tensors are summed on all ranks. Each has posted all of its own before."""
+        """After it all tensors are summed on all ranks. Each rank has posted all of its own before."""
         engine = self._engine
         engine.way = self._way
         engine.enter(self.fingerprint, shape_word=self._shape_word)
@@ -161,7 +161,7 @@ class Posted:
             if not self._does_one():
                 yield
         engine.tick()
-        yield from engine.everybody(engine.clock)  # till then others make what they have taken
+        yield from engine.everybody(engine.clock)  # until then others make what they have taken
         self._begin()
 
     def missing(self) -> list[int]:
@@ -188,11 +188,11 @@ class Posted:
         return False
 
     def _is_posted(self, tensor: int) -> bool:
-        """By all ranks, and to stay."""
+        """Whether all ranks have posted it, to stay."""
         return self._all_in or all(sheet[tensor] == self._posted for sheet in self._sheets)
 
     def _take(self, item: _Item) -> bool | None:
-        """An own item: whether this rank has made it; None where that is not decided."""
+        """Take an own item: whether this rank has made it; None if that is undecided."""
         self._mine[item.word] = self._stamp + _TAKEN
         futex.fence()
         theirs = self._sheets[item.other][item.word] - self._stamp
@@ -202,7 +202,7 @@ class Posted:
         return theirs != _TAKEN and self._make(item)
 
     def _take_over(self, item: _Item) -> bool:
-        """Another rank's: whether this one has made it."""
+        """Take another rank's item: whether this one has made it."""
         self._mine[item.word] = self._stamp + _TRIED
         futex.fence()
         if self._sheets[item.other][item.word] >= self._stamp:
@@ -212,8 +212,8 @@ class Posted:
         return self._make(item)
 
     def _make(self, item: _Item) -> bool:
-        """Whether it is made: not where it was taken back meanwhile, by a rank that has seen this one's word
-        if this one does not see that."""
+        """Whether the item was made. It is not if a rank took its tensor back meanwhile: that rank has seen
+        this one's word if this one does not see the withdrawal."""
         if not self._is_posted(item.tensor):
             self._mine[item.word] = 0
             self._to_do = deque(each for each in self._to_do if each.tensor != item.tensor)

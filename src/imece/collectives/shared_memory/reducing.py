@@ -1,7 +1,7 @@
 """Reduce-scatter, and all-reduce and reduce on top of it: one path.
 
-The flat tensor is cut into one row a rank. A rank sums its own row over all ranks (that is the
-reduce-scatter); where others want the result too, it goes from there to them (the all-gather).
+The flat tensor is cut into one row a rank. A rank sums its own row over all ranks (the reduce-scatter); if
+others want the result too, it goes from there to them (the all-gather).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Chunk(NamedTuple):
     pieces: list[torch.Tensor]  # one a rank, to sum
     out: torch.Tensor
     in_place: bool  # whether the running result may lie in `out`
-    copies: list[torch.Tensor]  # where the result goes too
+    copies: list[torch.Tensor]  # where else the result goes
 
 
 def even_rows(numel: int, world_size: int) -> list[Row]:
-    """One row a rank, as long as each other but for the last ones."""
+    """One row a rank, of equal lengths except the last ones."""
     length = -(-numel // world_size)
     length = -(-length // _ALIGN) * _ALIGN
     return [(min(numel, rank * length), min(numel, (rank + 1) * length)) for rank in range(world_size)]
 
 
 def cut(tensor: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
-    """Pieces of `length` elements, the last one may be shorter; a short tensor is its own piece."""
+    """Pieces of `length` elements; the last may be shorter, and a short tensor is its own piece."""
     return tensor.split(length) if tensor.numel() > length else (tensor,)
 
 
@@ -71,7 +71,7 @@ def steps(
 
 
 def _then_copied(steps: Steps, place: torch.Tensor, output: torch.Tensor) -> Steps:
-    """To an `output` that is a part of what others read until then."""
+    """Then copy to an `output` that lies in what others read until then."""
     yield from steps
     output.copy_(place)
 
@@ -99,12 +99,12 @@ def _reduce(
     def make() -> list[Chunk]:
         return chunks_of([each.view(tensor.dtype) for each in offered], row, output, readers)
 
-    # Without readers the output is the caller's: a view of it that is kept would keep its memory too.
+    # Without readers the output is the caller's: a kept view of it would keep its memory too.
     chunks = engine.kept((place, row, tuple(readers), tensor.dtype), make) if readers else make()
     for chunk in chunks:
         sum_chunk(chunk, how, engine.scratch)
     engine.tick()
-    yield from engine.everybody(engine.clock)  # till then the others read and write this rank's tensor
+    yield from engine.everybody(engine.clock)  # until then the others read and write this rank's tensor
 
 
 def chunks_of(
@@ -112,7 +112,8 @@ def chunks_of(
 ) -> list[Chunk]:
     """One row of all ranks' tensors, in chunks that fit the cache.
 
-    ranks: in their order, [numel] each. The sum goes to `readers`' rows, or to `output` where there are none.
+    ranks: in their order, [numel] each. The sum goes to the rows of `readers`, or to `output` if there are
+    none.
     """
     start, stop = row
     if start == stop:
@@ -120,7 +121,7 @@ def chunks_of(
     length = max(_ALIGN, CHUNK_BYTES // output.itemsize)
     pieces = [cut(each[start:stop], length) for each in ranks]
     targets = [pieces[reader] for reader in readers] if readers else [cut(output, length)]
-    # The running result may lie in the first target unless a later addend is overwritten by that.
+    # The running result may lie in the first target unless that would overwrite a later addend.
     in_place = targets[0][0].data_ptr() not in [each[0].data_ptr() for each in pieces[2:]]
     return [
         Chunk([each[at] for each in pieces], out, in_place, [target[at] for target in targets[1:]])
@@ -129,7 +130,7 @@ def chunks_of(
 
 
 def sum_chunk(chunk: Chunk, how: Reduction, scratch: Scratch) -> None:
-    """All of one chunk. scratch: as of Reduction."""
+    """Sum one chunk and copy the result. scratch: as in Reduction."""
     pieces, out, in_place, copies = chunk
     how(pieces, out, scratch, in_place)
     for copy in copies:
@@ -146,8 +147,8 @@ def _staged(
 ) -> Steps:
     """Piece by piece through the slots: while a piece is summed, the next one is already on its way.
 
-    A piece holds the same window of every row; row r's part lies at r * width in the slot. A rank
-    sends all parts but its own, sums its own part, and sends that where others want it.
+    A piece holds the same window of every row; row r's part lies at r * width in the slot. A rank sends all
+    parts but its own, sums its own part, and sends that if others want it.
     """
     rank, size = engine.rank, tensor.itemsize
     width = engine.board.slot_bytes // size // engine.world_size // _ALIGN * _ALIGN

@@ -1,8 +1,8 @@
 """Who drives the operations of a group: the caller's own thread, or a worker for asynchronous ones.
 
-A synchronous call runs on the thread that makes it: no hand-over, which would cost more than a small
-message. Asynchronous collectives queue for the worker, which runs them in order; messages all
-progress together beside them. Collectives of one group never overlap: `_turn` is held by who runs one.
+A synchronous call runs on the thread that makes it: a hand-over would cost more than a small message.
+Asynchronous collectives queue for the worker, which runs them in order; messages all progress together beside
+them. Collectives of one group never overlap: the thread that runs one holds `_turn`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Runner:
     def __init__(self, board: Board, engine: Engine, messages: Messages, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.may_spin = True
-        """Whether the main thread is hot at first when it waits: not where others need its core at once."""
+        """Whether the main thread polls at first when it waits: not if others need its core at once."""
         self._board = board
         self._engine = engine
         self._messages = messages
@@ -61,7 +61,7 @@ class Runner:
     def run_small(
         self, small: Small, source: torch.Tensor | None, target: torch.Tensor | None, label: str
     ) -> None:
-        """`run` for small ones, which mostly end before waiting would be worth its preparation."""
+        """`run` for small ones, most of which end before preparing to wait would pay."""
         if self._collectives or self._current is not None:
             steps = small.steps(source, target, label)
             self._run_after_others(self._engine.operation(small.fingerprint, steps))
@@ -102,7 +102,7 @@ class Runner:
             with writing():
                 while left := [operation for operation in left if not _ended(operation)]:
                     if patience is None:
-                        # A thread beside the main one shares its core with what the main one computes.
+                        # Another thread than the main one shares its core with what the main one computes.
                         hot = self.may_spin and threading.current_thread() is threading.main_thread()
                         patience = Patience(self._board, timeout_s, hot=hot)
                     elif moved != self._moved():
@@ -116,7 +116,7 @@ class Runner:
             raise
 
     def _moved(self) -> int:
-        """Changes whenever something moves: time spent waiting counts from the last change."""
+        """Changes whenever something moves: waiting time counts from the last change."""
         return self._engine.clock + self._messages.moved
 
     def fail(self, error: BaseException) -> None:
@@ -124,19 +124,20 @@ class Runner:
         if self._error is None:
             self._error = error
             text = f"{type(error).__name__}: {error}"
-            if not isinstance(error, CollectiveError):  # ours name their ranks
+            if not isinstance(error, CollectiveError):  # imece's errors name their ranks
                 text = f"CollectiveError: rank {self._board.rank} (pid {os.getpid()}) failed: {text}"
             self._board.write_text(FAILED, 1, text)
 
     def abort(self, error: CollectiveError) -> None:
         """End what is under way, in whichever thread: it may wait for a rank that does not come."""
-        with self._changed:  # till then nobody closes the board
+        with self._changed:  # until then nobody closes the board
             if not self._closed:
                 self.fail(error)
                 self._board.ring(self._board.rank)
 
     def disown(self) -> None:
-        """In a forked child: every later call raises. The ranks, which did not fail, are told nothing."""
+        """In a forked child: every later call raises. The other ranks are told nothing, as this rank did not
+        fail."""
         board = self._board
         self._error = self._error or CollectiveError(
             f"this process (pid {os.getpid()}) is a forked copy of rank {board.rank} "
@@ -146,7 +147,7 @@ class Runner:
     # The worker.
 
     def submit_message(self, operation: Operation, finish: Finish) -> None:
-        """Run a message: as far as it can go at once, here; the rest on the worker.
+        """Run a message: as far as possible at once, here; the rest on the worker.
 
         Most messages fit into the ring, or have come before somebody asks for them.
         """
@@ -174,10 +175,11 @@ class Runner:
         self._wake_worker()
 
     def _refused(self, finish: Finish) -> bool:
-        """End an asynchronous call on a group that has failed: its work says so, not the call.
+        """On a group that has failed, end an asynchronous call with the error in its work, without raising
+        here.
 
-        What failed may be work that nobody has waited for yet. Who waits for all in order hears first
-        why, and only then that nothing after it was possible.
+        The failure may be in work that nobody has waited for yet. Whoever waits for all works in order hears
+        the cause first, and only then that nothing after it was possible.
         """
         error = self._failed_before()
         if error is not None:
@@ -194,7 +196,7 @@ class Runner:
             self._board.ring(self._board.rank)
 
     def close(self) -> None:
-        """End the worker; what is still under way is given up."""
+        """End the worker and give up what is still under way."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -286,7 +288,7 @@ class Runner:
 
 
 _living: weakref.WeakSet[Runner] = weakref.WeakSet()
-_changing = threading.Lock()  # which of them there are
+_changing = threading.Lock()  # guards the set of runners
 
 
 def abort_all(error: CollectiveError) -> None:
@@ -298,7 +300,8 @@ def abort_all(error: CollectiveError) -> None:
 
 
 def _disown_after_fork() -> None:
-    """What a child does in memory that it shares with the ranks would be taken for its parent's part."""
+    """In a forked child: what it does in memory that it shares with the ranks would be taken for its parent's
+    work."""
     for runner in _living:
         runner.disown()
 

@@ -31,7 +31,7 @@ _serials = count(1)
 class Segment:
     """One mapped segment. `memory` is its payload as uint8[nbytes]; it keeps the mapping alive."""
 
-    fd: int  # of this process; -1 for one of another rank that was not to be kept open
+    fd: int  # of this process; -1 for another rank's segment that is not kept open
     serial: int  # tells two segments of one process apart when file descriptors are reused
     nbytes: int
     memory: torch.Tensor = field(repr=False)  # uint8[nbytes]
@@ -43,19 +43,19 @@ class Segment:
         return self.memory.data_ptr()
 
     def populate(self, start: int, stop: int) -> None:
-        """Take memory for these bytes of the payload, whole pages, now: one page after the other on first use
-        takes longer. As far as the kernel can (Linux 5.14) and has it."""
+        """Allocate memory for these bytes of the payload, whole pages, now: page by page on first use takes
+        longer. As far as the kernel can (Linux 5.14) and has memory."""
         with contextlib.suppress(OSError):
             self.map.madvise(_POPULATE_WRITE, _HEADER_BYTES + start, stop - start)
 
     def give_back(self, start: int, stop: int) -> None:
-        """These bytes of the payload, whole pages, take no memory until they are next used, by any process,
-        and are zero then. As far as the kernel can."""
+        """Free the memory of these bytes of the payload, whole pages, until any process uses them again; then
+        they are zero. As far as the kernel can."""
         with contextlib.suppress(OSError):
             self.map.madvise(mmap.MADV_REMOVE, _HEADER_BYTES + start, stop - start)
 
     def close(self) -> None:
-        """Give the file descriptor back. The memory itself goes when the last tensor on it does."""
+        """Close the file descriptor. The memory itself goes with the last tensor on it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -64,8 +64,8 @@ class Segment:
 def create(nbytes: int, purpose: str, *, populate: bool = False) -> Segment:
     """A new segment of `nbytes` zero bytes.
 
-    Raises UserError, naming the size wanted and the size available, where the machine or the
-    container has too little memory: running on would end in a kill without a word.
+    UserError, with the size wanted and the size available, if the machine or the container has too little
+    memory: running on would end in a kill without a word.
     """
     if not hasattr(os, "memfd_create"):
         raise UserError("the shm backend needs Linux (memfd_create); use backend='gloo' on this system")
@@ -90,10 +90,10 @@ def create(nbytes: int, purpose: str, *, populate: bool = False) -> Segment:
 def attach(pid: int, fd: int, serial: int, *, populate: bool = False, keep: bool = False) -> Segment:
     """Map the segment that process `pid` holds as file descriptor `fd`.
 
-    keep: hold it open too, so that others may attach it here when that process is gone.
+    keep: also hold it open, so that others may attach it here when that process is gone.
 
-    Raises CollectiveError where the process is gone, its memory may not be opened, or the descriptor
-    is another segment by now.
+    CollectiveError if the process is gone, its memory may not be opened, or the descriptor is another segment
+    by now.
     """
     path = Path(f"/proc/{pid}/fd/{fd}")
     try:

@@ -1,7 +1,7 @@
 """Small collectives: the data travels with the announcement, one step in all.
 
 What repeats with every call of a kind (fingerprint, views of the slots) is made once and kept: making it
-would take longer than moving 1 KiB does.
+would take longer than moving 1 KiB.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 
 class Small:
-    """One kind of small collective; a barrier as it stands.
+    """One kind of small collective; this class itself is a barrier.
 
     A call is `begin`, then waiting until all ranks have begun, then `end`.
     """
@@ -37,7 +37,7 @@ class Small:
         root: int = -1,
         way: str = "",
     ) -> None:
-        """dtype, shape: of the tensor that this rank sends; or that travels another `way`, and not here."""
+        """dtype, shape: of the tensor that this rank sends here, or that travels another `way`."""
         numel = 1 if dtype is not None else 0
         for dim in shape:
             numel *= dim
@@ -62,7 +62,7 @@ class Small:
         engine.enter(self.fingerprint, shape_word=self.shape_word)
 
     def end(self, target: Tensor | None) -> None:
-        """Take what is wanted out of what all ranks sent."""
+        """Take what this rank wants out of what all ranks sent."""
 
     def steps(self, source: Tensor | None, target: Tensor | None, label: str = "") -> Steps:
         """The whole call."""

@@ -1,4 +1,4 @@
-"""Tensors as the engine wants them: flat, contiguous, on the CPU; and the checks of what torch passes."""
+"""Tensors as the engine wants them: flat, contiguous, on the CPU; and checks of what torch passes."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ Tensor = torch.Tensor
 
 
 def nothing() -> None:
-    """What is left to do where nothing is."""
+    """A last step that does nothing."""
 
 
 def writing() -> AbstractContextManager[None]:
-    """A context in which all tensors may be written to, those of torch.inference_mode() too; no gradients.
+    """A context in which all tensors may be written to, even those of torch.inference_mode(); no gradients.
 
-    Outside of the mode, which is a thread's own, torch refuses. torch.inference_mode() takes 2 us more.
+    Outside of that mode, which belongs to a thread, torch refuses. torch.inference_mode() itself takes 2 us
+    more.
     """
     return cast(AbstractContextManager[None], torch._C._InferenceMode(True))
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor contiguous, and its bytes its values: those of `z.conj()` and of its `.imag` are not.
+    """The tensor, contiguous, with its values as its bytes: `z.conj()` and its `.imag` have others.
 
-    ValueError for a sparse one.
+    ValueError for a sparse tensor.
     """
     check_dense(tensor)
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def flattened(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """The tensor as one contiguous dimension, and what brings the result back if that is a copy.
+    """The tensor as one contiguous dimension, and a function that copies the result back if that is a copy.
 
-    ValueError as of `check_written`.
+    ValueError: as in `check_written`.
     """
     tensor = tensor.detach()
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
@@ -65,13 +66,13 @@ def check_rank(what: str, rank: int, group: dist.ProcessGroup) -> None:
 
 
 def check_tag(tag: SupportsIndex) -> None:
-    """ValueError for what does not travel as a message's tag; on the way it would end the group."""
+    """ValueError for an invalid tag of a message; once on its way, it would end the group."""
     if not isinstance(tag, int | SupportsIndex) or not -(2**63) <= operator.index(tag) < 2**63:
         raise ValueError(f"tag {tag!r}: a tag is a whole number of 64 bits")
 
 
 def check_tensor(op: str, given: object, argument: str = "") -> None:
-    """TypeError for what is no tensor. argument: which one, of calls that have two."""
+    """TypeError unless `given` is a tensor. argument: which one, for calls that take two."""
     if isinstance(given, Tensor):
         return
     do = "torch.as_tensor makes one of numbers"
@@ -92,7 +93,8 @@ def check_dense(tensor: Tensor) -> None:
 
 
 def check_written(tensor: Tensor) -> None:
-    """ValueError for a tensor that no result can be written to, which torch would say after the exchange."""
+    """ValueError for a tensor that no result can be written to; torch would say so only after the
+    exchange."""
     check_dense(tensor)
     if not tensor.is_contiguous() and any(
         size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -106,16 +108,16 @@ def check_written(tensor: Tensor) -> None:
 def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor as uint8[nbytes], sharing its memory."""
     flat = tensor.view(-1)
-    if flat.numel() <= 1:  # contiguous whatever its stride, which viewing it as bytes does not accept
+    if flat.numel() <= 1:  # contiguous whatever its stride, but such a stride allows no view as bytes
         flat = flat.as_strided((flat.numel(),), (1,))
     return flat.view(torch.uint8)
 
 
 def copy_flat(target: Tensor, source: Tensor) -> None:
-    """From one flat tensor to another, both contiguous, on the CPU and of as many bytes.
+    """Copy one flat tensor to another, both contiguous, on the CPU and of equally many bytes.
 
-    On one thread as C's memcpy does it: a loop of torch's first reads from memory what it writes over. Of
-    torch's own threads several are faster. Not through numpy, after which torch lets nobody free a storage.
+    On one thread with C's memcpy: torch's loop first reads from memory what it will overwrite. With several
+    threads, torch's are faster. Not through numpy: after that torch lets nobody free the storage.
     """
     assert target.nbytes == source.nbytes
     if torch.get_num_threads() > 1:

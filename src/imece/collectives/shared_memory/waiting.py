@@ -1,7 +1,7 @@
-"""How a rank waits: briefly hot, then asleep, always looking out for the dead.
+"""How a rank waits: it polls briefly, then sleeps, and always looks out for dead ranks.
 
-Every operation is a generator that yields when it cannot go on yet. Whoever drives it (the caller's
-thread, or the worker for asynchronous work) lets a `Patience` pass the time in between.
+Every operation is a generator that yields when it cannot go on yet. Whoever drives it (the caller's thread,
+or the worker for asynchronous work) lets a `Patience` pass the time in between.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Patience:
     def __init__(self, board: Board, timeout_s: float, *, hot: bool) -> None:
         self._board = board
         self._timeout_s = timeout_s
-        # With more ranks than cores the one we wait for may need this very core.
+        # With more ranks than cores, the rank we wait for may need this very core.
         self._hot = 0 if board.crowded or not hot else _HOT_POLLS
         self._yields = _YIELD_POLLS if hot else 0
         self.progress()
@@ -60,7 +60,7 @@ class Patience:
         self._suspects: set[int] = set()
 
     def wait(self, operations: Sequence[Operation]) -> None:
-        """Wait a little. Raises CollectiveError (one of its kinds) when `operations` cannot end any more."""
+        """Wait a little. Raises CollectiveError (one of its kinds) if `operations` cannot end any more."""
         self._polls += 1
         if self._polls <= self._hot:
             return
@@ -73,14 +73,14 @@ class Patience:
         self._seen = self._board.bell()
         now = time.monotonic()
         if now - self._looked >= _LOOK_EVERY_S:
-            if self._looked:  # whoever was stopped himself for an hour has not waited that long for others
+            if self._looked:  # a rank that was stopped for an hour has not waited that long for others
                 self._waited_s += min(now - self._looked, _LONGEST_LOOK_S)
             self._looked = now
             self._look(operations, self._waited_s)
 
     def _look(self, operations: Sequence[Operation], waited_s: float) -> None:
         board = self._board
-        # Whoever failed, died or left may have done its part here before: our own poll gets one more chance.
+        # A rank that failed, died or left may have done its part before: poll once more before giving up.
         suspects, self._suspects = self._suspects, set()
         for other in board.others:
             if board.words[other][FAILED]:

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from imece.errors import CollectiveTimeoutError
 
 _MOST_CALLBACKS = 64  # that wait for each other at the same time
-_DONE_LOCK = threading.Lock()  # for work that was over before anybody saw it; nothing contends for that
+_DONE_LOCK = threading.Lock()  # for work that was over before anybody saw it; nothing contends for it
 
 
 def _new_pool() -> ThreadPoolExecutor:
-    """Threads for what is hung on futures; it makes one when none is idle."""
+    """Threads for callbacks on futures; a new one is made if none is idle."""
     return ThreadPoolExecutor(_MOST_CALLBACKS, "imece-future")
 
 
@@ -34,7 +34,7 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 class ShmWork(dist.Work):
-    """What an operation of the shm backend returns. `result` is what its future gives."""
+    """What an operation of the shm backend returns. Its future gives `result`."""
 
     def __init__(self, result: Any, *, done: bool) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class ShmWork(dist.Work):
         self.source = -1
 
     def giving(self, result: Any) -> ShmWork:
-        """The same work with another result: that of all operations of which it is the last."""
+        """The same work with another result: that of several operations, this being the last."""
         self._result = result
         return self
 
@@ -60,14 +60,14 @@ class ShmWork(dist.Work):
         if self._event is not None:
             self._event.set()
         if future is not None:
-            # What was hung on it runs now, and may itself wait for another collective: not on this thread.
+            # Callbacks on it run now, and may wait for another collective: not on this thread.
             try:
                 _callbacks.submit(self._settle, future)
             except RuntimeError:  # the interpreter ends
                 self._settle(future)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the operation is over; raise what it ended with."""
+        """Block until the operation is over; raise its error if it failed."""
         if not self._done and self._event is not None:
             seconds = timeout.total_seconds() if timeout else 0.0
             if not self._event.wait(seconds if seconds > 0 else None):
@@ -99,7 +99,7 @@ class ShmWork(dist.Work):
         return self._done and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What the operation ended with, None if it went well or goes on."""
+        """The operation's error; None if it went well or goes on."""
         return self._error
 
     def result(self) -> Any:
