@@ -20,11 +20,13 @@ from imece.errors import PeerLostError, UserError
 from imece.membership.recovery import MovedOnError
 from imece.observe.metrics import read_metrics
 from imece.train import loop as loops
+from imece.train import resuming
 from imece.train import session as sessions
 from imece.train.batch import BatchPlan
 from imece.train.config import CheckpointSection, ModelSection, TrainConfig, ValidateSection
 from imece.train.loop import Loop, _Together
 from imece.train.precision import Precision
+from imece.train.resuming import check_of_run
 from imece.train.same_run import computed_with
 from imece.train.session import Session, _first_ranks
 from imece.train.step import Outcome, Step
@@ -37,7 +39,6 @@ CPU = torch.device("cpu")
 def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     """After 8 steps, of which the figures are known; others may be asked, and say the same."""
     monkeypatch.setattr(sessions, "together", lambda _, call: call())
-    monkeypatch.setattr(sessions, "gather_json", lambda mine, *_: [mine, mine])
     made = Session.__new__(Session)
     made.mesh = mock.Mock(rank=0, world_size=1, device=CPU, size=lambda _: 1, coordinate=lambda _: 0)
     made.folder, made.config, made.alarms = mock.Mock(), TrainConfig(steps=100), deque()
@@ -282,14 +283,15 @@ def test_the_figures_of_the_newest_step_are_counted_once(session: Session) -> No
 
 def test_ranks_that_see_different_checkpoints(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the memory of all is gone, and not only at the start."""
-    found = mock.Mock(step=4)
-    monkeypatch.setattr(session, "_newest", lambda: found)
-    monkeypatch.setattr(sessions, "gather_json", lambda mine, *_: [mine, 2])
+    monkeypatch.setattr(resuming, "together", lambda _, call: call())
+    monkeypatch.setattr(resuming, "newest_of_all", lambda *_: mock.Mock(step=4))
+    monkeypatch.setattr(resuming, "check_of_run", lambda *_: None)
+    monkeypatch.setattr(resuming, "gather_json", lambda mine, *_: [mine, 2])
     with pytest.raises(UserError) as mistake:
         session._from_checkpoint()
     assert str(mistake.value) == (
-        f"{session.folder.checkpoints}: rank 1 can read step 2 at most, others step 4: check that all hosts "
-        "see the same disk"
+        f"{session.config.folder}/checkpoints: rank 1 can read step 2 at most, others step 4: check that all "
+        "hosts see the same disk"
     )
     assert not session.training_state.load.called  # type: ignore[attr-defined]
 
@@ -297,7 +299,7 @@ def test_ranks_that_see_different_checkpoints(session: Session, monkeypatch: pyt
 def test_back_to_a_checkpoint(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     counters = {"seconds": 8.0, "tokens": 128}
     found = mock.Mock(step=4, metric=2.5, state={"scaler": {}, "best_val_loss": 2.5, "counters": counters})
-    monkeypatch.setattr(session, "_newest", lambda: found)
+    monkeypatch.setattr(sessions, "newest_for", lambda *_: found)
     assert session._from_checkpoint() == session.done == session.counted == 4
     assert (session.tokens, session.val_loss) == (128, (4, 2.5))
     assert list(session.alarms) == ["back to the checkpoint of step 4: 4 steps are lost"]
@@ -310,7 +312,7 @@ def test_back_to_the_beginning(
     """Before the first checkpoint; one that joins has made no step."""
     begun = mock.Mock()
     monkeypatch.setattr(sessions, "begin_again", begun)
-    monkeypatch.setattr(session, "_newest", lambda: None)
+    monkeypatch.setattr(sessions, "newest_for", lambda *_: None)
     session.precision, session.optimizers = Precision("fp16", "cpu"), [mock.Mock()]
     session.skipped_steps = session.bad_steps = 2
     session.recovery.member.steps = made  # type: ignore[union-attr]
@@ -336,7 +338,7 @@ def test_gone_on_with_after_the_text_has_changed(
     """A checkpoint of an older run does not say what it was trained on."""
     state = {"scaler": {}, "best_val_loss": 2.5, "counters": {"seconds": 8.0, "tokens": 128}}
     found = mock.Mock(step=4, metric=2.5, state=state | ({"metric_on": on} if on else {}))
-    monkeypatch.setattr(session, "_newest", lambda: found)
+    monkeypatch.setattr(sessions, "newest_for", lambda *_: found)
     assert session._resume()
     assert (session.done, session.tokens, session.best_val_loss) == (4, 128, val_loss)
     assert metric(session) == val_loss
@@ -358,7 +360,7 @@ def test_gone_on_with_another_validate_tokens(
     state = {"scaler": {}, "best_val_loss": 2.5, "counters": {"seconds": 8.0, "tokens": 128}}
     over = {"metric_over": then} if then else {}
     found = mock.Mock(step=4, metric=2.5, state=state | {"metric_on": "a text"} | over)
-    monkeypatch.setattr(session, "_newest", lambda: found)
+    monkeypatch.setattr(sessions, "newest_for", lambda *_: found)
     assert session._resume()
     assert session.best_val_loss == metric(session) == val_loss
     saved = session.checkpoints.save.call_args.args[2]  # type: ignore[attr-defined]
@@ -434,20 +436,19 @@ def test_a_scaler_begins_anew_with_its_state() -> None:
 
 def test_what_a_checkpoint_was_made_with_is_what_the_run_goes_on_with(session: Session) -> None:
     """Though the run's file was changed by hand, so that nothing tells; but the text may be elsewhere."""
-    session.prepared = mock.Mock(tokenizer=mock.Mock(hash="t"))
-    session.precision = mock.Mock()
+    tokenizer = mock.Mock(hash="t")
     state = json.loads(json.dumps({"tokenizer_hash": "t", "computed_with": computed_with(session.config)}))
     saved: Any = SimpleNamespace(state=state, folder=Path("run/checkpoints/step-00000008"))
-    session._check(saved)
+    check_of_run(saved, session.config, tokenizer)
     began = session.config
     session.config = replace(began, steps=200, data=replace(began.data, paths=("moved",), folder="elsewhere"))
-    session._check(saved)
+    check_of_run(saved, session.config, tokenizer)
     session.config = replace(began, seed=7, data=replace(began.data, vocab_size=300))
     with pytest.raises(UserError) as mistake:
-        session._check(saved)
+        check_of_run(saved, session.config, tokenizer)
     assert str(mistake.value) == (
         "run/checkpoints/step-00000008 was made with seed = 1, the run's config.toml says 7 (data.vocab_size "
         "differs too): put it back, or begin another run with --run"
     )
     del state["computed_with"]  # an older version's
-    session._check(saved)
+    check_of_run(saved, session.config, tokenizer)

@@ -13,10 +13,8 @@ from torch import nn
 
 from imece.checkpoint.commit import METRIC_ON, METRIC_OVER
 from imece.checkpoint.load import Saved
-from imece.checkpoint.reading import newest_of_all
 from imece.checkpoint.save import Checkpoints
 from imece.checkpoint.training_state import TrainingState
-from imece.collectives.texts import gather_json
 from imece.data.batches import Batches
 from imece.data.prepare import Prepared, prepare, reopen
 from imece.data_parallel.average import Over
@@ -50,8 +48,9 @@ from imece.train.passes import InPipeline, InTurn, Passes, StageLoss
 from imece.train.peak import measured_peak
 from imece.train.precision import Precision, choose_precision
 from imece.train.prediction import Machine, Prediction, machine_of, predict
+from imece.train.resuming import newest_for
 from imece.train.run_folder import RunFolder, shape_as_json
-from imece.train.same_run import check_computed_with, computed_with
+from imece.train.same_run import computed_with
 from imece.train.step import Step
 
 _NOTHING = -1  # steps that a rank has finished which has just been started
@@ -368,28 +367,10 @@ class Session:
 
     def _resume(self) -> bool:
         """From the newest checkpoint, and whether there is one. All ranks call it."""
-        # This has collectives within, but what goes wrong before the last of them goes wrong on all ranks.
-        saved = together(self.mesh, self._newest)
-        self._check_same_step(saved.step if saved is not None else 0)
+        saved = newest_for(self.config, self.prepared.tokenizer, self.mesh, self.alarms.append)
         if saved is not None:
             together(self.mesh, lambda: self._load(saved))
         return saved is not None
-
-    def _newest(self) -> Saved | None:
-        damaged: list[str] = []
-        mesh = self.mesh
-        saved = newest_of_all(self.folder.checkpoints, damaged.append, mesh.world_group, mesh.device)
-        if mesh.rank == 0:  # all see the same, and one to say so is enough
-            self.alarms += [f"damaged, so an older checkpoint is used: {line}" for line in damaged]
-        if saved is None:
-            if damaged:
-                raise UserError(
-                    f"{self.folder.checkpoints}: none of {len(damaged)} checkpoints can be read "
-                    f"({damaged[0]}); to begin anew, name another folder with --run"
-                )
-            return None
-        self._check(saved)
-        return saved
 
     def _load(self, saved: Saved) -> None:
         """The place in the data and all that is drawn follow from the step's number: nothing else is lost."""
@@ -410,30 +391,6 @@ class Session:
             if self.mesh.rank == 0:
                 self.alarms.append(f"{changed} validation losses do not compare with those before")
         self.seconds, self.tokens = saved.state["counters"]["seconds"], saved.state["counters"]["tokens"]
-
-    def _check_same_step(self, step: int) -> None:
-        """All ranks call it. One that cannot read what the others can would take an older checkpoint."""
-        mesh = self.mesh
-        steps = gather_json(step, mesh.world_group, mesh.device, "step to go on from")
-
-        def check() -> None:
-            if len(set(steps)) > 1:
-                others = [rank for rank, step in enumerate(steps) if step != max(steps)]
-                raise UserError(
-                    f"{self.folder.checkpoints}: rank {others[0]} can read step {steps[others[0]]} at most, "
-                    f"others step {max(steps)}: check that all hosts see the same disk"
-                )
-
-        together(mesh, check)
-
-    def _check(self, saved: Saved) -> None:
-        check_computed_with(saved.state.get("computed_with", {}), self.config, saved.folder)
-        if saved.state["tokenizer_hash"] != self.prepared.tokenizer.hash:
-            entries = saved.state["model"]["vocab_size"]
-            raise UserError(
-                f"{saved.folder} was trained with another tokenizer ({entries} entries) than "
-                f"{self.folder.tokenizer_file} ({self.prepared.tokenizer.vocab_size}): put the old one back"
-            )
 
 
 def _first_ranks(config: TrainConfig, mesh: Mesh) -> int:
