@@ -117,7 +117,7 @@ def test_forced_by_argument_and_environment() -> None:
         mock.patch.object(auto, "FORCED", "hirarchical"),
         pytest.raises(UserError, match="IMECE_SCHEDULE=hirarchical is no schedule: did you mean"),
     ):
-        ops._chosen("all_reduce", None, torch.ones(4), dist.ProcessGroup(0, 1))  # type: ignore[call-arg]
+        auto.schedule_for("all_reduce", None, torch.ones(4), dist.ProcessGroup(0, 1))  # type: ignore[call-arg]
     with pytest.raises(UserError, match="unknown schedule 'rings' of all_reduce: did you mean 'ring'"):
         choose("all_reduce", MIB, TWO_HOSTS, "rings")
     with pytest.raises(UserError, match="unknown collective 'allreduce': did you mean 'all_reduce'"):

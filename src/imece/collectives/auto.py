@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from imece import mesh
-from imece.collectives import native
+from imece.collectives import native, over_hosts
 from imece.collectives.calls import Call
-from imece.collectives.choice import Choice, best_parts, choose
+from imece.collectives.choice import Choice, best_parts, check_forced, choose
 from imece.collectives.link_types import Links
 from imece.collectives.links import measure
-from imece.collectives.schedules import DEFAULT_PARTS
+from imece.collectives.schedules import DEFAULT_PARTS, SCHEDULES, check_name
 from imece.world import SCHEDULE
 
 FORCED = os.environ.get(SCHEDULE, "")
@@ -24,6 +24,22 @@ at import."""
 
 _links: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Links]] = weakref.WeakKeyDictionary()
 """By group, then by type of device: in one group NCCL may move a GPU's tensors, and shm the CPU's."""
+
+
+def schedule_for(op: str, schedule: str | None, tensor: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+    """The schedule to run where a call names this one, None or "auto"; None for the backend's own way."""
+    if schedule is None and FORCED:
+        check_forced(FORCED)
+        if FORCED != "hierarchical" or over_hosts.is_whole(group):
+            schedule = FORCED if FORCED in ("auto", *SCHEDULES[op]) else None
+    if schedule == "auto":
+        found = choice(op, tensor.numel() * tensor.itemsize, group, tensor.device)
+        names = [found.name, *(name for name, _ in found.others)]
+        schedule = next(name for name in names if name != "hierarchical" or over_hosts.is_whole(group))
+        return None if schedule == "native" else schedule
+    if schedule is not None:
+        check_name(op, schedule)
+    return schedule
 
 
 def choice(op: str, nbytes: int, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> Choice:

@@ -33,12 +33,11 @@ from imece.collectives.calls import (
     group_or_default,
     in_shared_memory,
 )
-from imece.collectives.choice import check_forced
 from imece.collectives.execute import run_schedule
 from imece.collectives.messages import Recv, Send, exchange, recv, send
 from imece.collectives.pending import Pending, wait_for
 from imece.collectives.reduction import flattened, landed, op_name, prepared, shares_memory
-from imece.collectives.schedules import SCHEDULES, build, check_name
+from imece.collectives.schedules import build
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.shared_memory.tensors import check_rank, check_tensor, overlap
 from imece.collectives.wire import all_reduce_bf16, check_bf16, check_wire, reduce_scatter_bf16
@@ -101,7 +100,7 @@ def all_reduce(
     group, name = group_or_default(group), op_name(op)
     if wire is not None:
         _check_wire(tensor, name, schedule, wire)
-    schedule = _chosen("all_reduce", schedule, tensor, group)
+    schedule = auto.schedule_for("all_reduce", schedule, tensor, group)
     call = Call("all_reduce", group, tensor, name, label=label, way=_way(schedule, wire))
     hosts = over_hosts.hosts_of(call) if schedule == "hierarchical" else None
     if hosts is not None:
@@ -165,7 +164,7 @@ def reduce_scatter(
         return output
     if wire is not None:
         _check_wire(input, name, schedule, wire)
-    schedule = _chosen("reduce_scatter", schedule, input, group)
+    schedule = auto.schedule_for("reduce_scatter", schedule, input, group)
     call = Call("reduce_scatter", group, input, name, label=label, way=_way(schedule, wire))
     hosts = over_hosts.hosts_of(call) if schedule == "hierarchical" else None
     if hosts is not None:
@@ -278,7 +277,7 @@ def all_gather(
     if _runs_now(group, async_op, schedule, input, output):
         group.run_now("all_gather", input, output, label=label)
         return output
-    schedule = _chosen("all_gather", schedule, output, group)
+    schedule = auto.schedule_for("all_gather", schedule, output, group)
     call = Call("all_gather", group, input, label=label, way=_way(schedule))
     hosts = over_hosts.hosts_of(call) if schedule == "hierarchical" else None
     if hosts is not None:
@@ -338,7 +337,7 @@ def broadcast(
     if _runs_now(group, async_op, schedule, tensor):
         group.run_now("broadcast", tensor, tensor, root=src, label=label)
         return tensor
-    schedule = _chosen("broadcast", schedule, tensor, group)
+    schedule = auto.schedule_for("broadcast", schedule, tensor, group)
     cut = parts if parts is not None else auto.parts_of(tensor.nbytes, group, tensor.device)
     way = _way(schedule, parts=cut if schedule == "pipelined_ring" else None)
     call = Call("broadcast", group, tensor, root=src, label=label, way=way)
@@ -383,7 +382,7 @@ def reduce(
     if _runs_now(group, async_op, schedule, tensor):
         group.run_now("reduce", tensor, tensor, name, dst, label)
         return tensor
-    schedule = _chosen("reduce", schedule, tensor, group)
+    schedule = auto.schedule_for("reduce", schedule, tensor, group)
     call = Call("reduce", group, tensor, name, dst, label, way=_way(schedule))
     world_size, here = group.size(), group.rank() == dst
     flat, base, back = _ready(tensor, name, group, native=schedule is None)
@@ -464,22 +463,6 @@ def _reduce_scatter_bf16(call: Call, output: Tensor, input: Tensor, op: str, asy
         copy_back(place, output)
 
     return call.scheduled(run, output, async_op)
-
-
-def _chosen(op: str, schedule: str | None, tensor: Tensor, group: Group) -> str | None:
-    """The schedule to run; None for the backend's own way."""
-    if schedule is None and auto.FORCED:
-        check_forced(auto.FORCED)
-        if auto.FORCED != "hierarchical" or over_hosts.is_whole(group):
-            schedule = auto.FORCED if auto.FORCED in ("auto", *SCHEDULES[op]) else None
-    if schedule == "auto":
-        found = auto.choice(op, tensor.numel() * tensor.itemsize, group, tensor.device)
-        names = [found.name, *(name for name, _ in found.others)]
-        schedule = next(name for name in names if name != "hierarchical" or over_hosts.is_whole(group))
-        return None if schedule == "native" else schedule
-    if schedule is not None:
-        check_name(op, schedule)
-    return schedule
 
 
 def _way(schedule: str | None, wire: str | None = None, parts: int | None = None) -> str:
